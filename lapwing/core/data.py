@@ -1,0 +1,148 @@
+"""The one data loop: unpacks batches, checks them, moves them, counts them, shows progress."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import DataError
+
+Inputs = Any  # a tensor, or a tuple, list or mapping of tensors
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One batch: what the network takes, and what it should have said."""
+
+    inputs: Inputs
+    targets: Tensor
+
+
+def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """The same nesting with ``change`` applied to every tensor; other leaves pass through."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(value, change) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tensors(value, change) for value in tree)
+    return tree
+
+
+def tensors_in(tree: Inputs) -> Iterator[Tensor]:
+    """Every tensor of a nesting, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def take(inputs: Inputs, size: int, rows: slice) -> Inputs:
+    """Some samples of a batch of ``size``: every tensor whose first dimension is the batch is cut."""
+    return map_tensors(inputs, lambda t: t[rows] if t.ndim and t.shape[0] == size else t)
+
+
+def call(model: Callable[..., Any], inputs: Inputs) -> Any:
+    """Call the model the way its signature asks: mappings by keyword, tuples by position, else whole."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs) if _binds(model, (), inputs) else model(inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs) if _binds(model, tuple(inputs), {}) else model(inputs)
+    return model(inputs)
+
+
+def _binds(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Re-iterable batches on one device, checked as they pass.
+
+    ``source`` is a DataLoader, a list of ``(inputs, targets)``, a list of mappings that hold their target
+    under ``target_key``, or one ``(inputs, targets)`` pair of tensors.
+    """
+
+    source: Iterable[Any]
+    device: torch.device
+    target_key: str | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        if iter(self.source) is self.source:
+            raise DataError(
+                "data is a one-shot iterator; some methods pass over the data twice. "
+                "Give a DataLoader, a list of batches, or any object that can be iterated again."
+            )
+
+    def batches(self, label: str) -> Iterator[Batch]:
+        """The batches in order, with a progress bar if asked for and tqdm is installed."""
+        source = self.source
+        if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor):
+            source = [source]
+        empty = True
+        for position, item in enumerate(_with_bar(source, label) if self.progress else source):
+            empty = False
+            yield self._checked(self._unpacked(item), position)
+        if empty:
+            raise DataError("data is empty: no batch was yielded; expected at least one (inputs, targets) batch.")
+
+    def _unpacked(self, item: Any) -> Batch:
+        if isinstance(item, Mapping):
+            keys = [self.target_key] if self.target_key else [k for k in TARGET_KEYS if k in item]
+            if not keys or keys[0] not in item:
+                raise DataError(
+                    f"a batch with the keys {sorted(map(str, item))} has no target; "
+                    f"pass target_key=..., or use one of {', '.join(TARGET_KEYS)}."
+                )
+            return Batch({k: v for k, v in item.items() if k != keys[0]}, torch.as_tensor(item[keys[0]]))
+        if isinstance(item, tuple | list) and len(item) == 2:
+            if isinstance(item[0], Mapping) and self.target_key and self.target_key in item[0]:
+                raise DataError(f"the target key {self.target_key!r} names an input of an (inputs, targets) batch.")
+            return Batch(item[0], torch.as_tensor(item[1]))
+        seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
+        raise DataError(
+            f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
+            "Several inputs go into a tuple: ((x1, x2), y)."
+        )
+
+    def _checked(self, batch: Batch, position: int) -> Batch:
+        move = lambda t: t.to(self.device, non_blocking=True)  # noqa: E731
+        inputs, targets = map_tensors(batch.inputs, move), move(batch.targets)
+        check_finite(inputs, f"inputs of batch {position}")
+        check_finite(targets, f"targets of batch {position}")
+        return Batch(inputs, targets)
+
+
+def check_finite(tree: Inputs, what: str) -> None:
+    """Raise if any floating-point tensor holds NaN or infinity."""
+    for tensor in tensors_in(tree):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = (~torch.isfinite(tensor)).sum().item()
+            raise DataError(
+                f"{what}: {bad} of {tensor.numel()} entries are NaN or infinite; expected finite numbers. "
+                "Clean the data, or check the network for overflow."
+            )
+
+
+def _with_bar(source: Iterable[Any], label: str) -> Iterable[Any]:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return source
+    bar: Iterable[Any] = tqdm(source, desc=label, leave=False)
+    return bar

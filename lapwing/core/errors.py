@@ -1,0 +1,25 @@
+"""The errors Lapwing raises. Each message says what was seen, what was expected and what to do."""
+
+
+class LapwingError(ValueError):
+    """Base of every error raised on purpose."""
+
+
+class DataError(LapwingError):
+    """The data cannot be used: empty, not finite, of the wrong shape or out of range."""
+
+
+class ModelError(LapwingError):
+    """The network cannot be used as it stands: training mode, mixed samples, changed weights."""
+
+
+class NumericalError(LapwingError):
+    """A matrix that must be positive definite is not, or a number is not finite."""
+
+
+class FileError(LapwingError):
+    """A saved posterior is damaged, foreign, or belongs to another network."""
+
+
+class UnsupportedError(LapwingError):
+    """The combination asked for does not exist; the message names the way to get there."""

@@ -1,0 +1,82 @@
+"""A Gaussian belief about the outputs of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import NumericalError
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """A covariance that is computed when it is asked for.
+
+    With a thousand classes the (B, C, C) covariance is a thousand times larger than the variances,
+    so the two have separate recipes and neither runs before it is needed.
+    """
+
+    variance: Callable[[], Tensor]
+    cov: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionGaussian:
+    """f(x) ~ N(mean, cov) for a batch of inputs.
+
+    Shapes: ``mean`` (B, C); ``cov`` (B, C, C); ``variance`` and ``std`` (B, C). Token-level outputs have
+    (B, T, C) and (B, T, C, C). With ``joint=True`` the covariance runs across inputs too: ``cov`` is
+    (B, C, B, C), and ``cov.reshape(B * C, B * C)`` is the joint matrix.
+
+    >>> belief = FunctionGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1))
+    >>> belief.std.tolist()
+    [[1.0], [1.0]]
+    """
+
+    mean: Tensor
+    covariance: Tensor | Deferred
+    joint: bool = False
+
+    @cached_property
+    def cov(self) -> Tensor:
+        return self.covariance.cov() if isinstance(self.covariance, Deferred) else self.covariance
+
+    @cached_property
+    def variance(self) -> Tensor:
+        if isinstance(self.covariance, Deferred) and "cov" not in self.__dict__:
+            return self.covariance.variance().clamp_min(0)
+        if self.joint:
+            size = self.mean.numel()
+            return self.cov.reshape(size, size).diagonal().reshape(self.mean.shape).clamp_min(0)
+        return self.cov.diagonal(dim1=-2, dim2=-1).clamp_min(0)
+
+    @property
+    def std(self) -> Tensor:
+        return self.variance.sqrt()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of f, (n, *mean.shape). Joint beliefs give correlated draws, others independent inputs."""
+        if self.joint:
+            size = self.mean.numel()
+            root = psd_root(self.cov.reshape(size, size))
+            eps = torch.randn(n, size, generator=generator, dtype=root.dtype, device=root.device)
+            return self.mean + (eps @ root.mT).reshape(n, *self.mean.shape)
+        root = psd_root(self.cov)
+        eps = torch.randn(n, *self.mean.shape, generator=generator, dtype=root.dtype, device=root.device)
+        return self.mean + torch.einsum("...cd,n...d->n...c", root, eps)
+
+
+def psd_root(matrix: Tensor) -> Tensor:
+    """L with L Lᵀ = matrix for a positive semi-definite matrix; rounding below zero is cut at zero."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    floor = -1e-4 * values.abs().amax(-1, keepdim=True)
+    if bool((values < floor).any()):
+        raise NumericalError(
+            f"a covariance has the eigenvalue {values.min().item():.3g} beside {values.max().item():.3g}; "
+            "expected none below zero. The posterior is broken: refit it in float64."
+        )
+    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(matrix.dtype)

@@ -1,0 +1,299 @@
+"""Parameters in blocks, and the Jacobian of each block in factored form.
+
+A *linear* block is a weight used as a linear map, with its bias as one more input column. Its Jacobian for
+output k and sample b is Σ_t g_kbt ⊗ a_bt and is kept as the two factors. Everything else is a *dense* block,
+whose Jacobian (K, B, p) is small enough to keep whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+BYTES = 256 * 2**20  # what one temporary may take
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some parameters that are handled together.
+
+    ``kind``: "rows" for a weight stored (d_out, d_in), "columns" for one stored (d_in, d_out), "dense"
+    otherwise. Groups count independent maps (grouped convolution). ``d_in`` includes the bias column.
+    """
+
+    kind: str
+    weight: str
+    shape: tuple[int, ...]
+    bias: str | None = None
+    groups: int = 1
+    why: str = ""
+
+    @property
+    def linear(self) -> bool:
+        return self.kind != "dense"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def d_out(self) -> int:
+        size = self.shape[0] if self.kind == "rows" else _numel(self.shape[1:])
+        return size // self.groups if self.kind == "rows" else size
+
+    @property
+    def d_in(self) -> int:
+        size = _numel(self.shape[1:]) if self.kind == "rows" else self.shape[0] // self.groups
+        return size + (self.bias is not None)
+
+    @property
+    def size(self) -> int:
+        return self.groups * self.d_out * self.d_in if self.linear else _numel(self.shape)
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The shape in which the block's own entries are arranged."""
+        return (self.groups, self.d_out, self.d_in) if self.linear else (self.size,)
+
+    def arrange(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Parameters (..., *shape) as one tensor (..., *form)."""
+        weight = values[self.weight]
+        lead = weight.shape[: weight.ndim - len(self.shape)]
+        if not self.linear:
+            return weight.reshape(*lead, -1)
+        if self.kind == "rows":
+            matrix = weight.reshape(*lead, self.groups, self.d_out, -1)
+        else:
+            matrix = weight.reshape(*lead, self.groups, -1, self.d_out).mT
+        if self.bias is None:
+            return matrix
+        return torch.cat([matrix, values[self.bias].reshape(*lead, self.groups, self.d_out, 1)], -1)
+
+    def spread(self, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The inverse of ``arrange``: each parameter by name, flat in its last dimension."""
+        lead = matrix.shape[: matrix.ndim - len(self.form)]
+        if not self.linear:
+            yield self.weight, matrix
+            return
+        weight = matrix if self.bias is None else matrix[..., :-1]
+        yield self.weight, (weight if self.kind == "rows" else weight.mT).reshape(*lead, -1)
+        if self.bias is not None:
+            yield self.bias, matrix[..., -1].reshape(*lead, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearJacobian:
+    """Factors of a linear block: a (G, B, T, d_in), g (G, K, B, T, d_out)."""
+
+    a: Tensor
+    g: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def positions(self) -> int:
+        return self.a.shape[2]
+
+    def joined(self, other: LinearJacobian) -> LinearJacobian:
+        """Two uses of one weight add up: their positions stand side by side."""
+        return LinearJacobian(torch.cat([self.a, other.a], 2), torch.cat([self.g, other.g], 3))
+
+    def rotated(self, out: Tensor, inp: Tensor | None) -> LinearJacobian:
+        """In the bases out (G, d_out, d_out) and inp (G, d_in, d_in)."""
+        a = self.a if inp is None else _right(self.a, inp)
+        if self.g.stride(2) == 0 and self.g.shape[2] > 1:  # the same for every sample: rotate once
+            return LinearJacobian(a, _right(self.g[:, :, :1], out).expand(self.g.shape))
+        return LinearJacobian(a, _right(self.g, out))
+
+    def pieces(self, width: int) -> Iterator[LinearJacobian]:
+        """Runs of samples whose Jacobians, ``width`` numbers for each sample, fit the byte budget."""
+        step = max(1, BYTES // (self.a.element_size() * max(width, 1)))
+        for start in range(0, self.batch, step):
+            yield LinearJacobian(self.a[:, start : start + step], self.g[:, :, start : start + step])
+
+    def whole(self) -> Tensor:
+        """The Jacobian itself, (B, K, G, d_out, d_in)."""
+        groups, outputs, batch, positions, d_out = self.g.shape
+        g = self.g.permute(2, 0, 1, 4, 3).reshape(batch * groups, outputs * d_out, positions)
+        a = self.a.permute(1, 0, 2, 3).reshape(batch * groups, positions, -1)
+        if positions == 1:
+            product = g * a
+        else:
+            product = torch.bmm(g, a)
+        return product.reshape(batch, groups, outputs, d_out, -1).transpose(1, 2)
+
+    def squares(self) -> Tensor:
+        """Σ over samples and outputs of the squared Jacobian, (G, d_out, d_in)."""
+        if self.positions == 1:
+            return torch.bmm(self.g[:, :, :, 0].square().sum(1).mT, self.a[:, :, 0].square())
+        groups, outputs, _, _, d_out = self.g.shape
+        total = self.a.new_zeros(groups, d_out, self.a.shape[-1])
+        for piece in self.pieces(2 * outputs * total.numel()):
+            total += piece.whole().square_().sum((0, 1))
+        return total
+
+    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        """Σ_ij J_kij weights_ij J_lij: (B, S, C, C) if full, else its diagonal (B, S, C)."""
+        groups, outputs, batch, positions, d_out = self.g.shape
+        classes = outputs // tokens
+        if positions == 1:
+            scale = torch.bmm(self.a[:, :, 0].square(), weights.mT)  # (G, B, d_out)
+            return self._diagonal_form(scale, tokens, full)
+        found = []
+        root = weights.sqrt()
+        for piece in self.pieces(2 * outputs * weights.numel()):
+            rows = (piece.whole() * root).reshape(piece.batch, tokens, classes, -1)
+            found.append(rows @ rows.mT if full else rows.square().sum(-1))
+        return torch.cat(found)
+
+    def _diagonal_form(self, scale: Tensor, tokens: int, full: bool) -> Tensor:
+        groups, outputs, batch, _, d_out = self.g.shape
+        if not full and self.g.stride(2) == 0:
+            out = torch.bmm(scale, self.g[:, :, 0, 0].square().mT).sum(0)
+            return out.reshape(batch, tokens, -1)
+        if not full:
+            return torch.einsum("gkbi,gbi->bk", self.g[:, :, :, 0].square(), scale).reshape(batch, tokens, -1)
+        rows = self.g[:, :, :, 0].permute(0, 2, 1, 3).reshape(groups, batch, tokens, -1, d_out)
+        return ((rows * scale[:, :, None, None]) @ rows.mT).sum(0)
+
+    def cross(self, weights: Tensor) -> Tensor:
+        """Σ_ij J_bkij weights_ij J_clij between all samples: (B K, B K)."""
+        batch, outputs = self.batch, self.g.shape[1]
+        total = self.a.new_zeros(batch * outputs, batch * outputs)
+        step = max(1, BYTES // (self.a.element_size() * batch * outputs * self.a.shape[-1] * self.a.shape[0]))
+        for i in range(0, self.g.shape[-1], step):
+            part = LinearJacobian(self.a, self.g[..., i : i + step]).whole()
+            rows = (part * weights[:, i : i + step].sqrt()).reshape(batch * outputs, -1)
+            total.addmm_(rows, rows.mT)
+        return total
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """J v for v (n, G, d_out, d_in): (n, B, K)."""
+        found = []
+        for vector in v:
+            moved = torch.matmul(self.a, vector.mT.unsqueeze(1))  # (G, B, T, d_out)
+            found.append(torch.einsum("gbti,gkbti->bk", moved, self.g))
+        return torch.stack(found)
+
+
+@dataclass(frozen=True, eq=False)
+class LookupJacobian:
+    """An embedding: rows of a table, so the input factor is an index and never a one-hot vector.
+
+    Repeats of a token within a sample are added up first. ``g`` (K, U, d_out) per segment, ``token`` and
+    ``owner`` (U,) say which row of the table and which sample a segment belongs to.
+    """
+
+    g: Tensor
+    token: Tensor
+    owner: Tensor
+    batch: int
+    table: int
+    rows: Tensor  # (B, T) the indices as they came, for the factor of counts
+
+    @classmethod
+    def build(cls, indices: Tensor, g: Tensor, table: int) -> LookupJacobian:
+        """From indices (B, T) and gradients g (K, B, T, d_out)."""
+        batch, _ = indices.shape
+        key = (torch.arange(batch, device=indices.device)[:, None] * table + indices).reshape(-1)
+        unique, inverse = torch.unique(key, return_inverse=True)
+        flat = g.reshape(g.shape[0], -1, g.shape[-1])
+        pooled = flat.new_zeros(g.shape[0], len(unique), g.shape[-1]).index_add_(1, inverse, flat)
+        return cls(pooled, unique % table, unique // table, batch, table, indices)
+
+    @property
+    def positions(self) -> int:
+        return self.rows.shape[1]
+
+    def joined(self, other: LookupJacobian) -> LookupJacobian:
+        g = torch.cat([self.g, other.g], 1)
+        key = torch.cat([self.owner * self.table + self.token, other.owner * self.table + other.token])
+        unique, inverse = torch.unique(key, return_inverse=True)
+        pooled = g.new_zeros(g.shape[0], len(unique), g.shape[-1]).index_add_(1, inverse, g)
+        rows = torch.cat([self.rows, other.rows], 1)
+        return LookupJacobian(pooled, unique % self.table, unique // self.table, self.batch, self.table, rows)
+
+    def rotated(self, out: Tensor, inp: Tensor | None) -> LookupJacobian:
+        if inp is not None:
+            raise AssertionError("a lookup has no input basis")
+        return replace(self, g=self.g @ out[0])
+
+    def whole(self) -> Tensor:
+        outputs, _, d_out = self.g.shape
+        full = self.g.new_zeros(self.batch, self.table, outputs, d_out)
+        full[self.owner, self.token] = self.g.transpose(0, 1)
+        return full.permute(0, 2, 3, 1).unsqueeze(2)
+
+    def squares(self) -> Tensor:
+        total = self.g.new_zeros(self.table, self.g.shape[-1])
+        return total.index_add_(0, self.token, self.g.square().sum(0)).mT.unsqueeze(0)
+
+    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        scale = weights[0].mT[self.token]  # (U, d_out)
+        rows = self.g.transpose(0, 1).reshape(len(self.owner), tokens, -1, self.g.shape[-1])
+        if full:
+            parts = (rows * scale[:, None, None]) @ rows.mT
+        else:
+            parts = (rows.square() * scale[:, None, None]).sum(-1)
+        return parts.new_zeros(self.batch, *parts.shape[1:]).index_add_(0, self.owner, parts)
+
+    def cross(self, weights: Tensor) -> Tensor:
+        rows = (self.whole() * weights.sqrt()).reshape(self.batch * self.g.shape[0], -1)
+        return rows @ rows.mT
+
+    def jvp(self, v: Tensor) -> Tensor:
+        picked = v[:, 0].mT[:, self.token]  # (n, U, d_out)
+        parts = torch.einsum("kui,nui->nuk", self.g, picked)
+        return parts.new_zeros(v.shape[0], self.batch, self.g.shape[0]).index_add_(1, self.owner, parts)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseJacobian:
+    """The Jacobian of a block that is no linear map, j (B, K, p)."""
+
+    j: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.j.shape[0]
+
+    def joined(self, other: DenseJacobian) -> DenseJacobian:
+        return DenseJacobian(self.j + other.j)
+
+    def whole(self) -> Tensor:
+        return self.j
+
+    def squares(self) -> Tensor:
+        return self.j.square().sum((0, 1))
+
+    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        rows = self.j.reshape(self.batch, tokens, -1, self.j.shape[-1])
+        return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
+
+    def cross(self, weights: Tensor) -> Tensor:
+        rows = self.j.reshape(-1, self.j.shape[-1])
+        return (rows * weights) @ rows.mT
+
+    def jvp(self, v: Tensor) -> Tensor:
+        return torch.einsum("bkp,np->nbk", self.j, v)
+
+
+BlockJacobian = LinearJacobian | LookupJacobian | DenseJacobian
+
+
+def _right(x: Tensor, basis: Tensor) -> Tensor:
+    """x (G, ..., d) times basis (G, d, d)."""
+    groups = x.shape[0]
+    return torch.bmm(x.reshape(groups, -1, x.shape[-1]), basis).reshape(*x.shape[:-1], basis.shape[-1])
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size

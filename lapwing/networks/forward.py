@@ -1,0 +1,121 @@
+"""Running the model as it is: what it returns, what must not happen while it runs, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.core.data import Inputs, call, map_tensors, take, tensors_in
+from lapwing.core.errors import DataError, ModelError
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """Gradients for the named parameters and no others while the model runs; all flags are put back."""
+    wanted = set(names)
+    changed = [(p, p.requires_grad) for name, p in model.named_parameters() if p.requires_grad != (name in wanted)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):  # fused kernels hide their products
+            stack.enter_context(quiet())
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        try:
+            for parameter, flag in changed:
+                parameter.requires_grad_(not flag)
+            yield
+        finally:
+            for parameter, flag in changed:
+                parameter.requires_grad_(flag)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """PyTorch's remarks on speed (no batching rule, no TF32) say nothing about a result."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning)
+        yield
+
+
+def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The tensor the model returns, out of ``.logits`` if need be."""
+    inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
+    out = call(model, inputs)
+    if isinstance(out, Mapping) and "logits" in out:
+        out = out["logits"]
+    out = getattr(out, "logits", out)
+    if not isinstance(out, Tensor):
+        raise ModelError(
+            f"the model returns a {type(out).__name__}; expected a tensor or an object with .logits. "
+            "Wrap the model in a module that returns the tensor."
+        )
+    if out.ndim not in (1, 2, 3) or out.shape[-1] == 0 or out.shape[0] == 0:
+        raise ModelError(
+            f"the model returns the shape {tuple(out.shape)}; expected (B,), (B, C) or (B, T, C) with the classes "
+            "or outputs last. Wrap the model in a module that reshapes."
+        )
+    return out
+
+
+def shaped(raw: Tensor) -> Tensor:
+    """f (B, [T,] C): a squeezed single output gets its dimension back."""
+    return raw.unsqueeze(-1) if raw.ndim == 1 else raw
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def batch_size(inputs: Inputs) -> int:
+    """The first dimension that the input tensors agree on."""
+    for tensor in tensors_in(inputs):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise DataError("the inputs hold no tensor with a batch dimension; expected (B, ...).")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The plain module inside a compiled or data-parallel one: those are opaque to the graph."""
+    for attribute, kinds in (("_orig_mod", ("OptimizedModule",)), ("module", ("DataParallel", "DistributedDataParallel"))):
+        if type(model).__name__ in kinds and isinstance(getattr(model, attribute, None), nn.Module):
+            return unwrapped(getattr(model, attribute))
+    return model
+
+
+def refuse_training_mode(model: nn.Module) -> None:
+    """Batch statistics and dropout make outputs random or mix samples."""
+    for name, module in model.named_modules():
+        random = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        random = random or (isinstance(module, nn.MultiheadAttention | nn.RNNBase) and float(module.dropout) > 0)
+        if module.training and (random or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+            raise ModelError(
+                f"{name or 'the model'} ({type(module).__name__}) is in training mode; expected evaluation mode. "
+                "Call model.eval() first."
+            )
+
+
+def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor) -> None:
+    """f(x)[b] must not depend on the other samples of the batch."""
+    batch = raw.shape[0]
+    if batch == 1:
+        return
+    half = (batch + 1) // 2
+    with torch.no_grad():
+        alone = raw_output(model, take(inputs, batch, slice(0, half)))
+    if alone.shape[0] != half:
+        raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {half}: one for each sample.")
+    if alone.shape[1:] != raw.shape[1:]:
+        return  # dynamic padding: lengths follow the batch
+    scale = raw.float().abs().max().clamp_min(1e-6)
+    gap = (alone.float() - raw[:half].float()).abs().max() / scale
+    if not bool(gap < 1e3 * torch.finfo(raw.dtype).eps ** 0.75):
+        raise ModelError(
+            f"the output for a sample changes by {gap.item():.2g} (relative) with the rest of its batch; "
+            "expected independent samples. Put normalisation in evaluation mode, or give the model one sample's "
+            "context inside its own input."
+        )

@@ -1,0 +1,381 @@
+"""The network as the rest of the package sees it: outputs, layer-wise Jacobians, and products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from lapwing.core.data import Inputs, check_finite, take
+from lapwing.core.errors import ModelError
+from lapwing.networks import graph as graphs
+from lapwing.networks import products, rules
+from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian
+from lapwing.networks.fallback import sample_jacobians
+from lapwing.networks.forward import (
+    batch_size,
+    quiet,
+    raw_output,
+    recording,
+    refuse_mixed_samples,
+    refuse_training_mode,
+    shaped,
+    unwrapped,
+    working_dtype,
+)
+from lapwing.networks.ownership import find_patterns
+from lapwing.networks.selection import Selection, Weights, all_weights
+
+BYTES = {"cpu": 512 * 2**20, "cuda": 1024 * 2**20}  # what the gradients of one chunk may take
+
+
+@dataclass(frozen=True, eq=False)
+class LayerJacobians:
+    """The Jacobian of a batch, block by block. Row k belongs to seed k; ``tokens`` counts data per sample."""
+
+    blocks: tuple[BlockJacobian, ...]
+    layout: tuple[Block, ...]
+    selection: Selection
+    batch: int
+    outputs: int
+    tokens: int = 1
+
+    def __iter__(self) -> Iterator[tuple[Block, BlockJacobian]]:
+        return iter(zip(self.layout, self.blocks, strict=True))
+
+    def whole(self) -> Tensor:
+        """The Jacobian itself, (B, K, P). For small networks and for tests."""
+        parts: dict[str, Tensor] = {}
+        for block, jacobian in self:
+            dense = jacobian.whole()
+            parts.update(block.spread(dense))
+        return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """J v for every row of v (n, P): (n, B, K), from the stored factors."""
+        values = self.selection.split(v)
+        return torch.stack([jac.jvp(block.arrange(values).to(_dtype(jac))) for block, jac in self]).sum(0)
+
+
+def _dtype(jacobian: BlockJacobian) -> torch.dtype:
+    return jacobian.j.dtype if isinstance(jacobian, DenseJacobian) else jacobian.g.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Tangent:
+    """The network linearised at one batch: f (B, [T,] C) and, for any seeds, the layer-wise Jacobians."""
+
+    network: Network
+    inputs: Inputs
+    raw: Tensor
+    graph: graphs.Graph
+    uses: rules.Uses
+
+    @property
+    def f(self) -> Tensor:
+        return shaped(self.raw.detach())
+
+    def jacobians(self, seeds: Tensor | None = None) -> LayerJacobians:
+        """The Jacobian of seeds · f. Seeds (K, B, [T,] C); None means every output of every token.
+
+        One batched backward pass to the recorded products; no weight gradient is formed.
+        """
+        f = self.f
+        tokens = f.shape[1] if f.ndim == 3 else 1
+        if seeds is None:
+            size = f[0].numel()
+            seeds = torch.eye(size, dtype=f.dtype, device=f.device).reshape(size, 1, *f.shape[1:])
+            seeds = seeds.expand(size, *f.shape)
+        else:
+            tokens = 1
+        grads, patterns = self._pulled_back(seeds)
+        blocks = tuple(self._block(block, seeds, grads, patterns) for block in self.network.layout)
+        selection = self.network.selection
+        return LayerJacobians(blocks, self.network.layout, selection, f.shape[0], seeds.shape[0], tokens)
+
+    def _pulled_back(self, seeds: Tensor) -> tuple[dict[Any, Tensor], Mapping[Any, rules.Pattern | None]]:
+        nodes = list(dict.fromkeys(use.node for use in self.uses.uses))
+        patterns = self.network._patterns(self)
+        raw_seeds = seeds.reshape(seeds.shape[0], *self.raw.shape)
+        direct = self.graph.nodes[0]
+        while direct.name() in graphs.RESHAPES and len(direct.next_functions) == 1:
+            direct = direct.next_functions[0][0]
+        grads: dict[Any, Tensor] = {}
+        if direct in nodes and self.graph.consumers[direct] <= 1:
+            grads[direct] = raw_seeds.reshape(seeds.shape[0], *graphs.output_shape(direct))
+        rest = [node for node in nodes if node not in grads]
+        if rest:
+            looped = self.network._loops(self.graph)
+            grads.update(zip(rest, pull_back(self.raw, rest, raw_seeds, looped), strict=True))
+        return grads, patterns
+
+    def _block(
+        self, block: Block, seeds: Tensor, grads: Mapping[Any, Tensor], patterns: Mapping[Any, rules.Pattern | None]
+    ) -> BlockJacobian:
+        mine = [use for use in self.uses.uses if use.name == block.weight]
+        dtype = working_dtype(self.raw.dtype)
+        if block.why.startswith("no rule"):
+            return self._fallback(block, seeds.to(dtype))
+        total: BlockJacobian | None = None
+        for use in mine:
+            pattern = patterns[use.node]
+            if pattern is None or (block.linear and use.form.kind != block.kind):
+                raise ModelError(
+                    f"the graph of this batch uses {block.weight!r} in another way than the first batch did; "
+                    "expected one fixed computation. Fix the control flow, or leave the parameter out with named()."
+                )
+            part = use.form.jacobian(use.node, grads[use.node].to(dtype), pattern, block.bias is not None)
+            if not block.linear and not isinstance(part, DenseJacobian):
+                part = self._flat(use, block, part)
+            part = _cast(part, dtype)
+            total = part if total is None else total.joined(part)  # type: ignore[arg-type]
+        return total if total is not None else self._unused(block, seeds.to(dtype))
+
+    def _flat(self, use: rules.Use, block: Block, part: BlockJacobian) -> DenseJacobian:
+        """A linear use of a parameter that is kept whole: tied embedding and head, for one."""
+        own = Block(use.form.kind, block.weight, block.shape, groups=use.groups)
+        ((_, flat),) = own.spread(part.whole())
+        return DenseJacobian(flat)
+
+    def _unused(self, block: Block, seeds: Tensor) -> BlockJacobian:
+        if block.linear:
+            groups, d_out, d_in = block.form
+            batch, outputs = seeds.shape[1], seeds.shape[0]
+            return rules.LinearJacobian(
+                seeds.new_zeros(groups, batch, 1, d_in), seeds.new_zeros(groups, outputs, batch, 1, d_out)
+            )
+        return DenseJacobian(seeds.new_zeros(seeds.shape[1], seeds.shape[0], block.size))
+
+    def _fallback(self, block: Block, seeds: Tensor) -> BlockJacobian:
+        model, batch = self.network.model, self.raw.shape[0]
+        with recording(model, self.network.selection.names):
+            found = sample_jacobians(
+                model, lambda m, x: raw_output(m, x).flatten(1), self.inputs, batch, (block.weight,)
+            )
+        return DenseJacobian(torch.einsum("kbm,bmp->bkp", seeds.flatten(2), found[block.weight].to(seeds.dtype)))
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A trained network, the weights that are uncertain, and how they fall into blocks."""
+
+    model: nn.Module
+    selection: Selection
+    layout: tuple[Block, ...]
+    output_shape: tuple[int, ...]  # of one sample: (C,) or (T, C)
+    width: int  # gradient numbers per sample and seed
+    forward_mode: bool  # whether forward-mode products are defined for every operation
+    _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
+        """Look at the model once, with one batch, and refuse what cannot be handled.
+
+        Cost: two forward passes. Nothing of the model is changed.
+        """
+        model = unwrapped(model)
+        refuse_training_mode(model)
+        weights = all_weights if weights is None else weights
+        with recording(model, weights.needs(model)):
+            raw = raw_output(model, inputs)
+        f = shaped(raw.detach())
+        check_finite(f, "outputs of the network")
+        refuse_mixed_samples(model, inputs, raw.detach())
+        if raw.grad_fn is None:
+            raise ModelError("the output does not depend on any selected parameter; choose other weights.")
+        tensors = dict(model.named_parameters())
+        graph = graphs.read(raw, raw.shape[0])
+        uses = rules.find(graph, {id(tensors[name]): name for name in weights.needs(model)}, tensors)
+        selection = weights.choose(model, graph, uses)
+        with recording(model, selection.names):
+            raw = raw_output(model, inputs)
+        graph = graphs.read(raw, raw.shape[0])
+        uses = rules.find(graph, {id(tensors[name]): name for name in selection.names}, tensors)
+        patterns = find_patterns(raw, graph, uses)
+        shapes = dict(zip(selection.names, selection.shapes, strict=True))
+        layout = arranged(graph, uses, patterns, shapes)
+        nodes = {use.node for use in uses.uses}
+        width = sum(torch.Size(graphs.output_shape(node)).numel() for node in nodes) // raw.shape[0]
+        return cls(model, selection, layout, tuple(f.shape[1:]), max(width, f[0].numel()), _has_forward_mode(model, graph))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that factors and Jacobians have: the model's, or float32 where that is narrower."""
+        tensors = dict(self.model.named_parameters())
+        return working_dtype(tensors[self.selection.names[0]].dtype)
+
+    def theta(self) -> Tensor:
+        """The weights as they are, (P,)."""
+        tensors = dict(self.model.named_parameters())
+        full = torch.cat([tensors[name].detach().reshape(-1) for name in self.selection.names])
+        return self.selection.picked(full).to(self.dtype)
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """The plain output f (B, [T,] C), no graph."""
+        with torch.no_grad():
+            return shaped(raw_output(self.model, inputs))
+
+    def linearise(self, inputs: Inputs) -> Tangent:
+        """One forward pass with a graph."""
+        model = self.model
+        with recording(model, self.selection.names):
+            raw = raw_output(model, inputs)
+        tensors = dict(model.named_parameters())
+        graph = graphs.read(raw, raw.shape[0])
+        uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)
+        return Tangent(self, inputs, raw, graph, uses)
+
+    def chunks(self, inputs: Inputs, batch: int, seeds: int) -> Iterator[slice]:
+        """Runs of samples whose gradients for so many seeds fit the byte budget."""
+        item = torch.finfo(self.dtype).bits // 8
+        budget = BYTES.get(self.device.type, BYTES["cuda"])
+        # Autograd holds about as much again while it passes backwards.
+        step = max(1, budget // (2 * item * max(1, seeds) * self.width))
+        for start in range(0, batch, step):
+            yield slice(start, min(batch, start + step))
+
+    def tangents(self, inputs: Inputs, seeds: int | None = None) -> Iterator[tuple[slice, Tangent]]:
+        """The batch linearised in chunks of samples under the byte budget."""
+        batch = batch_size(inputs)
+        seeds = torch.Size(self.output_shape).numel() if seeds is None else seeds
+        for rows in self.chunks(inputs, batch, seeds):
+            whole = rows == slice(0, batch)
+            yield rows, self.linearise(inputs if whole else take(inputs, batch, rows))
+
+    def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
+        """J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""
+        return products.jvp(self.model, self.selection, inputs, v, self.forward_mode).to(self.dtype)
+
+    def vjp(self, inputs: Inputs, u: Tensor) -> Tensor:
+        """Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""
+        tangent = self.linearise(inputs)
+        back = products.vjp(self.model, self.selection, tangent.raw, u, self._loops(tangent.graph))
+        return back.to(self.dtype)
+
+    def _loops(self, graph: graphs.Graph) -> bool:
+        """Batched convolutions are slow on CPU; recurrent kernels know no batching at all."""
+        if any(isinstance(module, nn.RNNBase) for module in self.model.modules()):
+            return True
+        names = {name for name, _ in graph.signature}
+        if any(name.startswith("ScaledDotProduct") for name in names):
+            return True
+        return "ConvolutionBackward0" in names and self.device.type == "cpu"
+
+    def _patterns(self, tangent: Tangent) -> Mapping[Any, rules.Pattern | None]:
+        """Which rows belong to which sample, remembered where the shapes alone decide it."""
+        uses, graph = tangent.uses, tangent.graph
+        batch = tangent.raw.shape[0]
+        if all(graph.batch_major[use.node] for use in uses.uses):
+            return find_patterns(tangent.raw, graph, uses)
+        nodes = list(dict.fromkeys(use.node for use in uses.uses))
+        key = (batch, graph.signature, tuple((use.name, use.form.kind) for use in uses.uses))
+        if not graph.static or key not in self._seen:
+            found = find_patterns(tangent.raw, graph, uses)
+            self._seen[key] = [found[node] for node in nodes]
+        return dict(zip(nodes, self._seen[key], strict=True))
+
+
+def _has_forward_mode(model: nn.Module, graph: graphs.Graph) -> bool:
+    """Recurrent cells have none under vmap, and for a padded embedding it disagrees with the gradient."""
+    padded = any(
+        node.name() == "EmbeddingBackward0" and node._saved_padding_idx < 2**63 and node._saved_padding_idx >= 0
+        for node in graph.nodes
+    )
+    return not padded and not any(isinstance(module, nn.RNNBase) for module in model.modules())
+
+
+def pull_back(raw: Tensor, nodes: list[Any], seeds: Tensor, looped: bool) -> list[Tensor]:
+    """Gradients (K, ...) of seeds · raw at the outputs of the nodes; zero where there is no path."""
+    edges = [GradientEdge(node, 0) for node in nodes]
+    if looped or seeds.shape[0] == 1:
+        each = [
+            torch.autograd.grad(raw, edges, seed, retain_graph=True, allow_unused=True, materialize_grads=False)
+            for seed in seeds
+        ]
+        found = [None if each[0][i] is None else torch.stack([g[i] for g in each]) for i in range(len(nodes))]
+    else:
+        with quiet():
+            found = list(
+                torch.autograd.grad(raw, edges, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
+            )
+    return [
+        grad if grad is not None else seeds.new_zeros(seeds.shape[0], *graphs.output_shape(node))
+        for grad, node in zip(found, nodes, strict=True)
+    ]
+
+
+def arranged(
+    graph: graphs.Graph,
+    uses: rules.Uses,
+    patterns: Mapping[Any, rules.Pattern | None],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[Block, ...]:
+    """Which parameters form a block together, and of which kind."""
+    by_name: dict[str, list[rules.Use]] = {name: [] for name in shapes}
+    for use in uses.uses:
+        by_name[use.name].append(use)
+    orphans = dict(uses.unclaimed)
+    for use in uses.uses:
+        if patterns[use.node] is None:
+            orphans.setdefault(use.name, "rows shared by the whole batch")
+    joined = joined_biases(graph, by_name, orphans, shapes)
+    blocks = []
+    for name, mine in by_name.items():
+        if name in joined.values():
+            continue
+        kinds = {use.form.kind for use in mine}
+        shape = shapes[name]
+        if name in orphans:
+            blocks.append(Block("dense", name, shape, why=f"no rule for {orphans[name]}"))
+        elif not mine:
+            blocks.append(Block("dense", name, shape, why="not used by the network"))
+        elif len(kinds) > 1:
+            blocks.append(Block("dense", name, shape, why="used in both orientations"))
+        elif kinds == {"dense"}:
+            blocks.append(Block("dense", name, shape, why="no linear map"))
+        else:
+            blocks.append(Block(kinds.pop(), name, shape, joined.get(name), mine[0].groups))
+    return tuple(blocks)
+
+
+def joined_biases(
+    graph: graphs.Graph,
+    by_name: Mapping[str, list[rules.Use]],
+    orphans: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, str]:
+    """Weight -> bias, where every use of either is a use of both on the same rows."""
+    parents: dict[Any, list[Any]] = {}
+    for node in graph.nodes:
+        for child, _ in node.next_functions:
+            parents.setdefault(child, []).append(node)
+    dense = {use.node: use for uses in by_name.values() for use in uses if use.form.kind == "dense"}
+    pairs = {}
+    for name, mine in by_name.items():
+        found = set()
+        for use in mine:
+            follower = None
+            if isinstance(use.form, rules.Matmul) and use.bias is None and use.form.part is None:
+                follower = rules.joined_bias(graph, use, dense, parents)
+            found.add(follower.name if follower is not None else use.bias)
+        bias = found.pop() if len(found) == 1 else None
+        usable = bias in by_name and bias not in orphans and name not in orphans
+        if bias is not None and usable and len(by_name[bias]) == len(mine):
+            width = shapes[name][1] if mine[0].form.kind == "columns" else shapes[name][0]
+            if shapes[bias] == (width,):
+                pairs[name] = bias
+    return pairs
+
+
+def _cast(jacobian: BlockJacobian, dtype: torch.dtype) -> BlockJacobian:
+    if isinstance(jacobian, rules.LinearJacobian) and jacobian.a.dtype != dtype:
+        return rules.LinearJacobian(jacobian.a.to(dtype), jacobian.g.to(dtype))
+    return jacobian

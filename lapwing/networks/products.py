@@ -1,0 +1,69 @@
+"""Products with the Jacobian for many vectors at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lapwing.core.data import Inputs
+from lapwing.networks.fallback import swapped
+from lapwing.networks.forward import quiet, raw_output, recording, shaped
+from lapwing.networks.selection import Selection
+
+
+def jvp(model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forward_mode: bool) -> Tensor:
+    """J v (K, B, [T,] C). Forward mode, vectorised over K; double backward where an operation lacks it."""
+    tensors = dict(model.named_parameters())
+    tangents = {name: value.to(tensors[name].dtype) for name, value in selection.split(v).items()}
+    if not forward_mode:
+        return _double_backward(model, inputs, tangents, len(v))
+    try:
+        return _forward_mode(model, inputs, tangents)
+    except (RuntimeError, NotImplementedError):  # an attention kernel without a forward rule
+        return _double_backward(model, inputs, tangents, len(v))
+
+
+def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
+    """Jᵀ u (K, P) for the graph of ``raw``; one batched backward pass, or one for each u."""
+    tensors = dict(model.named_parameters())
+    chosen = [tensors[name] for name in selection.names]
+    seeds = u.to(raw.dtype).reshape(len(u), *raw.shape)
+    if looped:
+        each = [
+            torch.autograd.grad(raw, chosen, s, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for s in seeds
+        ]
+        grads = [torch.stack([g[i] for g in each]) for i in range(len(chosen))]
+    else:
+        with quiet():
+            found = torch.autograd.grad(raw, chosen, seeds, allow_unused=True, is_grads_batched=True)
+        grads = [g if g is not None else p.new_zeros(len(u), *p.shape) for g, p in zip(found, chosen, strict=True)]
+    return selection.picked(torch.cat([grad.reshape(len(u), -1) for grad in grads], 1))
+
+
+def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor]) -> Tensor:
+    tensors = {name: p.detach() for name, p in model.named_parameters() if name in tangents}
+
+    def f(values: dict[str, Tensor]) -> Tensor:
+        return swapped(model, values, lambda: shaped(raw_output(model, inputs)))
+
+    with recording(model, ()), torch.no_grad(), quiet(), sdpa_kernel(SDPBackend.MATH):
+        out: Tensor = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,))[1])(tangents)
+    return out
+
+
+def _double_backward(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], count: int) -> Tensor:
+    """Jᵀu is linear in u, so its derivative in u along v is J v."""
+    tensors = dict(model.named_parameters())
+    chosen = [tensors[name] for name in tangents]
+    with sdpa_kernel(SDPBackend.MATH), recording(model, tuple(tangents)):
+        raw = raw_output(model, inputs)
+        u = torch.zeros_like(raw, requires_grad=True)
+        back = torch.autograd.grad(raw, chosen, u, create_graph=True, allow_unused=True, materialize_grads=True)
+        live = [(g, name) for g, name in zip(back, tangents, strict=True) if g.requires_grad]
+        each = [
+            torch.autograd.grad([g for g, _ in live], u, [tangents[name][k] for _, name in live], retain_graph=True)[0]
+            for k in range(count)
+        ]
+    return torch.stack([shaped(row.detach()) for row in each])
