@@ -100,11 +100,15 @@ def conv_transpose() -> nn.Module:
 
 
 def conv1d() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(2, 4, 3, padding=2), nn.GELU(), nn.Conv1d(4, 3, 2), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=2), nn.GELU(), nn.Conv1d(4, 3, 2), nn.AdaptiveAvgPool1d(1), nn.Flatten()
+    )
 
 
 def norms() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+    )
 
 
 def attention() -> nn.Module:
@@ -113,7 +117,9 @@ def attention() -> nn.Module:
         y, _ = m.attend(q, q, q, need_weights=False)
         return m.head((q + y).mean(1))
 
-    return Wrapped(run, embed=nn.Linear(5, 8), attend=nn.MultiheadAttention(8, 2, batch_first=True), head=nn.Linear(8, 3))
+    return Wrapped(
+        run, embed=nn.Linear(5, 8), attend=nn.MultiheadAttention(8, 2, batch_first=True), head=nn.Linear(8, 3)
+    )
 
 
 def cross_attention() -> nn.Module:
@@ -210,7 +216,9 @@ def token_level() -> nn.Module:
         x = m.table(tokens)
         return m.head(x + m.attend(x, x, x, need_weights=False)[0])
 
-    return Wrapped(run, table=nn.Embedding(7, 4), attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, 3))
+    return Wrapped(
+        run, table=nn.Embedding(7, 4), attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, 3)
+    )
 
 
 @dataclass
@@ -226,7 +234,12 @@ def dict_input() -> nn.Module:
 
 
 def tuple_input() -> nn.Module:
-    return Wrapped(lambda m, x, y: m.head(torch.tanh(m.left(x) + m.right(y))), left=nn.Linear(3, 5), right=nn.Linear(4, 5), head=nn.Linear(5, 2))
+    return Wrapped(
+        lambda m, x, y: m.head(torch.tanh(m.left(x) + m.right(y))),
+        left=nn.Linear(3, 5),
+        right=nn.Linear(4, 5),
+        head=nn.Linear(5, 2),
+    )
 
 
 CASES = [

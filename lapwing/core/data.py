@@ -121,7 +121,7 @@ class Data:
         )
 
     def _checked(self, batch: Batch, position: int) -> Batch:
-        move = lambda t: t.to(self.device, non_blocking=True)  # noqa: E731
+        move = lambda t: t.to(self.device, non_blocking=True)
         inputs, targets = map_tensors(batch.inputs, move), move(batch.targets)
         check_finite(inputs, f"inputs of batch {position}")
         check_finite(targets, f"targets of batch {position}")

@@ -36,9 +36,9 @@ def recording(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """PyTorch's remarks on speed (no batching rule, no TF32) say nothing about a result."""
+    """PyTorch's remarks on its own internals (no batching rule, no TF32) say nothing about a result."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -81,7 +81,10 @@ def batch_size(inputs: Inputs) -> int:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The plain module inside a compiled or data-parallel one: those are opaque to the graph."""
-    for attribute, kinds in (("_orig_mod", ("OptimizedModule",)), ("module", ("DataParallel", "DistributedDataParallel"))):
+    for attribute, kinds in (
+        ("_orig_mod", ("OptimizedModule",)),
+        ("module", ("DataParallel", "DistributedDataParallel")),
+    ):
         if type(model).__name__ in kinds and isinstance(getattr(model, attribute, None), nn.Module):
             return unwrapped(getattr(model, attribute))
     return model

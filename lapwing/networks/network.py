@@ -200,7 +200,9 @@ class Network:
         layout = arranged(graph, uses, patterns, shapes)
         nodes = {use.node for use in uses.uses}
         width = sum(torch.Size(graphs.output_shape(node)).numel() for node in nodes) // raw.shape[0]
-        return cls(model, selection, layout, tuple(f.shape[1:]), max(width, f[0].numel()), _has_forward_mode(model, graph))
+        return cls(
+            model, selection, layout, tuple(f.shape[1:]), max(width, f[0].numel()), _has_forward_mode(model, graph)
+        )
 
     @property
     def device(self) -> torch.device:

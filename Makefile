@@ -1,0 +1,50 @@
+# Two commands: `make run` does the main job on embedded data, `make test` checks everything.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PEER := .venv-peer
+
+.PHONY: run test bench setup lint types imports pytest uci peer clean
+
+run: $(READY)
+	$(BIN)/lapwing run --out out
+
+test: lint types imports pytest
+
+setup: $(READY)
+
+# Set up once; again only when the pins or the dependencies change.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $(READY)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+# Two workers, one thread each: more threads than cores only wait for each other.
+pytest: $(READY)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.spine --peer $(PEER)/bin/python --out out/spine.json
+
+# laplace-torch 0.3 in an environment of its own, for the comparison in `make bench`.
+peer:
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/pip install --quiet -c constraints.txt torch laplace-torch==0.3
+	$(PEER)/bin/pip uninstall --quiet --yes torchvision
+
+uci: $(READY)
+	$(BIN)/lapwing uci --data-dir "$(DATA)" --out out
+
+clean:
+	rm -rf $(VENV) $(PEER) out

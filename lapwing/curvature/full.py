@@ -1,0 +1,251 @@
+"""The whole curvature matrix, (P, P)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data, check_finite
+from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.curvature.sweep import Statistics, counted
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.linalg.cholesky import cholesky
+from lapwing.linalg.gram import Gram
+from lapwing.networks.blocks import BYTES, BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.forward import raw_output, recording, shaped
+from lapwing.networks.network import LayerJacobians, Network
+from lapwing.networks.selection import Selection
+from lapwing.priors.gaussian import Prior
+
+
+@dataclass(frozen=True, eq=False)
+class FullPrecision:
+    """Λ = H/φ + A by its Cholesky factor, float64."""
+
+    factor: Tensor
+    selection: Selection
+    log_determinant: Tensor
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def logdet(self) -> Tensor:
+        return self.log_determinant
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        return torch.cholesky_inverse(self.factor)
+
+    def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
+        plain = single_map(jacobian)
+        if plain is not None:
+            return self._by_inputs(plain, jacobian, full)
+        j = jacobian.whole()
+        batch, outputs, size = j.shape
+        rows = self._solved(j.reshape(-1, size)).reshape(batch, jacobian.tokens, -1, size)
+        return (rows @ rows.mT if full else rows.square().sum(-1)).to(j.dtype)
+
+    def _by_inputs(self, part: LinearJacobian, jacobian: LayerJacobians, full: bool) -> Tensor:
+        r"""One linear map at one position: S_cd = Σ_ij g_ci g_dj (aᵀ Σ_ij a).
+
+        The inner forms are computed once for all outputs and only for i <= j: half of P² multiplications for
+        each input instead of C P².
+        """
+        a, g = part.a[0, :, 0], part.g[0, :, :, 0]
+        batch, d_in = a.shape
+        d_out = g.shape[-1]
+        blocks = self._arranged(jacobian)  # (pairs, d_in, d_in)
+        first, second = torch.triu_indices(d_out, d_out, device=a.device)
+        forms = a.new_empty(batch, d_out, d_out)
+        step = max(1, BYTES // (a.element_size() * max(1, batch) * d_in))
+        for start in range(0, len(first), step):
+            part_of = blocks[start : start + step].to(a)
+            moved = torch.matmul(a, part_of)  # (pairs, B, d_in)
+            value = torch.einsum("pbi,bi->bp", moved, a)
+            i, k = first[start : start + step], second[start : start + step]
+            forms[:, i, k] = value
+            forms[:, k, i] = value
+        rows = g.transpose(0, 1)  # (B, K, d_out)
+        left = torch.bmm(rows, forms)
+        if not full:
+            return (left * rows).sum(-1).reshape(batch, jacobian.tokens, -1)
+        left, rows = (t.reshape(batch, jacobian.tokens, -1, d_out) for t in (left, rows))
+        return left @ rows.mT
+
+    def _arranged(self, jacobian: LayerJacobians) -> Tensor:
+        """Blocks Σ_ij for i <= j of the one linear map, (pairs, d_in, d_in), symmetrised in the inputs."""
+        if "blocks" not in self._cache:
+            (block,) = jacobian.layout
+            order = block.arrange(self.selection.split(torch.arange(self.selection.size, dtype=torch.float64)))
+            order = order[0].long().to(self.factor.device)  # (d_out, d_in): where each entry sits in theta
+            first, second = torch.triu_indices(block.d_out, block.d_out, device=order.device)
+            tall = self.covariance[order[first].unsqueeze(-1), order[second].unsqueeze(-2)]
+            self._cache["blocks"] = (0.5 * (tall + tall.mT)).to(self._dtype(jacobian))
+        return self._cache["blocks"]
+
+    @staticmethod
+    def _dtype(jacobian: LayerJacobians) -> torch.dtype:
+        part = jacobian.blocks[0]
+        return part.g.dtype if isinstance(part, LinearJacobian) else torch.float64
+
+    def cross(self, jacobian: LayerJacobians) -> Tensor:
+        j = jacobian.whole()
+        rows = self._solved(j.reshape(-1, j.shape[-1]))
+        return (rows @ rows.mT).to(j.dtype)
+
+    def _solved(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor, rows.to(self.factor).mT, upper=False).mT
+
+    def sample(self, eps: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor.mT, eps.to(self.factor).mT, upper=True).mT.to(eps)
+
+
+@dataclass(frozen=True, eq=False)
+class FullCurvature:
+    """H at unit dispersion, (P, P)."""
+
+    matrix: Tensor
+    selection: Selection
+    definite: bool = True  # a GGN; a Hessian may have negative eigenvalues
+
+    def __add__(self, other: FullCurvature) -> FullCurvature:
+        if self.selection.names != other.selection.names or self.matrix.shape != other.matrix.shape:
+            raise UnsupportedError("these curvatures belong to different networks or weights and do not add.")
+        return FullCurvature(self.matrix + other.matrix, self.selection, self.definite and other.definite)
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """Once for all isotropic priors and dispersions."""
+        values = torch.linalg.eigvalsh(self.matrix.double())
+        return values.clamp_min(0) if self.definite else values
+
+    def precision(self, phi: Tensor, prior: Prior) -> FullPrecision:
+        matrix = self.matrix.double() / phi.double() + torch.diag(prior.vector.double())
+        factor = cholesky(matrix, f"the {len(matrix)} weights of {', '.join(self.selection.names[:3])}, ...")
+        return FullPrecision(factor, self.selection, 2 * factor.diagonal().log().sum())
+
+    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+        """Of H/φ + A: from the eigenvalues for an isotropic prior, else by a factorisation."""
+        if prior.kind != "isotropic":
+            return self.precision(phi, prior).logdet()
+        values = self.eigenvalues / phi.double() + prior.values.double()
+        if float(values.min()) <= 0:
+            raise NumericalError(
+                f"the precision is not positive definite: its smallest eigenvalue is {float(values.min()):.3g}. "
+                "Raise the prior precision, or use curvature='ggn'."
+            )
+        return values.log().sum()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"matrix": self.matrix}
+
+
+def single_map(jacobian: LayerJacobians) -> LinearJacobian | None:
+    """The Jacobian's only block, if that is one linear map used at one position and wholly selected."""
+    if len(jacobian.blocks) != 1 or jacobian.selection.index is not None:
+        return None
+    (part,) = jacobian.blocks
+    plain = isinstance(part, LinearJacobian) and part.positions == 1 and part.a.shape[0] == 1
+    return part if plain and isinstance(part, LinearJacobian) else None
+
+
+def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCurvature:
+    """Σ JᵀJ over a pass; a single linear map goes by the outer products of its inputs instead."""
+    size = network.selection.size
+    total: Gram | None = None
+    pairs: Tensor | None = None
+    for jacobians in sweep:
+        part = single_map(jacobians)
+        if part is not None:
+            found = _pair_sums(part)
+            pairs = found if pairs is None else pairs.add_(found)
+            continue
+        total = Gram(size, network.dtype, network.device) if total is None else total
+        for piece in _pieces(jacobians, size):
+            total.add(piece)
+    matrix = torch.zeros(size, size, dtype=network.dtype, device=network.device) if total is None else total.value()
+    if pairs is not None:
+        matrix = matrix + _spread_pairs(pairs, network)
+    return FullCurvature(matrix, network.selection)
+
+
+def _pieces(jacobians: LayerJacobians, size: int) -> Iterable[Tensor]:
+    step = max(1, 2 * BYTES // (8 * size * jacobians.outputs))
+    if step >= jacobians.batch:
+        yield jacobians.whole().flatten(0, 1)
+        return
+    for start in range(0, jacobians.batch, step):
+        rows = slice(start, start + step)
+        parts = tuple(_cut(part, rows) for part in jacobians.blocks)
+        cut = LayerJacobians(
+            parts, jacobians.layout, jacobians.selection, len(range(*rows.indices(jacobians.batch))), jacobians.outputs
+        )
+        yield cut.whole().flatten(0, 1)
+
+
+def _cut(part: BlockJacobian, rows: slice) -> BlockJacobian:
+    if isinstance(part, LinearJacobian):
+        return LinearJacobian(part.a[:, rows], part.g[:, :, rows])
+    if isinstance(part, DenseJacobian):
+        return DenseJacobian(part.j[rows])
+    assert isinstance(part, LookupJacobian)
+    return DenseJacobian(part.whole()[rows].flatten(2))
+
+
+def _pair_sums(part: LinearJacobian) -> Tensor:
+    """Σ_b (Σ_k g_ki g_kj) a aᵀ for i <= j: (pairs, d_in, d_in), a K-th of the work of JᵀJ."""
+    a, g = part.a[0, :, 0], part.g[0, :, :, 0].transpose(0, 1)  # (B, d_in), (B, K, d_out)
+    curved = torch.bmm(g.mT, g)
+    first, second = torch.triu_indices(g.shape[-1], g.shape[-1], device=a.device)
+    weights = curved[:, first, second]  # (B, pairs)
+    batch, d_in = a.shape
+    found = a.new_empty(len(first), d_in, d_in)
+    step = max(1, BYTES // (a.element_size() * batch * d_in))
+    for start in range(0, len(first), step):
+        w = weights[:, start : start + step]
+        tall = (w.mT.unsqueeze(-1) * a).mT.reshape(-1, batch)  # (pairs d_in, B)
+        found[start : start + step] = (tall @ a).reshape(-1, d_in, d_in)
+    return found
+
+
+def _spread_pairs(pairs: Tensor, network: Network) -> Tensor:
+    (block,) = network.layout
+    size = network.selection.size
+    order = block.arrange(network.selection.split(torch.arange(size, dtype=torch.float64)))[0].long().to(pairs.device)
+    first, second = torch.triu_indices(block.d_out, block.d_out, device=pairs.device)
+    matrix = pairs.new_empty(size, size)
+    matrix[order[first].unsqueeze(-1), order[second].unsqueeze(-2)] = pairs
+    matrix[order[second].unsqueeze(-1), order[first].unsqueeze(-2)] = pairs
+    return matrix
+
+
+def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:
+    """The Hessian of the loss in the weights, by double backward, a few rows at a time."""
+    selection = network.selection
+    tensors = dict(network.model.named_parameters())
+    chosen = [tensors[name] for name in selection.names]
+    total = torch.zeros(selection.size, selection.size, dtype=network.dtype, device=network.device)
+    loss_sum, count = 0.0, 0
+    for batch in data.batches("Hessian"):
+        with recording(network.model, selection.names):
+            f = shaped(raw_output(network.model, batch.inputs))
+            check_finite(f.detach(), "outputs of the network")
+            y = likelihood.targets(f.detach(), batch.targets)
+            loss = likelihood.loss(f, y).sum()
+            grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
+            gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
+            for i in range(selection.size):
+                if not gradient[i].requires_grad:
+                    continue
+                rows = torch.autograd.grad(
+                    gradient[i], chosen, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
+                total[i] += selection.picked(torch.cat([r.reshape(-1) for r in rows])).to(network.dtype)
+        loss_sum += float(loss.detach())
+        count += likelihood.count(f.detach(), y)
+    matrix = 0.5 * (total + total.mT)
+    return FullCurvature(matrix, selection, definite=False), Statistics(
+        loss_sum, counted(count), network.output_shape[-1]
+    )

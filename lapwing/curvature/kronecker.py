@@ -1,0 +1,123 @@
+"""Kronecker factors of the curvature, and their correction in the eigenbasis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import UnsupportedError
+from lapwing.curvature.blocks import (
+    BlockCurvature,
+    BlockwiseCurvature,
+    DiagonalBlock,
+    EigenBlock,
+    FullBlock,
+    KroneckerBlock,
+)
+from lapwing.linalg.gram import Gram
+from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.network import LayerJacobians, Network
+
+
+class _KroneckerSum:
+    """Accumulates the two factors of a linear block."""
+
+    def __init__(self, block: Block, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        self._sharing, self._block = sharing, block
+        self._out = Gram(block.d_out, dtype, device, block.groups)
+        self._inp: Gram | None = None
+        self._counts: Tensor | None = None
+        self._rows = 0
+        self._options = (dtype, device)
+
+    def add(self, jacobian: BlockJacobian) -> None:
+        if isinstance(jacobian, LookupJacobian):
+            self._add_lookup(jacobian)
+            return
+        assert isinstance(jacobian, LinearJacobian)
+        a, g = jacobian.a, jacobian.g
+        if self._sharing == "reduce" and jacobian.positions > 1:
+            a, g = a.mean(2, keepdim=True), g.sum(3, keepdim=True)
+        if self._inp is None:
+            self._inp = Gram(self._block.d_in, *self._options, self._block.groups)
+        self._inp.add(a.flatten(1, 2))
+        self._out.add(g.flatten(1, 3))
+        self._rows += a.shape[1] * a.shape[2]
+
+    def _add_lookup(self, jacobian: LookupJacobian) -> None:
+        """Indices stay indices; their factor is a diagonal of counts in both conventions."""
+        counts = torch.bincount(jacobian.rows.reshape(-1), minlength=jacobian.table).to(self._options[0])
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._out.add(jacobian.g.flatten(0, 1))
+        self._rows += jacobian.rows.numel()
+
+    def value(self) -> KroneckerBlock:
+        out = self._out.value()
+        out = out if out.ndim == 3 else out.unsqueeze(0)
+        if self._counts is not None:
+            return KroneckerBlock(self._counts.unsqueeze(0), out, self._rows)
+        assert self._inp is not None
+        inp = self._inp.value()
+        return KroneckerBlock(inp if inp.ndim == 3 else inp.unsqueeze(0), out, self._rows)
+
+
+class _DenseSum:
+    """Accumulates a block that is no linear map: whole when small, else its diagonal."""
+
+    def __init__(self, block: Block, limit: int, dtype: torch.dtype, device: torch.device) -> None:
+        whole = block.size <= limit
+        self._gram = Gram(block.size, dtype, device) if whole else None
+        self._squares = None if whole else torch.zeros(block.size, dtype=dtype, device=device)
+
+    def add(self, jacobian: BlockJacobian) -> None:
+        assert isinstance(jacobian, DenseJacobian)
+        if self._gram is not None:
+            self._gram.add(jacobian.j.flatten(0, 1))
+        else:
+            assert self._squares is not None
+            self._squares += jacobian.squares()
+
+    def value(self) -> BlockCurvature:
+        if self._gram is not None:
+            return FullBlock(self._gram.value())
+        assert self._squares is not None
+        return DiagonalBlock(self._squares)
+
+
+def kronecker_curvature(
+    sweep: Iterable[LayerJacobians], network: Network, sharing: str, full_limit: int
+) -> BlockwiseCurvature:
+    """One pass over the data."""
+    if network.selection.index is not None:
+        raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
+    options = (network.dtype, network.device)
+    sums: list[_KroneckerSum | _DenseSum] = [
+        _KroneckerSum(block, sharing, *options) if block.linear else _DenseSum(block, full_limit, *options)
+        for block in network.layout
+    ]
+    for jacobians in sweep:
+        for total, (_, part) in zip(sums, jacobians, strict=True):
+            total.add(part)
+    return BlockwiseCurvature(tuple(total.value() for total in sums), network.layout, network.selection)
+
+
+def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -> BlockwiseCurvature:
+    """The exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass."""
+    bases = [block.eigen if isinstance(block, KroneckerBlock) else None for block in kron.blocks]
+    values: list[Tensor | None] = [None] * len(bases)
+    for jacobians in sweep:
+        for i, (basis, (_, part)) in enumerate(zip(bases, jacobians, strict=True)):
+            if basis is not None:
+                assert isinstance(part, LinearJacobian | LookupJacobian)
+                squares = part.rotated(basis[1], basis[3]).squares()
+                total = values[i]
+                values[i] = squares if total is None else total + squares
+    corrected: list[BlockCurvature] = []
+    for block, basis, value in zip(kron.blocks, bases, values, strict=True):
+        if basis is None or value is None:
+            corrected.append(block)
+        else:
+            corrected.append(EigenBlock(basis[1], basis[3], value))
+    return BlockwiseCurvature(tuple(corrected), kron.layout, kron.selection)

@@ -1,0 +1,150 @@
+"""One pass over the data: for every chunk of samples the layer-wise Jacobian seeded with the curvature's root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Batch, Data, check_finite
+from lapwing.core.errors import DataError, UnsupportedError
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.network import LayerJacobians, Network, Tangent
+
+CURVATURES = ("ggn", "fisher_mc")
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a pass over the data leaves besides the curvature."""
+
+    loss: float  # at unit dispersion, summed
+    data: int  # data that count
+    outputs: int  # numbers predicted for each datum
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(self.loss + other.loss, self.data + other.data, self.outputs)
+
+
+def checked_curvature(curvature: str, allowed: tuple[str, ...] = CURVATURES) -> str:
+    if curvature not in allowed:
+        raise UnsupportedError(f"curvature is {curvature!r}; expected one of {', '.join(allowed)}.")
+    return curvature
+
+
+class Sweep:
+    """Iterate to get seeded Jacobians; afterwards ``statistics`` holds loss and counts.
+
+    With ``curvature="ggn"`` the seeds are the columns of the likelihood's root, so that the sum of JᵀJ over
+    the pass is the exact GGN at unit dispersion. With "fisher_mc" there is one seed, the gradient of the loss
+    at a label drawn from the model: an unbiased estimate for one backward pass.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        data: Data,
+        curvature: str = "ggn",
+        generator: torch.Generator | None = None,
+        label: str = "curvature",
+    ) -> None:
+        self._network, self._likelihood, self._data = network, likelihood, data
+        self._curvature, self._generator, self._label = checked_curvature(curvature), generator, label
+        self._statistics: Statistics | None = None
+
+    def __iter__(self) -> Iterator[LayerJacobians]:
+        loss, count, outputs = 0.0, 0, torch.Size(self._network.output_shape[-1:]).numel()
+        for batch in self._data.batches(self._label):
+            for tangent, y in self._linearised(batch):
+                f = tangent.f
+                loss += float(self._likelihood.loss(f.double(), _doubled(y)).sum())
+                count += self._likelihood.count(f, y)
+                yield tangent.jacobians(self._seeds(f.to(self._network.dtype), y))
+        self._statistics = Statistics(loss, counted(count), outputs)
+
+    @property
+    def statistics(self) -> Statistics:
+        if self._statistics is None:
+            raise AssertionError("iterate over the sweep before asking for its statistics")
+        return self._statistics
+
+    def _linearised(self, batch: Batch) -> Iterator[tuple[Tangent, Tensor]]:
+        size = batch.targets.shape[0]
+        classes = torch.Size(self._network.output_shape).numel()
+        seeds = 1 if self._curvature == "fisher_mc" else classes
+        for rows, tangent in self._network.tangents(batch.inputs, seeds):
+            f = tangent.f
+            check_finite(f, "outputs of the network")
+            if f.shape[0] != rows.stop - rows.start or rows.stop > size:
+                raise DataError(f"{f.shape[0]} outputs for {size} targets; expected one target for each input.")
+            y = batch.targets[rows]
+            yield tangent, self._likelihood.targets(f, y)
+
+    def _seeds(self, f: Tensor, y: Tensor) -> Tensor:
+        """(K, B, [T,] C): every token's seeds apart from the others'."""
+        if self._curvature == "fisher_mc":
+            gradient = self._likelihood.sampled_gradient(f, y, self._generator)
+            return _apart(gradient.unsqueeze(-1)).to(self._raw_dtype)
+        return _apart(self._likelihood.root(f, y)).to(self._raw_dtype)
+
+    @property
+    def _raw_dtype(self) -> torch.dtype:
+        return next(self._network.model.parameters()).dtype
+
+
+def _apart(root: Tensor) -> Tensor:
+    """R (B, C, K) -> (K, B, C); R (B, T, C, K) -> (T K, B, T, C), one token alive in each."""
+    if root.ndim == 3:
+        return root.permute(2, 0, 1)
+    batch, tokens, classes, columns = root.shape
+    seeds = root.new_zeros(tokens, columns, batch, tokens, classes)
+    index = torch.arange(tokens, device=root.device)
+    seeds[index, :, :, index] = root.permute(1, 3, 0, 2)
+    return seeds.reshape(tokens * columns, batch, tokens, classes)
+
+
+def _doubled(y: Tensor) -> Tensor:
+    return y.double() if y.is_floating_point() else y
+
+
+def counted(count: int) -> int:
+    """The number of data, refused when zero."""
+    if count == 0:
+        raise DataError("no datum counts: every target is ignored; expected at least one.")
+    return count
+
+
+def residual_noise(likelihood: Likelihood, statistics: Statistics, device: torch.device) -> Likelihood:
+    """The likelihood with its noise, where it is to be found, set to the mean squared residual at w̃."""
+    if not likelihood.learns_dispersion:
+        return likelihood
+    phi = torch.tensor(2 * statistics.loss / (statistics.data * statistics.outputs), dtype=torch.float64)
+    # An interpolating network leaves no residual; the noise stays above the rounding of the targets.
+    return likelihood.with_dispersion(phi.clamp_min(1e-12).to(device))
+
+
+def loss_only(network: Network, likelihood: Likelihood, data: Data) -> Statistics:
+    """A plain forward pass for loss and counts."""
+    loss, count = 0.0, 0
+    for batch in data.batches("loss"):
+        f = network(batch.inputs)
+        check_finite(f, "outputs of the network")
+        y = likelihood.targets(f, batch.targets)
+        loss += float(likelihood.loss(f.double(), _doubled(y)).sum())
+        count += likelihood.count(f, y)
+    return Statistics(loss, counted(count), network.output_shape[-1])
+
+
+def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) -> Tensor:
+    """(C,), by one forward pass."""
+    total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0
+    for batch in data.batches("residuals"):
+        f = network(batch.inputs).double()
+        check_finite(f, "outputs of the network")
+        gap = (f - likelihood.targets(f, batch.targets).double()).reshape(-1, f.shape[-1])
+        total += gap.square().sum(0)
+        count += len(gap)
+    return total / counted(count)

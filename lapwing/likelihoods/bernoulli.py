@@ -1,0 +1,100 @@
+"""Yes-or-no targets: one logit, or many for multilabel problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapwing.core.errors import DataError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.likelihoods.protocol import matched
+from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
+
+
+@dataclass(frozen=True, eq=False)
+class Bernoulli:
+    """Independent sigmoids, binary cross-entropy loss.
+
+    Targets are 0, 1 or a probability between. ``pos_weight`` (scalar or (C,)) means what it means in
+    ``nn.BCEWithLogitsLoss``; ``ignore_index`` marks labels that do not count. ``link``: "probit" (closed form) or
+    "quadrature" (Gauss-Hermite, exact to rounding).
+    """
+
+    pos_weight: float | tuple[float, ...] | Tensor | None = None
+    ignore_index: int | None = None
+    link: str = "probit"
+    temperature: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        if self.link not in BINARY_LINKS:
+            raise DataError(f"link is {self.link!r}; expected one of {', '.join(BINARY_LINKS)}.")
+
+    @property
+    def dispersion(self) -> Tensor:
+        return torch.as_tensor(self.temperature, dtype=torch.float64)
+
+    @property
+    def learns_dispersion(self) -> bool:
+        return False
+
+    def with_dispersion(self, phi: Tensor) -> Bernoulli:
+        return replace(self, temperature=phi)
+
+    @property
+    def needs_residuals(self) -> bool:
+        return False
+
+    def prepared(self, mean_squared_residual: Tensor) -> Bernoulli:
+        return self
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        y = matched(f, y, "Bernoulli")
+        known = self._known(y)
+        if bool(((y < 0) | (y > 1))[known].any()):
+            raise DataError(
+                f"Bernoulli: targets run from {y[known].min().item():g} to {y[known].max().item():g}; expected 0..1."
+            )
+        return y
+
+    def _known(self, y: Tensor) -> Tensor:
+        return torch.ones_like(y, dtype=torch.bool) if self.ignore_index is None else y != self.ignore_index
+
+    def _weight(self, y: Tensor) -> Tensor:
+        weight = self._known(y).to(y.dtype)
+        if self.pos_weight is None:
+            return weight
+        return weight * (1 + (torch.as_tensor(self.pos_weight).to(y) - 1) * y)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        known = self._known(y)
+        safe = torch.where(known, y, torch.zeros_like(y))
+        positive = None if self.pos_weight is None else torch.as_tensor(self.pos_weight).to(f)
+        each = F.binary_cross_entropy_with_logits(f, safe, pos_weight=positive, reduction="none")
+        return (each * known).sum(-1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        p = f.sigmoid()
+        return torch.diag_embed((p * (1 - p) * self._weight(y)).sqrt())
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        p = f.sigmoid()
+        drawn = torch.rand(p.shape, generator=generator, dtype=p.dtype, device=p.device) < p
+        return (p - drawn.to(p)) * self._weight(y).sqrt()
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        return int(self._known(y).any(-1).sum())
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        return torch.zeros_like(phi)
+
+    def predict(self, belief: FunctionGaussian) -> BinaryPredictive:
+        return BinaryPredictive(belief, self.link)
+
+    def settings(self) -> dict[str, Any]:
+        weight = self.pos_weight
+        plain = weight if weight is None or isinstance(weight, float | int) else torch.as_tensor(weight).tolist()
+        return {"pos_weight": plain, "ignore_index": self.ignore_index, "link": self.link}

@@ -1,0 +1,133 @@
+"""Classification into C classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapwing.core.errors import DataError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
+
+
+@dataclass(frozen=True, eq=False)
+class Categorical:
+    """Softmax over logits, cross-entropy loss.
+
+    ``class_weights`` (C,) and ``ignore_index`` mean what they mean in ``nn.CrossEntropyLoss``. ``link`` turns
+    Gaussian logits into probabilities: "probit" (closed form), "bridge" (Laplace bridge to a Dirichlet), "mc"
+    (``samples`` draws from a generator seeded with ``seed``). A ``temperature`` other than one gives a
+    tempered posterior, which has no normaliser of its own.
+    """
+
+    class_weights: Tensor | tuple[float, ...] | None = None
+    ignore_index: int = -100
+    link: str = "probit"
+    samples: int = 256
+    seed: int = 0
+    temperature: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        if self.link not in LINKS:
+            raise DataError(f"link is {self.link!r}; expected one of {', '.join(LINKS)}.")
+
+    @property
+    def dispersion(self) -> Tensor:
+        return torch.as_tensor(self.temperature, dtype=torch.float64)
+
+    @property
+    def learns_dispersion(self) -> bool:
+        return False
+
+    def with_dispersion(self, phi: Tensor) -> Categorical:
+        return replace(self, temperature=phi)
+
+    @property
+    def needs_residuals(self) -> bool:
+        return False
+
+    def prepared(self, mean_squared_residual: Tensor) -> Categorical:
+        return self
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        classes = f.shape[-1]
+        if classes == 1:
+            raise DataError("Categorical: the network has one output; expected two or more. Use Bernoulli().")
+        if y.shape == (*f.shape[:-1], 1):
+            y = y.squeeze(-1)
+        if y.shape != f.shape[:-1] or y.is_floating_point() or y.is_complex():
+            raise DataError(
+                f"Categorical: targets have the shape {tuple(y.shape)} and dtype {y.dtype}, outputs "
+                f"{tuple(f.shape)}; expected whole class numbers of shape {tuple(f.shape[:-1])}. "
+                "Use y.argmax(-1) for one-hot targets, or Bernoulli() for several labels at once."
+            )
+        y = y.long()
+        known = y != self.ignore_index
+        if bool(((y < 0) | (y >= classes))[known].any()):
+            raise DataError(
+                f"Categorical: targets run from {y[known].min().item()} to {y[known].max().item()}; expected "
+                f"0..{classes - 1}, or ignore_index={self.ignore_index}."
+            )
+        if self.class_weights is not None and len(self.class_weights) != classes:
+            raise DataError(f"Categorical: {len(self.class_weights)} class weights for {classes} classes.")
+        return y
+
+    def _weight(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """The weight of every datum, or None when all are one."""
+        ignored = y == self.ignore_index
+        if self.class_weights is None and not bool(ignored.any()):
+            return None
+        table = f.new_ones(f.shape[-1]) if self.class_weights is None else torch.as_tensor(self.class_weights).to(f)
+        return table[y.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        weight = self._weight(f, y)
+        safe = y if weight is None else y.masked_fill(y == self.ignore_index, 0)
+        nll = -F.log_softmax(f, -1).gather(-1, safe.unsqueeze(-1)).squeeze(-1)
+        return nll if weight is None else nll * weight
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        r"""C - 1 columns suffice: R = diag(√p) Q with Q orthonormal and orthogonal to √p.
+
+        Q is a Householder reflection that takes √p to the last axis, without its last column: closed form,
+        no jitter, and R Rᵀ = diag(p) - p pᵀ to rounding.
+        """
+        root_p = (0.5 * F.log_softmax(f, -1)).exp()
+        v = root_p.clone()
+        v[..., -1] += 1
+        scaled = v / (1 + root_p[..., -1:])  # 2 / vᵀv = 1 / (1 + √p_last)
+        q = -v.unsqueeze(-1) * scaled[..., :-1].unsqueeze(-2)
+        q.diagonal(dim1=-2, dim2=-1).add_(1)
+        root = root_p.unsqueeze(-1) * q
+        weight = self._weight(f, y)
+        return root if weight is None else root * weight.sqrt()[..., None, None]
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        p = f.softmax(-1)
+        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).reshape(p.shape[:-1])
+        gradient = p - F.one_hot(drawn, p.shape[-1])
+        weight = self._weight(f, y)
+        return gradient if weight is None else gradient * weight.sqrt().unsqueeze(-1)
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        return int((y != self.ignore_index).sum())
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        return torch.zeros_like(phi)
+
+    def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
+        return SoftmaxPredictive(belief, self.link, self.samples, self.seed)
+
+    def settings(self) -> dict[str, Any]:
+        weights = self.class_weights
+        return {
+            "class_weights": None if weights is None else [float(w) for w in weights],
+            "ignore_index": self.ignore_index,
+            "link": self.link,
+            "samples": self.samples,
+            "seed": self.seed,
+        }

@@ -1,0 +1,102 @@
+"""Regression with Gaussian noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import DataError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.likelihoods.protocol import matched
+from lapwing.predictives.normal import NormalPredictive
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """y = f(x) + noise.
+
+    ``noise_std=None`` finds the noise from the residuals; a number keeps it; a sequence or tensor gives one
+    for each output. ``per_output=True`` finds one for each output: its ratios are fixed before the curvature
+    is computed (one more forward pass), since a noise that differs between outputs changes the curvature
+    itself; afterwards only their common scale is cheap to change.
+
+    >>> Gaussian(noise_std=0.5).dispersion.item()
+    0.25
+    """
+
+    noise_std: float | tuple[float, ...] | Tensor | None = None
+    per_output: bool = False
+    phi: Tensor | None = None  # the common variance; set by fitting
+    ratios: Tensor | None = None  # (C,) noise variance of each output over phi
+
+    def __post_init__(self) -> None:
+        if self.noise_std is None:
+            return
+        std = torch.as_tensor(self.noise_std, dtype=torch.float64)
+        if std.ndim > 1 or not bool((std > 0).all()) or not bool(torch.isfinite(std).all()):
+            raise DataError(f"noise_std is {self.noise_std}; expected a positive number or one for each output.")
+        if self.phi is None:
+            object.__setattr__(self, "phi", std.square() if std.ndim == 0 else torch.tensor(1.0, dtype=torch.float64))
+        if self.ratios is None and std.ndim == 1:
+            object.__setattr__(self, "ratios", std.square())
+
+    @property
+    def dispersion(self) -> Tensor:
+        return torch.tensor(1.0, dtype=torch.float64) if self.phi is None else self.phi
+
+    @property
+    def learns_dispersion(self) -> bool:
+        return self.noise_std is None
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """() or (C,)."""
+        return self.dispersion if self.ratios is None else self.dispersion * self.ratios.to(self.dispersion)
+
+    def with_dispersion(self, phi: Tensor) -> Gaussian:
+        return replace(self, phi=phi)
+
+    @property
+    def needs_residuals(self) -> bool:
+        return self.per_output and self.ratios is None
+
+    def prepared(self, mean_squared_residual: Tensor) -> Gaussian:
+        floor = 1e-12 * mean_squared_residual.max().clamp_min(1e-30)
+        return replace(self, ratios=mean_squared_residual.clamp_min(floor))
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        if self.ratios is not None and len(self.ratios) != f.shape[-1]:
+            raise DataError(f"{len(self.ratios)} noise values for {f.shape[-1]} outputs; expected one for each.")
+        return matched(f, y, "Gaussian")
+
+    def _scale(self, f: Tensor) -> Tensor:
+        return f.new_ones(f.shape[-1]) if self.ratios is None else self.ratios.to(f).rsqrt()
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * ((f - y) * self._scale(f)).square().sum(-1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.diag(self._scale(f)).expand(*f.shape, f.shape[-1])
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        noise = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+        return noise * self._scale(f)
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        return f[..., 0].numel()
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        extra = 0.0 if self.ratios is None else 0.5 * self.ratios.to(phi).log().sum()
+        return 0.5 * outputs * torch.log(2 * math.pi * phi) + extra
+
+    def predict(self, belief: FunctionGaussian) -> NormalPredictive:
+        return NormalPredictive(belief, self.noise_variance.to(belief.mean).expand(belief.mean.shape))
+
+    def settings(self) -> dict[str, Any]:
+        given = self.noise_std
+        std = given if given is None or isinstance(given, float | int) else [float(s) for s in given]
+        return {"noise_std": std, "per_output": self.per_output}

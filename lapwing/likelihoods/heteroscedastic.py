@@ -1,0 +1,80 @@
+"""Regression with noise that depends on the input."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import DataError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.likelihoods.protocol import matched
+from lapwing.predictives.normal import NormalPredictive
+
+
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticGaussian:
+    """The network gives D means and then D log-variances, f = (m, s).
+
+    The Hessian in (m, s) is indefinite, so the curvature is the Fisher matrix, diag(exp(-s), 1/2).
+    """
+
+    @property
+    def dispersion(self) -> Tensor:
+        return torch.tensor(1.0, dtype=torch.float64)
+
+    @property
+    def learns_dispersion(self) -> bool:
+        return False
+
+    def with_dispersion(self, phi: Tensor) -> HeteroscedasticGaussian:
+        if float(phi) != 1:
+            raise DataError("HeteroscedasticGaussian has no dispersion to change; the network gives the noise.")
+        return self
+
+    @property
+    def needs_residuals(self) -> bool:
+        return False
+
+    def prepared(self, mean_squared_residual: Tensor) -> HeteroscedasticGaussian:
+        return self
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        if f.shape[-1] % 2:
+            raise DataError(
+                f"HeteroscedasticGaussian: the network has {f.shape[-1]} outputs; expected an even number: "
+                "the means first, then as many log-variances."
+            )
+        return matched(f[..., : f.shape[-1] // 2], y, "HeteroscedasticGaussian")
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        each = log_variance + (y - mean).square() * (-log_variance).exp() + math.log(2 * math.pi)
+        return 0.5 * each.sum(-1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        return torch.diag_embed(torch.cat([(-0.5 * log_variance).exp(), torch.full_like(mean, math.sqrt(0.5))], -1))
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        eps = torch.randn(mean.shape, generator=generator, dtype=f.dtype, device=f.device)
+        return torch.cat([-eps * (-0.5 * log_variance).exp(), 0.5 * (1 - eps.square())], -1)
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        return f[..., 0].numel()
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        return torch.zeros_like(phi)
+
+    def predict(self, belief: FunctionGaussian) -> NormalPredictive:
+        size = belief.mean.shape[-1] // 2
+        noise = (belief.mean[..., size:] + 0.5 * belief.variance[..., size:]).exp()  # E exp(s) of a Gaussian s
+        means = FunctionGaussian(belief.mean[..., :size], belief.cov[..., :size, :size])
+        return NormalPredictive(means, noise)
+
+    def settings(self) -> dict[str, Any]:
+        return {}

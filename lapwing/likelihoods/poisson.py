@@ -1,0 +1,67 @@
+"""Counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import DataError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.likelihoods.protocol import matched
+from lapwing.predictives.counts import CountPredictive
+
+
+@dataclass(frozen=True, eq=False)
+class Poisson:
+    """y ~ Poisson(exp f): the network gives log-rates."""
+
+    @property
+    def dispersion(self) -> Tensor:
+        return torch.tensor(1.0, dtype=torch.float64)
+
+    @property
+    def learns_dispersion(self) -> bool:
+        return False
+
+    def with_dispersion(self, phi: Tensor) -> Poisson:
+        if float(phi) != 1:
+            raise DataError("Poisson has no dispersion to change; its variance is its mean.")
+        return self
+
+    @property
+    def needs_residuals(self) -> bool:
+        return False
+
+    def prepared(self, mean_squared_residual: Tensor) -> Poisson:
+        return self
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        y = matched(f, y, "Poisson")
+        if bool((y < 0).any()) or bool((y != y.round()).any()):
+            raise DataError(f"Poisson: targets include {y.min().item():g}; expected whole numbers from 0.")
+        return y
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return (f.exp() - y * f + torch.lgamma(y + 1)).sum(-1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.diag_embed((0.5 * f).exp())
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        rate = f.exp()
+        return rate - torch.poisson(rate, generator=generator)
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        return f[..., 0].numel()
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        return torch.zeros_like(phi)
+
+    def predict(self, belief: FunctionGaussian) -> CountPredictive:
+        return CountPredictive(belief)
+
+    def settings(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,82 @@
+"""What a likelihood must offer. log p(y | f) = -loss(f, y) / phi - c(phi)."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import DataError
+from lapwing.core.gaussian import FunctionGaussian
+
+
+@runtime_checkable
+class Likelihood(Protocol):
+    """How targets depend on outputs. All methods take f (B, [T,] C) and treat every token as a datum."""
+
+    @property
+    def dispersion(self) -> Tensor:
+        """phi: the noise variance or the temperature, a scalar."""
+        ...
+
+    @property
+    def learns_dispersion(self) -> bool:
+        """Whether fitting may set the dispersion."""
+        ...
+
+    def with_dispersion(self, phi: Tensor) -> Likelihood: ...
+
+    def prepared(self, mean_squared_residual: Tensor) -> Likelihood:
+        """Given the residual of each output (C,), fix what cannot be changed after the curvature is known."""
+        ...
+
+    @property
+    def needs_residuals(self) -> bool:
+        """Whether ``prepared`` must be called with a pass over the data before the curvature."""
+        ...
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """The targets in the shape and dtype the rest expects; raises where they do not fit."""
+        ...
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """(B, [T]) at unit dispersion, zero for ignored data."""
+        ...
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        """R (B, [T,] C, K) with R Rᵀ the Hessian of the loss in f, or the Fisher matrix where that is indefinite."""
+        ...
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The gradient of the loss in f at a label drawn from the model, (B, [T,] C)."""
+        ...
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        """How many data count (ignored ones do not)."""
+        ...
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        """c(phi) of one datum."""
+        ...
+
+    def predict(self, belief: FunctionGaussian) -> Any:
+        """The predictive over y."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """What a file needs to build the likelihood again."""
+        ...
+
+
+def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
+    """Targets with one number per output, (B, [T,] C); a single output may come without its dimension."""
+    if y.shape == f.shape:
+        return y.to(f.dtype)
+    if f.shape[-1] == 1 and y.shape == f.shape[:-1]:
+        return y.unsqueeze(-1).to(f.dtype)
+    raise DataError(
+        f"{name}: targets have the shape {tuple(y.shape)} and outputs {tuple(f.shape)}; expected the same shape"
+        + (f" or {tuple(f.shape[:-1])}" if f.shape[-1] == 1 else "")
+        + ". Reshape the targets, or choose the likelihood that fits the output."
+    )

@@ -1,0 +1,22 @@
+"""Cholesky factors that explain themselves when they fail."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import NumericalError
+
+
+def cholesky(matrix: Tensor, name: str) -> Tensor:
+    """The lower factor; if the matrix is not positive definite, an error with its smallest eigenvalue."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if int(info.max()) == 0:
+        return factor
+    if not bool(torch.isfinite(matrix).all()):
+        raise NumericalError(f"the precision of {name} is not finite; check the data and the prior.")
+    smallest = torch.linalg.eigvalsh(matrix.double()).min().item()
+    raise NumericalError(
+        f"the precision of {name} is not positive definite: its smallest eigenvalue is {smallest:.3g}; expected "
+        "above zero. Raise the prior precision, compute in float64, or use curvature='ggn', which cannot be negative."
+    )

@@ -1,0 +1,40 @@
+"""EKFAC: Kronecker eigenvectors with exact eigenvalues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lapwing.core.data import Data
+from lapwing.core.errors import UnsupportedError
+from lapwing.curvature.kronecker import eigen_corrected, kronecker_curvature
+from lapwing.curvature.sweep import Sweep
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.weight_space import WeightPosterior
+
+
+@dataclass(frozen=True)
+class EKron:
+    """Kronecker eigenbasis with the curvature's exact diagonal in it (EKFAC).
+
+    Settings as in ``Kron``. The trace of every block is exact. Cost: two passes over the data, the second of
+    which forms each layer's rotated Jacobian where weights are shared. With "fisher_mc" both passes draw
+    their own labels.
+    """
+
+    curvature: str = "ggn"
+    sharing: str = "expand"
+    full_limit: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.sharing not in ("expand", "reduce"):
+            raise UnsupportedError(f"sharing is {self.sharing!r}; expected 'expand' or 'reduce'.")
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        network, likelihood = problem.network, problem.likelihood
+        first = Sweep(network, likelihood, data, self.curvature, generator, "EKron, bases")
+        kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
+        second = Sweep(network, likelihood, data, self.curvature, generator, "EKron, values")
+        corrected = eigen_corrected(second, kron)
+        return WeightPosterior.fitted(problem, corrected, second.statistics)

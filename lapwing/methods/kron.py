@@ -1,0 +1,42 @@
+"""KFAC: one Kronecker product for each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lapwing.core.data import Data
+from lapwing.core.errors import UnsupportedError
+from lapwing.curvature.blocks import BlockwiseCurvature
+from lapwing.curvature.kronecker import kronecker_curvature
+from lapwing.curvature.sweep import Sweep
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.weight_space import WeightPosterior
+
+
+@dataclass(frozen=True)
+class Kron:
+    """Kronecker-factored curvature over all layers (KFAC); the default.
+
+    ``sharing`` says what happens where a weight is used at many positions (pixels, tokens, time steps):
+    "expand" treats positions as data of their own, "reduce" sums the gradients and averages the inputs over
+    them first. A parameter that is no linear map gets a block of its own, full up to ``full_limit`` entries
+    and diagonal above.
+
+    Cost of the fit: one forward pass, C - 1 backward passes without weight gradients, and the Gram matrices.
+    Exact when: one linear layer with a Gaussian likelihood; one datum within each block without sharing.
+    """
+
+    curvature: str = "ggn"
+    sharing: str = "expand"
+    full_limit: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.sharing not in ("expand", "reduce"):
+            raise UnsupportedError(f"sharing is {self.sharing!r}; expected 'expand' or 'reduce'.")
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron")
+        curvature: BlockwiseCurvature = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
+        return WeightPosterior.fitted(problem, curvature, sweep.statistics)

@@ -1,0 +1,56 @@
+"""The leading eigenvectors of the curvature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lapwing.core.data import Data
+from lapwing.core.errors import UnsupportedError
+from lapwing.curvature.low_rank import LowRankCurvature
+from lapwing.curvature.products import GGNProduct
+from lapwing.curvature.sweep import checked_curvature, loss_only
+from lapwing.linalg.lanczos import leading_eigenpairs
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.weight_space import WeightPosterior
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The ``rank`` leading eigenpairs of the GGN by block Lanczos; the prior everywhere else.
+
+    Never forms a (P, P) matrix: memory is (2 rank + 20) P numbers, time one pass over the data for each block of
+    ``block`` vectors. Directions left out keep their prior variance, so the variance of f is never too small.
+    Exact when: rank is at least the rank of the GGN. ``tolerance`` is the residual of an eigenpair relative
+    to the largest eigenvalue at which the iteration stops; the worst one reached is in
+    ``posterior.curvature.residual``.
+    """
+
+    rank: int = 32
+    block: int = 16
+    tolerance: float = 1e-3
+    curvature: str = "ggn"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UnsupportedError(f"rank is {self.rank}; expected at least 1.")
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        checked_curvature(self.curvature, ("ggn",))
+        network = problem.network
+        statistics = loss_only(network, problem.likelihood, data)
+        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        pairs = leading_eigenpairs(
+            GGNProduct(network, problem.likelihood, data),
+            network.selection.size,
+            self.rank,
+            block=self.block,
+            tolerance=self.tolerance,
+            generator=generator,
+            device=network.device,
+        )
+        curvature = LowRankCurvature(
+            pairs.values, pairs.vectors, network.layout, network.selection, float(pairs.residuals.max())
+        )
+        return WeightPosterior.fitted(problem, curvature, statistics)

@@ -1,0 +1,22 @@
+"""No posterior at all: the plain network behind the same interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lapwing.core.data import Data
+from lapwing.curvature.sweep import loss_only, residual_noise
+from lapwing.posteriors.point import PointPosterior
+from lapwing.posteriors.problem import Problem
+
+
+@dataclass(frozen=True)
+class MapOnly:
+    """The plain network: zero epistemic variance, and noise from the residuals. One forward pass to fit."""
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> PointPosterior:
+        statistics = loss_only(problem.network, problem.likelihood, data)
+        likelihood = residual_noise(problem.likelihood, statistics, problem.network.device)
+        return PointPosterior(problem.with_likelihood(likelihood), statistics, problem.network.theta())

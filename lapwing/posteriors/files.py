@@ -1,0 +1,190 @@
+"""Posteriors in files: safetensors with JSON metadata. Nothing in a file is ever executed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.core.errors import FileError, ModelError, UnsupportedError
+from lapwing.curvature.blocks import STRUCTURES, BlockwiseCurvature
+from lapwing.curvature.full import FullCurvature
+from lapwing.curvature.low_rank import LowRankCurvature
+from lapwing.curvature.sweep import Statistics
+from lapwing.likelihoods.bernoulli import Bernoulli
+from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from lapwing.likelihoods.poisson import Poisson
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.blocks import Block
+from lapwing.networks.fingerprint import Fingerprint
+from lapwing.networks.forward import refuse_training_mode, unwrapped, working_dtype
+from lapwing.networks.network import Network
+from lapwing.networks.selection import Selection
+from lapwing.posteriors.point import PointPosterior
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.protocols import Curvature, Posterior
+from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.priors.gaussian import Prior
+
+FORMAT = "lapwing-posterior-1"
+LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian)}
+
+
+def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> None:
+    """Write the posterior; the model itself is not written."""
+    save_file = _safetensors().torch.save_file
+    if not isinstance(posterior, WeightPosterior | PointPosterior):
+        raise UnsupportedError(f"{type(posterior).__name__} cannot be saved; fit it again where it is needed.")
+    problem = posterior.problem
+    network, prior, likelihood = problem.network, problem.prior, problem.likelihood
+    if type(likelihood).__name__ not in LIKELIHOODS:
+        raise UnsupportedError(
+            f"the likelihood {type(likelihood).__name__} is not one of Lapwing's and has no file form."
+        )
+    tensors: dict[str, Tensor] = {"theta": posterior.theta, "prior.precision": prior.values.detach()}
+    if isinstance(prior.mean, Tensor):
+        tensors["prior.mean"] = prior.mean
+    tensors["likelihood.dispersion"] = likelihood.dispersion.detach()
+    ratios = getattr(likelihood, "ratios", None)
+    if ratios is not None:
+        tensors["likelihood.ratios"] = ratios
+    if network.selection.index is not None:
+        tensors["selection.index"] = network.selection.index
+    kind: dict[str, Any] = {"name": "none"}
+    if isinstance(posterior, WeightPosterior):
+        tensors.update({"curvature." + key: t for key, t in posterior.curvature.tensors().items()})
+        kind = {"name": type(posterior.curvature).__name__}
+        if isinstance(posterior.curvature, BlockwiseCurvature):
+            kind["structures"] = posterior.curvature.structures()
+        if isinstance(posterior.curvature, FullCurvature):
+            kind["definite"] = posterior.curvature.definite
+    meta = {
+        "format": FORMAT,
+        "likelihood": {"name": type(likelihood).__name__, "settings": likelihood.settings()},
+        "prior": {"kind": prior.kind, "mean": None if isinstance(prior.mean, Tensor) else prior.mean},
+        "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
+        "layout": [asdict(block) for block in network.layout],
+        "network": {
+            "output_shape": network.output_shape, "width": network.width, "forward_mode": network.forward_mode,
+        },
+        "statistics": asdict(posterior.statistics),
+        "curvature": kind,
+        "fingerprint": asdict(fingerprint),
+    }  # fmt: skip
+    plain = {key: t.detach().cpu().contiguous().clone() for key, t in tensors.items()}
+    save_file(plain, str(path), metadata={"lapwing": json.dumps(meta)})
+
+
+def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint]:
+    """Read a posterior for this model, onto the model's device and in its dtype."""
+    meta, tensors = _read(Path(path))
+    model = unwrapped(model)
+    refuse_training_mode(model)
+    try:
+        return _assembled(meta, tensors, model)
+    except (KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise FileError(f"{path} is damaged: {type(error).__name__}: {error}. Save the posterior again.") from error
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise
+    except (safetensors.SafetensorError, OSError) as error:
+        raise FileError(f"{path} cannot be read: {error}. Expected a file written by posterior.save().") from error
+    try:
+        meta = json.loads(header["lapwing"])
+    except (KeyError, json.JSONDecodeError) as error:
+        raise FileError(f"{path} holds no Lapwing posterior; expected a file written by posterior.save().") from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        seen = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
+        raise FileError(f"{path} has the format {seen!r}; this version reads {FORMAT!r}.")
+    return meta, tensors
+
+
+def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module) -> tuple[Posterior, Fingerprint]:
+    stored = meta["fingerprint"]
+    fingerprint = Fingerprint(
+        tuple(stored["names"]), tuple(tuple(s) for s in stored["shapes"]), tuple(stored["sums"]), tuple(stored["norms"])
+    )
+    narrow = min((p.dtype for p in model.parameters()), key=lambda d: -torch.finfo(d).eps)
+    try:
+        fingerprint.refuse_other(model, tolerance=4 * torch.finfo(narrow).eps if narrow != torch.float64 else 1e-6)
+    except ModelError as error:
+        raise FileError(f"the file belongs to another model: {error}") from error
+    chosen = dict(model.named_parameters())
+    like = chosen[meta["selection"]["names"][0]]
+    dtype, device = working_dtype(like.dtype), like.device
+
+    def moved(t: Tensor) -> Tensor:
+        return t.to(device, dtype if t.is_floating_point() and t.ndim else t.dtype)
+
+    selection = Selection(
+        tuple(meta["selection"]["names"]),
+        tuple(tuple(s) for s in meta["selection"]["shapes"]),
+        tensors.get("selection.index"),
+    )
+    layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in meta["layout"])
+    shape = meta["network"]
+    network = Network(model, selection, layout, tuple(shape["output_shape"]), shape["width"], shape["forward_mode"])
+    mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
+    prior = Prior(meta["prior"]["kind"], tensors["prior.precision"], mean).bound(
+        selection, torch.empty(0, dtype=dtype, device=device)
+    )
+    problem = Problem(network, _likelihood(meta, tensors, device), prior)
+    statistics = Statistics(**meta["statistics"])
+    parts = {key.removeprefix("curvature."): moved(t) for key, t in tensors.items() if key.startswith("curvature.")}
+    theta = tensors["theta"].to(device, dtype)
+    current = Fingerprint.of(model)
+    if meta["curvature"]["name"] == "none":
+        return PointPosterior(problem, statistics, theta), current
+    return WeightPosterior(problem, _curvature(meta, parts, layout, selection), statistics, theta), current
+
+
+def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Likelihood:
+    name = meta["likelihood"]["name"]
+    if name not in LIKELIHOODS:
+        raise FileError(f"the file names the likelihood {name!r}, which this version does not have.")
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["likelihood"]["settings"].items()}
+    if name == "Gaussian" and "likelihood.ratios" in tensors:
+        settings["ratios"] = tensors["likelihood.ratios"].to(device)
+    built: Likelihood = LIKELIHOODS[name](**settings)
+    return built.with_dispersion(tensors["likelihood.dispersion"].to(device))
+
+
+def _curvature(
+    meta: dict[str, Any], parts: dict[str, Tensor], layout: tuple[Block, ...], selection: Selection
+) -> Curvature:
+    name = meta["curvature"]["name"]
+    if name == "BlockwiseCurvature":
+        blocks = []
+        for i, structure in enumerate(meta["curvature"]["structures"]):
+            mine = {key.split(".", 1)[1]: t for key, t in parts.items() if key.split(".", 1)[0] == str(i)}
+            blocks.append(STRUCTURES[structure](**mine))
+        return BlockwiseCurvature(tuple(blocks), layout, selection)
+    if name == "FullCurvature":
+        return FullCurvature(parts["matrix"], selection, meta["curvature"]["definite"])
+    if name == "LowRankCurvature":
+        return LowRankCurvature(
+            parts["values"].double(), parts["vectors"].double(), layout, selection, float(parts["residual"])
+        )
+    raise FileError(f"the file holds the curvature {name!r}, which this version does not have.")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise UnsupportedError("saving and loading needs safetensors: pip install lapwing[files].") from error
+    return safetensors

@@ -1,0 +1,39 @@
+"""The network as it is: a belief without spread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Inputs
+from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.curvature.sweep import Statistics
+from lapwing.posteriors.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class PointPosterior:
+    """All mass at w̃: the plain network with its likelihood, the baseline for everything else."""
+
+    problem: Problem
+    statistics: Statistics
+    theta: Tensor
+
+    def with_problem(self, problem: Problem) -> PointPosterior:
+        return replace(self, problem=problem)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        network = self.problem.network
+        f = network(x).to(network.dtype)
+        if joint:
+            return FunctionGaussian(f, f.new_zeros(*f.shape, *f.shape), joint=True)
+        return FunctionGaussian(f, Deferred(lambda: torch.zeros_like(f), lambda: f.new_zeros(*f.shape, f.shape[-1])))
+
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.theta.expand(n, -1).clone()
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        network = self.problem.network
+        return network(x).to(network.dtype).expand(n, *([-1] * (len(network.output_shape) + 1))).clone()

@@ -1,0 +1,81 @@
+"""The contracts between methods, tuners and the front door."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data, Inputs
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.networks.network import LayerJacobians
+from lapwing.posteriors.problem import Problem
+from lapwing.priors.gaussian import Prior
+
+
+class Precision(Protocol):
+    """Λ = H/φ + A, factorised once."""
+
+    def logdet(self) -> Tensor: ...
+
+    def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
+        """J Λ⁻¹ Jᵀ: (B, S, C, C), or its diagonal (B, S, C)."""
+        ...
+
+    def cross(self, jacobian: LayerJacobians) -> Tensor:
+        """J Λ⁻¹ Jᵀ between all inputs and outputs, (B K, B K)."""
+        ...
+
+    def sample(self, eps: Tensor) -> Tensor:
+        """Λ^-½ eps for eps (n, P)."""
+        ...
+
+
+class Curvature(Protocol):
+    """H at unit dispersion in some structure. The sum of two is the curvature of both data sets."""
+
+    def precision(self, phi: Tensor, prior: Prior) -> Precision: ...
+
+    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+        """Of H/φ + A, by the cheapest way there is."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+
+class Posterior(Protocol):
+    """A fitted belief: what every method returns."""
+
+    @property
+    def problem(self) -> Problem: ...
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian: ...
+
+
+class Method(Protocol):
+    """A way to compute the belief; a frozen dataclass of settings."""
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior: ...
+
+
+@runtime_checkable
+class Reweightable(Protocol):
+    """Takes a new prior or noise without touching the data."""
+
+    def with_problem(self, problem: Problem) -> Posterior: ...
+
+
+@runtime_checkable
+class HasEvidence(Protocol):
+    def log_evidence(self) -> Tensor: ...
+
+
+@runtime_checkable
+class HasWeightSamples(Protocol):
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+
+
+@runtime_checkable
+class HasFunctionSamples(Protocol):
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor: ...

@@ -1,0 +1,75 @@
+"""From Gaussian logits to probabilities of one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli as BernoulliDistribution
+from torch.distributions import Independent
+
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.predictives.quadrature import gauss_hermite
+
+BINARY_LINKS = ("probit", "quadrature")
+
+
+@dataclass(frozen=True, eq=False)
+class BinaryPredictive:
+    """Probabilities of one, (B, C), for one label or many."""
+
+    belief: FunctionGaussian
+    link: str = "probit"
+
+    @cached_property
+    def probs(self) -> Tensor:
+        if self.link == "probit":
+            return (self.belief.mean / torch.sqrt(1 + math.pi / 8 * self.belief.variance)).sigmoid()
+        nodes, weights = gauss_hermite(self.belief)
+        return (nodes.sigmoid() * weights).sum(-1)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.probs
+
+    @property
+    def distribution(self) -> Independent:
+        return Independent(BernoulliDistribution(probs=self.probs, validate_args=False), 1)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """(B,), summed over labels."""
+        y = y.to(self.probs).reshape(self.probs.shape)
+        return (torch.special.xlogy(y, self.probs) + torch.special.xlog1py(1 - y, -self.probs)).sum(-1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B, C) zeros and ones."""
+        draws = torch.rand(n, *self.probs.shape, generator=generator, dtype=self.probs.dtype, device=self.probs.device)
+        return (draws < self.probs).to(self.probs)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """(B,), summed over labels."""
+        return _entropy(self.probs).sum(-1)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        """The expected entropy, (B,)."""
+        nodes, weights = gauss_hermite(self.belief)
+        return (_entropy(nodes.sigmoid()) * weights).sum((-1, -2))
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        nodes, weights = gauss_hermite(self.belief)
+        exact = _entropy((nodes.sigmoid() * weights).sum(-1)).sum(-1)
+        return (exact - self.aleatoric).clamp_min(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self.mutual_information
+
+
+def _entropy(p: Tensor) -> Tensor:
+    return torch.special.entr(p) + torch.special.entr(1 - p)

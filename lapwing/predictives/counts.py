@@ -1,0 +1,113 @@
+"""Counts: a Poisson whose log-rate is Gaussian."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Poisson
+
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.predictives.quadrature import gauss_hermite
+
+
+@dataclass(frozen=True, eq=False)
+class CountPredictive:
+    """Mean and variance in closed form; probabilities and intervals by quadrature over the log-rate."""
+
+    belief: FunctionGaussian
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return (self.belief.mean + 0.5 * self.belief.variance).exp()
+
+    @cached_property
+    def epistemic_variance(self) -> Tensor:
+        """The variance of the rate."""
+        return self.mean.square() * torch.expm1(self.belief.variance)
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """The expected Poisson variance."""
+        return self.mean
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self.epistemic_variance
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self.mean
+
+    @property
+    def variance(self) -> Tensor:
+        return self.epistemic_variance + self.mean
+
+    @property
+    def std(self) -> Tensor:
+        return self.variance.sqrt()
+
+    @property
+    def distribution(self) -> Independent:
+        nodes, weights = gauss_hermite(self.belief)
+        mixture = Categorical(probs=weights.expand(nodes.shape), validate_args=False)
+        return Independent(
+            MixtureSameFamily(mixture, Poisson(nodes.exp(), validate_args=False), validate_args=False), 1
+        )
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """(B,)"""
+        nodes, weights = gauss_hermite(self.belief)
+        y = y.to(self.mean).reshape(self.mean.shape).unsqueeze(-1)
+        each = y * nodes - nodes.exp() - torch.lgamma(y + 1)
+        return torch.logsumexp(each + weights.log(), -1).sum(-1)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Whole numbers (low, high): the quantiles at (1 - level)/2 and (1 + level)/2."""
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
+        return self._quantile(0.5 - 0.5 * level), self._quantile(0.5 + 0.5 * level)
+
+    def _quantile(self, level: float) -> Tensor:
+        nodes, weights = gauss_hermite(self.belief)
+        rate = nodes.double().exp()
+
+        def reached(k: Tensor) -> Tensor:
+            return (torch.special.gammaincc(k.unsqueeze(-1) + 1, rate) * weights.double()).sum(-1) >= level
+
+        low = torch.zeros_like(self.mean, dtype=torch.float64)
+        high = (self.mean + 20 * self.std + 20).double().ceil()
+        for _ in range(int(high.max().log2().item()) + 2):  # bisection over the whole numbers
+            middle = ((low + high) / 2).floor()
+            enough = reached(middle)
+            high = torch.where(enough, middle, high)
+            low = torch.where(enough, low, middle + 1).minimum(high)
+        return high.to(self.mean)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B, C)"""
+        return torch.poisson(self.belief.sample(n, generator).exp(), generator=generator)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """(B,), summed over outputs: by summation over the counts that carry any probability."""
+        nodes, weights = gauss_hermite(self.belief)
+        top = int((self.mean + 12 * self.std + 20).max().item())
+        counts = torch.arange(top + 1, dtype=torch.float64, device=nodes.device)
+        nodes = nodes.double().unsqueeze(-1)
+        each = counts * nodes - nodes.exp() - torch.lgamma(counts + 1)
+        log_p = torch.logsumexp(each + weights.double().log().unsqueeze(-1), -2)
+        return -(log_p.exp() * log_p).sum((-1, -2)).to(self.mean)
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        """(B,): entropy of y minus the expected entropy at a known rate."""
+        nodes, weights = gauss_hermite(self.belief)
+        top = int((self.mean + 12 * self.std + 20).max().item())
+        counts = torch.arange(top + 1, dtype=torch.float64, device=nodes.device)
+        nodes = nodes.double().unsqueeze(-1)
+        log_p = counts * nodes - nodes.exp() - torch.lgamma(counts + 1)
+        expected = (-(log_p.exp() * log_p).sum(-1) * weights.double()).sum((-1, -2))
+        return (self.entropy - expected.to(self.mean)).clamp_min(0)

@@ -1,0 +1,88 @@
+"""A normal predictive: regression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
+
+from lapwing.core.gaussian import FunctionGaussian
+
+
+@dataclass(frozen=True, eq=False)
+class NormalPredictive:
+    """y ~ N(mean, cov of f + noise). ``noise`` is a variance, shaped like the mean.
+
+    >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
+    >>> p.std.item(), p.epistemic_variance.item(), p.aleatoric_variance.item()
+    (2.0, 3.0, 1.0)
+    """
+
+    belief: FunctionGaussian
+    noise: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        return self.belief.mean
+
+    @cached_property
+    def variance(self) -> Tensor:
+        return self.belief.variance + self.noise
+
+    @property
+    def std(self) -> Tensor:
+        return self.variance.sqrt()
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """What more data would remove."""
+        return self.belief.variance
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """The noise of the data."""
+        return self.noise
+
+    epistemic = epistemic_variance
+    aleatoric = aleatoric_variance
+
+    @cached_property
+    def distribution(self) -> Distribution:
+        """Over the outputs of one input jointly: a multivariate normal when there are several."""
+        if self.mean.shape[-1] == 1:
+            return Independent(Normal(self.mean, self.std, validate_args=False), 1)
+        cov = self.belief.cov + torch.diag_embed(self.noise)
+        return MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """(low, high), shaped like the mean: each output lies between with probability ``level``."""
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
+        z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64)).to(self.mean)
+        return self.mean - z * self.std, self.mean + z * self.std
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """(B,)"""
+        out: Tensor = self.distribution.log_prob(y.to(self.mean).reshape(self.mean.shape))
+        return out
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B, C): f from its belief, then noise."""
+        eps = torch.randn(n, *self.mean.shape, generator=generator, dtype=self.mean.dtype, device=self.mean.device)
+        return self.belief.sample(n, generator) + eps * self.noise.sqrt()
+
+    @property
+    def entropy(self) -> Tensor:
+        """(B,)"""
+        out: Tensor = self.distribution.entropy()
+        return out
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Between y and the weights, (B,): total entropy minus the entropy of the noise."""
+        noise = Independent(Normal(self.mean, self.noise.sqrt(), validate_args=False), 1)
+        out: Tensor = self.entropy - noise.entropy()
+        return out

@@ -1,0 +1,109 @@
+"""From Gaussian logits to class probabilities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+
+from lapwing.core.gaussian import FunctionGaussian
+
+LINKS = ("probit", "bridge", "mc")
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxPredictive:
+    """Class probabilities under a Gaussian belief about the logits.
+
+    ``epistemic`` is the mutual information between the label and the weights, ``aleatoric`` the expected
+    entropy; both come from seeded draws of the logits. ``entropy`` is that of ``probs``.
+    """
+
+    belief: FunctionGaussian
+    link: str = "probit"
+    samples: int = 256
+    seed: int = 0
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """(B, C)"""
+        if self.link == "probit":
+            return probit(self.belief)
+        if self.link == "bridge":
+            return bridge(self.belief)
+        return self.logit_samples.softmax(-1).mean(0)
+
+    @cached_property
+    def logit_samples(self) -> Tensor:
+        """(S, B, C), the same for the same seed."""
+        generator = torch.Generator(self.belief.mean.device).manual_seed(self.seed)
+        return self.belief.sample(self.samples, generator)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.probs
+
+    @property
+    def distribution(self) -> CategoricalDistribution:
+        return CategoricalDistribution(probs=self.probs, validate_args=False)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """(B,)"""
+        return self.probs.gather(-1, y.long().reshape(*self.probs.shape[:-1], 1)).squeeze(-1).log()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B) class numbers."""
+        flat = self.probs.reshape(-1, self.probs.shape[-1])
+        drawn = torch.multinomial(flat, n, replacement=True, generator=generator)
+        return drawn.T.reshape(n, *self.probs.shape[:-1])
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        return _entropy(self.probs)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        """The expected entropy, (B,): doubt that stays however much is known about the weights."""
+        return _entropy(self.logit_samples.softmax(-1)).mean(0)
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        """(B,), at least zero."""
+        p = self.logit_samples.softmax(-1)
+        return (_entropy(p.mean(0)) - _entropy(p).mean(0)).clamp_min(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self.mutual_information
+
+
+def probit(belief: FunctionGaussian) -> Tensor:
+    """softmax(m / sqrt(1 + pi/8 var)): needs variances alone."""
+    return (belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)).softmax(-1)
+
+
+def bridge(belief: FunctionGaussian) -> Tensor:
+    """The mean of the Dirichlet matched to the logits (Hobbhahn et al. 2022).
+
+    Logits are known up to a shift, so the belief is conditioned on summing to zero first.
+    """
+    mean, cov = belief.mean, belief.cov
+    classes = mean.shape[-1]
+    rows = cov.sum(-1)
+    total = rows.sum(-1, keepdim=True).clamp_min(torch.finfo(mean.dtype).tiny)
+    mean = mean - rows * mean.sum(-1, keepdim=True) / total
+    variance = cov.diagonal(dim1=-2, dim2=-1) - rows.square() / total
+    # A variance of zero would be a Dirichlet with infinite counts: the softmax itself.
+    variance = variance.clamp_min(1e3 * torch.finfo(mean.dtype).eps)
+    # exp(m_k) Σ_l exp(-m_l) / C²: kept in logs so that confident logits do not overflow
+    spread = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / classes**2
+    alpha = (1 - 2 / classes + spread) / variance
+    return alpha / alpha.sum(-1, keepdim=True)
+
+
+def _entropy(p: Tensor) -> Tensor:
+    return torch.special.entr(p).sum(-1)

@@ -1,0 +1,60 @@
+"""Names to objects, for the front door and the command line only."""
+
+from __future__ import annotations
+
+from lapwing.core.errors import UnsupportedError
+from lapwing.likelihoods.bernoulli import Bernoulli
+from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from lapwing.likelihoods.poisson import Poisson
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.methods.diagonal import Diagonal
+from lapwing.methods.ekron import EKron
+from lapwing.methods.full import Full
+from lapwing.methods.kron import Kron
+from lapwing.methods.low_rank import LowRank
+from lapwing.methods.map_only import MapOnly
+from lapwing.networks.selection import Weights, all_weights, last_layer
+from lapwing.posteriors.protocols import Method
+
+METHODS = {
+    "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
+}  # fmt: skip
+LIKELIHOODS = {
+    "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,
+    "binary": Bernoulli, "bernoulli": Bernoulli, "multilabel": Bernoulli, "poisson": Poisson, "counts": Poisson,
+    "heteroscedastic": HeteroscedasticGaussian,
+}  # fmt: skip
+WEIGHTS = {"all": all_weights, "all_weights": all_weights, "last_layer": last_layer}
+
+
+def likelihood_named(name: str | Likelihood, outputs: int) -> Likelihood:
+    """A likelihood, or the one a name stands for; "classification" with one output is Bernoulli."""
+    if not isinstance(name, str):
+        return name
+    if name == "classification" and outputs == 1:
+        return Bernoulli()
+    found: Likelihood = _found(name, LIKELIHOODS, "likelihood")()
+    return found
+
+
+def method_named(name: str | Method | None) -> Method:
+    if name is None:
+        return Kron()
+    if not isinstance(name, str):
+        return name
+    found: Method = _found(name, METHODS, "method")()
+    return found
+
+
+def weights_named(name: str | Weights | None) -> Weights:
+    if name is None:
+        return all_weights
+    return _found(name, WEIGHTS, "weights") if isinstance(name, str) else name  # type: ignore[no-any-return]
+
+
+def _found(name: str, table: dict[str, object], what: str):  # type: ignore[no-untyped-def]
+    if name not in table:
+        raise UnsupportedError(f"{what} is {name!r}; expected one of {', '.join(table)}, or an object.")
+    return table[name]
