@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lapwing.core.errors import UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -51,10 +54,10 @@ def method_named(name: str | Method | None) -> Method:
 def weights_named(name: str | Weights | None) -> Weights:
     if name is None:
         return all_weights
-    return _found(name, WEIGHTS, "weights") if isinstance(name, str) else name  # type: ignore[no-any-return]
+    return _found(name, WEIGHTS, "weights") if isinstance(name, str) else name
 
 
-def _found(name: str, table: dict[str, object], what: str):  # type: ignore[no-untyped-def]
+def _found(name: str, table: Mapping[str, Any], what: str) -> Any:
     if name not in table:
         raise UnsupportedError(f"{what} is {name!r}; expected one of {', '.join(table)}, or an object.")
     return table[name]

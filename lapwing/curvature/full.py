@@ -43,7 +43,7 @@ class FullPrecision:
         if plain is not None:
             return self._by_inputs(plain, jacobian, full)
         j = jacobian.whole()
-        batch, outputs, size = j.shape
+        batch, _, size = j.shape
         rows = self._solved(j.reshape(-1, size)).reshape(batch, jacobian.tokens, -1, size)
         return (rows @ rows.mT if full else rows.square().sum(-1)).to(j.dtype)
 
@@ -131,9 +131,10 @@ class FullCurvature:
         if prior.kind != "isotropic":
             return self.precision(phi, prior).logdet()
         values = self.eigenvalues / phi.double() + prior.values.double()
-        if float(values.min()) <= 0:
+        smallest = float(values.detach().min())
+        if smallest <= 0:
             raise NumericalError(
-                f"the precision is not positive definite: its smallest eigenvalue is {float(values.min()):.3g}. "
+                f"the precision is not positive definite: its smallest eigenvalue is {smallest:.3g}. "
                 "Raise the prior precision, or use curvature='ggn'."
             )
         return values.log().sum()

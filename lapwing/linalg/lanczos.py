@@ -80,7 +80,7 @@ def _orthonormal(rows: Tensor, against: Tensor | None) -> Tensor:
     for _ in range(2):
         if against is not None:
             rows = rows - (rows @ against.mT) @ against
-    left, singular, right = torch.linalg.svd(rows, full_matrices=False)
+    _, singular, right = torch.linalg.svd(rows, full_matrices=False)
     found = right[
         singular > 1e2 * torch.finfo(rows.dtype).eps * max(1.0, float(singular[0]) if against is None else 1.0)
     ]

@@ -121,10 +121,7 @@ class LinearJacobian:
         groups, outputs, batch, positions, d_out = self.g.shape
         g = self.g.permute(2, 0, 1, 4, 3).reshape(batch * groups, outputs * d_out, positions)
         a = self.a.permute(1, 0, 2, 3).reshape(batch * groups, positions, -1)
-        if positions == 1:
-            product = g * a
-        else:
-            product = torch.bmm(g, a)
+        product = g * a if positions == 1 else torch.bmm(g, a)
         return product.reshape(batch, groups, outputs, d_out, -1).transpose(1, 2)
 
     def squares(self) -> Tensor:
@@ -139,9 +136,9 @@ class LinearJacobian:
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         """Σ_ij J_kij weights_ij J_lij: (B, S, C, C) if full, else its diagonal (B, S, C)."""
-        groups, outputs, batch, positions, d_out = self.g.shape
+        outputs = self.g.shape[1]
         classes = outputs // tokens
-        if positions == 1:
+        if self.positions == 1:
             scale = torch.bmm(self.a[:, :, 0].square(), weights.mT)  # (G, B, d_out)
             return self._diagonal_form(scale, tokens, full)
         found = []
@@ -152,7 +149,7 @@ class LinearJacobian:
         return torch.cat(found)
 
     def _diagonal_form(self, scale: Tensor, tokens: int, full: bool) -> Tensor:
-        groups, outputs, batch, _, d_out = self.g.shape
+        groups, _, batch, _, d_out = self.g.shape
         if not full and self.g.stride(2) == 0:
             out = torch.bmm(scale, self.g[:, :, 0, 0].square().mT).sum(0)
             return out.reshape(batch, tokens, -1)
@@ -236,10 +233,8 @@ class LookupJacobian:
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         scale = weights[0].mT[self.token]  # (U, d_out)
         rows = self.g.transpose(0, 1).reshape(len(self.owner), tokens, -1, self.g.shape[-1])
-        if full:
-            parts = (rows * scale[:, None, None]) @ rows.mT
-        else:
-            parts = (rows.square() * scale[:, None, None]).sum(-1)
+        scaled = rows * scale[:, None, None]
+        parts = scaled @ rows.mT if full else (scaled * rows).sum(-1)
         return parts.new_zeros(self.batch, *parts.shape[1:]).index_add_(0, self.owner, parts)
 
     def cross(self, weights: Tensor) -> Tensor:

@@ -48,12 +48,12 @@ class Fingerprint:
                 or not abs(now.sums[i] - self.sums[i]) <= tolerance * scale * width
             ):
                 raise ModelError(
-                    f"the parameter {name!r} has changed since the posterior was fitted (norm {self.norms[i]:.9g} then, "
+                    f"the parameter {name!r} has changed since the fit (norm {self.norms[i]:.9g} then, "
                     f"{now.norms[i]:.9g} now); the error bars would belong to another network. Restore it or fit again."
                 )
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p for name, p in model.named_parameters()}
+    found: dict[str, Tensor] = dict(model.named_parameters())
     found.update({name: b for name, b in model.named_buffers() if b.is_floating_point()})
     return {name: t for name, t in found.items() if t.is_floating_point()}

@@ -19,16 +19,112 @@ Shape = tuple[int, ...]
 
 # A parameter may pass through these on its way to the product: they only move entries about.
 MOVES = frozenset(
-    ["TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnsafeSplitBackward0", "SliceBackward0", "SelectBackward0", "UnbindBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0"]
+    [
+        "TBackward0",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "SqueezeBackward2",
+        "UnsqueezeBackward0",
+        "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "UnsafeSplitBackward0",
+        "SliceBackward0",
+        "SelectBackward0",
+        "UnbindBackward0",
+        "CloneBackward0",
+        "AliasBackward0",
+        "ToCopyBackward0",
+    ]
 )
 # Keep the logical order of entries.
 RESHAPES = frozenset(
-    ["ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0", "AliasBackward0", "CloneBackward0", "ToCopyBackward0"]
+    [
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "SqueezeBackward2",
+        "UnsqueezeBackward0",
+        "AliasBackward0",
+        "CloneBackward0",
+        "ToCopyBackward0",
+    ]
 )
 # Act on every entry by itself, or on every row of the first dimension by itself.
 ROWWISE = frozenset(
     name + "Backward0"
-    for name in ["Relu", "Tanh", "Sigmoid", "Gelu", "Silu", "Elu", "Celu", "Selu", "LeakyRelu", "Hardtanh", "Softplus", "Exp", "Expm1", "Log", "Log1P", "Sqrt", "Rsqrt", "Neg", "Abs", "Sin", "Cos", "Erf", "Threshold", "Mish", "Hardswish", "Hardsigmoid", "Clamp", "ClampMin", "ClampMax", "Reciprocal", "LogSigmoid", "Softplus", "Pow", "Add", "Sub", "Mul", "Div", "NativeDropout", "Where", "MaskedFill", "Addmm", "Mm", "Linear", "Convolution", "MkldnnConvolution", "CudnnConvolution", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "MkldnnMaxPool2D", "NativeGroupNorm", "NativeBatchNorm", "CudnnBatchNorm", "ConstantPadNd", "ReflectionPad2D", "ReplicationPad2D", "UpsampleNearest2D", "UpsampleBilinear2D", "PixelShuffle", "Embedding", "Expand"]
+    for name in [
+        "Relu",
+        "Tanh",
+        "Sigmoid",
+        "Gelu",
+        "Silu",
+        "Elu",
+        "Celu",
+        "Selu",
+        "LeakyRelu",
+        "Hardtanh",
+        "Softplus",
+        "Exp",
+        "Expm1",
+        "Log",
+        "Log1P",
+        "Sqrt",
+        "Rsqrt",
+        "Neg",
+        "Abs",
+        "Sin",
+        "Cos",
+        "Erf",
+        "Threshold",
+        "Mish",
+        "Hardswish",
+        "Hardsigmoid",
+        "Clamp",
+        "ClampMin",
+        "ClampMax",
+        "Reciprocal",
+        "LogSigmoid",
+        "Softplus",
+        "Pow",
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "NativeDropout",
+        "Where",
+        "MaskedFill",
+        "Addmm",
+        "Mm",
+        "Linear",
+        "Convolution",
+        "MkldnnConvolution",
+        "CudnnConvolution",
+        "MaxPool2DWithIndices",
+        "MaxPool3DWithIndices",
+        "AvgPool2D",
+        "AvgPool3D",
+        "AdaptiveAvgPool2D",
+        "AdaptiveMaxPool2D",
+        "MkldnnMaxPool2D",
+        "NativeGroupNorm",
+        "NativeBatchNorm",
+        "CudnnBatchNorm",
+        "ConstantPadNd",
+        "ReflectionPad2D",
+        "ReplicationPad2D",
+        "UpsampleNearest2D",
+        "UpsampleBilinear2D",
+        "PixelShuffle",
+        "Embedding",
+        "Expand",
+    ]
 ) | {"AddBackward1", "MulBackward1", "SubBackward1", "DivBackward1", "PowBackward1", "RsubBackward1", "ClampBackward1"}
 # Of these only one operand carries the rows.
 DATA_EDGE = {
@@ -48,7 +144,22 @@ ALONG = {
 }  # fmt: skip
 # Move rows about in a way that the shapes decide and the numbers do not: one look per shape is enough.
 STATIC = frozenset(
-    ["TBackward0", "PermuteBackward0", "BmmBackward0", "BaddbmmBackward0", "RepeatBackward0", "ScaledDotProductFlashAttentionForCpuBackward0", "ScaledDotProductFlashAttentionBackward0", "ScaledDotProductEfficientAttentionBackward0", "ScaledDotProductFusedAttentionOverrideableBackward0", "ScaledDotProductCudnnAttentionBackward0", "NativeLayerNormBackward0", "FusedRmsNormBackward0", "ThnnFusedLstmCellBackward0", "ThnnFusedGruCellBackward0"]
+    [
+        "TBackward0",
+        "PermuteBackward0",
+        "BmmBackward0",
+        "BaddbmmBackward0",
+        "RepeatBackward0",
+        "ScaledDotProductFlashAttentionForCpuBackward0",
+        "ScaledDotProductFlashAttentionBackward0",
+        "ScaledDotProductEfficientAttentionBackward0",
+        "ScaledDotProductFusedAttentionOverrideableBackward0",
+        "ScaledDotProductCudnnAttentionBackward0",
+        "NativeLayerNormBackward0",
+        "FusedRmsNormBackward0",
+        "ThnnFusedLstmCellBackward0",
+        "ThnnFusedGruCellBackward0",
+    ]
 )
 
 
@@ -85,7 +196,7 @@ def output_shape(node: Node, nr: int = 0) -> Shape:
 
 def read(output: Tensor, batch: int) -> Graph:
     """Walk the graph of ``output`` and follow the samples of its first dimension through it."""
-    root = output.grad_fn
+    root: Node = output.grad_fn
     degree: dict[Node, int] = {root: 0}
     stack = [root]
     while stack:
@@ -98,7 +209,7 @@ def read(output: Tensor, batch: int) -> Graph:
             degree[child] += 1
     consumers = dict(degree)
     major = dict.fromkeys(degree, True)
-    nodes, names, queue = [], [], deque([root])
+    nodes, names, queue = [], [], deque[Node]([root])
     static = True
     while queue:
         node = queue.popleft()

@@ -14,7 +14,7 @@ from lapwing.core.data import Inputs, check_finite, take
 from lapwing.core.errors import ModelError
 from lapwing.networks import graph as graphs
 from lapwing.networks import products, rules
-from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian
+from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian
 from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import (
     batch_size,
@@ -145,7 +145,7 @@ class Tangent:
         if block.linear:
             groups, d_out, d_in = block.form
             batch, outputs = seeds.shape[1], seeds.shape[0]
-            return rules.LinearJacobian(
+            return LinearJacobian(
                 seeds.new_zeros(groups, batch, 1, d_in), seeds.new_zeros(groups, outputs, batch, 1, d_out)
             )
         return DenseJacobian(seeds.new_zeros(seeds.shape[1], seeds.shape[0], block.size))
@@ -378,6 +378,6 @@ def joined_biases(
 
 
 def _cast(jacobian: BlockJacobian, dtype: torch.dtype) -> BlockJacobian:
-    if isinstance(jacobian, rules.LinearJacobian) and jacobian.a.dtype != dtype:
-        return rules.LinearJacobian(jacobian.a.to(dtype), jacobian.g.to(dtype))
+    if isinstance(jacobian, LinearJacobian) and jacobian.a.dtype != dtype:
+        return LinearJacobian(jacobian.a.to(dtype), jacobian.g.to(dtype))
     return jacobian

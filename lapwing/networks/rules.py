@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lapwing.networks.blocks import BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
-from lapwing.networks.graph import RESHAPES, Graph, Node, leaf_name, output_shape
+from lapwing.networks.graph import RESHAPES, Graph, Node, output_shape
 
 Pattern = tuple[int, int, int]  # rows run over (outer, sample, inner)
 
@@ -23,7 +23,8 @@ Pattern = tuple[int, int, int]  # rows run over (outer, sample, inner)
 class Form(Protocol):
     """What a use looks like. ``kind`` is the block's; "dense" forms give whole Jacobians."""
 
-    kind: str
+    @property
+    def kind(self) -> str: ...
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian: ...
 
@@ -196,10 +197,8 @@ def _claims(
 ) -> Iterator[tuple[int, Use]]:
     """The operand places of this node for which there is a rule, with the use each stands for."""
     rule = RULES.get(name)
-    if rule is None:
-        return
-    for place, use in rule(node, sources, tensors):
-        yield place, use
+    if rule is not None:
+        yield from rule(node, sources, tensors)
 
 
 def _addmm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
@@ -421,6 +420,3 @@ def _numel(shape: tuple[int, ...]) -> int:
     for extent in shape:
         size *= extent
     return size
-
-
-__all__ = ["Use", "Uses", "Pattern", "find", "joined_bias", "leaf_name", "Matmul", "Elementwise", "per_sample"]

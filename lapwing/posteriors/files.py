@@ -158,7 +158,8 @@ def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["likelihood"]["settings"].items()}
     if name == "Gaussian" and "likelihood.ratios" in tensors:
         settings["ratios"] = tensors["likelihood.ratios"].to(device)
-    built: Likelihood = LIKELIHOODS[name](**settings)
+    build: Any = LIKELIHOODS[name]
+    built: Likelihood = build(**settings)
     return built.with_dispersion(tensors["likelihood.dispersion"].to(device))
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
-from torch.distributions import Independent
+from torch.distributions import Distribution, Independent
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.predictives.quadrature import gauss_hermite
@@ -36,7 +36,7 @@ class BinaryPredictive:
         return self.probs
 
     @property
-    def distribution(self) -> Independent:
+    def distribution(self) -> Distribution:
         return Independent(BernoulliDistribution(probs=self.probs, validate_args=False), 1)
 
     def log_prob(self, y: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Independent, MixtureSameFamily, Poisson
+from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Poisson
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.predictives.quadrature import gauss_hermite
@@ -50,7 +50,7 @@ class CountPredictive:
         return self.variance.sqrt()
 
     @property
-    def distribution(self) -> Independent:
+    def distribution(self) -> Distribution:
         nodes, weights = gauss_hermite(self.belief)
         mixture = Categorical(probs=weights.expand(nodes.shape), validate_args=False)
         return Independent(

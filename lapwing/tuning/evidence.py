@@ -51,7 +51,7 @@ class MaximiseEvidence:
                 moved = moved.with_likelihood(likelihood.with_dispersion(x[count].exp()))
             return posterior.with_problem(moved)
 
-        best, steps = minimise(lambda x: -at(x).log_evidence() / size, x, self.max_steps, self.tolerance)
+        best = minimise(lambda x: -at(x).log_evidence() / size, x, self.max_steps, self.tolerance)
         low, high = (math.log(bound) for bound in RANGE)
         if bool((best[:count] <= low).any()) or bool((best[:count] >= high).any()):
             best = best.clamp(low, high)
@@ -59,7 +59,7 @@ class MaximiseEvidence:
         return found
 
 
-def minimise(objective: Any, x: Tensor, max_steps: int, tolerance: float) -> tuple[Tensor, int]:
+def minimise(objective: Any, x: Tensor, max_steps: int, tolerance: float) -> Tensor:
     """L-BFGS with a strong Wolfe search in float64; a value that is not finite ends it with an error."""
     trace: list[tuple[list[float], float]] = []
     optimiser = torch.optim.LBFGS(
@@ -80,7 +80,7 @@ def minimise(objective: Any, x: Tensor, max_steps: int, tolerance: float) -> tup
         return value
 
     optimiser.step(closure)
-    return x.detach(), len(trace)
+    return x.detach()
 
 
 def started(posterior: P, data: int, outputs: int, theta: Tensor) -> P:
