@@ -59,10 +59,10 @@ class Sweep:
         loss, count, outputs = 0.0, 0, torch.Size(self._network.output_shape[-1:]).numel()
         for batch in self._data.batches(self._label):
             for tangent, y in self._linearised(batch):
-                f = tangent.f
-                loss += float(self._likelihood.loss(f.double(), _doubled(y)).sum())
+                f = tangent.f.to(self._network.dtype)
+                loss += float(self._likelihood.loss(f, y).sum(dtype=torch.float64))
                 count += self._likelihood.count(f, y)
-                yield tangent.jacobians(self._seeds(f.to(self._network.dtype), y))
+                yield tangent.jacobians(self._seeds(f, y))
         self._statistics = Statistics(loss, counted(count), outputs)
 
     @property
@@ -87,12 +87,8 @@ class Sweep:
         """(K, B, [T,] C): every token's seeds apart from the others'."""
         if self._curvature == "fisher_mc":
             gradient = self._likelihood.sampled_gradient(f, y, self._generator)
-            return _apart(gradient.unsqueeze(-1)).to(self._raw_dtype)
-        return _apart(self._likelihood.root(f, y)).to(self._raw_dtype)
-
-    @property
-    def _raw_dtype(self) -> torch.dtype:
-        return next(self._network.model.parameters()).dtype
+            return _apart(gradient.unsqueeze(-1)).to(self._network.raw_dtype)
+        return _apart(self._likelihood.root(f, y)).to(self._network.raw_dtype)
 
 
 def _apart(root: Tensor) -> Tensor:

@@ -66,11 +66,11 @@ class Categorical:
                 "Use y.argmax(-1) for one-hot targets, or Bernoulli() for several labels at once."
             )
         y = y.long()
-        known = y != self.ignore_index
-        if bool(((y < 0) | (y >= classes))[known].any()):
+        low, high = (int(bound) for bound in y.aminmax())
+        if (low < 0 or high >= classes) and bool(((y < 0) | (y >= classes))[y != self.ignore_index].any()):
             raise DataError(
-                f"Categorical: targets run from {y[known].min().item()} to {y[known].max().item()}; expected "
-                f"0..{classes - 1}, or ignore_index={self.ignore_index}."
+                f"Categorical: targets run from {low} to {high}; expected 0..{classes - 1}, or "
+                f"ignore_index={self.ignore_index}."
             )
         if self.class_weights is not None and len(self.class_weights) != classes:
             raise DataError(f"Categorical: {len(self.class_weights)} class weights for {classes} classes.")
@@ -78,11 +78,15 @@ class Categorical:
 
     def _weight(self, f: Tensor, y: Tensor) -> Tensor | None:
         """The weight of every datum, or None when all are one."""
-        ignored = y == self.ignore_index
-        if self.class_weights is None and not bool(ignored.any()):
+        if self.class_weights is None and not self._ignores(y):
             return None
+        ignored = y == self.ignore_index
         table = f.new_ones(f.shape[-1]) if self.class_weights is None else torch.as_tensor(self.class_weights).to(f)
         return table[y.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+
+    def _ignores(self, y: Tensor) -> bool:
+        low = int(y.min())
+        return (low < 0 or self.ignore_index >= 0) and bool((y == self.ignore_index).any())
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         weight = self._weight(f, y)
@@ -114,7 +118,7 @@ class Categorical:
         return gradient if weight is None else gradient * weight.sqrt().unsqueeze(-1)
 
     def count(self, f: Tensor, y: Tensor) -> int:
-        return int((y != self.ignore_index).sum())
+        return int((y != self.ignore_index).sum()) if self._ignores(y) else y.numel()
 
     def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
         return torch.zeros_like(phi)

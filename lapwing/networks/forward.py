@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,24 +14,32 @@ from lapwing.core.errors import DataError, ModelError
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """Gradients for the named parameters and no others while the model runs; all flags are put back."""
-    wanted = set(names)
-    changed = [(p, p.requires_grad) for name, p in model.named_parameters() if p.requires_grad != (name in wanted)]
+def recording(tensors: Mapping[str, Tensor], names: Collection[str], recurrent: bool) -> Iterator[None]:
+    """Gradients for the named parameters and no others while the model runs; all flags are put back.
+
+    ``recurrent`` switches the fused kernels off, which hide their products.
+    """
+    changed = [p for name, p in tensors.items() if p.requires_grad != (name in names)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):  # fused kernels hide their products
+        if recurrent:
             stack.enter_context(quiet())
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         try:
-            for parameter, flag in changed:
-                parameter.requires_grad_(not flag)
+            for parameter in changed:
+                parameter.requires_grad_(not parameter.requires_grad)
             yield
         finally:
-            for parameter, flag in changed:
-                parameter.requires_grad_(flag)
+            for parameter in changed:
+                parameter.requires_grad_(not parameter.requires_grad)
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether any layer is recurrent: those have fused kernels, and no batching of gradients."""
+    return any(isinstance(module, nn.RNNBase) for module in model.modules())
 
 
 @contextlib.contextmanager
@@ -44,11 +52,11 @@ def quiet() -> Iterator[None]:
 
 def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
     """The tensor the model returns, out of ``.logits`` if need be."""
-    inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
+    if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
+        inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     out = call(model, inputs)
-    if isinstance(out, Mapping) and "logits" in out:
-        out = out["logits"]
-    out = getattr(out, "logits", out)
+    if not isinstance(out, Tensor):
+        out = out["logits"] if isinstance(out, Mapping) and "logits" in out else getattr(out, "logits", out)
     if not isinstance(out, Tensor):
         raise ModelError(
             f"the model returns a {type(out).__name__}; expected a tensor or an object with .logits. "

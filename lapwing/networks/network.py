@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJ
 from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import (
     batch_size,
+    is_recurrent,
     quiet,
     raw_output,
     recording,
@@ -30,7 +32,7 @@ from lapwing.networks.forward import (
 from lapwing.networks.ownership import find_patterns
 from lapwing.networks.selection import Selection, Weights, all_weights
 
-BYTES = {"cpu": 512 * 2**20, "cuda": 1024 * 2**20}  # what the gradients of one chunk may take
+BYTES = {"cpu": 512 * 2**20, "cuda": 2048 * 2**20}  # what the gradients of one chunk may take
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +154,8 @@ class Tangent:
 
     def _fallback(self, block: Block, seeds: Tensor) -> BlockJacobian:
         model, batch = self.network.model, self.raw.shape[0]
-        with recording(model, self.network.selection.names):
+        tensors = dict(model.named_parameters())
+        with recording(tensors, self.network.selection.names, self.network.recurrent):
             found = sample_jacobians(
                 model, lambda m, x: raw_output(m, x).flatten(1), self.inputs, batch, (block.weight,)
             )
@@ -169,6 +172,7 @@ class Network:
     output_shape: tuple[int, ...]  # of one sample: (C,) or (T, C)
     width: int  # gradient numbers per sample and seed
     forward_mode: bool  # whether forward-mode products are defined for every operation
+    recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
     _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -180,18 +184,18 @@ class Network:
         model = unwrapped(model)
         refuse_training_mode(model)
         weights = all_weights if weights is None else weights
-        with recording(model, weights.needs(model)):
+        tensors, recurrent = dict(model.named_parameters()), is_recurrent(model)
+        with recording(tensors, weights.needs(model), recurrent):
             raw = raw_output(model, inputs)
         f = shaped(raw.detach())
         check_finite(f, "outputs of the network")
         refuse_mixed_samples(model, inputs, raw.detach())
         if raw.grad_fn is None:
             raise ModelError("the output does not depend on any selected parameter; choose other weights.")
-        tensors = dict(model.named_parameters())
         graph = graphs.read(raw, raw.shape[0])
         uses = rules.find(graph, {id(tensors[name]): name for name in weights.needs(model)}, tensors)
         selection = weights.choose(model, graph, uses)
-        with recording(model, selection.names):
+        with recording(tensors, selection.names, recurrent):
             raw = raw_output(model, inputs)
         graph = graphs.read(raw, raw.shape[0])
         uses = rules.find(graph, {id(tensors[name]): name for name in selection.names}, tensors)
@@ -200,19 +204,22 @@ class Network:
         layout = arranged(graph, uses, patterns, shapes)
         nodes = {use.node for use in uses.uses}
         width = sum(torch.Size(graphs.output_shape(node)).numel() for node in nodes) // raw.shape[0]
-        return cls(
-            model, selection, layout, tuple(f.shape[1:]), max(width, f[0].numel()), _has_forward_mode(model, graph)
-        )
+        forward_mode = not recurrent and not _padded(graph)
+        return cls(model, selection, layout, tuple(f.shape[1:]), max(width, f[0].numel()), forward_mode, recurrent)
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    @property
+    @cached_property
+    def raw_dtype(self) -> torch.dtype:
+        """The dtype of the selected parameters."""
+        return self.model.get_parameter(self.selection.names[0]).dtype
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype that factors and Jacobians have: the model's, or float32 where that is narrower."""
-        tensors = dict(self.model.named_parameters())
-        return working_dtype(tensors[self.selection.names[0]].dtype)
+        return working_dtype(self.raw_dtype)
 
     def theta(self) -> Tensor:
         """The weights as they are, (P,)."""
@@ -227,10 +234,9 @@ class Network:
 
     def linearise(self, inputs: Inputs) -> Tangent:
         """One forward pass with a graph."""
-        model = self.model
-        with recording(model, self.selection.names):
-            raw = raw_output(model, inputs)
-        tensors = dict(model.named_parameters())
+        tensors = dict(self.model.named_parameters())
+        with recording(tensors, self.selection.names, self.recurrent):
+            raw = raw_output(self.model, inputs)
         graph = graphs.read(raw, raw.shape[0])
         uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)
         return Tangent(self, inputs, raw, graph, uses)
@@ -254,7 +260,7 @@ class Network:
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
         """J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""
-        return products.jvp(self.model, self.selection, inputs, v, self.forward_mode).to(self.dtype)
+        return products.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.recurrent).to(self.dtype)
 
     def vjp(self, inputs: Inputs, u: Tensor) -> Tensor:
         """Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""
@@ -264,7 +270,7 @@ class Network:
 
     def _loops(self, graph: graphs.Graph) -> bool:
         """Batched convolutions are slow on CPU; recurrent kernels know no batching at all."""
-        if any(isinstance(module, nn.RNNBase) for module in self.model.modules()):
+        if self.recurrent:
             return True
         names = {name for name, _ in graph.signature}
         if any(name.startswith("ScaledDotProduct") for name in names):
@@ -285,13 +291,9 @@ class Network:
         return dict(zip(nodes, self._seen[key], strict=True))
 
 
-def _has_forward_mode(model: nn.Module, graph: graphs.Graph) -> bool:
-    """Recurrent cells have none under vmap, and for a padded embedding it disagrees with the gradient."""
-    padded = any(
-        node.name() == "EmbeddingBackward0" and node._saved_padding_idx < 2**63 and node._saved_padding_idx >= 0
-        for node in graph.nodes
-    )
-    return not padded and not any(isinstance(module, nn.RNNBase) for module in model.modules())
+def _padded(graph: graphs.Graph) -> bool:
+    """A padded embedding: there forward mode disagrees with the gradient, which skips the padding row."""
+    return any(node.name() == "EmbeddingBackward0" and 0 <= node._saved_padding_idx < 2**63 for node in graph.nodes)
 
 
 def pull_back(raw: Tensor, nodes: list[Any], seeds: Tensor, looped: bool) -> list[Tensor]:

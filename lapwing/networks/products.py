@@ -12,16 +12,18 @@ from lapwing.networks.forward import quiet, raw_output, recording, shaped
 from lapwing.networks.selection import Selection
 
 
-def jvp(model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forward_mode: bool) -> Tensor:
+def jvp(
+    model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forward_mode: bool, recurrent: bool
+) -> Tensor:
     """J v (K, B, [T,] C). Forward mode, vectorised over K; double backward where an operation lacks it."""
     tensors = dict(model.named_parameters())
     tangents = {name: value.to(tensors[name].dtype) for name, value in selection.split(v).items()}
     if not forward_mode:
-        return _double_backward(model, inputs, tangents, len(v))
+        return _double_backward(model, inputs, tangents, len(v), recurrent)
     try:
         return _forward_mode(model, inputs, tangents)
     except (RuntimeError, NotImplementedError):  # an attention kernel without a forward rule
-        return _double_backward(model, inputs, tangents, len(v))
+        return _double_backward(model, inputs, tangents, len(v), recurrent)
 
 
 def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
@@ -48,16 +50,18 @@ def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor])
     def f(values: dict[str, Tensor]) -> Tensor:
         return swapped(model, values, lambda: shaped(raw_output(model, inputs)))
 
-    with recording(model, ()), torch.no_grad(), quiet(), sdpa_kernel(SDPBackend.MATH):
+    with recording(dict(model.named_parameters()), (), False), torch.no_grad(), quiet(), sdpa_kernel(SDPBackend.MATH):
         out: Tensor = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,))[1])(tangents)
     return out
 
 
-def _double_backward(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], count: int) -> Tensor:
+def _double_backward(
+    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], count: int, recurrent: bool
+) -> Tensor:
     """Jᵀu is linear in u, so its derivative in u along v is J v."""
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in tangents]
-    with sdpa_kernel(SDPBackend.MATH), recording(model, tuple(tangents)):
+    with sdpa_kernel(SDPBackend.MATH), recording(tensors, tangents, recurrent):
         raw = raw_output(model, inputs)
         u = torch.zeros_like(raw, requires_grad=True)
         back = torch.autograd.grad(raw, chosen, u, create_graph=True, allow_unused=True, materialize_grads=True)

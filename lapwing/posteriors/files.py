@@ -71,11 +71,11 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
         "layout": [asdict(block) for block in network.layout],
         "network": {
-            "output_shape": network.output_shape, "width": network.width, "forward_mode": network.forward_mode,
+            "output_shape": network.output_shape, "width": network.width, "forward_mode": network.forward_mode, "recurrent": network.recurrent,
         },
         "statistics": asdict(posterior.statistics),
         "curvature": kind,
-        "fingerprint": asdict(fingerprint),
+        "fingerprint": {**asdict(fingerprint), "quick": ()},
     }  # fmt: skip
     plain = {key: t.detach().cpu().contiguous().clone() for key, t in tensors.items()}
     save_file(plain, str(path), metadata={"lapwing": json.dumps(meta)})
@@ -136,7 +136,15 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     )
     layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in meta["layout"])
     shape = meta["network"]
-    network = Network(model, selection, layout, tuple(shape["output_shape"]), shape["width"], shape["forward_mode"])
+    network = Network(
+        model,
+        selection,
+        layout,
+        tuple(shape["output_shape"]),
+        shape["width"],
+        shape["forward_mode"],
+        shape["recurrent"],
+    )
     mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
     prior = Prior(meta["prior"]["kind"], tensors["prior.precision"], mean).bound(
         selection, torch.empty(0, dtype=dtype, device=device)

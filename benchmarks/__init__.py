@@ -1,0 +1,1 @@
+"""Measurements: ratios in one run, with the machine and the versions named."""

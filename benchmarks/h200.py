@@ -1,0 +1,163 @@
+"""The spine on one GPU: PYTHONPATH=. python benchmarks/h200.py [--out FILE]
+
+float32, all parameters included (norm scales too), random images, the sizes of the laplace-torch figures quoted beside
+ours. A plain epoch (forward and backward) and a plain forward pass are timed in the same run. Peak memory is
+``torch.cuda.max_memory_allocated`` above what was allocated before. It also checks that layer-wise Jacobians on the GPU
+agree with plain backward passes there, recurrent and attention networks included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lapwing as lw
+from benchmarks import models
+from lapwing.curvature.blocks import KroneckerBlock
+
+PEER = {  # laplace-torch 0.3 on the same kind of GPU; norm scales frozen there
+    ("MLP", "Kron"): "2.29 s, 128 inputs 40.5 ms, 4.3 GB",
+    ("LeNet", "Kron"): "3.34 s, 128 inputs 50.9 ms, 7.9 GB",
+    ("ResNet-20", "Kron"): "12.4 s, 64 inputs 327 ms, 126 GB",
+    ("ResNet-18", "Kron"): "2.99 s, 8 inputs 453 ms, 13.3 GB",
+    ("ResNet-20", "Diagonal"): "out of memory on 140 GB",
+    ("ResNet-18", "Diagonal"): "out of memory on 140 GB",
+}
+
+
+def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[float, float, Any]:
+    """Seconds (shortest), peak GB, and the result."""
+    best, result = 1e9, None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(repeats):
+        result = None
+        start = time.perf_counter()
+        result = call()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best, (torch.cuda.max_memory_allocated() - before) / 2**30, result
+
+
+def measure(name: str, model: nn.Module, shape: tuple[int, ...], n: int, inputs: int, method: Any) -> dict[str, Any]:
+    device = torch.device("cuda")
+    data = [(x.to(device), y.to(device)) for x, y in models.images(n, shape, 128)]
+    model = models.briefly_trained(model.to(device), data, 4)
+    parameters = list(model.parameters())
+
+    def epoch() -> None:
+        for x, y in data:
+            torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
+
+    epoch()
+    plain, _, _ = timed(epoch)
+    fit = lambda: lw.fit(model, data, lw.Categorical(), method=method, prior=1.0, progress=False)  # noqa: E731
+    fit()
+    seconds, fit_gb, posterior = timed(fit, 2)
+
+    def settle() -> None:
+        for block in getattr(posterior.curvature, "blocks", ()):
+            if isinstance(block, KroneckerBlock):
+                block.__dict__.pop("eigen", None)
+                block.eigen  # noqa: B018
+
+    eigen, _, _ = timed(settle, 1)
+    x = data[0][0][:inputs]
+    posterior.functions(x).cov  # noqa: B018
+    variance, variance_gb, _ = timed(lambda: posterior.functions(x).cov, 5)
+    with torch.no_grad():
+        forward, _, _ = timed(lambda: model(x), 10)
+    row = {
+        "network": name, "method": type(method).__name__, "n": n, "epoch s": plain, "fit s": seconds,
+        "eigh s": eigen, "fit GB": fit_gb, "inputs": inputs, "variance ms": 1e3 * variance,
+        "variance GB": variance_gb, "forward ms": 1e3 * forward, "peer": PEER.get((name, type(method).__name__), "-"),
+    }  # fmt: skip
+    print(
+        f"{name:10s} {row['method']:9s} n={n:6d} epoch {plain:6.3f} s  fit {seconds:6.3f} s ({seconds / plain:5.1f}x) "
+        f"{fit_gb:5.2f} GB  eigh {eigen:6.3f} s  variance of {inputs:4d}: {1e3 * variance:8.2f} ms "
+        f"({variance / forward:6.1f}x forward) {variance_gb:5.2f} GB   peer: {row['peer']}",
+        flush=True,
+    )
+    return row
+
+
+def check_jacobians() -> None:
+    """Layer-wise Jacobians against plain backward passes, on the GPU, in float64 and float32."""
+    from tests.cases import CASES
+    from tests.references import dense
+
+    from lapwing.core.data import map_tensors
+    from lapwing.networks.network import Network
+
+    worst: dict[str, float] = {}
+    for dtype in (torch.float64, torch.float32):
+        torch.backends.cudnn.allow_tf32 = False
+        for case in CASES:
+            model = case.build(dtype).cuda()
+            if case.name == "embedding":
+                continue  # builds its positions on the CPU
+            x = map_tensors(case.batch(5, dtype), lambda t: t.cuda())
+            layered = Network.build(model, x).linearise(x).jacobians().whole()
+            with torch.backends.cudnn.flags(enabled=False):
+                plain = dense.jacobian(model, x, 5)
+            gap = float((layered - plain).abs().max() / plain.abs().max())
+            limit = 1e-10 if dtype == torch.float64 else 1e-4
+            worst[str(dtype)] = max(worst.get(str(dtype), 0.0), gap)
+            if not gap < limit:
+                print(f"JACOBIAN OFF {case.name} {dtype}: {gap:.2e}")
+    torch.backends.cudnn.allow_tf32 = True
+    print(f"layer-wise Jacobians against plain backward passes, worst relative gap: {worst}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("out/h200.json"))
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, python {platform.python_version()}", flush=True)
+    check_jacobians()
+    rows = []
+    for method in (lw.Kron(), lw.Diagonal()):
+        rows.append(measure("MLP", models.mlp(), (784,), 10_000, 128, method))
+        rows.append(measure("LeNet", models.lenet(), (1, 28, 28), 10_000, 128, method))
+        rows.append(measure("ResNet-20", models.resnet20(), (3, 32, 32), 10_000, 64, method))
+        rows.append(measure("ResNet-18", models.resnet18(), (3, 32, 32), 2_048, 8, method))
+    if options.profile:
+        profile()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
+
+
+def profile() -> None:
+    """Where the time of a ResNet-18 fit and variance goes."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    device = torch.device("cuda")
+    for name, model, n in (("ResNet-18", models.resnet18(), 512), ("ResNet-20", models.resnet20(), 1024)):
+        data = [(x.to(device), y.to(device)) for x, y in models.images(n, (3, 32, 32), 128)]
+        model = models.briefly_trained(model.to(device), data, 2)
+        with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            posterior = lw.fit(model, data, lw.Categorical(), prior=1.0, progress=False)
+            torch.cuda.synchronize()
+        print(name, "fit\n", trace.key_averages().table(sort_by="cuda_time_total", row_limit=12, max_name_column_width=40))
+        posterior.functions(data[0][0][:8]).cov  # noqa: B018
+        with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            posterior.functions(data[0][0][:8]).cov  # noqa: B018
+            torch.cuda.synchronize()
+        print(name, "variance\n", trace.key_averages().table(sort_by="cpu_time_total", row_limit=12, max_name_column_width=40))
+
+
+if __name__ == "__main__":
+    main()

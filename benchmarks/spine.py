@@ -1,0 +1,95 @@
+"""What the spine costs, as ratios to plain passes over the same data in the same process.
+
+    python -m benchmarks.spine [--peer PYTHON] [--out out/spine.json] [--only NAME ...]
+
+One process for each case, one thread, batches of 128 already in memory. The baseline is ``autograd.grad`` of the mean
+loss in all weights (an epoch) and a plain forward pass without a graph, best of three each. ``--peer`` names a python
+that has laplace-torch 0.3; it runs the same networks on the same data in processes of their own, directly after ours.
+Peak memory is the process's resident peak above what it held before the measured call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+CASES = {
+    # name: (what, reach) -- the reach of each figure, as a ratio unless a unit is given
+    "mlp_kron": {"fit / epoch": 4.5, "variance / forward": 25},
+    "mlp_diagonal": {"fit / epoch": 2.5, "variance / forward": 15},
+    "lenet_kron": {"fit / epoch": 4, "variance / forward": 40},
+    "lenet_diagonal": {"fit / epoch": 5, "variance / forward": 40},
+    "mlp_last_kron": {"fit / forward": 2, "variance / forward": 2},
+    "mlp_last_full": {"fit / forward": 30, "variance / forward": 60},
+    "wide_head": {"variance MB": 1024, "covariance MB beyond the answer": 1024},
+    "resnet18_kron": {"fit MB": 6144, "variance MB": 6144},
+    "resnet18_diagonal": {"fit MB": 6144, "variance MB": 6144},
+    "mlp_tuning": {"tuning / epoch": 0.3},
+}
+
+
+def run_child(python: str, arguments: list[str], environment: dict[str, str]) -> dict[str, object] | None:
+    """One measurement in a process of its own; None if it failed."""
+    done = subprocess.run([python, *arguments], capture_output=True, text=True, env=environment, check=False)
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            found: dict[str, object] = json.loads(line)
+            return found
+    sys.stderr.write(done.stderr[-2000:])
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--peer", help="a python with laplace-torch 0.3")
+    parser.add_argument("--out", type=Path, default=Path("out/spine.json"))
+    parser.add_argument("--only", nargs="*", default=list(CASES))
+    options = parser.parse_args()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    peer = options.peer if options.peer and Path(options.peer).exists() else None
+    if peer is None:
+        print("laplace-torch is not compared: no python with it was given (make peer, then make bench)")
+    results: dict[str, dict[str, object]] = {}
+    print(f"{'case':18s} {'figure':34s} {'lapwing':>10s} {'reach':>8s} {'':5s} {'laplace-torch 0.3':>18s}")
+    for name in options.only:
+        ours = run_child(sys.executable, ["-m", "benchmarks.spine_case", name], environment)
+        script = str(Path(__file__).with_name("spine_peer.py"))
+        theirs = run_child(peer, [script, name], environment) if peer else None
+        results[name] = {"lapwing": ours, "laplace-torch": theirs, "reach": CASES[name]}
+        for figure, reach in CASES[name].items():
+            got = ours["figures"].get(figure) if ours else None  # type: ignore[attr-defined]
+            other = theirs["figures"].get(figure) if theirs else None  # type: ignore[attr-defined]
+            mark = "" if got is None else "ok" if got <= reach else "MISS"
+            print(f"{name:18s} {figure:34s} {_number(got):>10s} {reach:8g} {mark:5s} {_number(other):>18s}", flush=True)
+        notes = (theirs or {}).get("note") if peer else None
+        if notes:
+            print(f"{'':18s} laplace-torch: {notes}")
+    machine = {"cpu": cpu_name(), "python": platform.python_version(), "system": platform.system()}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+    versions = next((r["lapwing"]["versions"] for r in results.values() if r["lapwing"]), {})  # type: ignore[index]
+    print(f"\n{machine['cpu']}, one thread, python {machine['python']}, {versions}; written to {options.out}")
+    return 0
+
+
+def _number(value: object) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.3g}"
+
+
+def cpu_name() -> str:
+    """The processor's name, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

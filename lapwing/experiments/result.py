@@ -1,0 +1,66 @@
+"""What an experiment leaves: scores, the numbers behind its pictures, and how they came about."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import lapwing
+
+
+def versions() -> dict[str, str]:
+    """Of everything that could change the numbers."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "lapwing": lapwing.__version__}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The scores of one method; ``group`` names the data set where there are several."""
+
+    name: str
+    scores: dict[str, float]
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished experiment. Holds plain numbers only, so that it goes to JSON and comes back equal."""
+
+    experiment: str
+    settings: dict[str, Any]
+    seed: int
+    rows: tuple[Row, ...]
+    seconds: dict[str, float]
+    arrays: dict[str, list[float]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def to_json(self) -> str:
+        """A number that is not finite is refused: JSON has none."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        fields: dict[str, Any] = json.loads(text)
+        rows = tuple(Row(**row) for row in fields.pop("rows"))
+        return cls(rows=rows, notes=tuple(fields.pop("notes")), **fields)
+
+
+def plain(settings: Any) -> dict[str, Any]:
+    """A settings dataclass as JSON would give it back: tuples become lists, paths become text."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
+    return found
+
+
+def mean_scores(scores: list[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every score over repetitions.
+
+    >>> mean_scores([{"RMSE": 1.0}, {"RMSE": 2.0}])
+    {'RMSE': 1.5}
+    """
+    return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}

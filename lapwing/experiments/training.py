@@ -1,0 +1,117 @@
+"""Small networks trained by Adam, for the experiments."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+Batches = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A network and how it is trained: Adam with L2 decay, its learning rate falling to zero by a cosine.
+
+    Training ends after ``epochs`` or ``max_steps``, whichever comes first; the rate follows the same clock.
+    """
+
+    hidden: tuple[int, ...] = (50, 50)
+    activation: str = "tanh"
+    epochs: int = 500
+    max_steps: int = 10_000
+    batch_size: int = 128
+    learning_rate: float = 1e-2
+    weight_decay: float = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Standardiser:
+    """Shift and scale that give the training rows mean zero and standard deviation one, column by column."""
+
+    mean: Tensor
+    std: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Standardiser:
+        mean, std = rows.mean(0), rows.std(0, correction=0)
+        # A constant column has a deviation of rounding size; it is only shifted.
+        constant = std <= 1e-9 * mean.abs().clamp_min(1e-30)
+        return cls(mean, torch.where(constant, torch.ones_like(std), std))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return (rows - self.mean) / self.std
+
+
+def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
+    """An untrained network; the global random state is left alone."""
+    sizes = (inputs, *recipe.hidden, outputs)
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for d_in, d_out in zip(sizes[:-1], sizes[1:], strict=True):
+            layers += [nn.Linear(d_in, d_out), ACTIVATIONS[recipe.activation]()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batches(x: Tensor, y: Tensor, size: int) -> Batches:
+    """In order; the last one may be smaller."""
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def loss_of(y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Cross-entropy for class numbers, half the squared error for real targets; a mean over data."""
+    if not y.is_floating_point():
+        return F.cross_entropy
+    return lambda f, y: 0.5 * (f - y).square().sum(-1).mean()
+
+
+def trained(x: Tensor, y: Tensor, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
+    """A network fitted to the rows of x and y, in evaluation mode."""
+    model, loss = mlp(x.shape[1], outputs, recipe, seed).to(x.dtype), loss_of(y)
+    optimiser = torch.optim.Adam(
+        model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
+    )
+    generator = torch.Generator().manual_seed(seed)
+    epoch = math.ceil(len(x) / recipe.batch_size)
+    steps = min(recipe.max_steps, recipe.epochs * epoch)
+    for step in range(steps):
+        if step % epoch == 0:
+            order = torch.randperm(len(x), generator=generator).split(recipe.batch_size)
+        rows = order[step % epoch]
+        for group in optimiser.param_groups:
+            group["lr"] = recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimiser.zero_grad()
+        loss(model(x[rows]), y[rows]).backward()
+        optimiser.step()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return model.eval()
+
+
+def epoch_seconds(model: nn.Module, data: Batches) -> float:
+    """One epoch of plain training without its optimiser: forward and backward over the batches."""
+    loss = loss_of(data[0][1])
+    parameters = list(model.parameters())
+
+    def epoch() -> None:
+        for x, y in data:
+            torch.autograd.grad(loss(model(x), y), parameters)
+
+    return best_seconds(epoch)[0]
+
+
+def best_seconds(work: Callable[[], object], repeats: int = 3) -> tuple[float, object]:
+    """The shortest of some runs, and what the last one returned."""
+    shortest, found = math.inf, None
+    for _ in range(repeats):
+        start = time.perf_counter()
+        found = work()
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest, found

@@ -1,0 +1,121 @@
+"""Nine regression tables with their standard splits: does the posterior help, and are its intervals honest?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.core.errors import DataError
+from lapwing.experiments.regression import Table, predicted, scores
+from lapwing.experiments.result import Result, Row, mean_scores, plain
+from lapwing.experiments.training import Batches, Recipe, batches, best_seconds, epoch_seconds, trained
+
+SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"method": lw.MapOnly()},
+    "default": {},
+    "per layer": {"prior": lw.per_layer(1.0), "tuner": lw.maximise_evidence},
+    "joint noise": {"tuner": lw.MaximiseEvidence(noise=True)},
+    "full": {"method": lw.Full()},
+}
+
+
+@dataclass(frozen=True)
+class Uci:
+    """One recipe for all tables. ``variants`` are compared on the same trained networks."""
+
+    data_dir: Path
+    sets: tuple[str, ...] = SETS
+    splits: int = 3
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    recipe: Recipe = Recipe()
+    seed: int = 0
+
+
+def data_folder(given: str | Path | None) -> Path:
+    """The folder given, or else the one that LAPWING_DATA names."""
+    chosen = given or os.environ.get("LAPWING_DATA")
+    if not chosen:
+        raise DataError("no data folder: pass --data-dir DIR or set LAPWING_DATA to the folder of the uci_*.npz files.")
+    folder = Path(chosen)
+    if not folder.is_dir():
+        raise DataError(f"the data folder {folder} does not exist; expected a folder with uci_*.npz files.")
+    return folder
+
+
+def run(settings: Uci, report: Callable[[str], None] = lambda line: None) -> Result:
+    """Scores of every variant on every table found; ``report`` hears about progress, line by line."""
+    begun = time.perf_counter()
+    rows: list[Row] = []
+    arrays: dict[str, list[float]] = {}
+    notes: list[str] = []
+    for name in settings.sets:
+        path = settings.data_dir / f"uci_{name}.npz"
+        if not path.exists():
+            notes.append(f"{name}: skipped, {path.name} is not in the data folder")
+            report(notes[-1])
+            continue
+        found = [_split(path, split, settings) for split in range(settings.splits)]
+        for variant in settings.variants:
+            mine = [each[variant] for each in found]
+            rows.append(Row(variant, mean_scores(list(mine)), name))
+            arrays.update({f"{name}/{variant}/{key}": [each[key] for each in mine] for key in mine[0]})
+        report(f"{name}: done after {time.perf_counter() - begun:.0f} s")
+    if not rows:
+        raise DataError(f"none of {', '.join(settings.sets)} is in {settings.data_dir}; expected uci_NAME.npz files.")
+    notes += improvements(rows)
+    means = [_mean_row(variant, rows) for variant in settings.variants]
+    seconds = {"total": time.perf_counter() - begun}
+    return Result("uci", plain(settings), settings.seed, (*rows, *means), seconds, arrays, tuple(notes))
+
+
+def improvements(rows: list[Row]) -> list[str]:
+    """For each variant the number of tables on which its mean NLL is below that of the plain network."""
+    base = {row.group: row.scores["NLL"] for row in rows if row.name == "plain"}
+    lines = []
+    for variant in dict.fromkeys(row.name for row in rows if row.name != "plain"):
+        mine = [row for row in rows if row.name == variant and row.group in base]
+        better = sum(row.scores["NLL"] < base[row.group] for row in mine)
+        lines.append(f"{variant}: lower NLL than the plain network on {better} of {len(mine)} tables")
+    return lines if base else []
+
+
+def _mean_row(variant: str, rows: list[Row]) -> Row:
+    return Row(variant, mean_scores([row.scores for row in rows if row.name == variant]), "mean")
+
+
+def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]:
+    """The scores of every variant around one trained network."""
+    table = read_split(path, split)
+    x, y = table.training
+    model = trained(x, y, 1, settings.recipe, settings.seed + split)
+    data = batches(x, y, settings.recipe.batch_size)
+    epoch = epoch_seconds(model, data)
+    return {variant: _scored(model, data, table, VARIANTS[variant], epoch) for variant in settings.variants}
+
+
+def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:
+    taken, fitted = best_seconds(lambda: lw.fit(model, data, "regression", progress=False, **options), repeats=1)
+    assert isinstance(fitted, lw.Fitted)
+    return {**scores(predicted(fitted, table)), "fit / epoch": taken / epoch}
+
+
+def read_split(path: Path, split: int) -> Table:
+    """Rows ``train_N`` and ``test_N`` of a table with the keys X and y."""
+    with np.load(path, allow_pickle=False) as file:
+        missing = [key for key in ("X", "y", f"train_{split}", f"test_{split}") if key not in file]
+        if missing:
+            raise DataError(f"{path.name} lacks {', '.join(missing)}; expected X, y, train_{split} and test_{split}.")
+        x, y = (torch.from_numpy(file[key].astype(np.float64)) for key in ("X", "y"))
+        train, test = (torch.from_numpy(file[f"{part}_{split}"].astype(np.int64)) for part in ("train", "test"))
+    y = y.reshape(-1)
+    return Table(x[train], y[train], x[test], y[test])
