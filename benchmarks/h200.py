@@ -104,8 +104,6 @@ def check_jacobians() -> None:
         torch.backends.cudnn.allow_tf32 = False
         for case in CASES:
             model = case.build(dtype).cuda()
-            if case.name == "embedding":
-                continue  # builds its positions on the CPU
             x = map_tensors(case.batch(5, dtype), lambda t: t.cuda())
             layered = Network.build(model, x).linearise(x).jacobians().whole()
             with torch.backends.cudnn.flags(enabled=False):
@@ -123,16 +121,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("out/h200.json"))
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--only", nargs="*", default=["check", "MLP", "LeNet", "ResNet-20", "ResNet-18"])
     options = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, python {platform.python_version()}", flush=True)
-    check_jacobians()
-    rows = []
-    for method in (lw.Kron(), lw.Diagonal()):
-        rows.append(measure("MLP", models.mlp(), (784,), 10_000, 128, method))
-        rows.append(measure("LeNet", models.lenet(), (1, 28, 28), 10_000, 128, method))
-        rows.append(measure("ResNet-20", models.resnet20(), (3, 32, 32), 10_000, 64, method))
-        rows.append(measure("ResNet-18", models.resnet18(), (3, 32, 32), 2_048, 8, method))
+    if "check" in options.only:
+        check_jacobians()
+    networks: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
+        "MLP": (models.mlp, (784,), 10_000, 128),
+        "LeNet": (models.lenet, (1, 28, 28), 10_000, 128),
+        "ResNet-20": (models.resnet20, (3, 32, 32), 10_000, 64),
+        "ResNet-18": (models.resnet18, (3, 32, 32), 2_048, 8),
+    }
+    rows = [
+        measure(name, build(), shape, n, inputs, method)
+        for method in (lw.Kron(), lw.Diagonal())
+        for name, (build, shape, n, inputs) in networks.items()
+        if name in options.only
+    ]
     if options.profile:
         profile()
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -151,12 +157,18 @@ def profile() -> None:
         with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             posterior = lw.fit(model, data, lw.Categorical(), prior=1.0, progress=False)
             torch.cuda.synchronize()
-        print(name, "fit\n", trace.key_averages().table(sort_by="cuda_time_total", row_limit=12, max_name_column_width=40))
+        print(
+            name, "fit\n", trace.key_averages().table(sort_by="cuda_time_total", row_limit=12, max_name_column_width=40)
+        )
         posterior.functions(data[0][0][:8]).cov  # noqa: B018
         with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             posterior.functions(data[0][0][:8]).cov  # noqa: B018
             torch.cuda.synchronize()
-        print(name, "variance\n", trace.key_averages().table(sort_by="cpu_time_total", row_limit=12, max_name_column_width=40))
+        print(
+            name,
+            "variance\n",
+            trace.key_averages().table(sort_by="cpu_time_total", row_limit=12, max_name_column_width=40),
+        )
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 def mlp() -> nn.Module:
     """784-256-256-10."""
-    return nn.Sequential(
-        nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    )
+    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 def lenet() -> nn.Module:

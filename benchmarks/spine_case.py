@@ -65,7 +65,9 @@ def _lenet(method: Any) -> Figures:
 def _wide_head() -> Figures:
     data = models.images(1_024, (64,), 128, classes=1000)
     model = models.briefly_trained(models.wide_head(), data, 8)
-    posterior = lw.fit(model, data, lw.Categorical(), method=lw.Kron(), weights=lw.last_layer, prior=1.0, progress=False)
+    posterior = lw.fit(
+        model, data, lw.Categorical(), method=lw.Kron(), weights=lw.last_layer, prior=1.0, progress=False
+    )
     x = data[0][0]
     with clock.Peak() as diagonal:
         posterior.functions(x).variance  # noqa: B018

@@ -145,6 +145,7 @@ class Fitted:
 
     def log_evidence(self) -> Tensor:
         """The log marginal likelihood of the tangent model, with every constant."""
+        self.fingerprint.refuse_other(self.network.model)
         return self._with(HasEvidence, "evidence").log_evidence()
 
     def tuned(self, tuner: Tuner = maximise_evidence) -> Fitted:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.errors import NumericalError
+from lapwing.core.random import normal
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +64,10 @@ class FunctionGaussian:
         if self.joint:
             size = self.mean.numel()
             root = psd_root(self.cov.reshape(size, size))
-            eps = torch.randn(n, size, generator=generator, dtype=root.dtype, device=root.device)
+            eps = normal((n, size), generator, root)
             return self.mean + (eps @ root.mT).reshape(n, *self.mean.shape)
         root = psd_root(self.cov)
-        eps = torch.randn(n, *self.mean.shape, generator=generator, dtype=root.dtype, device=root.device)
+        eps = normal((n, *self.mean.shape), generator, root)
         return self.mean + torch.einsum("...cd,n...d->n...c", root, eps)
 
 

@@ -131,11 +131,10 @@ class KroneckerBlock:
 
     def _whitened(self, phi: Tensor, by_input: Tensor, out_values: Tensor, out_basis: Tensor) -> EigenPrecision:
         """Λ = (I ⊗ √D)(B ⊗ D^-½ A D^-½ / φ + I)(I ⊗ √D): exact for any prior that differs by input."""
-        root = by_input.to(self.inp).rsqrt()  # (G, d_in)
-        inp = torch.diag_embed(self.inp) if self.inp.ndim == 2 else self.inp
-        values, basis = psd_eigh(root.unsqueeze(-1) * inp * root.unsqueeze(-2))
         if self.inp.ndim == 2:
             raise UnsupportedError("an embedding in a Kronecker block allows one precision; use method=Diagonal().")
+        root = by_input.to(self.inp).rsqrt()  # (G, d_in)
+        values, basis = psd_eigh(root.unsqueeze(-1) * self.inp * root.unsqueeze(-2))
         products = (out_values.unsqueeze(-1) * values.unsqueeze(-2)) / phi.to(out_values) + 1
         logdet = products.log().sum(dtype=torch.float64) + out_values.shape[-1] * by_input.double().log().sum()
         return EigenPrecision(out_basis, root.unsqueeze(-1) * basis, products.reciprocal(), logdet)

@@ -15,7 +15,7 @@ from lapwing.curvature.sweep import Statistics, counted
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import BYTES, BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.blocks import BYTES, LinearJacobian
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.network import LayerJacobians, Network
 from lapwing.networks.selection import Selection
@@ -56,13 +56,12 @@ class FullPrecision:
         a, g = part.a[0, :, 0], part.g[0, :, :, 0]
         batch, d_in = a.shape
         d_out = g.shape[-1]
-        blocks = self._arranged(jacobian)  # (pairs, d_in, d_in)
+        blocks = self._arranged(jacobian, a.dtype)  # (pairs, d_in, d_in)
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         forms = a.new_empty(batch, d_out, d_out)
         step = max(1, BYTES // (a.element_size() * max(1, batch) * d_in))
         for start in range(0, len(first), step):
-            part_of = blocks[start : start + step].to(a)
-            moved = torch.matmul(a, part_of)  # (pairs, B, d_in)
+            moved = torch.matmul(a, blocks[start : start + step])  # (pairs, B, d_in)
             value = torch.einsum("pbi,bi->bp", moved, a)
             i, k = first[start : start + step], second[start : start + step]
             forms[:, i, k] = value
@@ -74,7 +73,7 @@ class FullPrecision:
         left, rows = (t.reshape(batch, jacobian.tokens, -1, d_out) for t in (left, rows))
         return left @ rows.mT
 
-    def _arranged(self, jacobian: LayerJacobians) -> Tensor:
+    def _arranged(self, jacobian: LayerJacobians, dtype: torch.dtype) -> Tensor:
         """Blocks Σ_ij for i <= j of the one linear map, (pairs, d_in, d_in), symmetrised in the inputs."""
         if "blocks" not in self._cache:
             (block,) = jacobian.layout
@@ -82,13 +81,8 @@ class FullPrecision:
             order = order[0].long().to(self.factor.device)  # (d_out, d_in): where each entry sits in theta
             first, second = torch.triu_indices(block.d_out, block.d_out, device=order.device)
             tall = self.covariance[order[first].unsqueeze(-1), order[second].unsqueeze(-2)]
-            self._cache["blocks"] = (0.5 * (tall + tall.mT)).to(self._dtype(jacobian))
+            self._cache["blocks"] = (0.5 * (tall + tall.mT)).to(dtype)
         return self._cache["blocks"]
-
-    @staticmethod
-    def _dtype(jacobian: LayerJacobians) -> torch.dtype:
-        part = jacobian.blocks[0]
-        return part.g.dtype if isinstance(part, LinearJacobian) else torch.float64
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
         j = jacobian.whole()
@@ -145,54 +139,37 @@ class FullCurvature:
 
 def single_map(jacobian: LayerJacobians) -> LinearJacobian | None:
     """The Jacobian's only block, if that is one linear map used at one position and wholly selected."""
-    if len(jacobian.blocks) != 1 or jacobian.selection.index is not None:
+    if len(jacobian.layout) != 1 or jacobian.selection.index is not None:
         return None
-    (part,) = jacobian.blocks
-    plain = isinstance(part, LinearJacobian) and part.positions == 1 and part.a.shape[0] == 1
-    return part if plain and isinstance(part, LinearJacobian) else None
+    part = jacobian.parts[0]()
+    return part if isinstance(part, LinearJacobian) and part.positions == 1 and part.a.shape[0] == 1 else None
 
 
 def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCurvature:
-    """Σ JᵀJ over a pass; a single linear map goes by the outer products of its inputs instead."""
+    """Σ JᵀJ over a pass, summed in float64: a prior far below the largest eigenvalue must survive the sum.
+
+    A single linear map goes by the outer products of its inputs instead.
+    """
     size = network.selection.size
-    total: Gram | None = None
+    total = torch.zeros(size, size, dtype=torch.float64, device=network.device)
+    gram: Gram | None = None
     pairs: Tensor | None = None
     for jacobians in sweep:
         part = single_map(jacobians)
         if part is not None:
             found = _pair_sums(part)
-            pairs = found if pairs is None else pairs.add_(found)
+            pairs = found.double() if pairs is None else pairs.add_(found)
             continue
-        total = Gram(size, network.dtype, network.device) if total is None else total
-        for piece in _pieces(jacobians, size):
-            total.add(piece)
-    matrix = torch.zeros(size, size, dtype=network.dtype, device=network.device) if total is None else total.value()
+        gram = Gram(size, torch.float64, network.device) if gram is None else gram
+        rows = jacobians.whole().flatten(0, 1)
+        step = max(1, BYTES // (8 * size))
+        for start in range(0, len(rows), step):
+            gram.add(rows[start : start + step])
+    if gram is not None:
+        total = gram.value()
     if pairs is not None:
-        matrix = matrix + _spread_pairs(pairs, network)
-    return FullCurvature(matrix, network.selection)
-
-
-def _pieces(jacobians: LayerJacobians, size: int) -> Iterable[Tensor]:
-    step = max(1, 2 * BYTES // (8 * size * jacobians.outputs))
-    if step >= jacobians.batch:
-        yield jacobians.whole().flatten(0, 1)
-        return
-    for start in range(0, jacobians.batch, step):
-        rows = slice(start, start + step)
-        parts = tuple(_cut(part, rows) for part in jacobians.blocks)
-        cut = LayerJacobians(
-            parts, jacobians.layout, jacobians.selection, len(range(*rows.indices(jacobians.batch))), jacobians.outputs
-        )
-        yield cut.whole().flatten(0, 1)
-
-
-def _cut(part: BlockJacobian, rows: slice) -> BlockJacobian:
-    if isinstance(part, LinearJacobian):
-        return LinearJacobian(part.a[:, rows], part.g[:, :, rows])
-    if isinstance(part, DenseJacobian):
-        return DenseJacobian(part.j[rows])
-    assert isinstance(part, LookupJacobian)
-    return DenseJacobian(part.whole()[rows].flatten(2))
+        total += _spread_pairs(pairs, network)
+    return FullCurvature(total, network.selection)
 
 
 def _pair_sums(part: LinearJacobian) -> Tensor:
@@ -223,7 +200,7 @@ def _spread_pairs(pairs: Tensor, network: Network) -> Tensor:
 
 
 def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:
-    """The Hessian of the loss in the weights, by double backward, a few rows at a time."""
+    """The Hessian of the loss in the weights, by double backward, one row at a time."""
     selection = network.selection
     tensors = dict(network.model.named_parameters())
     chosen = [tensors[name] for name in selection.names]

@@ -12,7 +12,7 @@ from lapwing.core.errors import UnsupportedError
 from lapwing.curvature.blocks import BlockwisePrecision, DiagonalPrecision
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
-from lapwing.networks.network import LayerJacobians
+from lapwing.networks.network import LayerJacobians, jacobian_dtype
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import Prior
 
@@ -41,7 +41,7 @@ class LowRankPrecision:
 
     @cached_property
     def _prior_only(self) -> BlockwisePrecision:
-        inverse = self.selection.split(self.prior.vector.detach().reciprocal())
+        inverse = self.selection.split(self.prior.vector.detach().double().reciprocal())
         zero = self.tall.new_zeros(())
         parts = tuple(DiagonalPrecision(block.arrange(inverse), zero) for block in self.layout)
         return BlockwisePrecision(parts, self.layout, self.selection)
@@ -53,15 +53,18 @@ class LowRankPrecision:
         return torch.linalg.solve_triangular(self._inner, flat, upper=False).reshape(moved.shape)
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
+        # The difference cancels where the data leave little variance: both terms in float64.
+        jacobian, dtype = jacobian.double(), jacobian_dtype(jacobian)
         before = self._prior_only.quadratic(jacobian, full)
         rows = self._pulled(jacobian).permute(1, 2, 0).reshape(*before.shape[:3], -1)
         gained = rows @ rows.mT if full else rows.square().sum(-1)
-        return before - gained.to(before)
+        return (before - gained).to(dtype)
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
+        jacobian, dtype = jacobian.double(), jacobian_dtype(jacobian)
         before = self._prior_only.cross(jacobian)
         rows = self._pulled(jacobian).flatten(1).mT
-        return before - (rows @ rows.mT).to(before)
+        return (before - rows @ rows.mT).to(dtype)
 
     def sample(self, eps: Tensor) -> Tensor:
         """A^-½ (I - V (I - (I + s²)^-½) Vᵀ) eps with V s the singular factors of A^-½ W."""

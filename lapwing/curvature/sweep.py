@@ -11,6 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data, check_finite
 from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.forward import batch_size
 from lapwing.networks.network import LayerJacobians, Network, Tangent
 
 CURVATURES = ("ggn", "fisher_mc")
@@ -72,22 +73,25 @@ class Sweep:
         return self._statistics
 
     def _linearised(self, batch: Batch) -> Iterator[tuple[Tangent, Tensor]]:
-        size = batch.targets.shape[0]
+        size = batch.targets.shape[0] if batch.targets.ndim else 1
+        if batch_size(batch.inputs) != size:
+            raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
         classes = torch.Size(self._network.output_shape).numel()
         seeds = 1 if self._curvature == "fisher_mc" else classes
         for rows, tangent in self._network.tangents(batch.inputs, seeds):
             f = tangent.f
             check_finite(f, "outputs of the network")
-            if f.shape[0] != rows.stop - rows.start or rows.stop > size:
-                raise DataError(f"{f.shape[0]} outputs for {size} targets; expected one target for each input.")
+            if f.shape[0] != rows.stop - rows.start:
+                raise DataError(f"{rows.stop - rows.start} inputs gave {f.shape[0]} outputs; expected one for each.")
             y = batch.targets[rows]
             yield tangent, self._likelihood.targets(f, y)
 
     def _seeds(self, f: Tensor, y: Tensor) -> Tensor:
         """(K, B, [T,] C): every token's seeds apart from the others'."""
         if self._curvature == "fisher_mc":
+            # Labels are drawn independently, so tokens may share a seed: their cross terms vanish on average.
             gradient = self._likelihood.sampled_gradient(f, y, self._generator)
-            return _apart(gradient.unsqueeze(-1)).to(self._network.raw_dtype)
+            return gradient.unsqueeze(0).to(self._network.raw_dtype)
         return _apart(self._likelihood.root(f, y)).to(self._network.raw_dtype)
 
 
@@ -117,9 +121,13 @@ def residual_noise(likelihood: Likelihood, statistics: Statistics, device: torch
     """The likelihood with its noise, where it is to be found, set to the mean squared residual at w̃."""
     if not likelihood.learns_dispersion:
         return likelihood
-    phi = torch.tensor(2 * statistics.loss / (statistics.data * statistics.outputs), dtype=torch.float64)
-    # An interpolating network leaves no residual; the noise stays above the rounding of the targets.
-    return likelihood.with_dispersion(phi.clamp_min(1e-12).to(device))
+    phi = 2 * statistics.loss / (statistics.data * statistics.outputs)
+    if phi < 1e-30:
+        raise DataError(
+            f"the network fits its {statistics.data} targets exactly, so the residuals say nothing about the noise; "
+            "expected some. Give it: Gaussian(noise_std=...)."
+        )
+    return likelihood.with_dispersion(torch.tensor(phi, dtype=torch.float64, device=device))
 
 
 def loss_only(network: Network, likelihood: Likelihood, data: Data) -> Statistics:

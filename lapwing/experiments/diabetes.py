@@ -24,7 +24,7 @@ class Diabetes:
     seed: int = 0
 
 
-def run(settings: Diabetes = Diabetes()) -> Result:
+def run(settings: Diabetes) -> Result:
     """Train once; score the plain network with its residual noise, and its posterior."""
     begun = time.perf_counter()
     x, y = load_diabetes(return_X_y=True)
@@ -36,12 +36,12 @@ def run(settings: Diabetes = Diabetes()) -> Result:
     data = batches(*table.training, settings.recipe.batch_size)
     seconds["epoch"] = epoch_seconds(model, data)
     rows, arrays = [], {"observed": y_test.tolist()}
-    for name, method in {"plain network": lw.MapOnly(), "posterior": None}.items():
-        taken, fitted = best_seconds(
-            lambda method=method: lw.fit(model, data, "regression", method=method, progress=False)  # type: ignore[misc]
-        )
-        assert isinstance(fitted, lw.Fitted)
-        found = predicted(fitted, table)
+    fitted = {
+        "plain network": best_seconds(lambda: lw.fit(model, data, "regression", method=lw.MapOnly(), progress=False)),
+        "posterior": best_seconds(lambda: lw.fit(model, data, "regression", progress=False)),
+    }
+    for name, (taken, posterior) in fitted.items():
+        found = predicted(posterior, table)
         seconds[f"fit {name}"] = taken
         rows.append(Row(name, {**scores(found), "fit / epoch": taken / seconds["epoch"]}))
         for key in ("mean", "std", "low", "high"):

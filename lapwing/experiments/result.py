@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ def plain(settings: Any) -> dict[str, Any]:
     return found
 
 
-def mean_scores(scores: list[Mapping[str, float]]) -> dict[str, float]:
+def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of every score over repetitions.
 
     >>> mean_scores([{"RMSE": 1.0}, {"RMSE": 2.0}])

@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Batches = list[tuple[Tensor, Tensor]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Recipe:
 
     hidden: tuple[int, ...] = (50, 50)
     activation: str = "tanh"
-    epochs: int = 500
+    epochs: int = 100
     max_steps: int = 10_000
     batch_size: int = 128
     learning_rate: float = 1e-2
@@ -55,7 +58,7 @@ def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for d_in, d_out in zip(sizes[:-1], sizes[1:], strict=True):
+        for d_in, d_out in pairwise(sizes):
             layers += [nn.Linear(d_in, d_out), ACTIVATIONS[recipe.activation]()]
     return nn.Sequential(*layers[:-1])
 
@@ -107,11 +110,15 @@ def epoch_seconds(model: nn.Module, data: Batches) -> float:
     return best_seconds(epoch)[0]
 
 
-def best_seconds(work: Callable[[], object], repeats: int = 3) -> tuple[float, object]:
-    """The shortest of some runs, and what the last one returned."""
-    shortest, found = math.inf, None
-    for _ in range(repeats):
-        start = time.perf_counter()
-        found = work()
-        shortest = min(shortest, time.perf_counter() - start)
+def best_seconds(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
+    """The shortest of some runs, and what the first one returned."""
+    shortest, found = _timed(work)
+    for _ in range(repeats - 1):
+        shortest = min(shortest, _timed(work)[0])
     return shortest, found
+
+
+def _timed(work: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
+    found = work()
+    return time.perf_counter() - start, found

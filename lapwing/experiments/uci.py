@@ -67,7 +67,7 @@ def run(settings: Uci, report: Callable[[str], None] = lambda line: None) -> Res
         found = [_split(path, split, settings) for split in range(settings.splits)]
         for variant in settings.variants:
             mine = [each[variant] for each in found]
-            rows.append(Row(variant, mean_scores(list(mine)), name))
+            rows.append(Row(variant, mean_scores(mine), name))
             arrays.update({f"{name}/{variant}/{key}": [each[key] for each in mine] for key in mine[0]})
         report(f"{name}: done after {time.perf_counter() - begun:.0f} s")
     if not rows:
@@ -90,7 +90,10 @@ def improvements(rows: list[Row]) -> list[str]:
 
 
 def _mean_row(variant: str, rows: list[Row]) -> Row:
-    return Row(variant, mean_scores([row.scores for row in rows if row.name == variant]), "mean")
+    """Over the tables; only of scores that do not carry the units of y with them, or only as a shift."""
+    comparable = ("NLL", "coverage 95 %", "fit / epoch")
+    mine = [{name: row.scores[name] for name in comparable} for row in rows if row.name == variant]
+    return Row(variant, mean_scores(mine), "mean")
 
 
 def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]:
@@ -105,7 +108,6 @@ def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]
 
 def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:
     taken, fitted = best_seconds(lambda: lw.fit(model, data, "regression", progress=False, **options), repeats=1)
-    assert isinstance(fitted, lw.Fitted)
     return {**scores(predicted(fitted, table)), "fit / epoch": taken / epoch}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.random import classes
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
@@ -54,8 +55,8 @@ class Categorical:
         return self
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
-        classes = f.shape[-1]
-        if classes == 1:
+        count = f.shape[-1]
+        if count == 1:
             raise DataError("Categorical: the network has one output; expected two or more. Use Bernoulli().")
         if y.shape == (*f.shape[:-1], 1):
             y = y.squeeze(-1)
@@ -67,13 +68,13 @@ class Categorical:
             )
         y = y.long()
         low, high = (int(bound) for bound in y.aminmax())
-        if (low < 0 or high >= classes) and bool(((y < 0) | (y >= classes))[y != self.ignore_index].any()):
+        if (low < 0 or high >= count) and bool(((y < 0) | (y >= count))[y != self.ignore_index].any()):
             raise DataError(
-                f"Categorical: targets run from {low} to {high}; expected 0..{classes - 1}, or "
+                f"Categorical: targets run from {low} to {high}; expected 0..{count - 1}, or "
                 f"ignore_index={self.ignore_index}."
             )
-        if self.class_weights is not None and len(self.class_weights) != classes:
-            raise DataError(f"Categorical: {len(self.class_weights)} class weights for {classes} classes.")
+        if self.class_weights is not None and len(self.class_weights) != count:
+            raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
         return y
 
     def _weight(self, f: Tensor, y: Tensor) -> Tensor | None:
@@ -112,8 +113,7 @@ class Categorical:
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         p = f.softmax(-1)
-        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).reshape(p.shape[:-1])
-        gradient = p - F.one_hot(drawn, p.shape[-1])
+        gradient = p - F.one_hot(classes(p, generator), p.shape[-1])
         weight = self._weight(f, y)
         return gradient if weight is None else gradient * weight.sqrt().unsqueeze(-1)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.random import normal
 from lapwing.likelihoods.protocol import matched
 from lapwing.predictives.normal import NormalPredictive
 
@@ -83,8 +84,7 @@ class Gaussian:
         return torch.diag(self._scale(f)).expand(*f.shape, f.shape[-1])
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        noise = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
-        return noise * self._scale(f)
+        return normal(tuple(f.shape), generator, f) * self._scale(f)
 
     def count(self, f: Tensor, y: Tensor) -> int:
         return f[..., 0].numel()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.random import normal
 from lapwing.likelihoods.protocol import matched
 from lapwing.predictives.normal import NormalPredictive
 
@@ -61,7 +62,7 @@ class HeteroscedasticGaussian:
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         mean, log_variance = f.chunk(2, -1)
-        eps = torch.randn(mean.shape, generator=generator, dtype=f.dtype, device=f.device)
+        eps = normal(tuple(mean.shape), generator, f)
         return torch.cat([-eps * (-0.5 * log_variance).exp(), 0.5 * (1 - eps.square())], -1)
 
     def count(self, f: Tensor, y: Tensor) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.random import poisson
 from lapwing.likelihoods.protocol import matched
 from lapwing.predictives.counts import CountPredictive
 
@@ -52,7 +53,7 @@ class Poisson:
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         rate = f.exp()
-        return rate - torch.poisson(rate, generator=generator)
+        return rate - poisson(rate, generator)
 
     def count(self, f: Tensor, y: Tensor) -> int:
         return f[..., 0].numel()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.core.random import normal
+
 Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P)
 
 
@@ -47,7 +49,7 @@ def leading_eigenpairs(
     rank = min(rank, size)
     limit = min(size, max_basis or max(2 * rank, rank + oversample))
     block = min(block, limit)
-    start = torch.randn(block, size, generator=generator, dtype=dtype).to(device or "cpu")
+    start = normal((block, size), generator, torch.empty(0, dtype=dtype, device=device))
     basis = _orthonormal(start, None)
     images: list[Tensor] = []
     fresh, products = basis, 0

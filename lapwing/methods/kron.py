@@ -24,7 +24,8 @@ class Kron:
     them first. A parameter that is no linear map gets a block of its own, full up to ``full_limit`` entries
     and diagonal above.
 
-    Cost of the fit: one forward pass, C - 1 backward passes without weight gradients, and the Gram matrices.
+    Cost of the fit: one forward pass, a backward pass without weight gradients for each of the C outputs (C - 1 for
+    softmax; times T for token-level outputs), and the Gram matrices.
     Exact when: one linear layer with a Gaussian likelihood; one datum within each block without sharing.
     """
 

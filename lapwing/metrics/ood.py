@@ -20,6 +20,6 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     if bool(scores.isnan().any()):
         raise ValueError("a score is NaN; expected numbers that can be ordered.")
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
-    midranks = counts.cumsum(0) - 0.5 * (counts - 1)
+    midranks = counts.cumsum(0).double() - 0.5 * (counts.double() - 1)
     above = midranks[place[len(inside) :]].sum() - 0.5 * len(outside) * (len(outside) + 1)
     return float(above / (len(inside) * len(outside)))

@@ -142,11 +142,21 @@ class LinearJacobian:
             scale = torch.bmm(self.a[:, :, 0].square(), weights.mT)  # (G, B, d_out)
             return self._diagonal_form(scale, tokens, full)
         found = []
-        root = weights.sqrt()
+        root = weights.sqrt()[:, :, None]  # (G, d_out, 1, d_in)
         for piece in self.pieces(2 * outputs * weights.numel()):
-            rows = (piece.whole() * root).reshape(piece.batch, tokens, classes, -1)
-            found.append(rows @ rows.mT if full else rows.square().sum(-1))
+            rows = piece._by_output().mul_(root)
+            size, last = piece.batch, rows.shape[-1]
+            # Many small products over the outputs of the layer: one long one would leave a GPU idle.
+            rows = rows.reshape(size, -1, tokens, classes, last)
+            found.append((rows @ rows.mT).sum(1) if full else rows.square().sum((1, -1)))
         return torch.cat(found)
+
+    def _by_output(self) -> Tensor:
+        """The Jacobian as (B, G, d_out, K, d_in)."""
+        groups, outputs, batch, positions, d_out = self.g.shape
+        g = self.g.permute(2, 0, 4, 1, 3).reshape(batch * groups, d_out * outputs, positions)
+        a = self.a.permute(1, 0, 2, 3).reshape(batch * groups, positions, -1)
+        return torch.bmm(g, a).reshape(batch, groups, d_out, outputs, -1)
 
     def _diagonal_form(self, scale: Tensor, tokens: int, full: bool) -> Tensor:
         groups, _, batch, _, d_out = self.g.shape
@@ -191,28 +201,24 @@ class LookupJacobian:
     owner: Tensor
     batch: int
     table: int
-    rows: Tensor  # (B, T) the indices as they came, for the factor of counts
+    rows: Tensor  # the indices as they came, for the factor of counts
 
     @classmethod
-    def build(cls, indices: Tensor, g: Tensor, table: int) -> LookupJacobian:
-        """From indices (B, T) and gradients g (K, B, T, d_out)."""
+    def build(cls, indices: Tensor, g: Tensor, real: Tensor, table: int) -> LookupJacobian:
+        """From indices (B, T), gradients g (K, B, T, d_out) and which of them are no padding (B, T)."""
         batch, _ = indices.shape
-        key = (torch.arange(batch, device=indices.device)[:, None] * table + indices).reshape(-1)
+        key = (torch.arange(batch, device=indices.device)[:, None] * table + indices)[real]
         unique, inverse = torch.unique(key, return_inverse=True)
-        flat = g.reshape(g.shape[0], -1, g.shape[-1])
+        flat = g[:, real]
         pooled = flat.new_zeros(g.shape[0], len(unique), g.shape[-1]).index_add_(1, inverse, flat)
-        return cls(pooled, unique % table, unique // table, batch, table, indices)
-
-    @property
-    def positions(self) -> int:
-        return self.rows.shape[1]
+        return cls(pooled, unique % table, unique // table, batch, table, indices[real])
 
     def joined(self, other: LookupJacobian) -> LookupJacobian:
         g = torch.cat([self.g, other.g], 1)
         key = torch.cat([self.owner * self.table + self.token, other.owner * self.table + other.token])
         unique, inverse = torch.unique(key, return_inverse=True)
         pooled = g.new_zeros(g.shape[0], len(unique), g.shape[-1]).index_add_(1, inverse, g)
-        rows = torch.cat([self.rows, other.rows], 1)
+        rows = torch.cat([self.rows, other.rows])
         return LookupJacobian(pooled, unique % self.table, unique // self.table, self.batch, self.table, rows)
 
     def rotated(self, out: Tensor, inp: Tensor | None) -> LookupJacobian:

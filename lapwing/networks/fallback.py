@@ -82,6 +82,6 @@ def _looped(
         f = forward(model, take(inputs, batch, slice(sample, sample + 1))).reshape(-1)
         for value in f:
             grads = torch.autograd.grad(value, chosen, retain_graph=True, allow_unused=True, materialize_grads=True)
-            rows.append([grad.detach().reshape(-1) for grad in grads])
+            rows.append([(g.to_dense() if g.is_sparse else g).detach().reshape(-1) for g in grads])
     columns = [torch.stack([row[i] for row in rows]) for i in range(len(names))]
     return {name: column.unflatten(0, (batch, -1)) for name, column in zip(names, columns, strict=True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,16 @@ from lapwing.core.errors import ModelError
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Sum and norm of every parameter and buffer.
+    """For every parameter and buffer its norm and its product with a fixed pattern, which feels every entry.
 
-    ``quick`` holds the sums in the parameters' own dtype: while they are the same to the bit, one fast read of the
-    weights settles the question. Only if they are not (other weights, another number of threads) do the exact
+    ``quick`` holds the products in the parameters' own dtype: while they are the same to the bit, one fast read of
+    the weights settles the question. Only if they are not (other weights, another number of threads) do the exact
     figures decide.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    sums: tuple[float, ...]
+    marks: tuple[float, ...]
     norms: tuple[float, ...]
     quick: tuple[float, ...] = ()
 
@@ -29,11 +30,11 @@ class Fingerprint:
     def of(cls, model: nn.Module) -> Fingerprint:
         tensors = _state(model)
         with torch.no_grad():
-            sums = [t.sum(dtype=torch.float64) for t in tensors.values()]
+            marks = [_mark(t.double()) for t in tensors.values()]
             norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors.values()]
-            numbers = torch.stack([*sums, *norms]).tolist()
+            numbers = torch.stack([*marks, *norms]).tolist()
         shapes = tuple(tuple(t.shape) for t in tensors.values())
-        return cls(tuple(tensors), shapes, tuple(numbers[: len(sums)]), tuple(numbers[len(sums) :]), _quick(tensors))
+        return cls(tuple(tensors), shapes, tuple(numbers[: len(marks)]), tuple(numbers[len(marks) :]), _quick(tensors))
 
     def refuse_other(self, model: nn.Module, tolerance: float = 1e-9) -> None:
         """Raise unless the model's parameters are those of the fingerprint."""
@@ -49,11 +50,10 @@ class Fingerprint:
             raise ModelError(f"the model has other parameters than the posterior was fitted to: {odd}. Fit it again.")
         for i, name in enumerate(self.names):
             scale = max(self.norms[i], 1e-30)
-            # A sum of P terms rounds relative to its norm times the root of P.
-            width = max(1, torch.Size(self.shapes[i]).numel()) ** 0.5
             if (
                 not abs(now.norms[i] - self.norms[i]) <= tolerance * scale
-                or not abs(now.sums[i] - self.sums[i]) <= tolerance * scale * width
+                or not abs(now.marks[i] - self.marks[i])
+                <= tolerance * scale * max(1, torch.Size(self.shapes[i]).numel()) ** 0.5
             ):
                 raise ModelError(
                     f"the parameter {name!r} has changed since the fit (norm {self.norms[i]:.9g} then, "
@@ -63,7 +63,18 @@ class Fingerprint:
 
 def _quick(tensors: dict[str, Tensor]) -> tuple[float, ...]:
     with torch.no_grad():
-        return tuple(torch.stack([t.sum().float() for t in tensors.values()]).tolist())
+        return tuple(torch.stack([_mark(t).double() for t in tensors.values()]).tolist())
+
+
+def _mark(t: Tensor) -> Tensor:
+    flat = t.detach().reshape(-1)
+    return flat @ _pattern(2 ** max(1, (len(flat) - 1).bit_length()), flat.dtype, flat.device)[: len(flat)]
+
+
+@lru_cache(maxsize=64)
+def _pattern(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fixed numbers around one, all different: a change, a swap or a shift of entries moves the product."""
+    return (1.5 + torch.arange(size, dtype=torch.float64, device=device).mul_(0.7548776662).sin_()).to(dtype)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

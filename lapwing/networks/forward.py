@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -80,10 +81,10 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def batch_size(inputs: Inputs) -> int:
-    """The first dimension that the input tensors agree on."""
-    for tensor in tensors_in(inputs):
-        if tensor.ndim:
-            return tensor.shape[0]
+    """The first dimension that most of the input tensors share, the earliest where there is a tie."""
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.ndim)
+    if sizes:
+        return sizes.most_common(1)[0][0]
     raise DataError("the inputs hold no tensor with a batch dimension; expected (B, ...).")
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from lapwing.core.data import Inputs, check_finite, take
+from lapwing.core.data import Inputs, check_finite, map_tensors, take
 from lapwing.core.errors import ModelError
 from lapwing.networks import graph as graphs
 from lapwing.networks import products, rules
+from lapwing.networks.backward import NoRuleError, has_rules, pull_back_folded
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian
 from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import (
@@ -39,7 +40,7 @@ BYTES = {"cpu": 512 * 2**20, "cuda": 2048 * 2**20}  # what the gradients of one 
 class LayerJacobians:
     """The Jacobian of a batch, block by block. Row k belongs to seed k; ``tokens`` counts data per sample."""
 
-    blocks: tuple[BlockJacobian, ...]
+    parts: tuple[Callable[[], BlockJacobian], ...]
     layout: tuple[Block, ...]
     selection: Selection
     batch: int
@@ -47,7 +48,9 @@ class LayerJacobians:
     tokens: int = 1
 
     def __iter__(self) -> Iterator[tuple[Block, BlockJacobian]]:
-        return iter(zip(self.layout, self.blocks, strict=True))
+        """Block by block: each is formed when its turn comes and dropped after, so memory follows the largest."""
+        for block, part in zip(self.layout, self.parts, strict=True):
+            yield block, part()
 
     def whole(self) -> Tensor:
         """The Jacobian itself, (B, K, P). For small networks and for tests."""
@@ -57,10 +60,19 @@ class LayerJacobians:
             parts.update(block.spread(dense))
         return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
 
+    def double(self) -> LayerJacobians:
+        """The same in float64, for differences that cancel."""
+        return replace(self, parts=tuple(partial(_doubled, part) for part in self.parts))
+
     def jvp(self, v: Tensor) -> Tensor:
         """J v for every row of v (n, P): (n, B, K), from the stored factors."""
         values = self.selection.split(v)
         return torch.stack([jac.jvp(block.arrange(values).to(_dtype(jac))) for block, jac in self]).sum(0)
+
+
+def jacobian_dtype(jacobian: LayerJacobians) -> torch.dtype:
+    """The dtype in which a Jacobian's blocks come."""
+    return _dtype(next(iter(jacobian))[1])
 
 
 def _dtype(jacobian: BlockJacobian) -> torch.dtype:
@@ -95,9 +107,9 @@ class Tangent:
         else:
             tokens = 1
         grads, patterns = self._pulled_back(seeds)
-        blocks = tuple(self._block(block, seeds, grads, patterns) for block in self.network.layout)
+        parts = tuple(partial(self._block, block, seeds, grads, patterns) for block in self.network.layout)
         selection = self.network.selection
-        return LayerJacobians(blocks, self.network.layout, selection, f.shape[0], seeds.shape[0], tokens)
+        return LayerJacobians(parts, self.network.layout, selection, f.shape[0], seeds.shape[0], tokens)
 
     def _pulled_back(self, seeds: Tensor) -> tuple[dict[Any, Tensor], Mapping[Any, rules.Pattern | None]]:
         nodes = list(dict.fromkeys(use.node for use in self.uses.uses))
@@ -111,8 +123,8 @@ class Tangent:
             grads[direct] = raw_seeds.reshape(seeds.shape[0], *graphs.output_shape(direct))
         rest = [node for node in nodes if node not in grads]
         if rest:
-            looped = self.network._loops(self.graph)
-            grads.update(zip(rest, pull_back(self.raw, rest, raw_seeds, looped), strict=True))
+            found = self.network._gradients(self, rest, raw_seeds)
+            grads.update(zip(rest, found, strict=True))
         return grads, patterns
 
     def _block(
@@ -157,7 +169,7 @@ class Tangent:
         tensors = dict(model.named_parameters())
         with recording(tensors, self.network.selection.names, self.network.recurrent):
             found = sample_jacobians(
-                model, lambda m, x: raw_output(m, x).flatten(1), self.inputs, batch, (block.weight,)
+                model, lambda m, x: shaped(raw_output(m, x)).flatten(1), self.inputs, batch, (block.weight,)
             )
         return DenseJacobian(torch.einsum("kbm,bmp->bkp", seeds.flatten(2), found[block.weight].to(seeds.dtype)))
 
@@ -185,6 +197,8 @@ class Network:
         refuse_training_mode(model)
         weights = all_weights if weights is None else weights
         tensors, recurrent = dict(model.named_parameters()), is_recurrent(model)
+        if batch_size(inputs) == 1:  # with one sample nothing tells its own rows from shared ones
+            inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.ndim and t.shape[0] == 1 else t)
         with recording(tensors, weights.needs(model), recurrent):
             raw = raw_output(model, inputs)
         f = shaped(raw.detach())
@@ -199,7 +213,7 @@ class Network:
             raw = raw_output(model, inputs)
         graph = graphs.read(raw, raw.shape[0])
         uses = rules.find(graph, {id(tensors[name]): name for name in selection.names}, tensors)
-        patterns = find_patterns(raw, graph, uses)
+        patterns, _ = find_patterns(raw, graph, uses)
         shapes = dict(zip(selection.names, selection.shapes, strict=True))
         layout = arranged(graph, uses, patterns, shapes)
         nodes = {use.node for use in uses.uses}
@@ -277,16 +291,33 @@ class Network:
             return True
         return "ConvolutionBackward0" in names and self.device.type == "cpu"
 
+    def _gradients(self, tangent: Tangent, nodes: list[Any], seeds: Tensor) -> list[Tensor]:
+        """Seeds folded into the batch where every operation has a rule, else autograd."""
+        if not self.recurrent and has_rules(tangent.graph, nodes):
+            try:
+                with torch.no_grad():
+                    found = pull_back_folded(tangent.graph, nodes, seeds)
+            except NoRuleError:
+                pass
+            else:
+                return [
+                    grad if grad is not None else seeds.new_zeros(seeds.shape[0], *graphs.output_shape(node))
+                    for grad, node in zip(found, nodes, strict=True)
+                ]
+        return pull_back(tangent.raw, nodes, seeds, self._loops(tangent.graph))
+
     def _patterns(self, tangent: Tangent) -> Mapping[Any, rules.Pattern | None]:
         """Which rows belong to which sample, remembered where the shapes alone decide it."""
         uses, graph = tangent.uses, tangent.graph
         batch = tangent.raw.shape[0]
         if all(graph.batch_major[use.node] for use in uses.uses):
-            return find_patterns(tangent.raw, graph, uses)
+            return find_patterns(tangent.raw, graph, uses)[0]
         nodes = list(dict.fromkeys(use.node for use in uses.uses))
         key = (batch, graph.signature, tuple((use.name, use.form.kind) for use in uses.uses))
-        if not graph.static or key not in self._seen:
-            found = find_patterns(tangent.raw, graph, uses)
+        if key not in self._seen:
+            found, certain = find_patterns(tangent.raw, graph, uses)
+            if not graph.static or not certain:
+                return found
             self._seen[key] = [found[node] for node in nodes]
         return dict(zip(nodes, self._seen[key], strict=True))
 
@@ -377,6 +408,15 @@ def joined_biases(
             if shapes[bias] == (width,):
                 pairs[name] = bias
     return pairs
+
+
+def _doubled(part: Callable[[], BlockJacobian]) -> BlockJacobian:
+    jacobian = part()
+    if isinstance(jacobian, LinearJacobian):
+        return LinearJacobian(jacobian.a.double(), jacobian.g.double())
+    if isinstance(jacobian, DenseJacobian):
+        return DenseJacobian(jacobian.j.double())
+    return replace(jacobian, g=jacobian.g.double())
 
 
 def _cast(jacobian: BlockJacobian, dtype: torch.dtype) -> BlockJacobian:

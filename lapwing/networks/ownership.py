@@ -19,8 +19,12 @@ from lapwing.networks import graph as graphs
 from lapwing.networks.rules import Elementwise, Lookup, Pattern, Use, Uses
 
 
-def find_patterns(raw: Tensor, graph: graphs.Graph, uses: Uses) -> Mapping[Any, Pattern | None]:
-    """For each node that uses a parameter, how its rows run over the samples; None if they are shared."""
+def find_patterns(raw: Tensor, graph: graphs.Graph, uses: Uses) -> tuple[Mapping[Any, Pattern | None], bool]:
+    """For each node that uses a parameter, how its rows run over the samples; None if they are shared.
+
+    The flag says whether another batch of the same shapes has the same patterns for certain: rows that no gradient
+    reaches fit anywhere, so that several patterns may fit this batch alone.
+    """
     batch = raw.shape[0]
     found: dict[Any, Pattern | None] = {}
     probed = []
@@ -33,8 +37,10 @@ def find_patterns(raw: Tensor, graph: graphs.Graph, uses: Uses) -> Mapping[Any, 
             probed.append(use.node)
     if probed:
         owners = _owners(raw, {node: rows_of[node] for node in probed}, batch)
-        found.update({node: _pattern(owner, batch) for node, owner in owners.items()})
-    return found
+        fits = {node: _fitting(owner, batch) for node, owner in owners.items()}
+        found.update({node: fit[0] if fit else None for node, fit in fits.items()})
+        return found, all(len(fit) == 1 for fit in fits.values())
+    return found, True
 
 
 def row_count(use: Use) -> int:
@@ -87,14 +93,15 @@ def _owners(raw: Tensor, rows_of: Mapping[Any, int], batch: int) -> dict[Any, Te
     return owners
 
 
-def _pattern(owner: Tensor | None, batch: int) -> Pattern | None:
-    """(outer, sample, inner) such that row r belongs to sample (r // inner) % batch, where one fits."""
+def _fitting(owner: Tensor | None, batch: int) -> list[Pattern]:
+    """Every (outer, sample, inner) such that row r belongs to sample (r // inner) % batch."""
     if owner is None or len(owner) % batch:
-        return None
+        return []
     share = len(owner) // batch
     rows = torch.arange(len(owner), device=owner.device)
     live = owner >= 0
-    for inner in sorted((i for i in range(1, share + 1) if share % i == 0), reverse=True):
-        if bool((((rows // inner) % batch == owner) | ~live).all()):
-            return share // inner, batch, inner
-    return None
+    return [
+        (share // inner, batch, inner)
+        for inner in range(share, 0, -1)
+        if share % inner == 0 and bool((((rows // inner) % batch == owner) | ~live).all())
+    ]

@@ -126,11 +126,10 @@ class Lookup:
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
         indices = node._saved_indices.reshape(-1)
-        g = g.reshape(g.shape[0], len(indices), -1)
-        padding = node._saved_padding_idx
-        if padding < self.table:  # autograd gives the padding row no gradient
-            g = g * (indices != padding)[:, None]
-        return LookupJacobian.build(per_sample(indices, 0, pattern), per_sample(g, 1, pattern), self.table)
+        g = per_sample(g.reshape(g.shape[0], len(indices), -1), 1, pattern)
+        rows = per_sample(indices, 0, pattern)
+        real = rows != node._saved_padding_idx  # autograd gives the padding row no gradient
+        return LookupJacobian.build(rows, g, real, self.table)
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,12 +279,13 @@ def _mul(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterato
 def _norm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
     x = node._saved_input.detach()
     kind = node.name()
-    if kind == "NativeBatchNormBackward0":
+    if "BatchNorm" in kind:
         if node._saved_training:
             return
+        eps = node._saved_epsilon if kind.startswith("Cudnn") else node._saved_eps
         shape = (1, -1) + (1,) * (x.ndim - 2)
         mean = node._saved_running_mean.to(x.dtype).view(shape)
-        rstd = (node._saved_running_var + node._saved_eps).rsqrt().to(x.dtype).view(shape)
+        rstd = (node._saved_running_var + eps).rsqrt().to(x.dtype).view(shape)
         unit = (x - mean) * rstd
     elif kind == "NativeGroupNormBackward0":
         grouped = x.reshape(x.shape[0], node._saved_group, -1)
@@ -297,6 +297,15 @@ def _norm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterat
         if place in (1, 2) and not moves:
             factor = unit.to(x.dtype) if place == 1 else None
             yield place, Use(node, name, Elementwise(tuple(tensors[name].shape), channel, factor))
+
+
+def _fused_cell(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+    """A recurrent cell on the GPU adds its biases to the gates itself: their gradient is the gates'."""
+    for place in (3, 4):
+        gates, nr = node.next_functions[place - 3]
+        if place in sources and not sources[place][1] and gates is not None and nr == 0:
+            name = sources[place][0]
+            yield place, Use(gates, name, Elementwise(tuple(tensors[name].shape)))
 
 
 def _elementwise(
@@ -332,6 +341,9 @@ RULES = {
     "NativeLayerNormBackward0": _norm,
     "NativeGroupNormBackward0": _norm,
     "NativeBatchNormBackward0": _norm,
+    "CudnnBatchNormBackward0": _norm,
+    "ThnnFusedLstmCellBackward0": _fused_cell,
+    "ThnnFusedGruCellBackward0": _fused_cell,
 }
 
 

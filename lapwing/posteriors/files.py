@@ -71,7 +71,8 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
         "layout": [asdict(block) for block in network.layout],
         "network": {
-            "output_shape": network.output_shape, "width": network.width, "forward_mode": network.forward_mode, "recurrent": network.recurrent,
+            "output_shape": network.output_shape, "width": network.width,
+            "forward_mode": network.forward_mode, "recurrent": network.recurrent,
         },
         "statistics": asdict(posterior.statistics),
         "curvature": kind,
@@ -115,7 +116,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module) -> tuple[Posterior, Fingerprint]:
     stored = meta["fingerprint"]
     fingerprint = Fingerprint(
-        tuple(stored["names"]), tuple(tuple(s) for s in stored["shapes"]), tuple(stored["sums"]), tuple(stored["norms"])
+        tuple(stored["names"]),
+        tuple(tuple(s) for s in stored["shapes"]),
+        tuple(stored["marks"]),
+        tuple(stored["norms"]),
     )
     narrow = min((p.dtype for p in model.parameters()), key=lambda d: -torch.finfo(d).eps)
     try:
@@ -151,7 +155,13 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     )
     problem = Problem(network, _likelihood(meta, tensors, device), prior)
     statistics = Statistics(**meta["statistics"])
-    parts = {key.removeprefix("curvature."): moved(t) for key, t in tensors.items() if key.startswith("curvature.")}
+    # Full and low-rank curvatures are float64 whatever the model is.
+    kept = meta["curvature"]["name"] in ("FullCurvature", "LowRankCurvature")
+    parts = {
+        key.removeprefix("curvature."): t.to(device) if kept else moved(t)
+        for key, t in tensors.items()
+        if key.startswith("curvature.")
+    }
     theta = tensors["theta"].to(device, dtype)
     current = Fingerprint.of(model)
     if meta["curvature"]["name"] == "none":
@@ -184,9 +194,7 @@ def _curvature(
     if name == "FullCurvature":
         return FullCurvature(parts["matrix"], selection, meta["curvature"]["definite"])
     if name == "LowRankCurvature":
-        return LowRankCurvature(
-            parts["values"].double(), parts["vectors"].double(), layout, selection, float(parts["residual"])
-        )
+        return LowRankCurvature(parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
     raise FileError(f"the file holds the curvature {name!r}, which this version does not have.")
 
 

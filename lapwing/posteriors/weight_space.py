@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.random import normal
 from lapwing.curvature.sweep import Statistics, residual_noise
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Curvature, Precision
@@ -108,7 +109,7 @@ class WeightPosterior:
         return self.theta + self._deviations(n, generator)
 
     def _deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
-        eps = standard_normal((n, len(self.theta)), generator, self.theta)
+        eps = normal((n, len(self.theta)), generator, self.theta)
         with torch.no_grad():
             return self._settled.sample(eps).to(self.theta)
 
@@ -121,12 +122,6 @@ class WeightPosterior:
             f = tangent.f.to(network.dtype)
             found.append(f + tangent.jacobians().jvp(deviations).reshape(n, *f.shape))
         return torch.cat(found, 1)
-
-
-def standard_normal(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
-    """Standard normal numbers where the generator lives, then moved: equal seeds give equal draws."""
-    device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

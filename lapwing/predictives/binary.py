@@ -12,7 +12,8 @@ from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Distribution, Independent
 
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.predictives.quadrature import gauss_hermite
+from lapwing.core.random import uniform
+from lapwing.predictives.quadrature import normal_nodes
 
 BINARY_LINKS = ("probit", "quadrature")
 
@@ -28,7 +29,7 @@ class BinaryPredictive:
     def probs(self) -> Tensor:
         if self.link == "probit":
             return (self.belief.mean / torch.sqrt(1 + math.pi / 8 * self.belief.variance)).sigmoid()
-        nodes, weights = gauss_hermite(self.belief)
+        nodes, weights = normal_nodes(self.belief)
         return (nodes.sigmoid() * weights).sum(-1)
 
     @property
@@ -46,7 +47,7 @@ class BinaryPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C) zeros and ones."""
-        draws = torch.rand(n, *self.probs.shape, generator=generator, dtype=self.probs.dtype, device=self.probs.device)
+        draws = uniform((n, *self.probs.shape), generator, self.probs)
         return (draws < self.probs).to(self.probs)
 
     @cached_property
@@ -57,12 +58,12 @@ class BinaryPredictive:
     @cached_property
     def aleatoric(self) -> Tensor:
         """The expected entropy, (B,)."""
-        nodes, weights = gauss_hermite(self.belief)
+        nodes, weights = normal_nodes(self.belief)
         return (_entropy(nodes.sigmoid()) * weights).sum((-1, -2))
 
     @cached_property
     def mutual_information(self) -> Tensor:
-        nodes, weights = gauss_hermite(self.belief)
+        nodes, weights = normal_nodes(self.belief)
         exact = _entropy((nodes.sigmoid() * weights).sum(-1)).sum(-1)
         return (exact - self.aleatoric).clamp_min(0)
 

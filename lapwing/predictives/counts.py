@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Poisson
 
+from lapwing.core.errors import NumericalError
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.predictives.quadrature import gauss_hermite
+from lapwing.core.random import poisson
+from lapwing.predictives.quadrature import normal_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +53,7 @@ class CountPredictive:
 
     @property
     def distribution(self) -> Distribution:
-        nodes, weights = gauss_hermite(self.belief)
+        nodes, weights = normal_nodes(self.belief)
         mixture = Categorical(probs=weights.expand(nodes.shape), validate_args=False)
         return Independent(
             MixtureSameFamily(mixture, Poisson(nodes.exp(), validate_args=False), validate_args=False), 1
@@ -59,7 +61,7 @@ class CountPredictive:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,)"""
-        nodes, weights = gauss_hermite(self.belief)
+        nodes, weights = normal_nodes(self.belief)
         y = y.to(self.mean).reshape(self.mean.shape).unsqueeze(-1)
         each = y * nodes - nodes.exp() - torch.lgamma(y + 1)
         return torch.logsumexp(each + weights.log(), -1).sum(-1)
@@ -71,7 +73,7 @@ class CountPredictive:
         return self._quantile(0.5 - 0.5 * level), self._quantile(0.5 + 0.5 * level)
 
     def _quantile(self, level: float) -> Tensor:
-        nodes, weights = gauss_hermite(self.belief)
+        nodes, weights = normal_nodes(self.belief)
         rate = nodes.double().exp()
 
         def reached(k: Tensor) -> Tensor:
@@ -88,26 +90,31 @@ class CountPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C)"""
-        return torch.poisson(self.belief.sample(n, generator).exp(), generator=generator)
+        return poisson(self.belief.sample(n, generator).exp(), generator)
+
+    def _log_probs(self) -> tuple[Tensor, Tensor]:
+        """log p(k | rate) for all counts k that carry probability, (B, C, nodes, counts), and the nodes' weights."""
+        nodes, weights = normal_nodes(self.belief, 64)
+        top = int((self.mean + 12 * self.std + 20).max().item())
+        if top * nodes.numel() > 2**28:
+            raise NumericalError(
+                f"the counts run to {top}, too many to sum over; the log-rate has a standard deviation of up to "
+                f"{self.belief.std.max().item():.3g}. Use the variances for an uncertainty this wide."
+            )
+        counts = torch.arange(top + 1, dtype=torch.float64, device=nodes.device)
+        nodes = nodes.double().unsqueeze(-1)
+        return counts * nodes - nodes.exp() - torch.lgamma(counts + 1), weights.double()
 
     @cached_property
     def entropy(self) -> Tensor:
         """(B,), summed over outputs: by summation over the counts that carry any probability."""
-        nodes, weights = gauss_hermite(self.belief)
-        top = int((self.mean + 12 * self.std + 20).max().item())
-        counts = torch.arange(top + 1, dtype=torch.float64, device=nodes.device)
-        nodes = nodes.double().unsqueeze(-1)
-        each = counts * nodes - nodes.exp() - torch.lgamma(counts + 1)
-        log_p = torch.logsumexp(each + weights.double().log().unsqueeze(-1), -2)
+        each, weights = self._log_probs()
+        log_p = torch.logsumexp(each + weights.log().unsqueeze(-1), -2)
         return -(log_p.exp() * log_p).sum((-1, -2)).to(self.mean)
 
     @cached_property
     def mutual_information(self) -> Tensor:
         """(B,): entropy of y minus the expected entropy at a known rate."""
-        nodes, weights = gauss_hermite(self.belief)
-        top = int((self.mean + 12 * self.std + 20).max().item())
-        counts = torch.arange(top + 1, dtype=torch.float64, device=nodes.device)
-        nodes = nodes.double().unsqueeze(-1)
-        log_p = counts * nodes - nodes.exp() - torch.lgamma(counts + 1)
-        expected = (-(log_p.exp() * log_p).sum(-1) * weights.double()).sum((-1, -2))
+        each, weights = self._log_probs()
+        expected = (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
         return (self.entropy - expected.to(self.mean)).clamp_min(0)

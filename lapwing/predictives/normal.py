@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.random import normal
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class NormalPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C): f from its belief, then noise."""
-        eps = torch.randn(n, *self.mean.shape, generator=generator, dtype=self.mean.dtype, device=self.mean.device)
+        eps = normal((n, *self.mean.shape), generator, self.mean)
         return self.belief.sample(n, generator) + eps * self.noise.sqrt()
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.random import classes
 
 LINKS = ("probit", "bridge", "mc")
 
@@ -40,7 +41,7 @@ class SoftmaxPredictive:
     @cached_property
     def logit_samples(self) -> Tensor:
         """(S, B, C), the same for the same seed."""
-        generator = torch.Generator(self.belief.mean.device).manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
         return self.belief.sample(self.samples, generator)
 
     @property
@@ -57,9 +58,7 @@ class SoftmaxPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B) class numbers."""
-        flat = self.probs.reshape(-1, self.probs.shape[-1])
-        drawn = torch.multinomial(flat, n, replacement=True, generator=generator)
-        return drawn.T.reshape(n, *self.probs.shape[:-1])
+        return classes(self.probs.expand(n, *self.probs.shape), generator)
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -92,16 +91,17 @@ def bridge(belief: FunctionGaussian) -> Tensor:
     Logits are known up to a shift, so the belief is conditioned on summing to zero first.
     """
     mean, cov = belief.mean, belief.cov
-    classes = mean.shape[-1]
+    count = mean.shape[-1]
     rows = cov.sum(-1)
     total = rows.sum(-1, keepdim=True).clamp_min(torch.finfo(mean.dtype).tiny)
     mean = mean - rows * mean.sum(-1, keepdim=True) / total
     variance = cov.diagonal(dim1=-2, dim2=-1) - rows.square() / total
-    # A variance of zero would be a Dirichlet with infinite counts: the softmax itself.
+    if not bool(variance.any()):  # no spread, nothing to match: the plain network
+        return mean.softmax(-1)
     variance = variance.clamp_min(1e3 * torch.finfo(mean.dtype).eps)
     # exp(m_k) Σ_l exp(-m_l) / C²: kept in logs so that confident logits do not overflow
-    spread = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / classes**2
-    alpha = (1 - 2 / classes + spread) / variance
+    spread = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / count**2
+    alpha = (1 - 2 / count + spread) / variance
     return alpha / alpha.sum(-1, keepdim=True)
 
 

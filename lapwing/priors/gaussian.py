@@ -111,7 +111,9 @@ class Prior:
                     if name in block.names}  # fmt: skip
             if len(mine) == 1:
                 return self.values[self.layers.index(mine.pop())]
-        return block.arrange(self._selection.split(self.vector))
+        arranged = block.arrange(self._selection.split(self.vector))
+        first = arranged.reshape(-1)[0]
+        return first if bool((arranged.detach() == first.detach()).all()) else arranged
 
     def logdet(self) -> Tensor:
         """The log-determinant of the precision."""

@@ -51,16 +51,28 @@ class MaximiseEvidence:
                 moved = moved.with_likelihood(likelihood.with_dispersion(x[count].exp()))
             return posterior.with_problem(moved)
 
-        best = minimise(lambda x: -at(x).log_evidence() / size, x, self.max_steps, self.tolerance)
-        low, high = (math.log(bound) for bound in RANGE)
-        if bool((best[:count] <= low).any()) or bool((best[:count] >= high).any()):
-            best = best.clamp(low, high)
+        best, slope = minimise(lambda x: -at(x).log_evidence() / size, x, self.max_steps, self.tolerance)
+        precisions = best[:count].exp()
+        if not RANGE[0] < float(precisions.min()) <= float(precisions.max()) < RANGE[1]:
+            raise NumericalError(
+                f"the evidence has no optimum: a prior precision ran to {float(precisions.max()):.3g} (smallest "
+                f"{float(precisions.min()):.3g}). The weights of a layer are all near the prior mean, or the data "
+                "do not curve the loss. Give the prior."
+            )
+        if slope > 1e-3:
+            raise NumericalError(
+                f"{self.max_steps} steps left a slope of {slope:.3g} per weight in the log evidence; expected below "
+                "1e-3. Raise MaximiseEvidence(max_steps=...) or give the prior."
+            )
         found: P = at(best)
         return found
 
 
-def minimise(objective: Any, x: Tensor, max_steps: int, tolerance: float) -> Tensor:
-    """L-BFGS with a strong Wolfe search in float64; a value that is not finite ends it with an error."""
+def minimise(objective: Any, x: Tensor, max_steps: int, tolerance: float) -> tuple[Tensor, float]:
+    """L-BFGS with a strong Wolfe search in float64: the point and the slope left there.
+
+    A value that is not finite ends it with an error.
+    """
     trace: list[tuple[list[float], float]] = []
     optimiser = torch.optim.LBFGS(
         [x], lr=1.0, max_iter=max_steps, tolerance_grad=tolerance, tolerance_change=0.0, line_search_fn="strong_wolfe"
@@ -80,7 +92,9 @@ def minimise(objective: Any, x: Tensor, max_steps: int, tolerance: float) -> Ten
         return value
 
     optimiser.step(closure)
-    return x.detach()
+    closure()
+    assert x.grad is not None
+    return x.detach(), float(x.grad.abs().max())
 
 
 def started(posterior: P, data: int, outputs: int, theta: Tensor) -> P:

@@ -1,24 +1,39 @@
-"""Dense, slow and obvious: brute-force Jacobians and GGNs, one backward pass for each sample and output."""
+"""Dense, slow and obvious: brute-force Jacobians, GGNs and Gaussian algebra, one backward pass for each number.
+
+Nothing here calls the package.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import call, take
+
+def one(inputs: Any, b: int) -> Any:
+    """Sample b as a batch of one."""
+    if isinstance(inputs, Tensor):
+        return inputs[b : b + 1]
+    if isinstance(inputs, Mapping):
+        return {key: one(value, b) for key, value in inputs.items()}
+    return tuple(one(value, b) for value in inputs)
 
 
 def output(model: nn.Module, inputs: Any) -> Tensor:
-    out = call(model, inputs)
+    if isinstance(inputs, Mapping):
+        out = model(**inputs)
+    else:
+        out = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     out = getattr(out, "logits", out)
     return out.unsqueeze(-1) if out.ndim == 1 else out
 
 
 def jacobian(model: nn.Module, inputs: Any, batch: int, names: list[str] | None = None) -> Tensor:
-    """(B, M, P) for the parameters that require a gradient, M outputs per sample."""
+    """(B, M, P) for the named parameters, else for those that require a gradient; M outputs per sample."""
     named = dict(model.named_parameters())
     chosen = [p for n, p in named.items() if (p.requires_grad if names is None else n in names)]
     flags = [p.requires_grad for p in chosen]
@@ -28,7 +43,7 @@ def jacobian(model: nn.Module, inputs: Any, batch: int, names: list[str] | None 
     for b in range(batch):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            f = output(model, take(inputs, batch, slice(b, b + 1))).reshape(-1)
+            f = output(model, one(inputs, b)).reshape(-1)
         each = []
         for value in f:
             grads = torch.autograd.grad(value, chosen, retain_graph=True, allow_unused=True, materialize_grads=True)
@@ -44,9 +59,36 @@ def softmax_hessian(f: Tensor) -> Tensor:
     return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
 
 
+def sigmoid_hessian(f: Tensor) -> Tensor:
+    p = f.sigmoid()
+    return torch.diag_embed(p * (1 - p))
+
+
 def ggn(jac: Tensor, hessian: Tensor) -> Tensor:
-    """Σ_b J_bᵀ H_b J_b with J (N, C, P) and H (N, C, C)."""
+    """Σ J_bᵀ H_b J_b with J (N, C, P) and H (N, C, C)."""
     total = torch.zeros(jac.shape[-1], jac.shape[-1], dtype=jac.dtype)
     for j, h in zip(jac, hessian, strict=True):
         total += j.T @ h @ j
     return total
+
+
+def by_datum(jac: Tensor, classes: int) -> Tensor:
+    """(B, T C, P) -> (B T, C, P): every token is a datum."""
+    return jac.reshape(-1, classes, jac.shape[-1])
+
+
+def output_covariance(jac: Tensor, covariance: Tensor) -> Tensor:
+    """J Σ Jᵀ datum by datum, (N, C, C)."""
+    return torch.stack([j @ covariance @ j.T for j in jac])
+
+
+def joint_covariance(jac: Tensor, covariance: Tensor) -> Tensor:
+    """J Σ Jᵀ across all data, (N C, N C)."""
+    rows = jac.reshape(-1, jac.shape[-1])
+    return rows @ covariance @ rows.T
+
+
+def normal_log_density(y: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
+    gap = y - mean
+    quadratic = gap @ torch.linalg.solve(covariance, gap)
+    return -0.5 * (quadratic + torch.linalg.slogdet(covariance)[1] + len(y) * math.log(2 * math.pi))

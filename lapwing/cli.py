@@ -1,0 +1,104 @@
+"""The command line: run the experiments and write their reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lapwing.core.errors import LapwingError
+
+if TYPE_CHECKING:
+    from lapwing.experiments.result import Result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Zero when all went well; one with a message on stderr when not."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        command = {"run": _run, "uci": _uci}[arguments.command]
+        command(arguments)
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("lapwing"):
+            raise
+        print(f"lapwing: {missing.name} is not installed; use pip install 'lapwing[run]'.", file=sys.stderr)
+        return 1
+    except (LapwingError, OSError) as error:
+        print(f"lapwing: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lapwing", description="Calibrated error bars for trained networks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="digits and diabetes: tables, pictures and results.json")
+    run.add_argument("--quick", action="store_true", help="train shortly; for trying the command out")
+    uci = commands.add_parser("uci", help="nine regression tables from a data folder")
+    uci.add_argument("--data-dir", type=Path, help="folder of the uci_NAME.npz files; else LAPWING_DATA")
+    uci.add_argument("--sets", nargs="+", metavar="NAME", help="names of tables; all nine by default")
+    uci.add_argument("--splits", type=_positive, default=3, help="standard splits to use (3)")
+    uci.add_argument("--variants", nargs="+", metavar="NAME", help="what to compare; everything by default")
+    for command in (run, uci):
+        command.add_argument("--out", type=Path, required=True, help="folder for what is written")
+        command.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import bands, diabetes, digits
+    from lapwing.reports import pictures
+    from lapwing.reports.tables import table
+
+    settings = digits.Digits(seed=arguments.seed), diabetes.Diabetes(seed=arguments.seed), bands.Bands()
+    if arguments.quick:
+        settings = tuple(replace(s, recipe=replace(s.recipe, epochs=10)) for s in settings)  # type: ignore[assignment]
+    results = [digits.run(settings[0]), diabetes.run(settings[1]), bands.run(settings[2])]
+    for result in results:
+        print(table(result), end="\n\n")
+    paths = [arguments.out / name for name in ("digits.png", "diabetes.png", "bands.png")]
+    for draw, result, path in zip((pictures.digits, pictures.observed, pictures.bands), results, paths, strict=True):
+        draw(result, path)
+    _written(results, arguments.out / "results.json")
+    print(*paths, arguments.out / "results.json", sep="\n")
+
+
+def _uci(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import uci
+    from lapwing.reports.tables import table
+
+    settings = uci.Uci(
+        data_dir=uci.data_folder(arguments.data_dir),
+        sets=_known(arguments.sets, uci.SETS, "--sets"),
+        splits=arguments.splits,
+        variants=_known(arguments.variants, tuple(uci.VARIANTS), "--variants"),
+        seed=arguments.seed,
+    )
+    result = uci.run(settings, report=lambda line: print(line, file=sys.stderr))
+    print(table(result), end="\n\n")
+    _written([result], arguments.out / "uci.json")
+    print(arguments.out / "uci.json")
+
+
+def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    unknown = sorted(set(given or ()) - set(known))
+    if unknown:
+        raise LapwingError(f"{option}: unknown {', '.join(unknown)}; expected some of {', '.join(known)}.")
+    return tuple(given or known)
+
+
+def _written(results: Sequence[Result], path: Path) -> None:
+    documents = {result.experiment: json.loads(result.to_json()) for result in results}
+    path.write_text(json.dumps(documents, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,35 @@
+"""Random numbers that depend on the generator alone.
+
+Numbers are drawn where the generator lives and then moved, so that one seed gives one result on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
+    """Standard normal numbers in the dtype and on the device of ``like``."""
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=_home(generator, like)).to(like.device)
+
+
+def uniform(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
+    """Numbers in [0, 1)."""
+    return torch.rand(shape, generator=generator, dtype=like.dtype, device=_home(generator, like)).to(like.device)
+
+
+def poisson(rate: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Counts with these rates."""
+    return torch.poisson(rate.to(_home(generator, rate)), generator=generator).to(rate.device)
+
+
+def classes(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One class for each row of probabilities (..., C), by inverting the cumulative sum."""
+    steps = probs.cumsum(-1)
+    draw = uniform(tuple(probs.shape[:-1]), generator, probs).unsqueeze(-1) * steps[..., -1:]
+    return (steps[..., :-1] <= draw).sum(-1)
+
+
+def _home(generator: torch.Generator | None, like: Tensor) -> torch.device:
+    return like.device if generator is None else generator.device

@@ -1,0 +1,239 @@
+"""A backward pass for all seeds at once.
+
+Autograd takes one gradient at a time; ``vmap`` over it loops inside convolutions and norms. Here the seeds are folded
+into the batch, so that K seeds cost one large operation for each node. Every rule maps the gradient (K, *output) of a
+node to those of its operands. A graph with an operation that has no rule is left to autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.networks.graph import Graph, Node, output_shape
+
+Rule = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), operand) -> gradient (K, *operand)
+aten = torch.ops.aten
+
+
+class NoRuleError(Exception):
+    """This graph needs autograd."""
+
+
+def pull_back_folded(graph: Graph, targets: list[Node], seeds: Tensor) -> list[Tensor | None]:
+    """Gradients (K, *output) at the targets for seeds (K, *output of the root); None where no path leads."""
+    wanted = _leading_to(graph, targets)
+    grads: dict[Node, Tensor] = {graph.nodes[0]: seeds}
+    found: dict[Node, Tensor] = {}
+    remaining = set(targets)
+    for node in graph.nodes:
+        grad = grads.pop(node, None)
+        if grad is None:
+            continue
+        if node in remaining:
+            found[node] = grad
+            remaining.discard(node)
+        if not remaining:
+            break
+        for place, (child, nr) in enumerate(node.next_functions):
+            if child is None or child not in wanted:
+                continue
+            rule = RULES.get(node.name())
+            if rule is None or nr != 0:
+                raise NoRuleError(node.name())
+            part = rule(node, grad, place)
+            if part.shape[1:] != output_shape(child):
+                raise NoRuleError(node.name())
+            grads[child] = grads[child] + part if child in grads else part
+    return [found.get(node) for node in targets]
+
+
+def has_rules(graph: Graph, targets: list[Node]) -> bool:
+    """Whether every node on the way to the targets has a rule."""
+    wanted = _leading_to(graph, targets)
+    return all(
+        node.name() in RULES
+        for node in graph.nodes
+        if node in wanted and any(child in wanted for child, _ in node.next_functions)
+    )
+
+
+def _leading_to(graph: Graph, targets: list[Node]) -> set[Node]:
+    wanted = set(targets)
+    for node in reversed(graph.nodes):  # producers before consumers
+        if node not in wanted and any(child in wanted for child, _ in node.next_functions):
+            wanted.add(node)
+    return wanted
+
+
+def _addmm(node: Node, grad: Tensor, place: int) -> Tensor:
+    if place != 1 or node._saved_alpha != 1:
+        raise NoRuleError("AddmmBackward0")
+    return grad @ node._saved_mat2.mT
+
+
+def _mm(node: Node, grad: Tensor, place: int) -> Tensor:
+    if place != 0:
+        raise NoRuleError("MmBackward0")
+    return grad @ node._saved_mat2.mT
+
+
+def _view(node: Node, grad: Tensor, place: int) -> Tensor:
+    return grad.reshape(grad.shape[0], *node._saved_self_sym_sizes)
+
+
+def _same(node: Node, grad: Tensor, place: int) -> Tensor:
+    return grad
+
+
+def _add(node: Node, grad: Tensor, place: int) -> Tensor:
+    return grad if place == 0 or node._saved_alpha == 1 else grad * node._saved_alpha
+
+
+def _mul(node: Node, grad: Tensor, place: int) -> Tensor:
+    return grad * (node._saved_other if place == 0 else node._saved_self)
+
+
+def _mean(node: Node, grad: Tensor, place: int) -> Tensor:
+    shape = tuple(node._saved_self_sym_sizes)
+    spread = _sum(node, grad, place)
+    return spread / (_numel(shape) / max(1, _numel(output_shape(node))))
+
+
+def _sum(node: Node, grad: Tensor, place: int) -> Tensor:
+    shape = tuple(node._saved_self_sym_sizes)
+    if not node._saved_keepdim:
+        dims = sorted(_signed(d) % len(shape) for d in node._saved_dim)
+        for dim in dims:
+            grad = grad.unsqueeze(dim + 1)
+    return grad.expand(grad.shape[0], *shape)
+
+
+def _convolution(node: Node, grad: Tensor, place: int) -> Tensor:
+    if place != 0:
+        raise NoRuleError("ConvolutionBackward0")
+    weight, x = node._saved_weight, node._saved_input
+    folded = grad.flatten(0, 1)
+    blank = folded.new_empty(1).expand(folded.shape[0], *x.shape[1:])  # only its shape is read
+    back = aten.convolution_backward(
+        folded, blank, weight, None, node._saved_stride, node._saved_padding, node._saved_dilation,
+        node._saved_transposed, node._saved_output_padding, node._saved_groups, (True, False, False),
+    )[0]  # fmt: skip
+    return back.unflatten(0, grad.shape[:2])
+
+
+def _batch_norm(node: Node, grad: Tensor, place: int) -> Tensor:
+    if place != 0 or node._saved_training:
+        raise NoRuleError("BatchNorm")
+    eps = node._saved_epsilon if node.name().startswith("Cudnn") else node._saved_eps
+    scale = (node._saved_running_var + eps).rsqrt()
+    if node._saved_weight is not None:
+        scale = scale * node._saved_weight
+    return grad * scale.to(grad).view(-1, *(1,) * (grad.ndim - 3))
+
+
+def _layer_norm(node: Node, grad: Tensor, place: int) -> Tensor:
+    if place != 0:
+        raise NoRuleError("LayerNorm")
+    x, rstd = node._saved_input, node._saved_result2
+    dims = tuple(range(-len(node._saved_normalized_shape), 0))
+    unit = (x - node._saved_result1) * rstd
+    scaled = grad if node._saved_weight is None else grad * node._saved_weight
+    shift = scaled.mean(dims, keepdim=True) + unit * (scaled * unit).mean(dims, keepdim=True)
+    return (scaled - shift) * rstd
+
+
+def _max_pool(node: Node, grad: Tensor, place: int) -> Tensor:
+    x, index = node._saved_self, node._saved_result1
+    flat = grad.new_zeros(grad.shape[0], *x.shape[:-2], x.shape[-2] * x.shape[-1])
+    # Windows may share a maximum, so contributions add up.
+    flat.scatter_add_(-1, index.flatten(-2).expand(grad.shape[0], *index.shape[:-2], -1), grad.flatten(-2))
+    return flat.unflatten(-1, x.shape[-2:])
+
+
+def _adaptive_pool(node: Node, grad: Tensor, place: int) -> Tensor:
+    x = node._saved_self
+    blank = grad.new_empty(1).expand(grad.shape[0] * x.shape[0], *x.shape[1:])
+    return aten._adaptive_avg_pool2d_backward(grad.flatten(0, 1), blank).unflatten(0, grad.shape[:2])
+
+
+def _avg_pool(node: Node, grad: Tensor, place: int) -> Tensor:
+    x = node._saved_self
+    blank = grad.new_empty(1).expand(grad.shape[0] * x.shape[0], *x.shape[1:])
+    back = aten.avg_pool2d_backward(
+        grad.flatten(0, 1).contiguous(), blank.contiguous(), node._saved_kernel_size, node._saved_stride,
+        node._saved_padding, node._saved_ceil_mode, node._saved_count_include_pad, node._saved_divisor_override,
+    )  # fmt: skip
+    return back.unflatten(0, grad.shape[:2])
+
+
+def _transpose(node: Node, grad: Tensor, place: int) -> Tensor:
+    ndim = grad.ndim - 1
+    return grad.transpose(_signed(node._saved_dim0) % ndim + 1, _signed(node._saved_dim1) % ndim + 1)
+
+
+def _permute(node: Node, grad: Tensor, place: int) -> Tensor:
+    ndim = grad.ndim - 1
+    dims = [_signed(d) % ndim for d in node._saved_dims]
+    inverse = [dims.index(i) + 1 for i in range(ndim)]
+    return grad.permute(0, *inverse)
+
+
+def _unsqueeze(node: Node, grad: Tensor, place: int) -> Tensor:
+    return grad.squeeze(_signed(node._saved_dim) % (grad.ndim - 1) + 1)
+
+
+def _squeeze(node: Node, grad: Tensor, place: int) -> Tensor:
+    return grad.reshape(grad.shape[0], *node._saved_self_sym_sizes)
+
+
+def _ones(node: Node) -> Tensor:
+    """The slope of an activation is its gradient for ones; it is the same for every seed."""
+    return torch.ones_like(node._saved_self)
+
+
+RULES: Mapping[str, Rule] = {
+    "AddmmBackward0": _addmm,
+    "MmBackward0": _mm,
+    "ViewBackward0": _view,
+    "UnsafeViewBackward0": _view,
+    "ReshapeAliasBackward0": _view,
+    "AliasBackward0": _same,
+    "CloneBackward0": _same,
+    "AddBackward0": _add,
+    "MulBackward0": _mul,
+    "MeanBackward1": _mean,
+    "SumBackward1": _sum,
+    "ConvolutionBackward0": _convolution,
+    "NativeBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _batch_norm,
+    "NativeLayerNormBackward0": _layer_norm,
+    "MaxPool2DWithIndicesBackward0": _max_pool,
+    "AdaptiveAvgPool2DBackward0": _adaptive_pool,
+    "AvgPool2DBackward0": _avg_pool,
+    "TransposeBackward0": _transpose,
+    "PermuteBackward0": _permute,
+    "UnsqueezeBackward0": _unsqueeze,
+    "SqueezeBackward1": _squeeze,
+    "ReluBackward0": lambda node, grad, _: grad * (node._saved_result > 0),
+    "TanhBackward0": lambda node, grad, _: grad * (1 - node._saved_result.square()),
+    "SigmoidBackward0": lambda node, grad, _: grad * (node._saved_result * (1 - node._saved_result)),
+    "GeluBackward0": lambda node, grad, _: (
+        grad * aten.gelu_backward(_ones(node), node._saved_self, approximate=node._saved_approximate)
+    ),
+    "SiluBackward0": lambda node, grad, _: grad * aten.silu_backward(_ones(node), node._saved_self),
+    "LeakyReluBackward0": lambda node, grad, _: (
+        grad * aten.leaky_relu_backward(_ones(node), node._saved_self, node._saved_negative_slope, False)
+    ),
+}
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _numel(shape: tuple[Any, ...]) -> int:
+    return torch.Size(shape).numel()
