@@ -43,7 +43,10 @@ class _KroneckerSum:
         if self._inp is None:
             self._inp = Gram(self._block.d_in, *self._options, self._block.groups)
         self._inp.add(a.flatten(1, 2))
-        self._out.add(g.flatten(1, 3))
+        if g.stride(-1) != 1 and g.shape[3] >= g.shape[4]:  # a convolution's gradient, channels before pixels
+            self._out.add_runs(g.flatten(1, 2))
+        else:
+            self._out.add(g.flatten(1, 3))
         self._rows += a.shape[1] * a.shape[2]
 
     def _add_lookup(self, jacobian: LookupJacobian) -> None:

@@ -31,7 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Uci:
-    """One recipe for all tables. ``variants`` are compared on the same trained networks."""
+    """One recipe for all tables. ``variants`` are compared on the same trained networks.
+
+    A table with fewer than ``splits`` splits gives those that it has.
+    """
 
     data_dir: Path
     sets: tuple[str, ...] = SETS
@@ -64,7 +67,7 @@ def run(settings: Uci, report: Callable[[str], None] = lambda line: None) -> Res
             notes.append(f"{name}: skipped, {path.name} is not in the data folder")
             report(notes[-1])
             continue
-        found = [_split(path, split, settings) for split in range(settings.splits)]
+        found = [_split(path, split, settings) for split in range(min(settings.splits, splits_in(path)))]
         for variant in settings.variants:
             mine = [each[variant] for each in found]
             rows.append(Row(variant, mean_scores(mine), name))
@@ -109,6 +112,15 @@ def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]
 def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:
     taken, fitted = best_seconds(lambda: lw.fit(model, data, "regression", progress=False, **options), repeats=1)
     return {**scores(predicted(fitted, table)), "fit / epoch": taken / epoch}
+
+
+def splits_in(path: Path) -> int:
+    """How many standard splits a file has: train_0, train_1 and so on."""
+    with np.load(path, allow_pickle=False) as file:
+        count = 0
+        while f"train_{count}" in file:
+            count += 1
+    return max(count, 1)  # a file without any is refused when its first is read
 
 
 def read_split(path: Path, split: int) -> Table:

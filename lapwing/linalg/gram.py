@@ -33,6 +33,10 @@ class Gram:
         else:
             self._sum.baddbmm_(x.mT, x)
 
+    def add_runs(self, x: Tensor) -> None:
+        """Add many short runs of rows x (G, R, T, d) that lie in memory as (..., d, T), without turning them."""
+        self._sum += torch.matmul(x.mT, x).to(self._sum.dtype).sum(1)
+
     def value(self) -> Tensor:
         """The symmetric sum, (G, d, d), or (d, d) for one group."""
         upper = self._sum.triu()

@@ -24,29 +24,43 @@ class NoRuleError(Exception):
 
 
 def pull_back_folded(graph: Graph, targets: list[Node], seeds: Tensor) -> list[Tensor | None]:
-    """Gradients (K, *output) at the targets for seeds (K, *output of the root); None where no path leads."""
+    """Gradients (K, *output) at the targets for seeds (K, *output of the root); None where no path leads.
+
+    A gradient that nobody else holds is multiplied in place: at these sizes a new tensor costs more than the product.
+    """
     wanted = _leading_to(graph, targets)
     grads: dict[Node, Tensor] = {graph.nodes[0]: seeds}
+    own: dict[Node, bool] = {}
     found: dict[Node, Tensor] = {}
     remaining = set(targets)
     for node in graph.nodes:
         grad = grads.pop(node, None)
         if grad is None:
             continue
+        mine = own.pop(node, False)
         if node in remaining:
             found[node] = grad
             remaining.discard(node)
+            mine = False
         if not remaining:
             break
+        name = node.name()
         for place, (child, nr) in enumerate(node.next_functions):
             if child is None or child not in wanted:
                 continue
-            rule = RULES.get(node.name())
-            if rule is None or nr != 0:
-                raise NoRuleError(node.name())
-            part = rule(node, grad, place)
+            if nr != 0:
+                raise NoRuleError(name)
+            if name in SLOPES:
+                slope = SLOPES[name](node)
+                part, fresh = (grad.mul_(slope) if mine else grad * slope), True
+            elif name in RULES:
+                part = RULES[name](node, grad, place)
+                fresh = name not in PASSES or (mine and len(node.next_functions) == 1)
+            else:
+                raise NoRuleError(name)
             if part.shape[1:] != output_shape(child):
-                raise NoRuleError(node.name())
+                raise NoRuleError(name)
+            own[child] = fresh and child not in grads
             grads[child] = grads[child] + part if child in grads else part
     return [found.get(node) for node in targets]
 
@@ -55,7 +69,7 @@ def has_rules(graph: Graph, targets: list[Node]) -> bool:
     """Whether every node on the way to the targets has a rule."""
     wanted = _leading_to(graph, targets)
     return all(
-        node.name() in RULES
+        node.name() in RULES or node.name() in SLOPES
         for node in graph.nodes
         if node in wanted and any(child in wanted for child, _ in node.next_functions)
     )
@@ -190,11 +204,6 @@ def _squeeze(node: Node, grad: Tensor, place: int) -> Tensor:
     return grad.reshape(grad.shape[0], *node._saved_self_sym_sizes)
 
 
-def _ones(node: Node) -> Tensor:
-    """The slope of an activation is its gradient for ones; it is the same for every seed."""
-    return torch.ones_like(node._saved_self)
-
-
 RULES: Mapping[str, Rule] = {
     "AddmmBackward0": _addmm,
     "MmBackward0": _mm,
@@ -218,17 +227,41 @@ RULES: Mapping[str, Rule] = {
     "PermuteBackward0": _permute,
     "UnsqueezeBackward0": _unsqueeze,
     "SqueezeBackward1": _squeeze,
-    "ReluBackward0": lambda node, grad, _: grad * (node._saved_result > 0),
-    "TanhBackward0": lambda node, grad, _: grad * (1 - node._saved_result.square()),
-    "SigmoidBackward0": lambda node, grad, _: grad * (node._saved_result * (1 - node._saved_result)),
-    "GeluBackward0": lambda node, grad, _: (
-        grad * aten.gelu_backward(_ones(node), node._saved_self, approximate=node._saved_approximate)
+}
+# These may hand on the tensor they were given.
+PASSES = frozenset(
+    [
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "AliasBackward0",
+        "CloneBackward0",
+        "AddBackward0",
+        "SumBackward1",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "UnsqueezeBackward0",
+        "SqueezeBackward1",
+    ]
+)
+# Activations: their slope, shaped like the output and the same for every seed.
+SLOPES: Mapping[str, Callable[[Node], Tensor]] = {
+    "ReluBackward0": lambda node: node._saved_result > 0,
+    "TanhBackward0": lambda node: 1 - node._saved_result.square(),
+    "SigmoidBackward0": lambda node: node._saved_result * (1 - node._saved_result),
+    "GeluBackward0": lambda node: aten.gelu_backward(
+        _ones(node), node._saved_self, approximate=node._saved_approximate
     ),
-    "SiluBackward0": lambda node, grad, _: grad * aten.silu_backward(_ones(node), node._saved_self),
-    "LeakyReluBackward0": lambda node, grad, _: (
-        grad * aten.leaky_relu_backward(_ones(node), node._saved_self, node._saved_negative_slope, False)
+    "SiluBackward0": lambda node: aten.silu_backward(_ones(node), node._saved_self),
+    "LeakyReluBackward0": lambda node: aten.leaky_relu_backward(
+        _ones(node), node._saved_self, node._saved_negative_slope, False
     ),
 }
+
+
+def _ones(node: Node) -> Tensor:
+    """The slope of an activation is its gradient for ones."""
+    return torch.ones_like(node._saved_self)
 
 
 def _signed(value: int) -> int:

@@ -183,6 +183,7 @@ class Network:
     layout: tuple[Block, ...]
     output_shape: tuple[int, ...]  # of one sample: (C,) or (T, C)
     width: int  # gradient numbers per sample and seed
+    patches: int  # numbers per sample of the largest unfolded input
     forward_mode: bool  # whether forward-mode products are defined for every operation
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
     _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -217,9 +218,11 @@ class Network:
         shapes = dict(zip(selection.names, selection.shapes, strict=True))
         layout = arranged(graph, uses, patterns, shapes)
         nodes = {use.node for use in uses.uses}
+        patches = max((_patch_numbers(use, shapes) for use in uses.uses), default=0) // raw.shape[0]
         width = sum(torch.Size(graphs.output_shape(node)).numel() for node in nodes) // raw.shape[0]
         forward_mode = not recurrent and not _padded(graph)
-        return cls(model, selection, layout, tuple(f.shape[1:]), max(width, f[0].numel()), forward_mode, recurrent)
+        outputs = tuple(f.shape[1:])
+        return cls(model, selection, layout, outputs, max(width, f[0].numel()), patches, forward_mode, recurrent)
 
     @property
     def device(self) -> torch.device:
@@ -260,7 +263,7 @@ class Network:
         item = torch.finfo(self.dtype).bits // 8
         budget = BYTES.get(self.device.type, BYTES["cuda"])
         # Autograd holds about as much again while it passes backwards.
-        step = max(1, budget // (2 * item * max(1, seeds) * self.width))
+        step = max(1, budget // (item * (2 * max(1, seeds) * self.width + self.patches)))
         for start in range(0, batch, step):
             yield slice(start, min(batch, start + step))
 
@@ -320,6 +323,14 @@ class Network:
                 return found
             self._seen[key] = [found[node] for node in nodes]
         return dict(zip(nodes, self._seen[key], strict=True))
+
+
+def _patch_numbers(use: rules.Use, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """How many numbers the input patches of a convolution unfold to, for the whole batch."""
+    if not isinstance(use.form, rules.Convolution):
+        return 0
+    out, weight = graphs.output_shape(use.node), shapes[use.name]
+    return torch.Size(out).numel() // out[1] * torch.Size(weight[1:]).numel() * use.groups
 
 
 def _padded(graph: graphs.Graph) -> bool:

@@ -84,13 +84,19 @@ class Convolution:
         patches = windows(x, weight.shape[2:], node._saved_stride, node._saved_padding, node._saved_dilation)
         images, spatial = x.shape[0], g.shape[3:]
         count, dims = _numel(spatial), len(spatial)
-        # (N, Cin, *out, *k) -> (G, N, T, Cin/G * k)
+        # Inputs lie in memory as (G, Cin/G * k, N, T): one copy along rows of pixels, the bias's ones included, and
+        # a Gram matrix over all positions needs no further one.
+        kernel = tuple(weight.shape[2:])
+        width = weight[0].numel()
+        a = x.new_empty(groups, width + bias, images, count)
         patches = patches.unflatten(1, (groups, -1)).permute(
-            1, 0, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims)
+            1, 2, *range(3 + dims, 3 + 2 * dims), 0, *range(3, 3 + dims)
         )
-        a = patches.reshape(groups, images, count, -1)
+        a[:, :width].view(groups, weight.shape[1], *kernel, images, *spatial).copy_(patches)
+        if bias:
+            a[:, width] = 1
         g = g.reshape(g.shape[0], images, groups, -1, count).permute(2, 0, 1, 4, 3)
-        return LinearJacobian(with_ones(_merge(a, 1, pattern), bias), _merge(g, 2, pattern))
+        return LinearJacobian(_merge(a.permute(0, 2, 3, 1), 1, pattern), _merge(g, 2, pattern))
 
 
 @dataclass(frozen=True)

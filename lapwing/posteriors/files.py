@@ -146,6 +146,7 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
         layout,
         tuple(shape["output_shape"]),
         shape["width"],
+        shape["patches"],
         shape["forward_mode"],
         shape["recurrent"],
     )
