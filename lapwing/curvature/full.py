@@ -153,12 +153,11 @@ def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCur
     size = network.selection.size
     total = torch.zeros(size, size, dtype=torch.float64, device=network.device)
     gram: Gram | None = None
-    pairs: Tensor | None = None
+    pairs = _PairSums()
     for jacobians in sweep:
         part = single_map(jacobians)
         if part is not None:
-            found = _pair_sums(part)
-            pairs = found.double() if pairs is None else pairs.add_(found)
+            pairs.add(part)
             continue
         gram = Gram(size, torch.float64, network.device) if gram is None else gram
         rows = jacobians.whole().flatten(0, 1)
@@ -167,24 +166,68 @@ def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCur
             gram.add(rows[start : start + step])
     if gram is not None:
         total = gram.value()
-    if pairs is not None:
-        total += _spread_pairs(pairs, network)
+    if pairs.used:
+        total += _spread_pairs(pairs.value(), network)
     return FullCurvature(total, network.selection)
 
 
-def _pair_sums(part: LinearJacobian) -> Tensor:
-    """Σ_b (Σ_k g_ki g_kj) a aᵀ for i <= j: (pairs, d_in, d_in), a K-th of the work of JᵀJ."""
-    a, g = part.a[0, :, 0], part.g[0, :, :, 0].transpose(0, 1)  # (B, d_in), (B, K, d_out)
-    curved = torch.bmm(g.mT, g)
-    first, second = torch.triu_indices(g.shape[-1], g.shape[-1], device=a.device)
-    weights = curved[:, first, second]  # (B, pairs)
-    batch, d_in = a.shape
-    found = a.new_empty(len(first), d_in, d_in)
-    step = max(1, BYTES // (a.element_size() * batch * d_in))
-    for start in range(0, len(first), step):
-        w = weights[:, start : start + step]
-        tall = (w.mT.unsqueeze(-1) * a).mT.reshape(-1, batch)  # (pairs d_in, B)
-        found[start : start + step] = (tall @ a).reshape(-1, d_in, d_in)
+class _PairSums:
+    """Σ_b (Σ_k g_ki g_kj) a aᵀ for i <= j, (pairs, d_in, d_in): a K-th of the work of JᵀJ.
+
+    Rows are collected until a product with them is worth the pass over the large result, whose lower halves in the
+    inputs are left out; float32 products are summed in float64.
+    """
+
+    ROWS = 512
+
+    def __init__(self) -> None:
+        self._inputs: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._top: Tensor | None = None  # rows of the first half of the inputs
+        self._low: Tensor | None = None  # second half by second half
+        self.used = False
+
+    def add(self, part: LinearJacobian) -> None:
+        a, g = part.a[0, :, 0], part.g[0, :, :, 0].transpose(0, 1)  # (B, d_in), (B, K, d_out)
+        first, second = torch.triu_indices(g.shape[-1], g.shape[-1], device=a.device)
+        self._inputs.append(a)
+        self._weights.append(torch.bmm(g.mT, g)[:, first, second])
+        self.used = True
+        if sum(len(x) for x in self._inputs) >= self.ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._inputs:
+            return
+        a, w = torch.cat(self._inputs), torch.cat(self._weights)
+        self._inputs, self._weights = [], []
+        half = a.shape[1] // 2
+        top = _weighted_products(a[:, :half], w, a)
+        low = _weighted_products(a[:, half:], w, a[:, half:])
+        self._top = top.double() if self._top is None else self._top.add_(top)
+        self._low = low.double() if self._low is None else self._low.add_(low)
+
+    def value(self) -> Tensor:
+        self._flush()
+        assert self._top is not None
+        assert self._low is not None
+        half, size = self._top.shape[1:]
+        whole = self._top.new_empty(len(self._top), size, size)
+        whole[:, :half] = self._top
+        whole[:, half:, :half] = self._top[:, :, half:].mT
+        whole[:, half:, half:] = self._low
+        return whole
+
+
+def _weighted_products(left: Tensor, weights: Tensor, right: Tensor) -> Tensor:
+    """Σ_b weights_bp left_b rightᵀ_b: (pairs, d_left, d_right)."""
+    pairs, rows = weights.shape[1], len(left)
+    found = left.new_empty(pairs, left.shape[1], right.shape[1])
+    step = max(1, BYTES // (4 * left.element_size() * rows * max(1, left.shape[1])))
+    for start in range(0, pairs, step):
+        w = weights[:, start : start + step].mT  # (p, B)
+        tall = (left.mT.unsqueeze(0) * w.unsqueeze(1)).reshape(-1, rows)  # (p d_left, B)
+        torch.mm(tall, right, out=found[start : start + step].view(-1, right.shape[1]))
     return found
 
 

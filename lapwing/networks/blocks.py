@@ -139,7 +139,7 @@ class LinearJacobian:
         outputs = self.g.shape[1]
         classes = outputs // tokens
         if self.positions == 1:
-            scale = torch.bmm(self.a[:, :, 0].square(), weights.mT)  # (G, B, d_out)
+            scale = self.a[:, :, 0].square() @ weights.mT  # (G, B, d_out)
             return self._diagonal_form(scale, tokens, full)
         found = []
         root = weights.sqrt()[:, :, None]  # (G, d_out, 1, d_in)
@@ -160,9 +160,11 @@ class LinearJacobian:
 
     def _diagonal_form(self, scale: Tensor, tokens: int, full: bool) -> Tensor:
         groups, _, batch, _, d_out = self.g.shape
-        if not full and self.g.stride(2) == 0:
-            out = torch.bmm(scale, self.g[:, :, 0, 0].square().mT).sum(0)
-            return out.reshape(batch, tokens, -1)
+        if groups == 1 and tokens == 1 and self.g.stride(2) == 0:  # the same for every sample: a last layer
+            rows = self.g[0, :, 0, 0]  # (K, d_out)
+            if not full:
+                return (scale[0] @ rows.square().mT).unsqueeze(1)
+            return ((rows * scale[0].unsqueeze(1)) @ rows.mT).unsqueeze(1)
         if not full:
             return torch.einsum("gkbi,gbi->bk", self.g[:, :, :, 0].square(), scale).reshape(batch, tokens, -1)
         rows = self.g[:, :, :, 0].permute(0, 2, 1, 3).reshape(groups, batch, tokens, -1, d_out)
@@ -290,6 +292,8 @@ BlockJacobian = LinearJacobian | LookupJacobian | DenseJacobian
 def _right(x: Tensor, basis: Tensor) -> Tensor:
     """x (G, ..., d) times basis (G, d, d)."""
     groups = x.shape[0]
+    if groups == 1:
+        return x @ basis[0]
     return torch.bmm(x.reshape(groups, -1, x.shape[-1]), basis).reshape(*x.shape[:-1], basis.shape[-1])
 
 

@@ -15,9 +15,9 @@ from lapwing.core.errors import ModelError
 class Fingerprint:
     """For every parameter and buffer its norm and its product with a fixed pattern, which feels every entry.
 
-    ``quick`` holds the products in the parameters' own dtype: while they are the same to the bit, one fast read of
-    the weights settles the question. Only if they are not (other weights, another number of threads) do the exact
-    figures decide.
+    ``quick`` holds version counters and norms in the parameters' own dtype: while those are the same to the bit, one
+    fast read of the weights settles the question. Only if they are not (other weights, a step that changed nothing,
+    another number of threads) do the exact figures decide.
     """
 
     names: tuple[str, ...]
@@ -34,11 +34,11 @@ class Fingerprint:
             norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors.values()]
             numbers = torch.stack([*marks, *norms]).tolist()
         shapes = tuple(tuple(t.shape) for t in tensors.values())
-        return cls(tuple(tensors), shapes, tuple(numbers[: len(marks)]), tuple(numbers[len(marks) :]), _quick(tensors))
+        return cls(tuple(tensors), shapes, tuple(numbers[: len(marks)]), tuple(numbers[len(marks) :]), _quick(model))
 
     def refuse_other(self, model: nn.Module, tolerance: float = 1e-9) -> None:
         """Raise unless the model's parameters are those of the fingerprint."""
-        if self.quick and _quick(_state(model)) == self.quick:
+        if self.quick and _quick(model) == self.quick:
             return
         now = Fingerprint.of(model)
         if now.names != self.names or now.shapes != self.shapes:
@@ -61,9 +61,12 @@ class Fingerprint:
                 )
 
 
-def _quick(tensors: dict[str, Tensor]) -> tuple[float, ...]:
+def _quick(model: nn.Module) -> tuple[float, ...]:
+    """Version counters see every change that autograd sees; the norms see those made behind its back."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     with torch.no_grad():
-        return tuple(torch.stack([_mark(t).double() for t in tensors.values()]).tolist())
+        norms = torch.stack(torch._foreach_norm(tensors)).tolist()
+    return (*(t._version for t in tensors), *norms)
 
 
 def _mark(t: Tensor) -> Tensor:

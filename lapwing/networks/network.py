@@ -102,8 +102,8 @@ class Tangent:
         tokens = f.shape[1] if f.ndim == 3 else 1
         if seeds is None:
             size = f[0].numel()
-            seeds = torch.eye(size, dtype=f.dtype, device=f.device).reshape(size, 1, *f.shape[1:])
-            seeds = seeds.expand(size, *f.shape)
+            eye = torch.eye(size, dtype=f.dtype, device=f.device)
+            seeds = eye.view(size, 1, *f.shape[1:]).expand(size, *f.shape)
         else:
             tokens = 1
         grads, patterns = self._pulled_back(seeds)

@@ -33,6 +33,7 @@ from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.gaussian import Prior
 
 FORMAT = "lapwing-posterior-1"
+NETWORK_FIELDS = ("output_shape", "width", "patches", "forward_mode", "recurrent")
 LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian)}
 
 
@@ -70,10 +71,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         "prior": {"kind": prior.kind, "mean": None if isinstance(prior.mean, Tensor) else prior.mean},
         "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
         "layout": [asdict(block) for block in network.layout],
-        "network": {
-            "output_shape": network.output_shape, "width": network.width,
-            "forward_mode": network.forward_mode, "recurrent": network.recurrent,
-        },
+        "network": {name: getattr(network, name) for name in NETWORK_FIELDS},
         "statistics": asdict(posterior.statistics),
         "curvature": kind,
         "fingerprint": {**asdict(fingerprint), "quick": ()},
@@ -139,17 +137,9 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
         tensors.get("selection.index"),
     )
     layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in meta["layout"])
-    shape = meta["network"]
-    network = Network(
-        model,
-        selection,
-        layout,
-        tuple(shape["output_shape"]),
-        shape["width"],
-        shape["patches"],
-        shape["forward_mode"],
-        shape["recurrent"],
-    )
+    fields = {name: meta["network"][name] for name in NETWORK_FIELDS}
+    fields["output_shape"] = tuple(fields["output_shape"])
+    network = Network(model, selection, layout, **fields)
     mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
     prior = Prior(meta["prior"]["kind"], tensors["prior.precision"], mean).bound(
         selection, torch.empty(0, dtype=dtype, device=device)
