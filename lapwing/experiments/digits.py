@@ -1,10 +1,12 @@
-"""Handwritten digits: what error bars do for a confident classifier, on digits and on images that are none."""
+"""Handwritten digits from a noisy sensor: error bars for a classifier that is surer than it should be."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, fields
+from functools import partial
 
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -19,12 +21,16 @@ from lapwing.metrics.ood import auroc
 
 @dataclass(frozen=True)
 class Digits:
-    """The 8 x 8 digits of scikit-learn: some to train on, some to choose a prior by, the rest to test."""
+    """The 8 x 8 digits of scikit-learn, with noise on every pixel.
 
-    recipe: Recipe = Recipe(hidden=(64, 64), epochs=300, learning_rate=3e-3)
-    test_share: float = 0.5
-    validation_share: float = 0.1
-    precisions: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+    Pixels run from zero to one; at the default noise a network of this size learns its training images by heart and
+    is wrong on a third of the others without noticing. ``noise=0`` gives the clean digits, which the plain network
+    already knows well: there a prior chosen by the evidence is too weak, and the posterior is less sure than it could be.
+    """
+
+    recipe: Recipe = Recipe(hidden=(64, 64), epochs=300, learning_rate=3e-3, weight_decay=3e-4)
+    noise: float = 0.5
+    test_share: float = 0.4
     seed: int = 0
 
 
@@ -38,7 +44,6 @@ class _Images:
 @dataclass(frozen=True, eq=False)
 class _Labelled:
     train: tuple[Tensor, Tensor]
-    validation: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
 
 
@@ -51,7 +56,7 @@ def run(settings: Digits) -> Result:
     train = batches(*data.train, settings.recipe.batch_size)
     seconds["epoch"] = epoch_seconds(model, train)
     images = _images(data.test[0], settings.seed)
-    rows, arrays, fitted = [], {}, _fitted(model, train, data, settings)
+    rows, arrays, fitted = [], {}, _fitted(model, train)
     for name, (taken, posterior) in fitted.items():
         probs = {each.name: posterior.predict(getattr(images, each.name)).probs for each in fields(images)}
         seconds[f"fit {name}"] = taken
@@ -64,24 +69,14 @@ def run(settings: Digits) -> Result:
     return Result("digits", plain(settings), settings.seed, tuple(rows), seconds, arrays, notes)
 
 
-def _fitted(model: nn.Module, train: Batches, data: _Labelled, settings: Digits) -> dict[str, tuple[float, lw.Fitted]]:
-    """By name the time to fit and the posterior."""
-    point = best_seconds(lambda: lw.fit(model, train, "classification", method=lw.MapOnly(), progress=False))
-    default = best_seconds(lambda: lw.fit(model, train, "classification", progress=False))
-    chosen = best_seconds(lambda: _by_validation(model, train, data.validation, settings.precisions))
-    return {"plain network": point, "posterior": default, "posterior, validated prior": chosen}
-
-
-def _by_validation(
-    model: nn.Module, train: Batches, validation: tuple[Tensor, Tensor], precisions: tuple[float, ...]
-) -> lw.Fitted:
-    """The prior with the lowest NLL on images that the network was not trained on: one fit serves them all."""
-    fitted = lw.fit(model, train, "classification", prior=precisions[0], progress=False)
-    x, y = validation
-    return min(
-        (fitted.with_prior(precision) for precision in precisions),
-        key=lambda candidate: classification.nll(candidate.predict(x).probs, y),
-    )
+def _fitted(model: nn.Module, train: Batches) -> dict[str, tuple[float, lw.Fitted]]:
+    """By name the time to fit, tuning included, and the posterior."""
+    fit = partial(lw.fit, model, train, "classification", progress=False)
+    return {
+        "plain network": best_seconds(lambda: fit(method=lw.MapOnly())),
+        "posterior": best_seconds(fit),
+        "posterior, last layer": best_seconds(lambda: fit(method=lw.Full(), weights=lw.last_layer)),
+    }
 
 
 def _scores(probs: dict[str, Tensor], y: Tensor) -> dict[str, float]:
@@ -98,14 +93,11 @@ def _scores(probs: dict[str, Tensor], y: Tensor) -> dict[str, float]:
 
 def _split(settings: Digits) -> _Labelled:
     x, y = load_digits(return_X_y=True)
-    rest_x, test_x, rest_y, test_y = train_test_split(
-        x / 16, y, test_size=settings.test_share, random_state=settings.seed, stratify=y
+    noisy = x / 16 + settings.noise * np.random.default_rng(settings.seed).standard_normal(x.shape)
+    train_x, test_x, train_y, test_y = train_test_split(
+        noisy, y, test_size=settings.test_share, random_state=settings.seed, stratify=y
     )
-    share = settings.validation_share / (1 - settings.test_share)
-    train_x, validation_x, train_y, validation_y = train_test_split(
-        rest_x, rest_y, test_size=share, random_state=settings.seed, stratify=rest_y
-    )
-    pairs = ((train_x, train_y), (validation_x, validation_y), (test_x, test_y))
+    pairs = ((train_x, train_y), (test_x, test_y))
     return _Labelled(*((torch.as_tensor(x).float(), torch.as_tensor(y).long()) for x, y in pairs))
 
 

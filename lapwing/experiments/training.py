@@ -23,6 +23,8 @@ class Recipe:
     """A network and how it is trained: Adam with L2 decay, its learning rate falling to zero by a cosine.
 
     Training ends after ``epochs`` or ``max_steps``, whichever comes first; the rate follows the same clock.
+    Rate and epochs are those, of ten pairs, with the lowest mean validation error of the plain network over the
+    UCI tables, on a tenth of the training rows of their first split held out.
     """
 
     hidden: tuple[int, ...] = (50, 50)

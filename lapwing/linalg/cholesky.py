@@ -18,5 +18,5 @@ def cholesky(matrix: Tensor, name: str) -> Tensor:
     smallest = torch.linalg.eigvalsh(matrix.double()).min().item()
     raise NumericalError(
         f"the precision of {name} is not positive definite: its smallest eigenvalue is {smallest:.3g}; expected "
-        "above zero. Raise the prior precision, compute in float64, or use curvature='ggn', which cannot be negative."
+        "above zero. Raise the prior precision, or compute in float64; a Hessian may be indefinite where a GGN is not."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = {"cpu": 128, "cuda": 512}  # below this a plain product is faster than splitting it
+BLOCK = {"cpu": 128, "cuda": 1024}  # below this a plain product is faster than splitting it
 
 
 class Gram:
@@ -46,7 +46,7 @@ class Gram:
 
 def _add_upper(out: Tensor, x: Tensor) -> None:
     size = x.shape[1]
-    if size < 2 * BLOCK.get(x.device.type, 512):
+    if size < 2 * BLOCK.get(x.device.type, 1024):
         out.addmm_(x.mT, x)
         return
     half = size // 2

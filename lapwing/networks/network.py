@@ -33,7 +33,7 @@ from lapwing.networks.forward import (
 from lapwing.networks.ownership import find_patterns
 from lapwing.networks.selection import Selection, Weights, all_weights
 
-BYTES = {"cpu": 512 * 2**20, "cuda": 2048 * 2**20}  # what the gradients of one chunk may take
+BYTES = {"cpu": 512 * 2**20, "cuda": 3072 * 2**20}  # what the gradients of one chunk may take
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +264,7 @@ class Network:
         budget = BYTES.get(self.device.type, BYTES["cuda"])
         # Autograd holds about as much again while it passes backwards.
         step = max(1, budget // (item * (2 * max(1, seeds) * self.width + self.patches)))
+        step = -(-batch // -(-batch // step))  # as many chunks, but of even size
         for start in range(0, batch, step):
             yield slice(start, min(batch, start + step))
 

@@ -30,13 +30,18 @@ class SoftmaxPredictive:
     seed: int = 0
 
     @cached_property
-    def probs(self) -> Tensor:
-        """(B, C)"""
+    def log_probs(self) -> Tensor:
+        """(B, C), kept in logs so that a confident mistake costs what it should and not infinity."""
         if self.link == "probit":
             return probit(self.belief)
         if self.link == "bridge":
             return bridge(self.belief)
-        return self.logit_samples.softmax(-1).mean(0)
+        return torch.logsumexp(self.logit_samples.log_softmax(-1), 0) - math.log(self.samples)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """(B, C)"""
+        return self.log_probs.exp()
 
     @cached_property
     def logit_samples(self) -> Tensor:
@@ -54,7 +59,7 @@ class SoftmaxPredictive:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,)"""
-        return self.probs.gather(-1, y.long().reshape(*self.probs.shape[:-1], 1)).squeeze(-1).log()
+        return self.log_probs.gather(-1, y.long().reshape(*self.log_probs.shape[:-1], 1)).squeeze(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B) class numbers."""
@@ -81,12 +86,12 @@ class SoftmaxPredictive:
 
 
 def probit(belief: FunctionGaussian) -> Tensor:
-    """softmax(m / sqrt(1 + pi/8 var)): needs variances alone."""
-    return (belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)).softmax(-1)
+    """log softmax(m / sqrt(1 + pi/8 var)): needs variances alone."""
+    return (belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)).log_softmax(-1)
 
 
 def bridge(belief: FunctionGaussian) -> Tensor:
-    """The mean of the Dirichlet matched to the logits (Hobbhahn et al. 2022).
+    """The log mean of the Dirichlet matched to the logits (Hobbhahn et al. 2022).
 
     Logits are known up to a shift, so the belief is conditioned on summing to zero first.
     """
@@ -97,12 +102,12 @@ def bridge(belief: FunctionGaussian) -> Tensor:
     mean = mean - rows * mean.sum(-1, keepdim=True) / total
     variance = cov.diagonal(dim1=-2, dim2=-1) - rows.square() / total
     if not bool(variance.any()):  # no spread, nothing to match: the plain network
-        return mean.softmax(-1)
+        return mean.log_softmax(-1)
     variance = variance.clamp_min(1e3 * torch.finfo(mean.dtype).eps)
     # exp(m_k) Σ_l exp(-m_l) / C²: kept in logs so that confident logits do not overflow
     spread = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / count**2
     alpha = (1 - 2 / count + spread) / variance
-    return alpha / alpha.sum(-1, keepdim=True)
+    return alpha.log() - alpha.sum(-1, keepdim=True).log()
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -1,0 +1,273 @@
+"""Clear errors: what was seen, what was expected, what to do. And nothing has changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapwing as lw
+from tests import problems
+from tests.cases import BY_NAME, Wrapped
+
+D = torch.float64
+METHODS: dict[str, Any] = {
+    "full": lw.Full(), "diagonal": lw.Diagonal(), "kron": lw.Kron(), "ekron": lw.EKron(), "low_rank": lw.LowRank(rank=3),
+    "map_only": lw.MapOnly(),
+}  # fmt: skip
+X = torch.randn(7, 4, dtype=D, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (7,), generator=torch.Generator().manual_seed(2))
+R = torch.randn(7, 3, dtype=D, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(params=list(METHODS))
+def method(request: pytest.FixtureRequest) -> Any:
+    return METHODS[request.param]
+
+
+def net(outputs: int = 3) -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+
+
+def refused(error: type, message: str, data: Any, likelihood: Any, method: Any, model: nn.Module | None = None) -> None:
+    """The error, its words, and the model bit for bit as it was."""
+    model = net() if model is None else model
+
+    def run() -> None:
+        with pytest.raises(error, match=message) as caught:
+            lw.fit(model, data, likelihood, method=method)
+        assert isinstance(caught.value, lw.LapwingError)
+
+    problems.unchanged(model, run)
+
+
+# A model in training mode
+
+
+def test_batch_norm_in_training_mode(method: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double().train()
+    message = r"1 \(BatchNorm1d\) is in training mode; expected evaluation mode\. Call model\.eval\(\)"
+    refused(lw.ModelError, message, [(X, Y)], "classification", method, model)
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_dropout_in_training_mode(method: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double().train()
+    message = r"1 \(Dropout\) is in training mode; expected evaluation mode\. Call model\.eval\(\)"
+    refused(lw.ModelError, message, [(X, Y)], "classification", method, model)
+
+
+# Empty data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [[], (), DataLoader(TensorDataset(X, Y), 50, drop_last=True), [(X[:0], Y[:0])], [(X[:0], Y[:0]), (X[:0], Y[:0])]],
+    ids=["list", "tuple", "loader", "batch of none", "batches of none"],
+)
+def test_empty_data(data: Any, method: Any) -> None:
+    refused(lw.DataError, r"empty|no datum|0 samples", data, "classification", method)
+
+
+def test_every_target_ignored(method: Any) -> None:
+    message = "no datum counts: every target is ignored; expected at least one"
+    refused(lw.DataError, message, [(X, torch.full_like(Y, -100))], "classification", method)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_one_empty_batch_among_others_changes_nothing(method: Any, position: int) -> None:
+    data = [(X[:4], Y[:4]), (X[4:], Y[4:])]
+    with_none = [*data[:position], (X[:0], Y[:0]), *data[position:]]
+    one, two = (lw.fit(net(), d, "classification", method=method, prior=1.0) for d in (data, with_none))
+    assert two.posterior.statistics.data == 7
+    assert torch.allclose(one.functions(X).cov, two.functions(X).cov, rtol=1e-10, atol=1e-14)
+
+
+# NaN or infinite
+
+
+def spoiled(t: Tensor, value: float) -> Tensor:
+    t = t.clone()
+    t[1, 1] = value
+    return t
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_inputs_that_are_not_finite(value: float, batch: int, method: Any) -> None:
+    data = [(X, Y), (X, Y)]
+    data[batch] = (spoiled(X, value), Y)
+    message = f"inputs of batch {batch}: 1 of 28 entries are NaN or infinite; expected finite numbers. Clean the data"
+    refused(lw.DataError, message, data, "classification", method)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_targets_that_are_not_finite(value: float, batch: int, method: Any) -> None:
+    data = [(X, R), (X, R)]
+    data[batch] = (X, spoiled(R, value))
+    message = f"targets of batch {batch}: 1 of 21 entries are NaN or infinite; expected finite numbers"
+    refused(lw.DataError, message, data, "regression", method)
+
+
+def exploding() -> nn.Module:
+    return Wrapped(lambda m, x: m.lin(x).exp().exp(), lin=nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_outputs_that_are_not_finite(batch: int, method: Any) -> None:
+    data = [(0.1 * X, R), (0.1 * X, R)]
+    data[batch] = (1e4 * X, R)
+    message = r"outputs of the network: \d+ of 21 entries are NaN or infinite; expected finite.*overflow"
+    refused(lw.DataError, message, data, "regression", method, exploding())
+
+
+def test_weights_that_are_not_finite(method: Any) -> None:
+    model = net()
+    model[2].weight.data[0, 0] = math.nan
+    message = r"outputs of the network: \d+ of 21 entries are NaN or infinite"
+
+    with pytest.raises(lw.DataError, match=message):
+        lw.fit(model, [(X, Y)], "classification", method=method)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda p, x: p.predict(x), lambda p, x: p.functions(x), lambda p, x: p.functions(x, joint=True),
+     lambda p, x: p.function_samples(x, 2), lambda p, x: p.network_samples(x, 2)],
+    ids=["predict", "functions", "joint", "function_samples", "network_samples"],
+)  # fmt: skip
+def test_new_inputs_that_are_not_finite(ask: Callable[..., Any], method: Any) -> None:
+    model = net()
+    posterior = lw.fit(model, [(X, Y)], "classification", method=method, prior=1.0)
+
+    def run() -> None:
+        with pytest.raises(lw.DataError, match="inputs: 1 of 28 entries are NaN or infinite; expected finite numbers"):
+            ask(posterior, spoiled(X, math.nan))
+
+    problems.unchanged(model, run)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda p, x: p.predict(x), lambda p, x: p.functions(x), lambda p, x: p.functions(x, joint=True),
+     lambda p, x: p.function_samples(x, 2)],
+    ids=["predict", "functions", "joint", "function_samples"],
+)  # fmt: skip
+def test_new_outputs_that_are_not_finite(ask: Callable[..., Any], method: Any) -> None:
+    model = exploding()
+    posterior = lw.fit(model, [(0.1 * X, R)], "regression", method=method, prior=1.0)
+
+    def run() -> None:
+        with pytest.raises(lw.DataError, match=r"outputs of the network: \d+ of 21 entries are NaN or infinite"):
+            ask(posterior, 1e4 * X)
+
+    problems.unchanged(model, run)
+
+
+# Targets out of range or of the wrong shape; a likelihood that does not fit the output
+
+WRONG: dict[str, tuple[Any, Any, Tensor, str]] = {
+    "class too high": ("classification", 3, torch.tensor([0, 1, 2, 3, 0, 1, 2]), r"run from 0 to 3; expected 0\.\.2"),
+    "class below nought": ("classification", 3, torch.tensor([0, 1, 2, -1, 0, 1, 2]), r"run from -1 to 2; expected 0\.\.2"),
+    "classes as numbers": ("classification", 3, Y.double(), r"dtype torch\.float64.*expected whole class numbers"),
+    "one-hot classes": ("classification", 3, nn.functional.one_hot(Y, 3), r"shape \(7, 3\).*shape \(7,\).*argmax"),
+    "labels above one": ("multilabel", 3, torch.full((7, 3), 2), r"run from 2 to 2; expected 0\.\.1"),
+    "classes for labels": ("multilabel", 3, Y, r"targets have the shape \(7,\) and outputs \(7, 3\)"),
+    "negative counts": ("poisson", 3, -torch.ones(7, 3), "-1; expected whole numbers from 0"),
+    "broken counts": ("poisson", 3, torch.full((7, 3), 0.5), r"0\.5; expected whole numbers from 0"),
+    "flat targets": ("regression", 3, R[:, 0], r"targets have the shape \(7,\) and outputs \(7, 3\); expected the same"),
+    "column targets": ("regression", 3, R[:, :1], r"\(7, 1\) and outputs \(7, 3\); expected the same shape"),
+    "wide targets": ("regression", 1, R, r"\(7, 3\) and outputs \(7, 1\); expected the same shape or \(7,\)"),
+    "too many targets": ("regression", 3, torch.cat([R, R]), r"\(14, 3\) and outputs \(7, 3\)"),
+    "too few targets": ("classification", 3, Y[:5], r"shape \(5,\).*shape \(7,\)"),
+    "one output, classes": (lw.Categorical(), 1, Y, r"one output; expected two or more\. Use Bernoulli\(\)"),
+    "odd outputs": ("heteroscedastic", 3, R, "3 outputs; expected an even number: the means first"),
+    "noise for other outputs": (lw.Gaussian(noise_std=(0.1, 0.2)), 3, R, "2 noise values for 3 outputs; expected one for each"),
+    "weights for other classes": (lw.Categorical(class_weights=(1.0, 2.0)), 3, Y, "2 class weights for 3 classes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_targets_that_do_not_fit(wrong: str, method: Any) -> None:
+    likelihood, outputs, y, message = WRONG[wrong]
+    refused(lw.DataError, message, [(X, y)], likelihood, method, net(outputs))
+
+
+@pytest.mark.parametrize("extra", [-2, 2])
+def test_a_later_batch_with_another_number_of_targets(extra: int, method: Any) -> None:
+    data = [(X[:4], Y[:4]), (X[4:6], torch.cat([Y, Y])[4 : 6 + extra])]
+    refused(lw.DataError, r"\d.*; expected|expected one target", data, "classification", method)
+
+
+def test_a_later_batch_out_of_range(method: Any) -> None:
+    data = [(X[:4], Y[:4]), (X[4:], torch.full((3,), 9))]
+    refused(lw.DataError, r"run from 9 to 9; expected 0\.\.2", data, "classification", method)
+
+
+def test_batches_that_are_no_pairs(method: Any) -> None:
+    refused(lw.DataError, r"a batch is a tuple of 3; expected \(inputs, targets\)", [(X, X, Y)], "classification", method)
+    refused(lw.DataError, r"a batch is a Tensor; expected \(inputs, targets\)", [X], "classification", method)
+    refused(lw.DataError, r"keys \['x'\] has no target; pass target_key", [{"x": X}], "classification", method)
+
+
+def test_a_model_without_parameters(method: Any) -> None:
+    refused(lw.ModelError, "no parameter", [(X[:, :3], Y)], "classification", method, nn.Tanh())
+
+
+# A precision that is not positive definite
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("prior", [1e-3, lw.per_layer(1e-3), lw.diagonal(1e-3)])
+def test_a_precision_that_is_not_positive_definite(dtype: torch.dtype, prior: Any) -> None:
+    """The Hessian away from an optimum: the error names the layer and the smallest eigenvalue."""
+    case = BY_NAME["mlp"]
+    model, data = case.build(dtype), problems.batches(case, dtype=dtype)
+    inputs = case.batch(3, dtype)
+
+    def run() -> None:
+        with pytest.raises(lw.NumericalError, match=r"0\.weight.*not positive definite.*eigenvalue is -\d.*expected above"):
+            lw.fit(model, data, "classification", method=lw.Full(curvature="hessian"), prior=prior).functions(inputs)
+
+    problems.unchanged(model, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_evidence_of_a_precision_that_is_not_positive_definite(dtype: torch.dtype) -> None:
+    case = BY_NAME["mlp"]
+    model, data = case.build(dtype), problems.batches(case, dtype=dtype)
+    method = lw.Full(curvature="hessian")
+    message = r"0\.weight.*not positive definite.*eigenvalue is -\d"
+    with pytest.raises(lw.NumericalError, match=message):
+        lw.fit(model, data, "classification", method=method, prior=1e-3).log_evidence()
+    with pytest.raises(lw.NumericalError, match=message):
+        lw.fit(model, data, "classification", method=method)  # learning the prior meets it too
+
+
+@pytest.mark.parametrize("precision", [0.0, -1.0, math.nan, math.inf])
+def test_priors_that_are_none(precision: float, method: Any) -> None:
+    model = net()
+
+    def run() -> None:
+        with pytest.raises(lw.NumericalError, match="expected positive, finite numbers"):
+            lw.fit(model, [(X, Y)], "classification", method=method, prior=precision)
+
+    problems.unchanged(model, run)
+
+
+def test_a_rank_below_one() -> None:
+    with pytest.raises(lw.UnsupportedError, match="rank is 0; expected at least 1"):
+        lw.LowRank(rank=0)
+
+
+def test_every_error_is_one_kind() -> None:
+    for error in (lw.DataError, lw.ModelError, lw.NumericalError, lw.FileError, lw.UnsupportedError):
+        assert issubclass(error, lw.LapwingError)
+        assert issubclass(error, ValueError)

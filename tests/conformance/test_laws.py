@@ -1,0 +1,273 @@
+"""Laws that hold for every method, whatever the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests import problems
+from tests.cases import BY_NAME, CASES, Case
+from tests.references import dense
+from tests.references.layout import assembled
+from tests.tolerances import assert_close, assert_within
+
+D = torch.float64
+METHODS: dict[str, Any] = {
+    "full": lw.Full(),
+    "diagonal": lw.Diagonal(),
+    "kron": lw.Kron(),
+    "kron_reduce": lw.Kron(sharing="reduce"),
+    "ekron": lw.EKron(),
+    "low_rank": lw.LowRank(rank=400),
+}
+SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed", "norms"]
+
+
+@pytest.fixture(params=SOME)
+def case(request: pytest.FixtureRequest) -> Case:
+    return BY_NAME[request.param]
+
+
+@pytest.fixture(params=list(METHODS))
+def method(request: pytest.FixtureRequest) -> Any:
+    return METHODS[request.param]
+
+
+def fit(case: Case, method: Any, data: list[Any], **options: Any) -> lw.Fitted:
+    options.setdefault("prior", 1.5)
+    return lw.fit(case.build(), data, problems.likelihood(case), method=method, **options)
+
+
+def same(one: lw.Fitted, two: lw.Fitted, inputs: Any) -> None:
+    assert_close(one.functions(inputs).cov, two.functions(inputs).cov)
+    assert_close(one.log_evidence(), two.log_evidence())
+
+
+def test_batch_size_and_order_do_not_matter(case: Case, method: Any) -> None:
+    total = 6
+    inputs, y = case.batch(total), problems.targets(case, total)
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    whole = fit(case, method, problems.split(inputs, y, (6,)))
+    unequal = fit(case, method, problems.split(inputs, y, (1, 2, 3)))
+    shuffled = fit(case, method, problems.split(problems.rows(inputs, order), y[order], (4, 1, 1)))
+    new = case.batch(3, seed=1)
+    assert whole.posterior.statistics.data == total * (case.outputs[0] if len(case.outputs) == 2 else 1)
+    same(unequal, whole, new)
+    same(shuffled, whole, new)
+
+
+def test_predictions_do_not_depend_on_the_batch_they_are_asked_in(case: Case, method: Any) -> None:
+    posterior = fit(case, method, problems.batches(case))
+    inputs = case.batch(5, seed=1)
+    together = posterior.functions(inputs).cov
+    alone = torch.cat([posterior.functions(dense.one(inputs, b)).cov for b in range(5)])
+    assert_close(alone, together)
+
+
+def test_another_prior_equals_refitting(case: Case, method: Any) -> None:
+    data = problems.batches(case)
+    first, second = fit(case, method, data, prior=0.25), fit(case, method, data, prior=4.0)
+    new = case.batch(3, seed=1)
+    same(first.with_prior(4.0), second, new)
+    gap = (first.functions(new).variance - second.functions(new).variance).min()
+    assert float(gap) > 0  # a stronger prior leaves less variance
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "token_level"])
+def test_another_noise_equals_refitting(name: str, method: Any) -> None:
+    case = BY_NAME[name]
+    inputs, y = case.batch(6), torch.randn(6, *case.outputs, dtype=D)
+    data = problems.split(inputs, y, (3, 1, 2))
+    first, second = (lw.fit(case.build(), data, lw.Gaussian(noise_std=s), method=method, prior=1.5) for s in (0.5, 2.0))
+    moved = first.problem.with_likelihood(first.likelihood.with_dispersion(torch.tensor(4.0, dtype=D)))
+    again = lw.Fitted(first.posterior.with_problem(moved), first.fingerprint)
+    same(again, second, case.batch(3, seed=1))
+
+
+def test_a_temperature_divides_the_curvature(method: Any) -> None:
+    case = BY_NAME["mlp"]
+    data = problems.batches(case)
+    warm = lw.fit(case.build(), data, lw.Categorical(temperature=2.0), method=method, prior=1.5)
+    plain = lw.fit(case.build(), data, lw.Categorical(), method=method, prior=3.0)
+    new = case.batch(3, seed=1)  # H/2 + 1.5 = (H + 3)/2
+    assert_close(warm.functions(new).cov, 2 * plain.functions(new).cov)
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_permuting_classes_permutes_outputs(method: Any, weights: str) -> None:
+    case = BY_NAME["mlp"]
+    model, twin = case.build(), case.build()
+    order = torch.tensor([2, 0, 1])  # new output k is old output order[k]
+    twin[4].weight.data = model[4].weight.data[order]
+    twin[4].bias.data = model[4].bias.data[order]
+    inputs, y = case.batch(6), problems.targets(case, 6)
+    renamed = order.argsort()[y]
+    plain = lw.fit(model, problems.split(inputs, y, (4, 2)), "classification", method=method, weights=weights, prior=1.5)
+    turned = lw.fit(twin, problems.split(inputs, renamed, (4, 2)), "classification", method=method, weights=weights,
+                    prior=1.5)  # fmt: skip
+    new = case.batch(3, seed=1)
+    assert_close(turned.functions(new).cov, plain.functions(new).cov[:, order][:, :, order])
+    assert_close(turned.predict(new).probs, plain.predict(new).probs[:, order])
+    assert_close(turned.log_evidence(), plain.log_evidence())
+
+
+def test_last_layer_of_one_layer_is_all_weights(method: Any) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 3), nn.Dropout(0.5)).double().eval()
+    x, y = torch.randn(7, 2, 3, dtype=D), torch.randint(0, 3, (7,))
+    one, two = (lw.fit(model, [(x, y)], "classification", method=method, weights=w, prior=1.5) for w in ("all", "last_layer"))
+    assert one.network.selection.names == two.network.selection.names
+    same(one, two, x[:4])
+
+
+def test_named_everything_and_the_whole_subnetwork_are_all_weights() -> None:
+    case = BY_NAME["cnn"]
+    size = sum(p.numel() for p in case.build().parameters())
+    for method in (lw.Full(), lw.Diagonal(), lw.LowRank(rank=400)):
+        plain = fit(case, method, problems.batches(case))
+        for weights in (lw.named("."), lw.subnetwork(torch.arange(size)), lw.subnetwork(torch.ones(size, dtype=torch.bool))):
+            same(fit(case, method, problems.batches(case), weights=weights), plain, case.batch(3, seed=1))
+
+
+def test_equal_generators_give_equal_samples(case: Case, method: Any) -> None:
+    posterior = fit(case, method, problems.batches(case))
+    inputs = case.batch(3, seed=1)
+    for draw in (
+        lambda g: posterior.weight_samples(3, g),
+        lambda g: posterior.function_samples(inputs, 3, g),
+        lambda g: posterior.network_samples(inputs, 3, g),
+    ):
+        one, two, other = (draw(torch.Generator().manual_seed(s)) for s in (5, 5, 6))
+        assert torch.equal(one, two)
+        assert not torch.equal(one, other)
+
+
+def test_functions_are_the_same_wherever_they_are_looked_at(case: Case, method: Any) -> None:
+    """One draw of the weights for all inputs: asking for other inputs, in other batches, gives the same functions."""
+    posterior = fit(case, method, problems.batches(case))
+    inputs = case.batch(5, seed=1)
+    whole = posterior.function_samples(inputs, 4, torch.Generator().manual_seed(5))
+    assert whole.shape == (4, 5, *case.outputs)
+    for part in ([0, 1], [4], [3, 0, 2]):
+        some = posterior.function_samples(problems.rows(inputs, torch.tensor(part)), 4, torch.Generator().manual_seed(5))
+        assert_close(some, whole[:, part])
+
+
+def test_function_samples_are_the_tangent_of_the_weight_samples(case: Case, method: Any) -> None:
+    posterior = fit(case, method, problems.batches(case))
+    inputs = case.batch(3, seed=1)
+    weights = posterior.weight_samples(4, torch.Generator().manual_seed(5))
+    functions = posterior.function_samples(inputs, 4, torch.Generator().manual_seed(5))
+    model = case.build()
+    jac = dense.jacobian(model, inputs, 3)
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+    f = torch.cat([dense.output(model, dense.one(inputs, b)) for b in range(3)]).detach()
+    tangent = torch.einsum("bcp,np->nbc", jac, weights - theta).reshape(4, 3, *case.outputs)
+    assert_close(functions, f + tangent)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "token_level"])
+def test_function_samples_have_the_joint_covariance(name: str, method: Any, generator: torch.Generator) -> None:
+    case = BY_NAME[name]
+    posterior = fit(case, method, problems.batches(case))
+    inputs = case.batch(2, seed=1)
+    joint = posterior.functions(inputs, joint=True)
+    n = 3000
+    gap = (posterior.function_samples(inputs, n, generator) - joint.mean).flatten(1)
+    size = gap.shape[1]
+    assert_within(gap[:, :, None] * gap[:, None, :], joint.cov.reshape(size, size))
+
+
+def test_network_samples_push_weights_through_the_real_network(case: Case, method: Any) -> None:
+    model = case.build()
+    posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=method, prior=1.5)
+    inputs = case.batch(3, seed=1)
+    weights = posterior.weight_samples(2, torch.Generator().manual_seed(5))
+    found = problems.unchanged(model, lambda: posterior.network_samples(inputs, 2, torch.Generator().manual_seed(5)))
+    assert found.shape == (2, 3, *case.outputs)
+    twin = case.build()
+    for draw, outputs in zip(weights, found, strict=True):
+        nn.utils.vector_to_parameters(draw, [p for p in twin.parameters() if p.requires_grad])
+        expected = torch.cat([dense.output(twin, dense.one(inputs, b)) for b in range(3)])
+        assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal", "kron", "kron_reduce", "low_rank"])
+def test_curvatures_of_two_data_sets_add_up(case: Case, kind: str) -> None:
+    inputs, y = case.batch(6), problems.targets(case, 6)
+    data = problems.split(inputs, y, (4, 2))
+    first, second, both = (fit(case, METHODS[kind], part) for part in (data[:1], data[1:], data))
+    total = first.curvature + second.curvature
+
+    def matrix(curvature: Any) -> Tensor:
+        if kind == "full":
+            return curvature.matrix
+        if kind == "low_rank":
+            return curvature.vectors.T @ torch.diag(curvature.values) @ curvature.vectors
+        return assembled(curvature)
+
+    assert_close(matrix(total), matrix(both.curvature))
+
+
+def test_low_rank_curvatures_add_up_beyond_the_rank_of_either() -> None:
+    """Two data sets of rank 20 each: their sum has rank 40."""
+    model = nn.Sequential(nn.Linear(9, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    x, y = torch.randn(40, 9, dtype=D), torch.randn(40, 1, dtype=D)
+    posteriors = [lw.fit(model, [(x[part], y[part])], lw.Gaussian(noise_std=1.0), method=lw.LowRank(rank=100), prior=1.0)
+                  for part in (slice(0, 20), slice(20, 40))]  # fmt: skip
+    total = posteriors[0].curvature + posteriors[1].curvature
+    jac = dense.jacobian(model, x, 40)
+    expected = dense.ggn(jac, torch.ones(40, 1, 1, dtype=D))
+    assert_close(total.vectors.T @ torch.diag(total.values) @ total.vectors, expected)
+
+
+def test_eigenvalue_corrected_curvatures_do_not_add() -> None:
+    case = BY_NAME["mlp"]
+    posterior = fit(case, lw.EKron(), problems.batches(case))
+    with pytest.raises(lw.UnsupportedError, match=r"do not add; add Kron\(\) curvatures"):
+        _ = posterior.curvature + posterior.curvature
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal", "kron", "low_rank"])
+def test_curvatures_of_different_networks_do_not_add(kind: str) -> None:
+    mlp, other = BY_NAME["mlp"], BY_NAME["norms"]
+    one, two = (fit(c, METHODS[kind], problems.batches(c)) for c in (mlp, other))
+    with pytest.raises(lw.UnsupportedError, match="different networks or weights and do not add"):
+        _ = one.curvature + two.curvature
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_every_call_leaves_the_model_bit_identical(name: str) -> None:
+    case = BY_NAME[name]
+    model = case.build()
+    next(iter(model.modules())).register_forward_hook(lambda *_: None)
+    inputs, data = case.batch(3, seed=1), problems.batches(case)
+    random = torch.get_rng_state()
+    before = problems.state(model)
+    gen = torch.Generator().manual_seed(1)
+    for method in (*METHODS.values(), lw.Full(curvature="hessian"), lw.Diagonal(curvature="fisher_mc"), lw.MapOnly()):
+        prior = 1e3 if isinstance(method, lw.Full | lw.MapOnly) else None
+        chosen = lw.LowRank(rank=3) if isinstance(method, lw.LowRank) else method
+        weights = lw.last_layer if getattr(method, "curvature", "") == "hessian" else None  # else slow
+        posterior = lw.fit(
+            model, data, problems.likelihood(case), method=chosen, weights=weights, prior=prior, generator=gen
+        )
+        problems.assert_unchanged(before, model)
+        _ = posterior.predict(inputs).probs
+        _ = posterior.functions(inputs, joint=True).cov
+        posterior.function_samples(inputs, 2, gen)
+        posterior.network_samples(inputs, 2, gen)
+        posterior.weight_samples(2, gen)
+        problems.assert_unchanged(before, model)
+    assert torch.equal(torch.get_rng_state(), random)  # nor is the global generator touched
+
+
+def test_low_rank_prior_variance_is_never_undercut(case: Case) -> None:
+    """Directions left out keep their prior variance, so less rank means more variance."""
+    inputs = case.batch(3, seed=1)
+    thin, full = (fit(case, m, problems.batches(case)).functions(inputs).variance for m in (lw.LowRank(rank=2), lw.Full()))
+    assert bool((thin >= full * (1 - 1e-8)).all())
+    assert bool((thin > full * (1 + 1e-6)).any())

@@ -1,0 +1,242 @@
+"""Every method is exact Bayesian linear regression where it must be.
+
+One linear layer with Gaussian noise: the tangent model is the model. Full, Kron, EKron and LowRank at full rank must
+give the textbook posterior for any inputs, Diagonal for inputs with orthogonal columns. The same for the last layer of
+a network, whose features are the hidden activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests import problems
+from tests.references.linear_regression import Exact, regress
+from tests.tolerances import assert_close, assert_within
+
+D = torch.float64
+N, INPUTS, OUTPUTS, NEW = 17, 4, 3, 5
+P = OUTPUTS * (INPUTS + 1)
+SIZES = (7, 1, 9)
+METHODS: dict[str, Any] = {
+    "full": lw.Full(),
+    "kron": lw.Kron(),
+    "kron_reduce": lw.Kron(sharing="reduce"),
+    "ekron": lw.EKron(),
+    "ekron_reduce": lw.EKron(sharing="reduce"),
+    "low_rank": lw.LowRank(rank=P),
+    "diagonal": lw.Diagonal(),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A linear layer (behind fixed features), data, and the design matrix (N C, P) written out by hand."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    new: Tensor
+    design: Tensor
+    design_new: Tensor
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.model if isinstance(self.model, nn.Linear) else self.model[-1]
+
+    def data(self) -> list[Any]:
+        return problems.split(self.x, self.y, SIZES)
+
+    def exact(self, precision: Tensor, noise: Tensor, mean: Tensor | None = None) -> Exact:
+        return regress(self.design, self.y.reshape(-1), precision, noise.repeat(N), mean)
+
+    def move_to(self, theta: Tensor) -> None:
+        """Put the weights at theta: (weights row by row, biases)."""
+        self.head.weight.data = theta[: OUTPUTS * INPUTS].reshape(OUTPUTS, INPUTS).clone()
+        self.head.bias.data = theta[OUTPUTS * INPUTS :].clone()
+
+
+def written_out(features: Tensor) -> Tensor:
+    """(n C, P): row (n, c) holds the features of n where theta holds the weights of output c, and a one for its bias."""
+    rows = []
+    for a in features:
+        for c in range(OUTPUTS):
+            row = torch.zeros(P, dtype=D)
+            row[c * INPUTS : (c + 1) * INPUTS] = a
+            row[OUTPUTS * INPUTS + c] = 1
+            rows.append(row)
+    return torch.stack(rows)
+
+
+def orthogonal(n: int) -> Tensor:
+    """Columns orthogonal to each other and to the constant."""
+    basis, _ = torch.linalg.qr(torch.cat([torch.ones(n, 1, dtype=D), torch.randn(n, INPUTS, dtype=D)], 1))
+    return basis[:, 1:] * torch.linspace(1, 3, INPUTS, dtype=D)
+
+
+def setting(kind: str) -> Setting:
+    torch.manual_seed(3)
+    if kind == "last layer":
+        body = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, INPUTS), nn.ReLU())
+        model: nn.Module = nn.Sequential(*body, nn.Linear(INPUTS, OUTPUTS)).double()
+        x, new = torch.randn(N, 2, dtype=D), torch.randn(NEW, 2, dtype=D)
+        with torch.no_grad():
+            a, a_new = model[:-1](x), model[:-1](new)
+    else:
+        model = nn.Linear(INPUTS, OUTPUTS).double()
+        x = orthogonal(N) if kind == "orthogonal" else torch.randn(N, INPUTS, dtype=D)
+        new = torch.randn(NEW, INPUTS, dtype=D)
+        a, a_new = x, new
+    y = torch.randn(N, OUTPUTS, dtype=D)
+    return Setting(model, x, y, new, written_out(a), written_out(a_new))
+
+
+SETTINGS = [(kind, name) for kind in ("orthogonal", "any inputs", "last layer") for name in METHODS
+            if name != "diagonal" or kind == "orthogonal"]  # fmt: skip
+BY_LAYER_OR_WEIGHT = {
+    "isotropic": (lw.isotropic(0.625), torch.full((P,), 0.625, dtype=D)),
+    "per layer": (lw.per_layer(0.625), torch.full((P,), 0.625, dtype=D)),
+    "by input": (
+        lw.diagonal(torch.cat([torch.tensor([0.5, 2.0, 0.7, 1.3], dtype=D).repeat(OUTPUTS), torch.full((OUTPUTS,), 3.0)])),
+        torch.cat([torch.tensor([0.5, 2.0, 0.7, 1.3], dtype=D).repeat(OUTPUTS), torch.full((OUTPUTS,), 3.0, dtype=D)]),
+    ),
+    "by weight": (lw.diagonal(torch.linspace(0.3, 2, P, dtype=D)), torch.linspace(0.3, 2, P, dtype=D)),
+}  # fmt: skip
+NOISES = {
+    "one": (lw.Gaussian(noise_std=0.7), torch.full((OUTPUTS,), 0.49, dtype=D)),
+    "each": (lw.Gaussian(noise_std=(0.7, 0.3, 1.2)), torch.tensor([0.49, 0.09, 1.44], dtype=D)),
+}
+
+
+def fitted(s: Setting, method: str, noise: str = "one", prior: str = "isotropic") -> lw.Fitted:
+    weights = lw.all_weights if isinstance(s.model, nn.Linear) else lw.last_layer
+    likelihood, given = NOISES[noise][0], BY_LAYER_OR_WEIGHT[prior][0]
+    return lw.fit(s.model, s.data(), likelihood, method=METHODS[method], weights=weights, prior=given)
+
+
+def supported(method: str, prior: str) -> bool:
+    if prior == "by weight":
+        return "kron" not in method
+    return prior != "by input" or "ekron" not in method
+
+
+COMBINED = [(kind, method, noise, prior) for kind, method in SETTINGS for noise in NOISES for prior in BY_LAYER_OR_WEIGHT
+            if supported(method, prior)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "method", "noise", "prior"), COMBINED)
+def test_belief_about_outputs(kind: str, method: str, noise: str, prior: str) -> None:
+    s = setting(kind)
+    posterior = fitted(s, method, noise, prior)
+    exact = s.exact(BY_LAYER_OR_WEIGHT[prior][1], NOISES[noise][1])
+    joint = s.design_new @ exact.covariance @ s.design_new.T
+    belief = posterior.functions(s.new)
+    assert_close(belief.mean, s.model(s.new))
+    blocks = torch.stack([joint[i : i + OUTPUTS, i : i + OUTPUTS] for i in range(0, NEW * OUTPUTS, OUTPUTS)])
+    assert_close(belief.cov, blocks)
+    assert_close(belief.variance, joint.diagonal().reshape(NEW, OUTPUTS))
+    across = posterior.functions(s.new, joint=True)
+    assert across.cov.shape == (NEW, OUTPUTS, NEW, OUTPUTS)
+    assert_close(across.cov.reshape(NEW * OUTPUTS, -1), joint)
+    assert_close(across.variance, belief.variance)
+
+
+@pytest.mark.parametrize(("kind", "method", "noise", "prior"), COMBINED)
+def test_samples_have_the_posterior_covariance(kind: str, method: str, noise: str, prior: str) -> None:
+    """Λ^-½ applied to the standard basis squares to the covariance: no Monte Carlo needed."""
+    s = setting(kind)
+    posterior = fitted(s, method, noise, prior)
+    exact = s.exact(BY_LAYER_OR_WEIGHT[prior][1], NOISES[noise][1])
+    rows = posterior.posterior.precision.sample(torch.eye(P, dtype=D))
+    assert_close(rows.T @ rows, exact.covariance)
+
+
+@pytest.mark.parametrize(("kind", "method"), SETTINGS)
+def test_weight_samples_have_the_posterior_moments(kind: str, method: str, generator: torch.Generator) -> None:
+    s = setting(kind)
+    posterior = fitted(s, method)
+    n = 3000  # the standard error of a variance is 1/39 of it
+    draws = posterior.weight_samples(n, generator)
+    theta = torch.cat([s.head.weight.detach().reshape(-1), s.head.bias.detach()])
+    exact = s.exact(torch.full((P,), 0.625, dtype=D), NOISES["one"][1])
+    gap = draws - theta
+    assert_within(gap[:, :, None] * gap[:, None, :], exact.covariance)
+    functions = posterior.function_samples(s.new, n, generator)
+    gap = (functions - s.model(s.new).detach()).flatten(1)
+    assert_within(gap[:, :, None] * gap[:, None, :], s.design_new @ exact.covariance @ s.design_new.T)
+
+
+@pytest.mark.parametrize(("kind", "method", "noise", "prior"), COMBINED)
+@pytest.mark.parametrize("mean", ["zero", "given"])
+def test_log_evidence_at_the_optimum_is_the_marginal_likelihood(
+    kind: str, method: str, noise: str, prior: str, mean: str
+) -> None:
+    """With w̃ at the posterior mean the Laplace evidence is the Gaussian process's, constants and all."""
+    s = setting(kind)
+    given, precision = BY_LAYER_OR_WEIGHT[prior]
+    centre = torch.zeros(P, dtype=D) if mean == "zero" else torch.linspace(-1, 1, P, dtype=D)
+    exact = s.exact(precision, NOISES[noise][1], centre)
+    s.move_to(exact.mean)
+    weights = lw.all_weights if isinstance(s.model, nn.Linear) else lw.last_layer
+    about = {"isotropic": lw.isotropic, "per_layer": lw.per_layer, "diagonal": lw.diagonal}[given.kind]
+    posterior = lw.fit(s.model, s.data(), NOISES[noise][0], method=METHODS[method], weights=weights,
+                       prior=about(given.precision, centre))  # fmt: skip
+    assert_close(posterior.log_evidence(), exact.log_evidence)
+    predictive_mean = (s.design_new @ exact.mean).reshape(NEW, OUTPUTS)
+    assert_close(posterior.predict(s.new).mean, predictive_mean)
+
+
+@pytest.mark.parametrize("method", ["kron", "ekron", "ekron_reduce"])
+def test_priors_that_a_kronecker_product_cannot_hold_are_refused(method: str) -> None:
+    s = setting("any inputs")
+    with pytest.raises(lw.UnsupportedError, match=r"prior differs.*weight.*Diagonal\(\) or Full\(\)"):
+        fitted(s, method, prior="by weight").functions(s.new)
+
+
+@pytest.mark.parametrize("method", ["full", "kron", "ekron", "low_rank"])
+def test_noise_from_the_residuals(method: str) -> None:
+    s = setting("any inputs")
+    residual = (s.y - s.model(s.x)).detach()
+    one = lw.fit(s.model, s.data(), lw.Gaussian(), method=METHODS[method], prior=0.625)
+    assert_close(one.likelihood.noise_variance, residual.square().mean())
+    each = lw.fit(s.model, s.data(), lw.Gaussian(per_output=True), method=METHODS[method], prior=0.625)
+    noise = residual.square().mean(0)
+    assert_close(each.likelihood.noise_variance, noise)
+    exact = s.exact(torch.full((P,), 0.625, dtype=D), noise)
+    joint = s.design_new @ exact.covariance @ s.design_new.T
+    assert_close(each.functions(s.new).variance, joint.diagonal().reshape(NEW, OUTPUTS))
+    assert_close(each.predict(s.new).variance, joint.diagonal().reshape(NEW, OUTPUTS) + noise)
+
+
+@pytest.mark.parametrize("outputs", [3, 20])
+@pytest.mark.parametrize("block", [2, 16])
+def test_low_rank_finds_every_one_of_equal_eigenvalues(outputs: int, block: int) -> None:
+    """H = I ⊗ A: each eigenvalue comes as often as there are outputs, more often than the block is wide."""
+    model = nn.Linear(3, outputs).double()
+    x, new = torch.randn(9, 3, dtype=D), torch.randn(NEW, 3, dtype=D)
+    y = torch.randn(9, outputs, dtype=D)
+    likelihood = lw.Gaussian(noise_std=0.5)
+    size = 4 * outputs
+    thin = lw.fit(model, [(x, y)], likelihood, method=lw.LowRank(rank=size, block=block), prior=0.625)
+    a = torch.cat([x, torch.ones(9, 1, dtype=D)], 1)
+    a_new = torch.cat([new, torch.ones(NEW, 1, dtype=D)], 1)
+    inner = torch.linalg.inv(a.T @ a / 0.25 + 0.625 * torch.eye(4, dtype=D))
+    expected = (a_new @ inner * a_new).sum(1)[:, None].expand(NEW, outputs)
+    assert_close(thin.functions(new).variance, expected)
+
+
+def test_low_rank_keeps_the_prior_where_it_does_not_look() -> None:
+    """Directions left out keep their prior variance: never less than the exact variance of f, never more than the prior's."""
+    s = setting("any inputs")
+    exact = s.exact(torch.full((P,), 0.625, dtype=D), NOISES["one"][1])
+    full = (s.design_new @ exact.covariance @ s.design_new.T).diagonal().reshape(NEW, OUTPUTS)
+    prior = (s.design_new @ s.design_new.T / 0.625).diagonal().reshape(NEW, OUTPUTS)
+    found = lw.fit(s.model, s.data(), NOISES["one"][0], method=lw.LowRank(rank=5), prior=0.625).functions(s.new).variance
+    assert bool((found >= full * (1 - 1e-6)).all())
+    assert bool((found <= prior * (1 + 1e-6)).all())
+    assert bool((found > full * 1.01).any())

@@ -1,0 +1,142 @@
+"""Kron, EKron and LowRank against the dense matrices they stand for, on every named network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from tests import problems
+from tests.cases import BY_NAME, CASES, Case
+from tests.references import dense
+from tests.references.layout import assembled
+from tests.tolerances import assert_close
+
+D = torch.float64
+METHODS: dict[str, Any] = {
+    "diagonal": lw.Diagonal(),
+    "kron_expand": lw.Kron(),
+    "kron_reduce": lw.Kron(sharing="reduce"),
+    "ekron_expand": lw.EKron(),
+    "ekron_reduce": lw.EKron(sharing="reduce"),
+    "kron_no_full_blocks": lw.Kron(full_limit=0),
+    "low_rank": lw.LowRank(rank=5),
+}
+
+
+@pytest.fixture(params=[case.name for case in CASES])
+def case(request: pytest.FixtureRequest) -> Case:
+    return BY_NAME[request.param]
+
+
+def own_matrix(posterior: lw.Fitted) -> Tensor:
+    curvature = posterior.curvature
+    if hasattr(curvature, "vectors"):
+        return curvature.vectors.T @ torch.diag(curvature.values) @ curvature.vectors
+    return assembled(curvature)
+
+
+def precisions(posterior: lw.Fitted) -> tuple[Tensor, Tensor]:
+    """A different precision for every layer, and the same for every weight."""
+    layers = list(dict.fromkeys(posterior.network.selection.layer_of()))
+    each = 0.5 + 0.25 * torch.arange(len(layers), dtype=D)
+    sizes = torch.tensor(posterior.network.selection.sizes)
+    index = torch.tensor([layers.index(layer) for layer in posterior.network.selection.layer_of()])
+    return each, each[index.repeat_interleave(sizes)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method: str) -> None:
+    model = case.build()
+    phi = 1.5
+    likelihood = problems.likelihood(case).with_dispersion(torch.tensor(phi, dtype=D))
+    before = lw.fit(model, problems.batches(case), likelihood, method=METHODS[method], prior=1.0)
+    by_layer, by_weight = precisions(before)
+    posterior = before.with_prior(lw.per_layer(by_layer))
+    matrix = own_matrix(posterior)
+    precision = matrix / phi + torch.diag(by_weight)
+    covariance = torch.linalg.inv(precision)
+    inputs = case.batch(4, seed=1)
+    jac = dense.by_datum(dense.jacobian(model, inputs, 4), case.outputs[-1])
+    belief = posterior.functions(inputs)
+    blocks = dense.output_covariance(jac, covariance)
+    assert_close(belief.cov, blocks.reshape(belief.cov.shape))
+    size = belief.mean.numel()
+    joint = posterior.functions(inputs, joint=True).cov.reshape(size, size)
+    assert_close(joint, dense.joint_covariance(jac, covariance))
+    found = posterior.posterior.precision
+    assert_close(found.logdet(), torch.linalg.slogdet(precision)[1])
+    assert_close(posterior.curvature.logdet(torch.tensor(phi, dtype=D), posterior.prior), found.logdet())
+    rows = found.sample(torch.eye(len(matrix), dtype=D))
+    assert_close(rows.T @ rows, covariance)
+    jacobians = posterior.network.linearise(inputs).jacobians()
+    diagonal = found.quadratic(jacobians, full=False)
+    assert_close(diagonal.reshape(belief.variance.shape), belief.variance)
+
+
+@pytest.mark.parametrize("method", ["full", *METHODS])
+def test_nothing_that_is_kept_holds_a_graph(case: Case, method: str) -> None:
+    """A curvature that requires a gradient would keep the activations of every batch alive."""
+    chosen = METHODS.get(method, lw.Full())
+    posterior = lw.fit(case.build(), problems.batches(case), problems.likelihood(case), method=chosen)
+    inputs = case.batch(2)
+    kept = {
+        **posterior.curvature.tensors(), "theta": posterior.posterior.theta, "prior": posterior.prior.values,
+        "noise": posterior.likelihood.dispersion, "mean": posterior.functions(inputs).mean,
+        "cov": posterior.functions(inputs).cov, "joint": posterior.functions(inputs, joint=True).cov,
+        "functions": posterior.function_samples(inputs, 2), "weights": posterior.weight_samples(2),
+        "networks": posterior.network_samples(inputs, 2),
+    }  # fmt: skip
+    assert [name for name, tensor in kept.items() if tensor.requires_grad] == []
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_every_block_keeps_the_trace_of_the_ggn(case: Case, sharing: str) -> None:
+    """EKron's eigenvalues are exact in its basis, so its trace is; it is a GGN's diagonal in that basis."""
+    model = case.build()
+    _, ggn = problems.dense_ggn(case, model)
+    method = lw.EKron(sharing=sharing)
+    posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=method, prior=1.0)
+    matrix = assembled(posterior.curvature)
+    assert_close(matrix.trace(), ggn.trace())
+    kron = lw.fit(model, problems.batches(case), problems.likelihood(case), method=lw.Kron(sharing=sharing), prior=1.0)
+    # The best diagonal in the Kronecker basis is no further from the GGN than the Kronecker product itself.
+    near, far = (float((m - ggn).detach().norm()) for m in (matrix, assembled(kron.curvature)))
+    assert near <= far * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("method", ["kron_expand", "ekron_expand"])
+def test_parameters_that_are_no_linear_map_get_their_own_exact_block(case: Case, method: str) -> None:
+    model = case.build()
+    _, ggn = problems.dense_ggn(case, model)
+    posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=METHODS[method], prior=1.0)
+    matrix = assembled(posterior.curvature)
+    start = 0
+    offsets = {}
+    for name, size in zip(posterior.network.selection.names, posterior.network.selection.sizes, strict=True):
+        offsets[name] = slice(start, start + size)
+        start += size
+    structures = posterior.curvature.structures()
+    assert len(structures) == len(posterior.network.layout)
+    for structure, block in zip(structures, posterior.network.layout, strict=True):
+        linear = {"kron_expand": "KroneckerBlock", "ekron_expand": "EigenBlock"}[method]
+        assert structure == (linear if block.linear else "FullBlock")
+        if not block.linear:
+            part = offsets[block.weight]
+            assert_close(matrix[part, part], ggn[part, part])
+
+
+def test_large_blocks_that_are_no_linear_map_are_diagonal() -> None:
+    case = BY_NAME["transformer_layer"]
+    model = case.build()
+    _, ggn = problems.dense_ggn(case, model)
+    posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(full_limit=8), prior=1.0)
+    found = dict(zip([b.weight for b in posterior.network.layout], posterior.curvature.structures(), strict=True))
+    assert found["place"] == "DiagonalBlock"  # 32 entries
+    assert found["layer.norm1.weight"] == "FullBlock"  # 8 entries
+    part = assembled(posterior.curvature)[:32, :32]
+    assert posterior.network.selection.names[0] == "place"
+    assert_close(part, torch.diag(ggn.diagonal()[:32]))

@@ -1,0 +1,96 @@
+"""The named networks as inference problems: data in unequal batches, targets, and their dense references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests.cases import Case
+from tests.references import dense
+
+SIZES = (3, 1, 2)
+TOTAL = sum(SIZES)
+
+
+def likelihood(case: Case) -> Any:
+    return lw.Categorical() if case.outputs[-1] > 1 else lw.Bernoulli()
+
+
+def targets(case: Case, size: int, seed: int = 9) -> Tensor:
+    """Class numbers (B,) or (B, T); labels for a single output."""
+    gen = torch.Generator().manual_seed(seed)
+    classes = max(case.outputs[-1], 2)
+    return torch.randint(0, classes, (size, *case.outputs[:-1]), generator=gen)
+
+
+def rows(tree: Any, part: Any) -> Any:
+    """Some samples of a batch."""
+    if isinstance(tree, Tensor):
+        return tree[part]
+    if isinstance(tree, Mapping):
+        return {key: rows(value, part) for key, value in tree.items()}
+    return tuple(rows(value, part) for value in tree)
+
+
+def split(inputs: Any, y: Tensor, sizes: tuple[int, ...]) -> list[tuple[Any, Tensor]]:
+    ends = torch.tensor((0, *sizes)).cumsum(0).tolist()
+    return [(rows(inputs, slice(a, b)), y[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def batches(case: Case, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float64) -> list[Any]:
+    total = sum(sizes)
+    return split(case.batch(total, dtype), targets(case, total), sizes)
+
+
+def output_hessian(case: Case, f: Tensor) -> Tensor:
+    """(N, C, C) with every token a datum."""
+    f = f.reshape(-1, f.shape[-1])
+    return dense.softmax_hessian(f) if case.outputs[-1] > 1 else dense.sigmoid_hessian(f)
+
+
+def dense_ggn(case: Case, model: nn.Module, size: int = TOTAL) -> tuple[Tensor, Tensor]:
+    """(Jacobian of every datum (N, C, P), GGN (P, P)) by brute force."""
+    inputs = case.batch(size)
+    jac = dense.by_datum(dense.jacobian(model, inputs, size), case.outputs[-1])
+    with torch.no_grad():
+        f = torch.cat([dense.output(model, dense.one(inputs, b)) for b in range(size)])
+    return jac, dense.ggn(jac, output_hessian(case, f))
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Everything about a model that a call must leave as it was."""
+    found: dict[str, Any] = {}
+    for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        found["value " + name] = t.detach().clone()
+        found["same tensor " + name] = id(t)
+        found["version " + name] = t._version
+        found["storage " + name] = t.data_ptr()
+        found["flags " + name] = (t.requires_grad, t.grad is None, t.is_leaf, t.dtype)
+    for name, module in model.named_modules():
+        found["mode " + name] = module.training
+        found["keys " + name] = sorted(module.__dict__)
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+                     "_state_dict_hooks", "_load_state_dict_pre_hooks"):  # fmt: skip
+            found[f"{kind} {name}"] = list(getattr(module, kind))
+    return found
+
+
+def assert_unchanged(before: Mapping[str, Any], model: nn.Module) -> None:
+    after = state(model)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
+        assert same, f"{key}: {value} became {after[key]}"
+
+
+def unchanged(model: nn.Module, run: Callable[[], Any]) -> Any:
+    """The result of a call that must leave the model bit for bit as it was."""
+    before = state(model)
+    try:
+        return run()
+    finally:
+        assert_unchanged(before, model)

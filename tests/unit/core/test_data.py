@@ -1,0 +1,102 @@
+"""The one data loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data, map_tensors, take, tensors_in
+from lapwing.core.errors import DataError
+
+X, Y = torch.randn(5, 3), torch.arange(5)
+CPU = torch.device("cpu")
+
+
+def batches(source: Any, **options: Any) -> list[tuple[Any, Tensor]]:
+    return [(batch.inputs, batch.targets) for batch in Data(source, CPU, **options).batches("test")]
+
+
+def test_batches_pass_in_order() -> None:
+    found = batches([(X[:2], Y[:2]), [X[2:], Y[2:]]])
+    assert [len(y) for _, y in found] == [2, 3]
+    assert torch.equal(torch.cat([x for x, _ in found]), X)
+
+
+def test_one_pair_of_tensors_is_one_batch() -> None:
+    assert [len(y) for _, y in batches((X, Y))] == [5]
+    ((inputs, _),) = batches(((X, X), Y))
+    assert isinstance(inputs, tuple)
+
+
+def test_two_batches_in_a_tuple_are_two_batches() -> None:
+    assert [len(y) for _, y in batches(((X[:2], Y[:2]), (X[2:], Y[2:])))] == [2, 3]
+
+
+@pytest.mark.parametrize("key", ["labels", "label", "targets", "target", "y"])
+def test_mappings_with_a_usual_target(key: str) -> None:
+    ((inputs, targets),) = batches([{"x": X, key: Y}])
+    assert list(inputs) == ["x"]
+    assert torch.equal(targets, Y)
+
+
+def test_mappings_with_a_named_target() -> None:
+    ((inputs, targets),) = batches([{"x": X, "labels": X, "answer": Y}], target_key="answer")
+    assert sorted(inputs) == ["labels", "x"]
+    assert torch.equal(targets, Y)
+
+
+def test_targets_that_are_no_tensors_yet() -> None:
+    ((_, targets),) = batches([(X, Y.tolist())])
+    assert torch.equal(targets, Y)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ([], {}, "data is empty: no batch was yielded; expected at least one"),
+        ([{"x": X, "z": Y}], {}, r"keys \['x', 'z'\] has no target; pass target_key"),
+        ([{"x": X, "y": Y}], {"target_key": "answer"}, r"keys \['x', 'y'\] has no target"),
+        ([X], {}, r"a batch is a Tensor; expected \(inputs, targets\)"),
+        ([(X, X, Y)], {}, r"a batch is a tuple of 3; expected \(inputs, targets\).*\(\(x1, x2\), y\)"),
+        ([({"answer": X}, Y)], {"target_key": "answer"}, "'answer' names an input"),
+        ([(X, Y), (X * float("inf"), Y)], {}, "inputs of batch 1: 15 of 15 entries are NaN or infinite"),
+        ([({"a": X, "b": X / 0 * 0}, Y)], {}, "inputs of batch 0: 15 of 15 entries are NaN"),
+        ([(X, torch.tensor([0.0, float("nan"), 1.0, 2.0, 3.0]))], {}, "targets of batch 0: 1 of 5 entries are NaN"),
+    ],
+)
+def test_what_is_refused(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        batches(source, **options)
+
+
+def test_one_shot_iterators_are_refused_before_they_are_used() -> None:
+    left = iter([(X, Y)])
+    with pytest.raises(DataError, match=r"one-shot iterator.*Give a DataLoader, a list of batches"):
+        Data(left, CPU)
+    assert next(left)[0] is X
+
+
+def test_a_progress_bar_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [len(y) for _, y in batches([(X, Y), (X[:2], Y[:2])], progress=True)] == [5, 2]
+    assert "test" in capsys.readouterr().err
+
+
+def test_trees_keep_their_form() -> None:
+    tree = {"a": X, "b": (Y, [X, "word"]), "c": 3}
+    doubled = map_tensors(tree, lambda t: 2 * t)
+    assert torch.equal(doubled["a"], 2 * X)
+    assert torch.equal(doubled["b"][0], 2 * Y)
+    assert doubled["b"][1][1] == "word"
+    assert doubled["c"] == 3
+    assert [t.shape for t in tensors_in(tree)] == [X.shape, Y.shape, X.shape]
+
+
+def test_only_what_has_the_batch_is_cut() -> None:
+    shared = torch.randn(4, 4)
+    cut = take((X, shared, Y), 5, slice(1, 3))
+    assert torch.equal(cut[0], X[1:3])
+    assert cut[1] is shared
+    assert torch.equal(cut[2], Y[1:3])

@@ -1,0 +1,88 @@
+"""The Gaussian belief about outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import NumericalError
+from lapwing.core.gaussian import Deferred, FunctionGaussian, psd_root
+from tests.tolerances import assert_close, assert_within
+
+D = torch.float64
+B, C = 3, 2
+
+
+def covariance(*shape: int) -> Tensor:
+    root = torch.randn(*shape, shape[-1] + 1, dtype=D)
+    return root @ root.mT
+
+
+def test_variance_and_std_are_the_diagonal() -> None:
+    cov = covariance(B, C)
+    belief = FunctionGaussian(torch.zeros(B, C, dtype=D), cov)
+    for b in range(B):
+        for c in range(C):
+            assert float(belief.variance[b, c]) == float(cov[b, c, c])
+            assert float(belief.std[b, c]) == pytest.approx(float(cov[b, c, c]) ** 0.5)
+
+
+def test_joint_covariance_keeps_its_own_diagonal() -> None:
+    whole = covariance(B * C)
+    belief = FunctionGaussian(torch.zeros(B, C, dtype=D), whole.reshape(B, C, B, C), joint=True)
+    assert_close(belief.variance.reshape(-1), whole.diagonal())
+
+
+def test_deferred_covariance_runs_only_what_is_asked_for() -> None:
+    cov, calls = covariance(B, C), []
+
+    def variance() -> Tensor:
+        calls.append("variance")
+        return cov.diagonal(dim1=1, dim2=2)
+
+    def full() -> Tensor:
+        calls.append("cov")
+        return cov
+
+    belief = FunctionGaussian(torch.zeros(B, C, dtype=D), Deferred(variance, full))
+    assert calls == []
+    assert_close(belief.variance, cov.diagonal(dim1=1, dim2=2))
+    assert belief.std.shape == (B, C)
+    assert calls == ["variance"]
+    assert torch.equal(belief.cov, cov)
+    assert torch.equal(belief.cov, cov)
+    assert calls == ["variance", "cov"]
+
+
+def test_rounding_below_zero_is_no_variance() -> None:
+    belief = FunctionGaussian(torch.zeros(1, 1, dtype=D), torch.full((1, 1, 1), -1e-18, dtype=D))
+    assert belief.std.item() == 0.0
+
+
+def test_samples_have_the_covariance(generator: torch.Generator) -> None:
+    belief = FunctionGaussian(torch.randn(B, C, dtype=D), covariance(B, C))
+    draws = belief.sample(4000, generator)
+    assert draws.shape == (4000, B, C)
+    gap = draws - belief.mean
+    assert_within(gap.unsqueeze(-1) * gap.unsqueeze(-2), belief.cov)
+
+
+def test_joint_samples_have_the_joint_covariance(generator: torch.Generator) -> None:
+    whole = covariance(B * C)
+    belief = FunctionGaussian(torch.randn(B, C, dtype=D), whole.reshape(B, C, B, C), joint=True)
+    draws = belief.sample(4000, generator)
+    assert draws.shape == (4000, B, C)
+    gap = (draws - belief.mean).flatten(1)
+    assert_within(gap.unsqueeze(-1) * gap.unsqueeze(-2), whole)
+
+
+def test_root_of_a_singular_covariance() -> None:
+    thin = torch.randn(4, 2, dtype=D)
+    root = psd_root(thin @ thin.T)
+    assert_close(root @ root.T, thin @ thin.T)
+
+
+def test_a_negative_eigenvalue_is_refused() -> None:
+    with pytest.raises(NumericalError, match=r"eigenvalue -1 beside 2; expected none below zero"):
+        psd_root(torch.diag(torch.tensor([2.0, -1.0], dtype=D)))

@@ -1,0 +1,61 @@
+"""A short run on the digits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lapwing.experiments import digits
+from lapwing.experiments.result import Result
+from lapwing.experiments.training import Recipe
+
+# Precisions so large that the last is the plain network: the validated prior can then be checked.
+QUICK = digits.Digits(recipe=Recipe(hidden=(16,), epochs=60, learning_rate=1e-2), precisions=(1.0, 1e9))
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return digits.run(QUICK)
+
+
+def test_the_network_has_learned(result: Result) -> None:
+    plain, posterior, validated = result.rows
+    assert plain.name == "plain network"
+    for row in result.rows:
+        assert row.scores["accuracy"] > 0.9
+        assert row.scores["fit / epoch"] > 0
+    assert validated.scores["NLL"] <= max(plain.scores["NLL"], posterior.scores["NLL"]) + 1e-3
+
+
+def test_the_posterior_doubts_more_and_doubts_strangers_most(result: Result) -> None:
+    plain, posterior, _ = result.rows
+    mean = lambda key: sum(result.arrays[key]) / len(result.arrays[key])
+    for kind in ("test", "shuffled", "rotated"):
+        assert mean(f"posterior/{kind}") < mean(f"plain network/{kind}")
+    assert mean("posterior/shuffled") < mean("posterior/test")
+    assert posterior.scores["AUROC shuffled"] > plain.scores["AUROC shuffled"] > 0.5
+
+
+def test_arrays_agree_with_the_scores(result: Result) -> None:
+    for row in result.rows:
+        correct = result.arrays[f"{row.name}/correct"]
+        assert sum(correct) / len(correct) == pytest.approx(row.scores["accuracy"])
+        assert len(correct) == len(result.arrays[f"{row.name}/shuffled"])
+
+
+def test_strangers_are_made_of_the_same_pixels() -> None:
+    test, _ = digits._split(QUICK).test
+    images = digits._images(test, seed=0)
+    for other in (images.shuffled, images.rotated):
+        assert (other != test).any(1).float().mean() > 0.9
+        assert other.sort(1).values.equal(test.sort(1).values)
+    assert images.rotated.reshape(-1, 8, 8)[:, 7, 0].equal(test.reshape(-1, 8, 8)[:, 0, 0])
+
+
+def test_equal_seeds_give_equal_scores_and_others_do_not(result: Result) -> None:
+    again = digits.run(QUICK)
+    assert again.arrays == result.arrays
+    other = digits.run(replace(QUICK, seed=1))
+    assert other.arrays != result.arrays
+    assert other.seed == 1

@@ -1,0 +1,43 @@
+"""Sums of products without both halves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lapwing.linalg.gram import Gram
+from tests.tolerances import assert_close
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("size", [3, 255, 256, 301, 517])  # below, at and above the sizes that are split
+def test_sum_over_calls_equals_one_product(size: int) -> None:
+    rows = torch.randn(40, size, dtype=torch.float64)
+    total = Gram(size, torch.float64, CPU)
+    for part in rows.split((7, 1, 32)):
+        total.add(part)
+    assert_close(total.value(), rows.T @ rows)
+
+
+def test_groups_stay_apart() -> None:
+    rows = torch.randn(3, 20, 5, dtype=torch.float64)
+    total = Gram(5, torch.float64, CPU, groups=3)
+    total.add(rows[:, :4])
+    total.add(rows[:, 4:])
+    assert_close(total.value(), torch.stack([group.T @ group for group in rows]))
+
+
+def test_one_group_needs_no_dimension() -> None:
+    rows = torch.randn(20, 5, dtype=torch.float64)
+    flat, grouped = Gram(5, torch.float64, CPU), Gram(5, torch.float64, CPU)
+    flat.add(rows)
+    grouped.add(rows[None])
+    assert torch.equal(flat.value(), grouped.value())
+
+
+def test_narrow_rows_are_summed_in_the_wide_dtype() -> None:
+    rows = torch.ones(4096, 2, dtype=torch.bfloat16)
+    total = Gram(2, torch.float32, CPU)
+    total.add(rows)
+    assert total.value().tolist() == [[4096.0, 4096.0], [4096.0, 4096.0]]

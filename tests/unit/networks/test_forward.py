@@ -1,0 +1,236 @@
+"""Running the model as it is: what it may return, what is refused, and that nothing about it changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.core.errors import DataError, ModelError
+from lapwing.networks.network import Network
+from tests import problems
+from tests.cases import BY_NAME, Output, Wrapped
+from tests.references import dense
+from tests.tolerances import assert_close
+
+
+def x(batch: int = 6, *shape: int) -> Tensor:
+    return torch.randn(batch, *(shape or (4,)), dtype=torch.float64)
+
+
+TRAINING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), (4,),
+                   r"1 \(BatchNorm1d\)"),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.2), nn.Linear(6, 3)), (4,), r"1 \(Dropout\)"),
+    "attention dropout": (lambda: Wrapped(lambda m, x: m.head(m.attend(x, x, x)[0][:, 0]), head=nn.Linear(4, 3),
+                                          attend=nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)), (5, 4),
+                          r"attend \(MultiheadAttention\)"),
+    "lstm dropout": (lambda: Wrapped(lambda m, x: m.head(m.cell(x)[0][:, -1]), head=nn.Linear(6, 3),
+                                     cell=nn.LSTM(4, 6, 2, dropout=0.1, batch_first=True)), (5, 4),
+                     r"cell \(LSTM\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TRAINING)
+def test_training_mode_is_refused(what: str) -> None:
+    make, shape, named = TRAINING[what]
+    model = make().double().train()
+    inputs = x(6, *shape)
+
+    def run() -> None:
+        with pytest.raises(ModelError, match=named + r" is in training mode; expected evaluation mode.*model\.eval\(\)"):
+            Network.build(model, inputs)
+
+    problems.unchanged(model, run)
+    assert model.training
+
+
+def test_training_mode_without_random_parts_is_fine() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.LayerNorm(6), nn.Linear(6, 3)).double().train()
+    inputs = x()
+    network = problems.unchanged(model, lambda: Network.build(model, inputs))
+    assert_close(network.linearise(inputs).jacobians().whole(), dense.jacobian(model, inputs, 6))
+
+
+class BatchStatistics(nn.Module):
+    """Normalises with the batch's own mean, whatever the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x - x.mean(0))
+
+
+MIXING: dict[str, Callable[[], nn.Module]] = {
+    "batch statistics in evaluation mode": lambda: nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)
+    ),
+    "mean of the batch": BatchStatistics,
+    "functional dropout": lambda: Wrapped(lambda m, x: m.head(F.dropout(x, 0.5, training=True)), head=nn.Linear(4, 3)),
+    "attention over the batch": lambda: Wrapped(
+        lambda m, x: m.head(m.attend(x, x, x, need_weights=False)[0]),
+        head=nn.Linear(4, 3), attend=nn.MultiheadAttention(4, 2),
+    ),
+    "earlier samples": lambda: Wrapped(lambda m, x: m.head(x.cumsum(0)), head=nn.Linear(4, 3)),
+    "later samples": lambda: Wrapped(lambda m, x: m.head(x.flip(0).cumsum(0).flip(0)), head=nn.Linear(4, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", MIXING)
+def test_mixed_samples_are_refused(how: str) -> None:
+    model = MIXING[how]().double().eval()
+    with pytest.raises(ModelError, match=r"changes by .* with the rest of its batch; expected independent samples"):
+        Network.build(model, x())
+
+
+def test_mixed_samples_are_refused_after_a_first_batch_of_one() -> None:
+    inputs, y = x(), torch.randint(0, 3, (6,))
+    with pytest.raises(ModelError, match="expected independent samples"):
+        lw.fit(BatchStatistics().double(), [(inputs[:1], y[:1]), (inputs[1:], y[1:])], "classification")
+
+
+RETURNS: dict[str, Callable[[Tensor], Any]] = {
+    "attribute": lambda f: Output(f),
+    "mapping": lambda f: {"logits": f, "loss": None},
+    "tensor": lambda f: f,
+}
+
+
+@pytest.mark.parametrize("how", RETURNS)
+def test_what_a_model_may_return(how: str) -> None:
+    model = Wrapped(lambda m, x: RETURNS[how](m.net(x)), net=nn.Linear(4, 3)).double()
+    inputs = x()
+    network = Network.build(model, inputs)
+    assert_close(network(inputs), model.net(inputs))
+    assert_close(network.linearise(inputs).jacobians().whole(), dense.jacobian(model.net, inputs, 6))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda f: (f, f), r"returns a tuple; expected a tensor or an object with \.logits"),
+        (lambda f: {"scores": f}, "returns a dict; expected a tensor"),
+        (lambda f: f[:, :, None, None], r"shape \(6, 3, 1, 1\); expected \(B,\), \(B, C\) or \(B, T, C\)"),
+        (lambda f: f.sum(), r"shape \(\); expected \(B,\)"),
+        (lambda f: f[:, :0], r"shape \(6, 0\)"),
+        (lambda f: f[:4], "half a batch gives 4 outputs; expected 2: one for each sample"),
+    ],
+)
+def test_what_a_model_may_not_return(wrong: Callable[[Tensor], Any], message: str) -> None:
+    model = Wrapped(lambda m, x: wrong(m.net(x)), net=nn.Linear(4, 3)).double()
+    with pytest.raises(ModelError, match=message):
+        Network.build(model, x())
+
+
+def test_inputs_by_keyword_by_position_or_whole() -> None:
+    a, b = x(5, 3), x(5, 4)
+    lin = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(4, 2)}).double()
+    forms = {
+        "keywords": (lambda m, a, b: m.lin["a"](a) + m.lin["b"](b), {"b": b, "a": a}),
+        "position": (lambda m, a, b: m.lin["a"](a) + m.lin["b"](b), (a, b)),
+        "list": (lambda m, a, b: m.lin["a"](a) + m.lin["b"](b), [a, b]),
+        "one mapping": (lambda m, batch: m.lin["a"](batch["a"]) + m.lin["b"](batch["b"]), {"a": a, "b": b}),
+        "one tuple": (lambda m, batch: m.lin["a"](batch[0]) + m.lin["b"](batch[1]), (a, b)),
+    }
+
+    class Plain(nn.Module):
+        def __init__(self, lin: nn.ModuleDict, whole: bool, run: Callable[..., Tensor]) -> None:
+            super().__init__()
+            self.lin, self.run = lin, run
+            self.forward = self.whole if whole else self.parts  # type: ignore[method-assign]
+
+        def parts(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.run(self, a, b)
+
+        def whole(self, batch: Any) -> Tensor:
+            return self.run(self, batch)
+
+    expected = (lin["a"](a) + lin["b"](b)).detach()
+    for name, (run, inputs) in forms.items():
+        network = Network.build(Plain(lin, name.startswith("one"), run), inputs)
+        assert_close(network(inputs), expected)
+        jac = network.linearise(inputs).jacobians().whole()
+        ones = torch.ones(5, 1, dtype=torch.float64)
+        for k in range(2):  # d f_k / d (a.weight, a.bias, b.weight, b.bias)
+            pick = torch.eye(2, dtype=torch.float64)[k]
+            rows = [torch.einsum("i,bj->bij", pick, t).flatten(1) for t in (a, ones, b, ones)]
+            assert_close(jac[:, k], torch.cat(rows, 1))
+
+
+def test_outputs_that_are_not_finite() -> None:
+    model = Wrapped(lambda m, x: m.head(x).exp().exp().exp(), head=nn.Linear(4, 3)).double()
+    with pytest.raises(DataError, match=r"outputs of the network: \d+ of 18 entries are NaN or infinite"):
+        Network.build(model, 10 * x())
+
+
+class Failing(nn.Module):
+    """Works for so many calls, then raises."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.body, self.head, self.calls = nn.Linear(4, 6), nn.Linear(6, 3), calls
+        self.head.weight.requires_grad_(False)
+        self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).tanh()
+        self.calls -= 1
+        if self.calls < 0:
+            raise RuntimeError("the lights went out")
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("calls", range(6))
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_an_exception_in_forward_leaves_the_model_as_it_was(calls: int, weights: str) -> None:
+    model = Failing(calls).double()
+    inputs, y = x(), torch.randint(0, 3, (6,))
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match="the lights went out"):
+            posterior = lw.fit(model, [(inputs, y)] * 9, "classification", weights=weights, method="ekron")
+            posterior.predict(inputs)
+
+    problems.unchanged(model, run)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_predictions_under_no_grad(mode: Any) -> None:
+    case = BY_NAME["mlp"]
+    model, data = case.build(), problems.batches(case)
+    posterior = lw.fit(model, data, "classification", method="full", prior=1.0)
+    expected = posterior.predict(case.batch(4)).probs
+    with mode():
+        inputs = case.batch(4)
+        assert_close(posterior.predict(inputs).probs, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_fit_under_no_grad(mode: Any) -> None:
+    case = BY_NAME["mlp"]
+    model, data = case.build(), problems.batches(case)
+    expected = lw.fit(model, data, "classification", method="full")
+    with mode():
+        found = lw.fit(model, data, "classification", method="full")
+    assert_close(found.prior.values.clone(), expected.prior.values)
+
+
+def test_compiled_and_parallel_models_are_unwrapped() -> None:
+    case = BY_NAME["mlp"]
+    model, data = case.build(), problems.batches(case)
+    expected = lw.fit(model, data, "classification", method="full", prior=2.0).predict(case.batch(3)).probs
+    with warnings.catch_warnings():  # importing the compiler warns of its own parts
+        warnings.simplefilter("ignore")
+        wrappers = (torch.compile(model), nn.DataParallel(model), torch.compile(nn.DataParallel(model)))
+    for wrapped in wrappers:
+        posterior = lw.fit(wrapped, data, "classification", method="full", prior=2.0)
+        assert posterior.network.model is model
+        assert_close(posterior.predict(case.batch(3)).probs, expected)

@@ -1,0 +1,233 @@
+"""Layer-wise Jacobians and products against one backward pass per sample and output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lapwing.core.errors import ModelError
+from lapwing.networks.network import LayerJacobians, Network
+from lapwing.networks.selection import named, subnetwork
+from tests import problems
+from tests.cases import BY_NAME, CASES, Case, Wrapped, _cast
+from tests.references import dense
+from tests.tolerances import assert_close
+
+NAMES = [case.name for case in CASES]
+
+
+@pytest.fixture(params=NAMES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return BY_NAME[request.param]
+
+
+def layerwise(network: Network, inputs: object) -> Tensor:
+    return network.linearise(inputs).jacobians().whole()
+
+
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_jacobian_equals_brute_force(case: Case, size: int) -> None:
+    # 4 is also the number of tokens and time steps of the cases, so rows cannot be told apart by their number.
+    model, inputs = case.build(), case.batch(size)
+    network = Network.build(model, inputs)
+    assert network.output_shape == case.outputs
+    assert_close(layerwise(network, inputs), dense.jacobian(model, inputs, size))
+
+
+def test_jacobian_of_other_batches_than_the_first(case: Case) -> None:
+    model = case.build()
+    network = Network.build(model, case.batch(4))
+    for size, seed in ((4, 1), (2, 2), (1, 3), (5, 4)):
+        inputs = case.batch(size, seed=seed)
+        assert_close(layerwise(network, inputs), dense.jacobian(model, inputs, size))
+
+
+def test_first_batch_of_one_says_nothing_about_the_next(case: Case) -> None:
+    model, inputs = case.build(), case.batch(4)
+    network = Network.build(model, case.batch(1, seed=3))
+    assert_close(layerwise(network, inputs), dense.jacobian(model, inputs, 4))
+
+
+def test_output_is_the_models(case: Case) -> None:
+    model, inputs = case.build(), case.batch(3)
+    network = Network.build(model, inputs)
+    expected = torch.cat([dense.output(model, dense.one(inputs, b)) for b in range(3)]).detach()
+    assert_close(network.linearise(inputs).f, expected)
+    assert_close(network(inputs), expected)
+
+
+def test_float32_jacobian_equals_float64(case: Case) -> None:
+    model, inputs = case.build(torch.float32), case.batch(4, torch.float32)
+    network = Network.build(model, inputs)
+    found = layerwise(network, inputs)
+    assert found.dtype == torch.float32
+    wide = case.build(torch.float32).double()
+    assert_close(found, dense.jacobian(wide, _cast(inputs, torch.float64), 4))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "lstm"])
+def test_bfloat16_jacobian_is_near(name: str) -> None:
+    case = BY_NAME[name]
+    model, inputs = case.build(torch.bfloat16), case.batch(4, torch.bfloat16)
+    network = Network.build(model, inputs)
+    found = layerwise(network, inputs)
+    assert found.dtype == torch.float32  # factors are never kept in bfloat16
+    wide = case.build(torch.bfloat16).float()
+    expected = dense.jacobian(wide, _cast(inputs, torch.float32), 4)
+    assert_close(found, expected, dtype=torch.bfloat16)
+    v = torch.randn(2, expected.shape[-1])
+    assert_close(network.jvp(inputs, v), torch.einsum("bcp,np->nbc", expected, v), dtype=torch.bfloat16)
+    u = torch.randn(2, 4, *case.outputs)
+    assert_close(network.vjp(inputs, u), torch.einsum("bcp,nbc->np", expected, u), dtype=torch.bfloat16)
+
+
+def test_bfloat16_convolutions_never_end_the_process() -> None:
+    # Some processors lack an instruction that oneDNN's bfloat16 backward of a strided convolution uses.
+    # The process dies without a message, so only a process of its own can tell.
+    code = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from tests.cases import BY_NAME\n"
+        "from lapwing.networks.network import Network\n"
+        "case = BY_NAME['resnet_batchnorm']\n"
+        "model, x = case.build(torch.bfloat16), case.batch(3, torch.bfloat16)\n"
+        "print(Network.build(model, x).linearise(x).jacobians().whole().isfinite().all().item())\n"
+    )
+    root = Path(__file__).parents[3]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert run.returncode == 0, f"exit {run.returncode}: {run.stderr[-300:]}"
+    assert run.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_jvp_takes_many_vectors(case: Case, size: int) -> None:
+    model, inputs = case.build(), case.batch(size)
+    network = Network.build(model, case.batch(4))
+    jac = dense.jacobian(model, inputs, size)
+    v = torch.randn(3, jac.shape[-1], dtype=torch.float64)
+    expected = torch.stack([torch.stack([j @ one for j in jac]) for one in v])
+    assert_close(network.jvp(inputs, v), expected.reshape(3, size, *case.outputs))
+    assert_close(network.linearise(inputs).jacobians().jvp(v), expected)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_vjp_takes_many_vectors(case: Case, size: int) -> None:
+    model, inputs = case.build(), case.batch(size)
+    network = Network.build(model, case.batch(4))
+    jac = dense.jacobian(model, inputs, size)
+    u = torch.randn(2, size, *case.outputs, dtype=torch.float64)
+    expected = torch.stack([sum(j.T @ seed.reshape(-1) for j, seed in zip(jac, one, strict=True)) for one in u])
+    assert_close(network.vjp(inputs, u), expected)
+
+
+def test_seeded_jacobian(case: Case) -> None:
+    model, inputs = case.build(), case.batch(4)
+    network = Network.build(model, inputs)
+    jac = dense.jacobian(model, inputs, 4)
+    seeds = torch.randn(2, 4, *case.outputs, dtype=torch.float64)
+    expected = torch.stack([torch.stack([seeds[k, b].reshape(-1) @ jac[b] for k in range(2)]) for b in range(4)])
+    assert_close(network.linearise(inputs).jacobians(seeds).whole(), expected)
+
+
+def test_squares_and_weighted_sums_of_every_block(case: Case) -> None:
+    """Σ J², Σ J w Jᵀ and its cross-sample form, block by block, against the dense Jacobian of the block."""
+    model, inputs = case.build(), case.batch(4)
+    jacobians = Network.build(model, inputs).linearise(inputs).jacobians()
+    for block, part in jacobians:
+        flat = part.whole().reshape(4, jacobians.outputs, -1)
+        weights = torch.rand(flat.shape[-1], dtype=torch.float64) + 0.1
+        form = weights.reshape(block.form)
+        tokens, rows = jacobians.tokens, flat.reshape(4, jacobians.tokens, -1, flat.shape[-1])
+        full = torch.einsum("bscp,p,bsdp->bscd", rows, weights, rows)
+        assert_close(part.squares().reshape(-1), flat.square().sum((0, 1)))
+        assert_close(part.weighted(form, tokens, True), full)
+        assert_close(part.weighted(form, tokens, False), full.diagonal(dim1=-2, dim2=-1))
+        tall = flat.reshape(-1, flat.shape[-1])
+        assert_close(part.cross(form), (tall * weights) @ tall.T)
+
+
+def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = case.build(), case.batch(4)
+    network = Network.build(model, inputs)
+    whole = network.linearise(inputs).jacobians()
+    weights = [torch.rand(block.form, dtype=torch.float64) for block in network.layout]
+
+    def summary(jacobians: LayerJacobians) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [(part.squares(), part.weighted(w, jacobians.tokens, True), part.cross(w))
+                for w, (_, part) in zip(weights, jacobians, strict=True)]  # fmt: skip
+
+    before = summary(whole)
+    monkeypatch.setattr("lapwing.networks.network.BYTES", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr("lapwing.networks.blocks.BYTES", 1)
+    parts = list(network.tangents(inputs))
+    assert [(part.start, part.stop) for part, _ in parts] == [(b, b + 1) for b in range(4)]
+    assert_close(torch.cat([tangent.jacobians().whole() for _, tangent in parts]), whole.whole())
+    for small, large in zip(summary(whole), before, strict=True):
+        for found, expected in zip(small, large, strict=True):
+            assert_close(found, expected)
+
+
+def test_chunks_cover_the_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["mlp"]
+    network = Network.build(case.build(), case.batch(3))
+    monkeypatch.setattr("lapwing.networks.network.BYTES", {"cpu": 3 * 2 * 8 * 3 * network.width, "cuda": 1})
+    parts = list(network.chunks(case.batch(8), 8, 3))
+    assert [(part.start, part.stop) for part in parts] == [(0, 3), (3, 6), (6, 8)]
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "lstm", "token_level"])
+def test_named_and_subnetwork_jacobians(name: str) -> None:
+    case = BY_NAME[name]
+    model, inputs = case.build(), case.batch(4)
+    whole = dense.jacobian(model, inputs, 4)
+    biases = [n for n, _ in model.named_parameters() if n.endswith("bias") or "bias_" in n]
+    network = Network.build(model, inputs, named("bias"))
+    assert list(network.selection.names) == biases
+    assert_close(layerwise(network, inputs), dense.jacobian(model, inputs, 4, biases))
+    index = torch.randperm(whole.shape[-1])[:11].sort().values
+    network = Network.build(model, inputs, subnetwork(index))
+    assert_close(layerwise(network, inputs), whole[..., index])
+    v = torch.randn(2, 11, dtype=torch.float64)
+    assert_close(network.jvp(inputs, v).flatten(2), torch.einsum("bcp,np->nbc", whole[..., index], v))
+    u = torch.randn(2, 4, *case.outputs, dtype=torch.float64)
+    assert_close(network.vjp(inputs, u), torch.einsum("bcp,nbc->np", whole[..., index], u.flatten(2)))
+
+
+def test_model_is_left_as_it_was(case: Case) -> None:
+    model, inputs = case.build(), case.batch(4)
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def run() -> None:
+        network = Network.build(model, inputs)
+        network.linearise(inputs).jacobians().whole()
+        network.jvp(inputs, torch.ones(1, size, dtype=torch.float64))
+        network.vjp(inputs, torch.ones(1, 4, *case.outputs, dtype=torch.float64))
+
+    problems.unchanged(model, run)
+
+
+def test_another_computation_in_a_later_batch_is_refused_not_guessed() -> None:
+    """Rows that follow the data: all samples pass at first, later only some do."""
+
+    def run(m: Wrapped, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        h = m.plain(x)
+        extra = torch.zeros_like(h).masked_scatter(chosen[:, None].expand_as(h), m.routed(x[chosen]))
+        return m.head(torch.tanh(h + extra))
+
+    model = Wrapped(run, plain=nn.Linear(4, 6), routed=nn.Linear(4, 6), head=nn.Linear(6, 3)).double()
+    inputs = torch.randn(5, 4, dtype=torch.float64)
+    inputs[:, 0] = inputs[:, 0].abs()
+    network = Network.build(model, inputs)
+    assert_close(layerwise(network, inputs), dense.jacobian(model, inputs, 5))
+    inputs[1:3, 0] *= -1
+    with pytest.raises(ModelError, match="in another way than the first batch"):
+        layerwise(network, inputs)
+    mixed = Network.build(model, inputs)
+    assert_close(layerwise(mixed, inputs), dense.jacobian(model, inputs, 5))
+    inputs[:, 0] = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
+    assert_close(layerwise(mixed, inputs), dense.jacobian(model, inputs, 5))

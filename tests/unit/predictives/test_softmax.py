@@ -1,0 +1,201 @@
+"""Class probabilities under Gaussian logits: three links, their limits, and what is uncertain about them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import integrate, stats
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.core.gaussian import Deferred
+from lapwing.predictives.softmax import SoftmaxPredictive
+from tests.tolerances import assert_close, assert_within
+
+D = torch.float64
+B, C = 5, 4
+LINKS = ("probit", "bridge", "mc")
+
+
+def belief(scale: float, classes: int = C, dtype: torch.dtype = D) -> lw.FunctionGaussian:
+    root = torch.randn(B, classes, classes + 1, dtype=D)
+    mean = 2 * torch.randn(B, classes, dtype=D)
+    return lw.FunctionGaussian(mean.to(dtype), (scale * root @ root.mT).to(dtype))
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 100.0])
+def test_probabilities_sum_to_one(link: str, dtype: torch.dtype, scale: float) -> None:
+    probs = lw.Categorical(link=link).predict(belief(scale, dtype=dtype)).probs
+    assert probs.dtype == dtype
+    assert bool((probs >= 0).all())
+    assert_close(probs.sum(-1), torch.ones(B, dtype=dtype))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_without_spread_every_link_is_the_softmax(link: str) -> None:
+    b = belief(0.0)
+    assert_close(lw.Categorical(link=link).predict(b).probs, b.mean.softmax(-1))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_small_spread_is_near_the_softmax_for_two_classes(link: str) -> None:
+    b = belief(1e-10, 2)
+    gap = (lw.Categorical(link=link).predict(b).probs - b.mean.softmax(-1)).abs().max()
+    assert float(gap) <= 1e-4  # the draws' standard error is 1e-5 / sqrt(256); the others are off by about 1e-10
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])  # the mean of a Dirichlet does not see a common scale
+def test_more_spread_means_less_confidence(link: str) -> None:
+    narrow, wide = (lw.FunctionGaussian(torch.tensor([[3.0, 0.0, 0.0]], dtype=D), s * torch.eye(3, dtype=D)[None])
+                    for s in (0.5, 20.0))  # fmt: skip
+    likelihood = lw.Categorical(link=link)
+    assert float(likelihood.predict(narrow).probs[0, 0]) > float(likelihood.predict(wide).probs[0, 0]) + 0.05
+
+
+def test_probit_scales_every_logit_by_its_own_spread() -> None:
+    b = belief(1.0)
+    logits = torch.stack([
+        torch.stack([m / math.sqrt(1 + math.pi * v / 8) for m, v in zip(means, variances, strict=True)])
+        for means, variances in zip(b.mean, b.cov.diagonal(dim1=1, dim2=2), strict=True)
+    ])  # fmt: skip
+    assert_close(lw.Categorical().predict(b).probs, logits.softmax(-1))
+
+
+def dirichlet_logits(alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of the logits that stand for a Dirichlet (Hobbhahn et al. 2022, eqs. 3 and 4)."""
+    count = len(alpha)
+    mean = alpha.log() - alpha.log().mean()
+    cov = torch.zeros(count, count, dtype=D)
+    for k in range(count):
+        for m in range(count):
+            cov[k, m] = (k == m) / alpha[k] - (1 / alpha[k] + 1 / alpha[m] - (1 / alpha).sum() / count) / count
+    return mean, cov
+
+
+@pytest.mark.parametrize("shift", [1.0, 1e-3])
+def test_bridge_inverts_the_dirichlet(shift: float) -> None:
+    alphas = torch.tensor([[3.0, 1.5, 0.8, 2.0], [50.0, 20.0, 1.0, 5.0], [0.5, 0.6, 0.7, 0.8]], dtype=D)
+    parts = [dirichlet_logits(alpha) for alpha in alphas]
+    mean = torch.stack([mean for mean, _ in parts])
+    cov = torch.stack([cov for _, cov in parts]) + shift  # a common shift of all logits means nothing
+    found = lw.Categorical(link="bridge").predict(lw.FunctionGaussian(mean, cov)).probs
+    assert_close(found, alphas / alphas.sum(-1, keepdim=True))
+
+
+def test_bridge_of_logits_that_sum_to_zero_already() -> None:
+    """Nothing is left to condition on; rounding must not be divided by rounding."""
+    centre = torch.eye(C, dtype=D) - 1 / C
+    b = belief(1.0)
+    mean, cov = b.mean @ centre, centre @ b.cov @ centre
+    found = lw.Categorical(link="bridge").predict(lw.FunctionGaussian(mean, cov)).probs
+    shifted = lw.Categorical(link="bridge").predict(lw.FunctionGaussian(mean, cov + 1.0)).probs
+    assert_close(found, shifted)
+
+
+def test_mc_agrees_with_the_integral_for_two_classes() -> None:
+    """For two classes only the difference of the logits matters: one integral."""
+    b = belief(1.0, 2)
+    found = lw.Categorical(link="mc", samples=20_000).predict(b).probs
+    for mean, cov, probs in zip(b.mean, b.cov, found, strict=True):
+        gap, std = float(mean[0] - mean[1]), math.sqrt(float(cov[0, 0] + cov[1, 1] - 2 * cov[0, 1]))
+        density = stats.norm(gap, std).pdf
+        first = integrate.quad(lambda z: density(z) / (1 + math.exp(-z)), gap - 12 * std, gap + 12 * std)[0]
+        second = integrate.quad(lambda z: density(z) / (1 + math.exp(-z)) ** 2, gap - 12 * std, gap + 12 * std)[0]
+        error = math.sqrt((second - first**2) / 20_000)
+        assert abs(float(probs[0]) - first) <= 5 * error
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_mc_follows_its_seed(seed: int) -> None:
+    b = belief(1.0)
+    one, two = (lw.Categorical(link="mc", seed=seed).predict(b) for _ in range(2))
+    assert torch.equal(one.probs, two.probs)
+    assert torch.equal(one.mutual_information, two.mutual_information)
+    assert not torch.equal(one.probs, lw.Categorical(link="mc", seed=seed + 1).predict(b).probs)
+
+
+def test_mc_draws_do_not_touch_the_global_generator() -> None:
+    b = belief(1.0)
+    before = torch.get_rng_state()
+    assert lw.Categorical(link="mc").predict(b).mutual_information.shape == (B,)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_log_prob_and_distribution(link: str) -> None:
+    p = lw.Categorical(link=link).predict(belief(1.0))
+    y = torch.tensor([0, 3, 1, 2, 2])
+    expected = torch.stack([p.probs[b, y[b]].log() for b in range(B)])
+    assert_close(p.log_prob(y), expected)
+    assert_close(p.distribution.log_prob(y), expected)
+    assert_close(p.mean, p.probs)
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])
+def test_log_prob_of_confident_logits_is_finite(link: str) -> None:
+    """exp(-200) is zero in float32, its logarithm is not minus infinity."""
+    b = lw.FunctionGaussian(torch.tensor([[0.0, 200.0]]), torch.zeros(1, 2, 2))
+    found = lw.Categorical(link=link).predict(b).log_prob(torch.tensor([0]))
+    assert float(found) == pytest.approx(-200.0, rel=1e-6)
+
+
+def test_tokens_keep_their_dimension() -> None:
+    mean, root = torch.randn(2, 3, C, dtype=D), torch.randn(2, 3, C, C, dtype=D)
+    b = lw.FunctionGaussian(mean, root @ root.mT)
+    for link in LINKS:
+        p = lw.Categorical(link=link).predict(b)
+        assert p.probs.shape == (2, 3, C)
+        assert p.log_prob(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 3)
+        assert p.entropy.shape == p.mutual_information.shape == p.aleatoric.shape == (2, 3)
+        assert p.sample(5).shape == (5, 2, 3)
+
+
+def test_samples_follow_the_probabilities(generator: torch.Generator) -> None:
+    p = lw.Categorical().predict(belief(1.0))
+    draws = p.sample(4000, generator)
+    assert draws.shape == (4000, B)
+    assert_within(torch.nn.functional.one_hot(draws, C).double(), p.probs)
+    one, two, other = (p.sample(20, torch.Generator().manual_seed(s)) for s in (5, 5, 6))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+def test_entropy_is_that_of_the_probabilities() -> None:
+    p = lw.Categorical().predict(belief(1.0))
+    expected = torch.stack([-sum(q * math.log(q) for q in row) for row in p.probs])
+    assert_close(p.entropy, expected)
+
+
+def test_mutual_information_is_entropy_less_expected_entropy() -> None:
+    p = lw.Categorical(link="mc").predict(belief(1.0))
+    q = p.logit_samples.softmax(-1)
+    expected = -(q * q.log()).sum(-1).mean(0)
+    assert_close(p.aleatoric, expected)
+    assert_close(p.mutual_information, p.entropy - expected, power=0.5)
+    assert_close(p.epistemic, p.mutual_information)
+    assert bool((p.mutual_information > 0).all())
+    assert bool((p.mutual_information < math.log(C)).all())
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_nothing_to_learn_without_spread(link: str) -> None:
+    p = lw.Categorical(link=link).predict(belief(0.0))
+    assert float(p.mutual_information.max()) <= 16 * torch.finfo(D).eps
+    assert bool((p.mutual_information >= 0).all())
+
+
+def test_probit_needs_variances_alone() -> None:
+    """With a thousand classes the covariance must not be built."""
+
+    def forbidden() -> Tensor:
+        raise AssertionError("the covariance was built")
+
+    variance = torch.rand(B, C, dtype=D)
+    b = lw.FunctionGaussian(torch.randn(B, C, dtype=D), Deferred(lambda: variance, forbidden))
+    p = SoftmaxPredictive(b)
+    assert_close(p.probs.sum(-1), torch.ones(B, dtype=D))
+    assert p.entropy.shape == (B,)

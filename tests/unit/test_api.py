@@ -1,0 +1,435 @@
+"""The front door: what goes in, in every form it may have, and what comes out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
+
+import lapwing as lw
+from tests import problems
+from tests.cases import BY_NAME, Wrapped
+from tests.tolerances import assert_close
+
+D = torch.float64
+N, INPUTS, CLASSES = 11, 4, 3
+
+
+def net(outputs: int = CLASSES, squeeze: bool = False) -> nn.Module:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(INPUTS, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    return Wrapped(lambda m, x: m.net(x).squeeze(-1), net=model) if squeeze else model
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(N, INPUTS, dtype=D)
+
+
+@pytest.fixture
+def y() -> Tensor:
+    return torch.randint(0, CLASSES, (N,))
+
+
+def fit(model: nn.Module, data: Any, likelihood: Any = "classification", **options: Any) -> lw.Fitted:
+    options.setdefault("method", lw.Full())
+    options.setdefault("prior", 1.5)
+    return lw.fit(model, data, likelihood, **options)
+
+
+# Data
+
+
+class Stream(IterableDataset):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(self.x, self.y, strict=True))
+
+
+class Again:
+    """Re-iterable, and nothing more: no length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Mappings(Dataset):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input": self.x[i], "label": self.y[i]}
+
+
+SOURCES: dict[str, tuple[Any, list[int]]] = {
+    "list": (lambda x, y: problems.split(x, y, (5, 6)), list(range(N))),
+    "list of lists": (lambda x, y: [list(b) for b in problems.split(x, y, (5, 6))], list(range(N))),
+    "tuple of tensors": (lambda x, y: (x, y), list(range(N))),
+    "loader": (lambda x, y: DataLoader(TensorDataset(x, y), 4), list(range(N))),
+    "drop_last": (lambda x, y: DataLoader(TensorDataset(x, y), 4, drop_last=True), list(range(8))),
+    "sampler": (lambda x, y: DataLoader(TensorDataset(x, y), 2, sampler=SubsetRandomSampler([1, 4, 9])), [1, 4, 9]),
+    "shuffled": (lambda x, y: DataLoader(TensorDataset(x, y), 4, shuffle=True), list(range(N))),
+    "stream": (lambda x, y: DataLoader(Stream(x, y), 4), list(range(N))),
+    "re-iterable": (lambda x, y: Again(problems.split(x, y, (1, 10))), list(range(N))),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("method", [lw.Full(), lw.Kron(), lw.EKron(), lw.Diagonal(), lw.LowRank(rank=60)])
+def test_every_source_of_the_same_data_gives_the_same_posterior(source: str, method: Any, x: Tensor, y: Tensor) -> None:
+    make, used = SOURCES[source]
+    expected = fit(net(), [(x[used], y[used])], method=method)
+    found = fit(net(), make(x, y), method=method)
+    assert found.posterior.statistics.data == len(used)  # what was iterated, not what a length says
+    assert_close(found.functions(x).cov, expected.functions(x).cov)
+    assert_close(found.log_evidence(), expected.log_evidence())
+
+
+def test_mappings_with_a_target(x: Tensor, y: Tensor) -> None:
+    model = Wrapped(lambda m, input: m.net(input), net=net())
+    expected = fit(net(), [(x, y)])
+    for data, key in (
+        ([{"input": x, "labels": y}], None),
+        ([{"input": x, "answer": y}], "answer"),
+        (DataLoader(Mappings(x, y), 4), None),
+        ([({"input": x}, y)], None),
+    ):
+        assert_close(fit(model, data, target_key=key).functions({"input": x}).cov, expected.functions(x).cov)
+
+
+def test_several_inputs_in_a_tuple(y: Tensor) -> None:
+    case = BY_NAME["tuple_input"]
+    inputs, labels = case.batch(6), problems.targets(case, 6)
+    posterior = fit(case.build(), (inputs, labels))
+    assert posterior.functions(inputs).cov.shape == (6, 2, 2)
+    from_loader = fit(case.build(), DataLoader(TensorDataset(*inputs, labels), 3, collate_fn=lambda rows: (
+        tuple(torch.stack([row[i] for row in rows]) for i in range(2)), torch.stack([row[2] for row in rows]))))  # fmt: skip
+    assert_close(from_loader.functions(inputs).cov, posterior.functions(inputs).cov)
+
+
+def test_generators_are_refused_untouched(x: Tensor, y: Tensor) -> None:
+    source = ((a, b) for a, b in [(x, y)])
+    with pytest.raises(lw.DataError, match="one-shot iterator"):
+        lw.fit(net(), source, "classification")
+    assert len(list(source)) == 1
+
+
+def test_progress_shows_and_changes_nothing(x: Tensor, y: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+    loud = fit(net(), [(x, y)], progress=True)
+    shown = capsys.readouterr().err
+    assert "Full" in shown
+    quiet = fit(net(), [(x, y)], progress=False)
+    assert capsys.readouterr().err == ""
+    assert_close(loud.functions(x).cov, quiet.functions(x).cov)
+
+
+# Strings at the door
+
+METHODS = {
+    None: lw.Kron, "full": lw.Full, "diagonal": lw.Diagonal, "kron": lw.Kron, "ekron": lw.EKron, "low_rank": lw.LowRank,
+    "map_only": lw.MapOnly,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_by_name(name: str | None, x: Tensor, y: Tensor) -> None:
+    by_name = lw.fit(net(), [(x, y)], "classification", method=name, prior=1.5)
+    by_object = lw.fit(net(), [(x, y)], lw.Categorical(), method=METHODS[name](), prior=lw.isotropic(1.5))
+    assert_close(by_name.functions(x).mean, by_object.functions(x).mean)
+    assert torch.equal(by_name.functions(x).cov, by_object.functions(x).cov)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "outputs"),
+    [
+        ("classification", lw.Categorical, 3), ("categorical", lw.Categorical, 3), ("classification", lw.Bernoulli, 1),
+        ("binary", lw.Bernoulli, 1), ("bernoulli", lw.Bernoulli, 1), ("multilabel", lw.Bernoulli, 3),
+        ("regression", lw.Gaussian, 3), ("gaussian", lw.Gaussian, 3), ("poisson", lw.Poisson, 3),
+        ("counts", lw.Poisson, 3), ("heteroscedastic", lw.HeteroscedasticGaussian, 2),
+    ],
+)  # fmt: skip
+def test_likelihoods_by_name(name: str, kind: type, outputs: int, x: Tensor) -> None:
+    y = torch.randint(0, 2, (N,) if kind is lw.Categorical else (N, 1 if name == "heteroscedastic" else outputs))
+    posterior = fit(net(outputs), [(x, y)], name)
+    assert type(posterior.likelihood) is kind
+
+
+@pytest.mark.parametrize("name", [None, "all", "all_weights", "last_layer"])
+def test_weights_by_name(name: str | None, x: Tensor, y: Tensor) -> None:
+    size = fit(net(), [(x, y)], weights=name).network.selection.size
+    assert size == (18 if name == "last_layer" else 43)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "kfac"}, "method is 'kfac'; expected one of full, diagonal, kron, ekron, low_rank, map_only"),
+        ({"weights": "first"}, "weights is 'first'; expected one of all, all_weights, last_layer"),
+        ({"likelihood": "softmax"}, "likelihood is 'softmax'; expected one of classification"),
+    ],
+)
+def test_unknown_names_list_the_known(options: dict[str, Any], message: str, x: Tensor, y: Tensor) -> None:
+    options = {"likelihood": "classification", **options}
+    with pytest.raises(lw.UnsupportedError, match=message):
+        lw.fit(net(), [(x, y)], **options)
+
+
+def test_a_number_is_an_isotropic_precision(x: Tensor, y: Tensor) -> None:
+    for given in (2, 2.0, torch.tensor(2.0), lw.isotropic(2.0)):
+        posterior = fit(net(), [(x, y)], prior=given)
+        assert posterior.prior.kind == "isotropic"
+        assert posterior.prior.values.item() == 2.0
+
+
+def test_no_prior_means_learned(x: Tensor, y: Tensor) -> None:
+    learned = lw.fit(net(), [(x, y)], "classification", method=lw.Full())
+    given = fit(net(), [(x, y)], prior=1.0)
+    assert learned.prior.values.item() != 1.0
+    assert float(learned.log_evidence()) > float(given.log_evidence())
+    assert_close(given.tuned().prior.values, learned.prior.values, 1 / 4)
+
+
+# What comes out
+
+OUTCOMES: dict[str, tuple[Any, int, Tensor, tuple[int, ...]]] = {
+    "gaussian": (lw.Gaussian(), 3, torch.randn(N, 3, dtype=D), (N, 3)),
+    "gaussian, one": (lw.Gaussian(), 1, torch.randn(N, 1, dtype=D), (N, 1)),
+    "gaussian, flat targets": (lw.Gaussian(), 1, torch.randn(N, dtype=D), (N, 1)),
+    "heteroscedastic": (lw.HeteroscedasticGaussian(), 4, torch.randn(N, 2, dtype=D), (N, 2)),
+    "poisson": (lw.Poisson(), 3, torch.randint(0, 5, (N, 3)), (N, 3)),
+    "categorical": (lw.Categorical(), 3, torch.randint(0, 3, (N,)), (N, 3)),
+    "categorical, bridge": (lw.Categorical(link="bridge"), 3, torch.randint(0, 3, (N,)), (N, 3)),
+    "categorical, mc": (lw.Categorical(link="mc"), 3, torch.randint(0, 3, (N,)), (N, 3)),
+    "bernoulli": (lw.Bernoulli(), 1, torch.randint(0, 2, (N,)), (N, 1)),
+    "multilabel": (lw.Bernoulli(link="quadrature"), 3, torch.randint(0, 2, (N, 3)), (N, 3)),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+@pytest.mark.parametrize("method", [lw.Kron(), lw.MapOnly()])
+def test_predictions_have_their_shapes(name: str, method: Any, x: Tensor) -> None:
+    likelihood, outputs, y, shape = OUTCOMES[name]
+    posterior = lw.fit(net(outputs), [(x, y)], likelihood, method=method)
+    belief = posterior.functions(x)
+    assert belief.mean.shape == belief.variance.shape == belief.std.shape == (N, outputs)
+    assert belief.cov.shape == (N, outputs, outputs)
+    p = posterior.predict(x)
+    classes = isinstance(likelihood, lw.Categorical)
+    assert p.mean.shape == shape
+    assert p.log_prob(y).shape == (N,)
+    assert bool(torch.isfinite(p.log_prob(y)).all())
+    assert p.sample(5).shape == ((5, N) if classes else (5, *shape))
+    assert p.entropy.shape == p.mutual_information.shape == (N,)
+    assert isinstance(p.distribution, torch.distributions.Distribution)
+    assert p.distribution.batch_shape == (N,)
+    assert p.epistemic.shape == p.aleatoric.shape
+    if isinstance(likelihood, lw.Categorical | lw.Bernoulli):
+        assert p.probs.shape == shape
+    else:
+        low, high = p.interval(0.9)
+        assert low.shape == high.shape == p.std.shape == p.variance.shape == shape
+        assert bool((low <= high).all())
+    assert_close(posterior(x).mean, p.mean)
+    assert posterior.function_samples(x, 4).shape == posterior.network_samples(x, 4).shape == (4, N, outputs)
+
+
+@pytest.mark.parametrize("likelihood", [lw.Gaussian(noise_std=0.5), lw.Bernoulli(), lw.Poisson()])
+@pytest.mark.parametrize("method", [lw.Full(), lw.Kron(), lw.EKron(), lw.Diagonal(), lw.LowRank(rank=9)])
+def test_a_squeezed_output_is_an_output_of_one(likelihood: Any, method: Any, x: Tensor) -> None:
+    """f (B,) with targets (B,): never a (B, B) broadcast."""
+    y = torch.randint(0, 2, (N,)).double()
+    flat = fit(net(1, squeeze=True), [(x, y)], likelihood, method=method)
+    column = fit(net(1), [(x, y[:, None])], likelihood, method=method)
+    assert flat.functions(x).mean.shape == (N, 1)
+    assert_close(flat.functions(x).cov, column.functions(x).cov)
+    assert_close(flat.log_evidence(), column.log_evidence())
+    assert_close(flat.predict(x).log_prob(y), column.predict(x).log_prob(y[:, None]))
+    samples = flat.network_samples(x, 3, torch.Generator().manual_seed(1))
+    assert_close(samples, column.network_samples(x, 3, torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Kron(), lw.EKron(), lw.Diagonal(), lw.LowRank(rank=123)])
+def test_ignored_tokens_do_not_count(method: Any) -> None:
+    """What is under an ignored token's target makes no difference; the number of data is that of the others."""
+    case = BY_NAME["token_level"]
+    tokens, y = case.batch(5), problems.targets(case, 5)
+    y[0, 1:] = -100
+    y[3] = -100
+    posterior = fit(case.build(), problems.split(tokens, y, (2, 3)), method=method)
+    assert posterior.posterior.statistics.data == 13
+    if not isinstance(method, lw.Kron | lw.EKron):  # whose rows count positions, ignored or not
+        keep = fit(case.build(), [(tokens[b : b + 1], y[b : b + 1]) for b in (0, 1, 2, 4)], method=method)
+        assert_close(posterior.functions(tokens).cov, keep.functions(tokens).cov)
+        assert_close(posterior.log_evidence(), keep.log_evidence())
+    belief = posterior.functions(tokens)
+    assert belief.mean.shape == (5, 4, 3)
+    assert belief.cov.shape == (5, 4, 3, 3)
+    p = posterior.predict(tokens)
+    assert p.probs.shape == (5, 4, 3)
+    assert p.log_prob(y.clamp_min(0)).shape == (5, 4)
+    assert posterior.function_samples(tokens, 6).shape == (6, 5, 4, 3)
+    joint = posterior.functions(tokens, joint=True)
+    assert joint.cov.shape == (5, 4, 3, 5, 4, 3)
+
+
+def test_tokens_with_gaussian_targets() -> None:
+    case = BY_NAME["token_level"]
+    tokens, y = case.batch(5), torch.randn(5, 4, 3, dtype=D)
+    posterior = lw.fit(case.build(), [(tokens, y)], "regression")
+    model = case.build()
+    assert posterior.posterior.statistics.data == 20
+    assert_close(posterior.likelihood.dispersion, (model(tokens) - y).square().mean())
+    assert posterior.predict(tokens).interval()[0].shape == (5, 4, 3)
+
+
+def test_logits_dicts_and_tuples() -> None:
+    case = BY_NAME["dict_input"]  # a mapping in, .logits out
+    data = problems.batches(case)
+    posterior = lw.fit(case.build(), data, "classification")
+    assert posterior.predict(case.batch(2)).probs.shape == (2, 3)
+    flat = [{**inputs, "labels": y} for inputs, y in data]
+    assert_close(lw.fit(case.build(), flat, "classification").functions(case.batch(2)).cov,
+                 posterior.functions(case.batch(2)).cov)  # fmt: skip
+
+
+def test_class_weights_reach_the_curvature(x: Tensor, y: Tensor) -> None:
+    """A weight of two is a datum seen twice, a weight of nought one not seen."""
+    weighted = fit(net(), [(x, y)], lw.Categorical(class_weights=(1.0, 2.0, 0.0)))
+    again = y == 1
+    keep = y != 2
+    copied = fit(net(), [(x[keep], y[keep]), (x[again], y[again])])
+    assert_close(weighted.functions(x).cov, copied.functions(x).cov)
+    assert_close(weighted.log_evidence(), copied.log_evidence())
+
+
+def test_map_only_is_the_plain_network(x: Tensor, y: Tensor) -> None:
+    model = net()
+    posterior = lw.fit(model, [(x, y)], "classification", method=lw.MapOnly())
+    assert_close(posterior.predict(x).probs, model(x).softmax(-1))
+    assert float(posterior.functions(x).variance.max()) == 0
+    assert float(posterior.functions(x, joint=True).cov.abs().max()) == 0
+    assert float(posterior.predict(x).mutual_information.max()) <= 1e-15
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert torch.equal(posterior.weight_samples(3), theta.expand(3, -1))
+    assert_close(posterior.function_samples(x, 2), model(x).expand(2, N, 3))
+    assert_close(posterior.network_samples(x, 2), model(x).expand(2, N, 3))
+    targets = torch.randn(N, 3, dtype=D)
+    regression = lw.fit(model, [(x, targets)], lw.Gaussian(per_output=True), method="map_only")
+    assert_close(regression.predict(x).variance, (model(x) - targets).square().mean(0).expand(N, 3))
+    for ask in (lambda: posterior.log_evidence(), lambda: posterior.tuned()):
+        with pytest.raises(lw.UnsupportedError):
+            ask()
+
+
+def test_with_prior_returns_a_new_value(x: Tensor, y: Tensor) -> None:
+    one = fit(net(), [(x, y)])
+    before = one.functions(x).cov
+    two = one.with_prior(9.0)
+    assert (one.prior.values.item(), two.prior.values.item()) == (1.5, 9.0)
+    assert torch.equal(one.functions(x).cov, before)
+    assert bool((two.functions(x).variance < one.functions(x).variance).all())
+
+
+def test_pieces_are_at_hand(x: Tensor, y: Tensor) -> None:
+    model = net()
+    posterior = fit(model, [(x, y)])
+    assert posterior.network.model is model
+    assert posterior.problem.prior is posterior.prior
+    assert isinstance(posterior.likelihood, lw.Categorical)
+    assert posterior.curvature.matrix.shape == (43, 43)
+
+
+# Stale weights
+
+ASKS = {
+    "predict": lambda p, x: p.predict(x),
+    "functions": lambda p, x: p.functions(x),
+    "joint": lambda p, x: p.functions(x, joint=True),
+    "function samples": lambda p, x: p.function_samples(x, 2),
+    "network samples": lambda p, x: p.network_samples(x, 2),
+    "weight samples": lambda p, x: p.weight_samples(2),
+    "call": lambda p, x: p(x),
+    "evidence": lambda p, x: p.log_evidence(),
+}
+CHANGES = {
+    "data in place": lambda m: m[0].weight.data.add_(1e-5),
+    "one entry": lambda m: m[2].weight.data[1, 1].mul_(1.0001),
+    "under no_grad": lambda m: torch.no_grad()(lambda: m[2].bias.add_(0.01))(),
+    "optimiser": lambda m: step(m),
+    "loaded": lambda m: m.load_state_dict({k: v + 0.1 for k, v in m.state_dict().items()}),
+    "rows swapped": lambda m: m[2].weight.data.copy_(m[2].weight.data.flip(0)),
+}
+
+
+def step(model: nn.Module) -> None:
+    optimiser = torch.optim.SGD(model.parameters(), 0.01)
+    model(torch.ones(2, INPUTS, dtype=D)).sum().backward()
+    optimiser.step()
+    optimiser.zero_grad()
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("method", [lw.Kron(), lw.MapOnly()])
+def test_changed_weights_are_refused(ask: str, change: str, method: Any, x: Tensor, y: Tensor) -> None:
+    if isinstance(method, lw.MapOnly) and ask == "evidence":
+        method = lw.Full()
+    model = net()
+    posterior = fit(model, [(x, y)], method=method)
+    ASKS[ask](posterior, x)
+    CHANGES[change](model)
+    with pytest.raises(lw.ModelError, match="has changed since the .*fit"):
+        ASKS[ask](posterior, x)
+
+
+def test_weights_put_back_are_accepted(x: Tensor, y: Tensor) -> None:
+    model = net()
+    posterior = fit(model, [(x, y)])
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].weight.data.add_(1.0)
+    with pytest.raises(lw.ModelError):
+        posterior.predict(x)
+    model.load_state_dict(kept)
+    assert posterior.predict(x).probs.shape == (N, CLASSES)
+
+
+def test_training_mode_after_the_fit_is_refused() -> None:
+    """Dropout switched on again would give random means with bars for other ones."""
+    case = BY_NAME["conv_zoo"]
+    model = case.build()
+    posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Diagonal(), prior=1.0)
+    model.train()
+    with pytest.raises(lw.ModelError, match="training mode"):
+        posterior.predict(case.batch(3))
+
+
+def test_importing_needs_torch_alone() -> None:
+    code = (
+        "import torch, builtins\n"
+        "real = builtins.__import__\n"
+        "def only(name, *rest, **options):\n"
+        "    assert name.split('.')[0] not in ('matplotlib', 'sklearn', 'safetensors', 'tqdm', 'scipy'), name\n"
+        "    return real(name, *rest, **options)\n"
+        "builtins.__import__ = only\n"
+        "import lapwing\n"
+        "print(sorted(set(lapwing.__all__) - set(dir(lapwing))))\n"
+    )
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert run.returncode == 0, run.stderr[-500:]
+    assert run.stdout.strip() == "[]"
