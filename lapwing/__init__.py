@@ -1,6 +1,7 @@
 """Lapwing turns a trained PyTorch network into one with calibrated error bars."""
 
 from lapwing.api import Fitted, fit, load
+from lapwing.check import check
 from lapwing.core.errors import DataError, FileError, LapwingError, ModelError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.likelihoods.bernoulli import Bernoulli
@@ -21,7 +22,7 @@ from lapwing.tuning.evidence import MaximiseEvidence, maximise_evidence
 __version__ = "0.1.0"
 
 __all__ = [
-    "fit", "load", "Fitted", "FunctionGaussian",
+    "fit", "load", "check", "Fitted", "FunctionGaussian",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "MapOnly",
     "all_weights", "last_layer", "named", "subnetwork",

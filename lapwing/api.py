@@ -100,7 +100,9 @@ class Fitted:
 
     def functions(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """The belief about f(x): mean (B, C), cov (B, C, C); across inputs too with ``joint=True``."""
-        return self.posterior(self._checked(x), joint)
+        belief = self.posterior(self._checked(x), joint)
+        check_finite(belief.mean, "outputs of the network")
+        return belief
 
     def predict(self, x: Inputs) -> Any:
         """The predictive over y: probabilities, or mean, std and intervals with the noise included."""

@@ -151,7 +151,9 @@ def sdpa() -> nn.Module:
 
 def embedding() -> nn.Module:
     def run(m: Any, tokens: Tensor) -> Tensor:
-        return m.head(torch.tanh(m.table(tokens) + m.place(torch.arange(tokens.shape[1], device=tokens.device))).mean(1))
+        return m.head(
+            torch.tanh(m.table(tokens) + m.place(torch.arange(tokens.shape[1], device=tokens.device))).mean(1)
+        )
 
     return Wrapped(run, table=nn.Embedding(7, 6, padding_idx=0), place=nn.Embedding(9, 6), head=nn.Linear(6, 3))
 

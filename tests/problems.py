@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def rows(tree: Any, part: Any) -> Any:
 
 def split(inputs: Any, y: Tensor, sizes: tuple[int, ...]) -> list[tuple[Any, Tensor]]:
     ends = torch.tensor((0, *sizes)).cumsum(0).tolist()
-    return [(rows(inputs, slice(a, b)), y[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [(rows(inputs, slice(a, b)), y[a:b]) for a, b in pairwise(ends)]
 
 
 def batches(case: Case, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float64) -> list[Any]:

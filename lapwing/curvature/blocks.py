@@ -226,18 +226,21 @@ class CholeskyPrecision:
     def logdet(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()
 
+    @cached_property
+    def _root(self) -> Tensor:
+        """L⁻¹: applied many times, a product costs a GPU less than a triangular solve."""
+        eye = torch.eye(len(self.factor), dtype=self.factor.dtype, device=self.factor.device)
+        return torch.linalg.solve_triangular(self.factor, eye, upper=False)
+
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
         j = jacobian.whole().flatten(2)
-        rows = self._solved(j.reshape(-1, j.shape[-1])).reshape(j.shape[0], tokens, -1, j.shape[-1])
-        return (rows @ rows.mT if full else rows.square().sum(-1)).to(j.dtype)
+        rows = (j @ self._root.to(j.dtype).mT).reshape(j.shape[0], tokens, -1, j.shape[-1])
+        return rows @ rows.mT if full else rows.square().sum(-1)
 
     def cross(self, jacobian: BlockJacobian) -> Tensor:
         j = jacobian.whole().flatten(2)
-        rows = self._solved(j.reshape(-1, j.shape[-1]))
-        return (rows @ rows.mT).to(j.dtype)
-
-    def _solved(self, rows: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.factor, rows.to(self.factor).mT, upper=False).mT
+        rows = j.reshape(-1, j.shape[-1]) @ self._root.to(j.dtype).mT
+        return rows @ rows.mT
 
     def sample(self, eps: Tensor) -> Tensor:
         flat = eps.reshape(eps.shape[0], -1)

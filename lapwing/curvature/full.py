@@ -265,7 +265,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
                 )
                 total[i] += selection.picked(torch.cat([r.reshape(-1) for r in rows])).to(network.dtype)
         loss_sum += float(loss.detach())
-        count += likelihood.count(f.detach(), y)
+        count += int(likelihood.count(f.detach(), y))
     matrix = 0.5 * (total + total.mT)
     return FullCurvature(matrix, selection, definite=False), Statistics(
         loss_sum, counted(count), network.output_shape[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data, check_finite
-from lapwing.core.errors import DataError, UnsupportedError
+from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import batch_size
-from lapwing.networks.network import LayerJacobians, Network, Tangent
+from lapwing.networks.network import LayerJacobians, Network
 
 CURVATURES = ("ggn", "fisher_mc")
 
@@ -57,14 +58,26 @@ class Sweep:
         self._statistics: Statistics | None = None
 
     def __iter__(self) -> Iterator[LayerJacobians]:
-        loss, count, outputs = 0.0, 0, torch.Size(self._network.output_shape[-1:]).numel()
+        network, likelihood = self._network, self._likelihood
+        total = torch.zeros((), dtype=torch.float64, device=network.device)
+        count: int | Tensor = 0
         for batch in self._data.batches(self._label):
-            for tangent, y in self._linearised(batch):
-                f = tangent.f.to(self._network.dtype)
-                loss += float(self._likelihood.loss(f, y).sum(dtype=torch.float64))
-                count += self._likelihood.count(f, y)
-                yield tangent.jacobians(self._seeds(f, y))
-        self._statistics = Statistics(loss, counted(count), outputs)
+            y = self._targets(batch)
+            # Sums stay on the device until the batch is done: asking for one halts a GPU.
+            before = total.clone()
+            for rows, tangent in network.tangents(batch.inputs, self._seed_count):
+                f, mine = tangent.f.to(network.dtype), y[rows]
+                if f.shape[0] != len(mine):
+                    raise DataError(f"{len(mine)} inputs gave {f.shape[0]} outputs; expected one for each.")
+                total += likelihood.loss(f, mine).sum(dtype=torch.float64)
+                count = count + likelihood.count(f, mine)
+                yield tangent.jacobians(self._seeds(f, mine))
+            if not math.isfinite(total - before):
+                check_finite(network(batch.inputs), "outputs of the network")
+                raise NumericalError(
+                    "the loss is not finite although inputs, targets and outputs are; check the scale."
+                )
+        self._statistics = Statistics(float(total), counted(int(count)), network.output_shape[-1])
 
     @property
     def statistics(self) -> Statistics:
@@ -72,19 +85,20 @@ class Sweep:
             raise AssertionError("iterate over the sweep before asking for its statistics")
         return self._statistics
 
-    def _linearised(self, batch: Batch) -> Iterator[tuple[Tangent, Tensor]]:
+    @property
+    def _seed_count(self) -> int:
+        return 1 if self._curvature == "fisher_mc" else torch.Size(self._network.output_shape).numel()
+
+    def _targets(self, batch: Batch) -> Tensor:
+        """Checked against the shape of the outputs, before the network runs."""
         size = batch.targets.shape[0] if batch.targets.ndim else 1
         if batch_size(batch.inputs) != size:
             raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
-        classes = torch.Size(self._network.output_shape).numel()
-        seeds = 1 if self._curvature == "fisher_mc" else classes
-        for rows, tangent in self._network.tangents(batch.inputs, seeds):
-            f = tangent.f
-            check_finite(f, "outputs of the network")
-            if f.shape[0] != rows.stop - rows.start:
-                raise DataError(f"{rows.stop - rows.start} inputs gave {f.shape[0]} outputs; expected one for each.")
-            y = batch.targets[rows]
-            yield tangent, self._likelihood.targets(f, y)
+        shape = self._network.output_shape
+        if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
+            shape = (batch.targets.shape[1], shape[1])
+        outputs = torch.empty(1, dtype=self._network.dtype, device=self._network.device).expand(size, *shape)
+        return self._likelihood.targets(outputs, batch.targets)
 
     def _seeds(self, f: Tensor, y: Tensor) -> Tensor:
         """(K, B, [T,] C): every token's seeds apart from the others'."""
@@ -138,7 +152,7 @@ def loss_only(network: Network, likelihood: Likelihood, data: Data) -> Statistic
         check_finite(f, "outputs of the network")
         y = likelihood.targets(f, batch.targets)
         loss += float(likelihood.loss(f.double(), _doubled(y)).sum())
-        count += likelihood.count(f, y)
+        count += int(likelihood.count(f, y))
     return Statistics(loss, counted(count), network.output_shape[-1])
 
 

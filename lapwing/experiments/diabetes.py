@@ -19,7 +19,7 @@ from lapwing.experiments.training import Recipe, batches, best_seconds, epoch_se
 class Diabetes:
     """442 patients, ten measurements each."""
 
-    recipe: Recipe = Recipe()
+    recipe: Recipe = Recipe(weight_decay=1e-3)
     test_share: float = 0.25
     seed: int = 0
 

@@ -25,7 +25,7 @@ class Digits:
 
     Pixels run from zero to one; at the default noise a network of this size learns its training images by heart and
     is wrong on a third of the others without noticing. ``noise=0`` gives the clean digits, which the plain network
-    already knows well: there a prior chosen by the evidence is too weak, and the posterior is less sure than it could be.
+    already knows well: there a prior chosen by the evidence is too weak, and the posterior less sure than it could be.
     """
 
     recipe: Recipe = Recipe(hidden=(64, 64), epochs=300, learning_rate=3e-3, weight_decay=3e-4)

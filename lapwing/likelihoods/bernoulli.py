@@ -86,8 +86,8 @@ class Bernoulli:
         drawn = uniform(tuple(p.shape), generator, p) < p
         return (p - drawn.to(p)) * self._weight(y).sqrt()
 
-    def count(self, f: Tensor, y: Tensor) -> int:
-        return int(self._known(y).any(-1).sum())
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        return y[..., 0].numel() if self.ignore_index is None else self._known(y).any(-1).sum()
 
     def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
         return torch.zeros_like(phi)

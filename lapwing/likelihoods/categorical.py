@@ -86,6 +86,8 @@ class Categorical:
         return table[y.masked_fill(ignored, 0)].masked_fill(ignored, 0)
 
     def _ignores(self, y: Tensor) -> bool:
+        if y.is_cuda:  # asking would halt the GPU; treating all as if some were ignored costs less
+            return True
         low = int(y.min())
         return (low < 0 or self.ignore_index >= 0) and bool((y == self.ignore_index).any())
 
@@ -117,8 +119,8 @@ class Categorical:
         weight = self._weight(f, y)
         return gradient if weight is None else gradient * weight.sqrt().unsqueeze(-1)
 
-    def count(self, f: Tensor, y: Tensor) -> int:
-        return int((y != self.ignore_index).sum()) if self._ignores(y) else y.numel()
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        return (y != self.ignore_index).sum() if self._ignores(y) else y.numel()
 
     def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
         return torch.zeros_like(phi)

@@ -52,8 +52,8 @@ class Likelihood(Protocol):
         """The gradient of the loss in f at a label drawn from the model, (B, [T,] C)."""
         ...
 
-    def count(self, f: Tensor, y: Tensor) -> int:
-        """How many data count (ignored ones do not)."""
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        """How many data count (ignored ones do not); a tensor where the answer is on a device."""
         ...
 
     def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:

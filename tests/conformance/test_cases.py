@@ -91,7 +91,9 @@ def test_low_rank_at_the_rank_of_the_ggn(name: str) -> None:
     _, expected = problems.dense_ggn(case, model)
     rank = int(torch.linalg.matrix_rank(expected))
     assert rank < len(expected)
-    posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=lw.LowRank(rank=rank), prior=1.0)
+    posterior = lw.fit(
+        model, problems.batches(case), problems.likelihood(case), method=lw.LowRank(rank=rank), prior=1.0
+    )
     curvature = posterior.curvature
     assert_close(curvature.vectors.T @ torch.diag(curvature.values) @ curvature.vectors, expected)
 
@@ -123,9 +125,7 @@ def test_bfloat16_runs_and_is_near(name: str, method: object) -> None:
     wide = case.build(torch.bfloat16).float()
     data = problems.batches(case, dtype=torch.bfloat16)
     data32 = [(_cast(x, torch.float32), y) for x, y in data]
-    narrow = problems.unchanged(
-        model, lambda: lw.fit(model, data, problems.likelihood(case), method=method, prior=4.0)
-    )
+    narrow = problems.unchanged(model, lambda: lw.fit(model, data, problems.likelihood(case), method=method, prior=4.0))
     exact = lw.fit(wide, data32, problems.likelihood(case), method=method, prior=4.0)
     inputs = case.batch(4, torch.bfloat16, seed=1)
     found = problems.unchanged(model, lambda: narrow.predict(inputs))
@@ -140,7 +140,7 @@ def test_bfloat16_runs_and_is_near(name: str, method: object) -> None:
 
 
 def test_many_outputs_build_the_covariance_only_when_asked() -> None:
-    """Above 32 outputs variance and covariance have separate recipes; they must agree with each other and with brute force."""
+    """Above 32 outputs variance and covariance have separate recipes; they agree with each other and with brute force."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 37)).double()
     x, y = torch.randn(6, 3, dtype=D), torch.randint(0, 37, (6,))
     jac = dense.jacobian(model, x, 6)

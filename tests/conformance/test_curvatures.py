@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.func import functional_call
 
 import lapwing as lw
@@ -67,7 +68,9 @@ def test_sampled_fisher_follows_its_generator(make: Any) -> None:
 
     def draw(seed: int) -> Tensor:
         gen = torch.Generator().manual_seed(seed)
-        posterior = lw.fit(model, [(x, y)], "classification", method=make(curvature="fisher_mc"), prior=1.0, generator=gen)
+        posterior = lw.fit(
+            model, [(x, y)], "classification", method=make(curvature="fisher_mc"), prior=1.0, generator=gen
+        )
         return posterior.functions(x).cov
 
     assert torch.equal(draw(3), draw(3))
@@ -78,7 +81,9 @@ def test_sampled_fisher_of_tokens_draws_every_token_by_itself() -> None:
     """E[g gᵀ] has no terms between tokens only if their seeds are kept apart, draw by draw."""
     model = Wrapped(lambda m, x: m.lin(x), lin=nn.Linear(2, 3)).double()
     x, y = torch.randn(2, 4, 2, dtype=D), torch.randint(0, 3, (2, 4))
-    exact = dense.ggn(dense.by_datum(dense.jacobian(model, x, 2), 3), dense.softmax_hessian(model(x).detach().reshape(-1, 3)))
+    exact = dense.ggn(
+        dense.by_datum(dense.jacobian(model, x, 2), 3), dense.softmax_hessian(model(x).detach().reshape(-1, 3))
+    )
     draws = torch.stack([
         lw.fit(model, [(x, y)], "classification", method=lw.Full(curvature="fisher_mc"), prior=1.0,
                generator=torch.Generator().manual_seed(seed)).curvature.matrix
@@ -111,7 +116,7 @@ def test_hessian_is_autograds(likelihood: str) -> None:
         "classification": lambda f: nn.functional.cross_entropy(f, targets, reduction="sum"),
         "regression": lambda f: 0.5 * (f - targets).square().sum(),
         "poisson": lambda f: (f.exp() - targets * f).sum(),
-        "heteroscedastic": lambda f: -torch.distributions.Normal(f[:, :2], (0.5 * f[:, 2:]).exp()).log_prob(targets).sum(),
+        "heteroscedastic": lambda f: -Normal(f[:, :2], (0.5 * f[:, 2:]).exp()).log_prob(targets).sum(),
     }  # fmt: skip
     names = [name for name, _ in model.named_parameters()]
     expected = loss_hessian(model, names, lambda run: losses[likelihood](run(x)))
@@ -132,10 +137,14 @@ def test_hessian_is_autograds(likelihood: str) -> None:
 @pytest.mark.parametrize("weights", [lw.last_layer, lw.named("0"), lw.subnetwork(torch.tensor([0, 7, 11, 20]))])
 def test_hessian_of_some_weights(weights: Any) -> None:
     model, x, y = small()
-    posterior = lw.fit(model, [(x, y)], "classification", prior=1e3, weights=weights, method=lw.Full(curvature="hessian"))
+    posterior = lw.fit(
+        model, [(x, y)], "classification", prior=1e3, weights=weights, method=lw.Full(curvature="hessian")
+    )
     names = [name for name, _ in model.named_parameters()]
     whole = loss_hessian(model, names, lambda run: nn.functional.cross_entropy(run(x), y, reduction="sum"))
-    index = {9: torch.arange(9), 16: torch.arange(9, 25), 4: torch.tensor([0, 7, 11, 20])}[posterior.network.selection.size]
+    index = {9: torch.arange(9), 16: torch.arange(9, 25), 4: torch.tensor([0, 7, 11, 20])}[
+        posterior.network.selection.size
+    ]
     assert_close(posterior.curvature.matrix, whole[index][:, index])
 
 

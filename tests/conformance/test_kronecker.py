@@ -49,7 +49,9 @@ def grouped() -> nn.Module:
 
 
 def sequence() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
+    return nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3)
+    )
 
 
 def per_token() -> nn.Module:

@@ -106,7 +106,9 @@ def test_permuting_classes_permutes_outputs(method: Any, weights: str) -> None:
     twin[4].bias.data = model[4].bias.data[order]
     inputs, y = case.batch(6), problems.targets(case, 6)
     renamed = order.argsort()[y]
-    plain = lw.fit(model, problems.split(inputs, y, (4, 2)), "classification", method=method, weights=weights, prior=1.5)
+    plain = lw.fit(
+        model, problems.split(inputs, y, (4, 2)), "classification", method=method, weights=weights, prior=1.5
+    )
     turned = lw.fit(twin, problems.split(inputs, renamed, (4, 2)), "classification", method=method, weights=weights,
                     prior=1.5)  # fmt: skip
     new = case.batch(3, seed=1)
@@ -118,7 +120,9 @@ def test_permuting_classes_permutes_outputs(method: Any, weights: str) -> None:
 def test_last_layer_of_one_layer_is_all_weights(method: Any) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(6, 3), nn.Dropout(0.5)).double().eval()
     x, y = torch.randn(7, 2, 3, dtype=D), torch.randint(0, 3, (7,))
-    one, two = (lw.fit(model, [(x, y)], "classification", method=method, weights=w, prior=1.5) for w in ("all", "last_layer"))
+    one, two = (
+        lw.fit(model, [(x, y)], "classification", method=method, weights=w, prior=1.5) for w in ("all", "last_layer")
+    )
     assert one.network.selection.names == two.network.selection.names
     same(one, two, x[:4])
 
@@ -128,7 +132,11 @@ def test_named_everything_and_the_whole_subnetwork_are_all_weights() -> None:
     size = sum(p.numel() for p in case.build().parameters())
     for method in (lw.Full(), lw.Diagonal(), lw.LowRank(rank=400)):
         plain = fit(case, method, problems.batches(case))
-        for weights in (lw.named("."), lw.subnetwork(torch.arange(size)), lw.subnetwork(torch.ones(size, dtype=torch.bool))):
+        for weights in (
+            lw.named("."),
+            lw.subnetwork(torch.arange(size)),
+            lw.subnetwork(torch.ones(size, dtype=torch.bool)),
+        ):
             same(fit(case, method, problems.batches(case), weights=weights), plain, case.batch(3, seed=1))
 
 
@@ -152,7 +160,9 @@ def test_functions_are_the_same_wherever_they_are_looked_at(case: Case, method: 
     whole = posterior.function_samples(inputs, 4, torch.Generator().manual_seed(5))
     assert whole.shape == (4, 5, *case.outputs)
     for part in ([0, 1], [4], [3, 0, 2]):
-        some = posterior.function_samples(problems.rows(inputs, torch.tensor(part)), 4, torch.Generator().manual_seed(5))
+        some = posterior.function_samples(
+            problems.rows(inputs, torch.tensor(part)), 4, torch.Generator().manual_seed(5)
+        )
         assert_close(some, whole[:, part])
 
 
@@ -216,9 +226,12 @@ def test_low_rank_curvatures_add_up_beyond_the_rank_of_either() -> None:
     """Two data sets of rank 20 each: their sum has rank 40."""
     model = nn.Sequential(nn.Linear(9, 10), nn.Tanh(), nn.Linear(10, 1)).double()
     x, y = torch.randn(40, 9, dtype=D), torch.randn(40, 1, dtype=D)
-    posteriors = [lw.fit(model, [(x[part], y[part])], lw.Gaussian(noise_std=1.0), method=lw.LowRank(rank=100), prior=1.0)
-                  for part in (slice(0, 20), slice(20, 40))]  # fmt: skip
-    total = posteriors[0].curvature + posteriors[1].curvature
+    options = {"method": lw.LowRank(rank=100), "prior": 1.0}
+    first, second = (
+        lw.fit(model, [(x[part], y[part])], lw.Gaussian(noise_std=1.0), **options).curvature
+        for part in (slice(0, 20), slice(20, 40))
+    )
+    total = first + second
     jac = dense.jacobian(model, x, 40)
     expected = dense.ggn(jac, torch.ones(40, 1, 1, dtype=D))
     assert_close(total.vectors.T @ torch.diag(total.values) @ total.vectors, expected)
@@ -268,6 +281,8 @@ def test_every_call_leaves_the_model_bit_identical(name: str) -> None:
 def test_low_rank_prior_variance_is_never_undercut(case: Case) -> None:
     """Directions left out keep their prior variance, so less rank means more variance."""
     inputs = case.batch(3, seed=1)
-    thin, full = (fit(case, m, problems.batches(case)).functions(inputs).variance for m in (lw.LowRank(rank=2), lw.Full()))
+    thin, full = (
+        fit(case, m, problems.batches(case)).functions(inputs).variance for m in (lw.LowRank(rank=2), lw.Full())
+    )
     assert bool((thin >= full * (1 - 1e-8)).all())
     assert bool((thin > full * (1 + 1e-6)).any())

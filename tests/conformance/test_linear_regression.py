@@ -62,7 +62,7 @@ class Setting:
 
 
 def written_out(features: Tensor) -> Tensor:
-    """(n C, P): row (n, c) holds the features of n where theta holds the weights of output c, and a one for its bias."""
+    """(n C, P): row (n, c) holds the features of n where theta holds the weights of output c, a one at its bias."""
     rows = []
     for a in features:
         for c in range(OUTPUTS):
@@ -98,13 +98,14 @@ def setting(kind: str) -> Setting:
 
 SETTINGS = [(kind, name) for kind in ("orthogonal", "any inputs", "last layer") for name in METHODS
             if name != "diagonal" or kind == "orthogonal"]  # fmt: skip
+# The same for every output, another for each input and for the bias.
+BY_INPUT = torch.cat(
+    [torch.tensor([0.5, 2.0, 0.7, 1.3], dtype=D).repeat(OUTPUTS), torch.full((OUTPUTS,), 3.0, dtype=D)]
+)
 BY_LAYER_OR_WEIGHT = {
     "isotropic": (lw.isotropic(0.625), torch.full((P,), 0.625, dtype=D)),
     "per layer": (lw.per_layer(0.625), torch.full((P,), 0.625, dtype=D)),
-    "by input": (
-        lw.diagonal(torch.cat([torch.tensor([0.5, 2.0, 0.7, 1.3], dtype=D).repeat(OUTPUTS), torch.full((OUTPUTS,), 3.0)])),
-        torch.cat([torch.tensor([0.5, 2.0, 0.7, 1.3], dtype=D).repeat(OUTPUTS), torch.full((OUTPUTS,), 3.0, dtype=D)]),
-    ),
+    "by input": (lw.diagonal(BY_INPUT), BY_INPUT),
     "by weight": (lw.diagonal(torch.linspace(0.3, 2, P, dtype=D)), torch.linspace(0.3, 2, P, dtype=D)),
 }  # fmt: skip
 NOISES = {
@@ -125,8 +126,13 @@ def supported(method: str, prior: str) -> bool:
     return prior != "by input" or "ekron" not in method
 
 
-COMBINED = [(kind, method, noise, prior) for kind, method in SETTINGS for noise in NOISES for prior in BY_LAYER_OR_WEIGHT
-            if supported(method, prior)]  # fmt: skip
+COMBINED = [
+    (kind, method, noise, prior)
+    for kind, method in SETTINGS
+    for noise in NOISES
+    for prior in BY_LAYER_OR_WEIGHT
+    if supported(method, prior)
+]
 
 
 @pytest.mark.parametrize(("kind", "method", "noise", "prior"), COMBINED)
@@ -231,12 +237,14 @@ def test_low_rank_finds_every_one_of_equal_eigenvalues(outputs: int, block: int)
 
 
 def test_low_rank_keeps_the_prior_where_it_does_not_look() -> None:
-    """Directions left out keep their prior variance: never less than the exact variance of f, never more than the prior's."""
+    """Directions left out keep their prior variance: no less than the exact variance of f, no more than the prior's."""
     s = setting("any inputs")
     exact = s.exact(torch.full((P,), 0.625, dtype=D), NOISES["one"][1])
     full = (s.design_new @ exact.covariance @ s.design_new.T).diagonal().reshape(NEW, OUTPUTS)
     prior = (s.design_new @ s.design_new.T / 0.625).diagonal().reshape(NEW, OUTPUTS)
-    found = lw.fit(s.model, s.data(), NOISES["one"][0], method=lw.LowRank(rank=5), prior=0.625).functions(s.new).variance
+    found = (
+        lw.fit(s.model, s.data(), NOISES["one"][0], method=lw.LowRank(rank=5), prior=0.625).functions(s.new).variance
+    )
     assert bool((found >= full * (1 - 1e-6)).all())
     assert bool((found <= prior * (1 + 1e-6)).all())
     assert bool((found > full * 1.01).any())

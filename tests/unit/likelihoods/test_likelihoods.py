@@ -55,7 +55,8 @@ LOSSES: dict[str, tuple[Any, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
                                  lambda f, y: F.cross_entropy(f, y, ignore_index=1, reduction="none")),
     "categorical, tokens": (lw.Categorical(), real(2, B, 3), torch.stack([IGNORED, IGNORED.flip(0)]),
                             lambda f, y: F.cross_entropy(f.mT, y, reduction="none")),
-    "bernoulli": (lw.Bernoulli(), real(B, 1), classes(B, of=2), lambda f, y: -Bernoulli(logits=f[:, 0]).log_prob(y.double())),
+    "bernoulli": (lw.Bernoulli(), real(B, 1), classes(B, of=2),
+                  lambda f, y: -Bernoulli(logits=f[:, 0]).log_prob(y.double())),
     "bernoulli, multilabel": (lw.Bernoulli(), real(B, 3), classes(B, 3, of=2),
                               lambda f, y: -Bernoulli(logits=f).log_prob(y.double()).sum(-1)),
     "bernoulli, soft": (lw.Bernoulli(), real(B, 3), real(B, 3).sigmoid(),
@@ -67,8 +68,7 @@ LOSSES: dict[str, tuple[Any, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
                                  lambda f, y: F.binary_cross_entropy_with_logits(
                                      f, y, pos_weight=torch.tensor(2.5, dtype=D), reduction="none").sum(-1)),
     "bernoulli, ignored": (lw.Bernoulli(ignore_index=-1), real(B, 3), HALF_KNOWN,
-                           lambda f, y: (F.binary_cross_entropy_with_logits(f, y.clamp_min(0).double(), reduction="none")
-                                         * (y >= 0)).sum(-1)),
+                           lambda f, y: -(Bernoulli(logits=f).log_prob(y.clamp_min(0).double()) * (y >= 0)).sum(-1)),
     "poisson": (lw.Poisson(), real(B, 3), classes(B, 3, of=6),
                 lambda f, y: -Poisson(f.exp()).log_prob(y.double()).sum(-1)),
     "poisson, squeezed": (lw.Poisson(), real(B, 1), classes(B, of=6),

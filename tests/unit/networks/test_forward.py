@@ -44,7 +44,9 @@ def test_training_mode_is_refused(what: str) -> None:
     inputs = x(6, *shape)
 
     def run() -> None:
-        with pytest.raises(ModelError, match=named + r" is in training mode; expected evaluation mode.*model\.eval\(\)"):
+        with pytest.raises(
+            ModelError, match=named + r" is in training mode; expected evaluation mode.*model\.eval\(\)"
+        ):
             Network.build(model, inputs)
 
     problems.unchanged(model, run)
@@ -196,8 +198,7 @@ def test_an_exception_in_forward_leaves_the_model_as_it_was(calls: int, weights:
 
     def run() -> None:
         with pytest.raises(RuntimeError, match="the lights went out"):
-            posterior = lw.fit(model, [(inputs, y)] * 9, "classification", weights=weights, method="ekron")
-            posterior.predict(inputs)
+            lw.fit(model, [(inputs, y)] * 9, "classification", weights=weights, method="ekron").predict(inputs)
 
     problems.unchanged(model, run)
 

@@ -33,11 +33,15 @@ METHODS: dict[str, Any] = {
 }
 
 
-def fitted(case: str = "mlp", method: Any = None, dtype: torch.dtype = D, **options: Any) -> tuple[nn.Module, lw.Fitted]:
+def fitted(
+    case: str = "mlp", method: Any = None, dtype: torch.dtype = D, **options: Any
+) -> tuple[nn.Module, lw.Fitted]:
     chosen = BY_NAME[case]
     model = chosen.build(dtype)
     options.setdefault("prior", 1e2)
-    return model, lw.fit(model, problems.batches(chosen, dtype=dtype), problems.likelihood(chosen), method=method, **options)
+    return model, lw.fit(
+        model, problems.batches(chosen, dtype=dtype), problems.likelihood(chosen), method=method, **options
+    )
 
 
 def assert_same(one: lw.Fitted, two: lw.Fitted, inputs: Any, power: float = 2 / 3) -> None:
@@ -68,7 +72,7 @@ def test_round_trip_of_every_method(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [case.name for case in CASES])
 @pytest.mark.parametrize("method", ["kron", "ekron"])
 def test_round_trip_of_every_network(case: str, method: str, tmp_path: Path) -> None:
-    model, posterior = fitted(case, METHODS[method])
+    _, posterior = fitted(case, METHODS[method])
     posterior.save(tmp_path / "net")
     again = lw.load(tmp_path / "net", BY_NAME[case].build())  # another object with the same weights
     assert_same(posterior, again, BY_NAME[case].batch(3, seed=1))
@@ -314,7 +318,9 @@ def parts(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["lapwing"])  # noqa: SIM118
 
 
-@pytest.mark.parametrize("lost", ["theta", "prior.precision", "likelihood.dispersion", "curvature.0.inp", "curvature.2.out"])
+@pytest.mark.parametrize(
+    "lost", ["theta", "prior.precision", "likelihood.dispersion", "curvature.0.inp", "curvature.2.out"]
+)
 def test_a_file_without_one_of_its_tensors(lost: str, tmp_path: Path) -> None:
     model, path, _ = written(tmp_path)
     tensors, meta = parts(path)
@@ -324,7 +330,9 @@ def test_a_file_without_one_of_its_tensors(lost: str, tmp_path: Path) -> None:
         lw.load(path, model)
 
 
-@pytest.mark.parametrize("lost", ["likelihood", "prior", "selection", "layout", "network", "statistics", "curvature", "fingerprint"])
+@pytest.mark.parametrize(
+    "lost", ["likelihood", "prior", "selection", "layout", "network", "statistics", "curvature", "fingerprint"]
+)
 @pytest.mark.parametrize("instead", ["missing", None, 5, [], {}, "word"])
 def test_a_file_with_other_metadata(lost: str, instead: Any, tmp_path: Path) -> None:
     model, path, _ = written(tmp_path)
@@ -367,7 +375,7 @@ def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
 
 
 def test_the_model_itself_is_not_in_the_file(tmp_path: Path) -> None:
-    model, path, _ = written(tmp_path)
+    _, path, _ = written(tmp_path)
     tensors, meta = parts(path)
     assert "format" in meta
     assert not any(key.startswith(("0.", "2.", "4.", "model")) for key in tensors)

@@ -18,7 +18,9 @@ BELIEFS = [(0.5, 0.3), (2.0, 0.05), (-1.0, 0.8), (3.0, 0.3), (4.0, 0.3), (4.0, 1
 
 
 def predictive(mean: float, variance: float) -> CountPredictive:
-    found = lw.Poisson().predict(lw.FunctionGaussian(torch.full((1, 1), mean, dtype=D), torch.full((1, 1, 1), variance, dtype=D)))
+    found = lw.Poisson().predict(
+        lw.FunctionGaussian(torch.full((1, 1), mean, dtype=D), torch.full((1, 1, 1), variance, dtype=D))
+    )
     assert isinstance(found, CountPredictive)
     return found
 

@@ -96,15 +96,19 @@ def test_bridge_of_logits_that_sum_to_zero_already() -> None:
     assert_close(found, shifted)
 
 
+def moment(mean: float, std: float, power: int) -> float:
+    """E sigmoid(z)^power of a Gaussian z."""
+    value = lambda z: stats.norm.pdf(z, mean, std) / (1 + math.exp(-z)) ** power
+    return integrate.quad(value, mean - 12 * std, mean + 12 * std)[0]
+
+
 def test_mc_agrees_with_the_integral_for_two_classes() -> None:
     """For two classes only the difference of the logits matters: one integral."""
     b = belief(1.0, 2)
     found = lw.Categorical(link="mc", samples=20_000).predict(b).probs
     for mean, cov, probs in zip(b.mean, b.cov, found, strict=True):
         gap, std = float(mean[0] - mean[1]), math.sqrt(float(cov[0, 0] + cov[1, 1] - 2 * cov[0, 1]))
-        density = stats.norm(gap, std).pdf
-        first = integrate.quad(lambda z: density(z) / (1 + math.exp(-z)), gap - 12 * std, gap + 12 * std)[0]
-        second = integrate.quad(lambda z: density(z) / (1 + math.exp(-z)) ** 2, gap - 12 * std, gap + 12 * std)[0]
+        first, second = (moment(gap, std, power) for power in (1, 2))
         error = math.sqrt((second - first**2) / 20_000)
         assert abs(float(probs[0]) - first) <= 5 * error
 

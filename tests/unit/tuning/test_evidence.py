@@ -154,7 +154,9 @@ def test_default_fit_ends_at_the_optimum(name: str, likelihood: str) -> None:
 
 def test_evidence_is_concave_in_the_log_precision(name: str) -> None:
     fitted = regression(METHODS[name], prior=1.0)
-    line = torch.stack([fitted.with_prior(float(p)).log_evidence().detach() for p in torch.logspace(-6, 6, 61, dtype=D)])
+    line = torch.stack(
+        [fitted.with_prior(float(p)).log_evidence().detach() for p in torch.logspace(-6, 6, 61, dtype=D)]
+    )
     bend = line[2:] - 2 * line[1:-1] + line[:-2]
     assert float(bend.max()) <= 1e-9 * float(line.abs().max())
 
@@ -272,7 +274,10 @@ def test_a_tuner_of_ones_own() -> None:
     fitted = lw.fit(case.build(), problems.batches(case), "classification", tuner=tuner)
     assert len(seen) == 1
     assert fitted.prior.values.item() == 7.0
-    assert lw.fit(case.build(), problems.batches(case), "classification", prior=2.0).tuned(tuner).prior.values.item() == 7.0
+    assert (
+        lw.fit(case.build(), problems.batches(case), "classification", prior=2.0).tuned(tuner).prior.values.item()
+        == 7.0
+    )
 
 
 def test_evidence_prefers_the_model_that_made_the_data() -> None:
