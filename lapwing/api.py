@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs, check_finite, map_tensors
-from lapwing.core.errors import UnsupportedError
+from lapwing.core.errors import ModelError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.curvature.sweep import mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import raw_output, shaped
+from lapwing.networks.forward import batch_size, raw_output, refuse_training_mode, shaped
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
 from lapwing.posteriors import files
@@ -57,18 +58,16 @@ def fit(
     >>> posterior.predict(x[:3]).std.shape
     torch.Size([3, 1])
     """
-    device = next(iter(model.parameters())).device
+    device = _device(model)
     batches = Data(data, device, target_key, sys.stderr.isatty() if progress is None else progress)
     first = next(iter(Data(data, device, target_key).batches("first batch")))
-    network = Network.build(model, first.inputs, weights_named(weights))
+    network = Network.build(model, _several(Data(data, device, target_key)), weights_named(weights))
     chosen = likelihood_named(likelihood, network.output_shape[-1])
-    f = network(first.inputs)
-    chosen.targets(f, first.targets)
+    chosen.targets(network(first.inputs), first.targets)
     if chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, batches))
-    like = torch.empty(0, dtype=network.dtype, device=device)
     given = isotropic(1.0) if prior is None else prior if isinstance(prior, Prior) else isotropic(prior)
-    problem = Problem(network, chosen, given.bound(network.selection, like))
+    problem = Problem(network, chosen, given.bound(network.selection, network.theta()))
     fitted = method_named(method).fit(problem, batches, generator)
     if prior is None and isinstance(fitted, HasEvidence):
         statistics = fitted.statistics  # type: ignore[attr-defined]
@@ -77,6 +76,23 @@ def fit(
     elif tuner is not None:
         fitted = tuner(fitted)
     return Fitted(fitted, Fingerprint.of(network.model))
+
+
+def _device(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    raise ModelError("the model has no parameters, so there is nothing to be uncertain about; expected at least one.")
+
+
+def _several(data: Data) -> Inputs:
+    """The first inputs with more than one sample: with one alone, nothing shows whether samples mix."""
+    inputs: Inputs = None
+    for batch in islice(data.batches("first batch"), 3):
+        if inputs is None or batch_size(batch.inputs) > 1:
+            inputs = batch.inputs
+        if batch_size(inputs) > 1:
+            break
+    return inputs
 
 
 def load(path: str | Path, model: nn.Module) -> Fitted:
@@ -113,11 +129,13 @@ class Fitted:
 
         Equal generators give the same functions at whatever inputs they are asked for.
         """
-        return self._with(HasFunctionSamples, "function samples").function_samples(self._checked(x), n, generator)
+        drawn = self._with(HasFunctionSamples, "function samples").function_samples(self._checked(x), n, generator)
+        check_finite(drawn, "outputs of the network")
+        return drawn
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, P) around the trained weights."""
-        self.fingerprint.refuse_other(self.network.model)
+        self._unchanged()
         return self._with(HasWeightSamples, "weight samples").weight_samples(n, generator)
 
     def network_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -147,7 +165,7 @@ class Fitted:
 
     def log_evidence(self) -> Tensor:
         """The log marginal likelihood of the tangent model, with every constant."""
-        self.fingerprint.refuse_other(self.network.model)
+        self._unchanged()
         return self._with(HasEvidence, "evidence").log_evidence()
 
     def tuned(self, tuner: Tuner = maximise_evidence) -> Fitted:
@@ -178,8 +196,7 @@ class Fitted:
     def with_prior(self, prior: Prior | float) -> Fitted:
         """The same curvature under another prior: no data is touched."""
         given = prior if isinstance(prior, Prior) else isotropic(prior)
-        like = torch.empty(0, dtype=self.network.dtype, device=self.network.device)
-        problem = self.problem.with_prior(given.bound(self.network.selection, like))
+        problem = self.problem.with_prior(given.bound(self.network.selection, self.network.theta()))
         return Fitted(self.posterior.with_problem(problem), self.fingerprint)  # type: ignore[attr-defined]
 
     def to(self, device: torch.device | str) -> Fitted:
@@ -193,11 +210,17 @@ class Fitted:
 
     def save(self, path: str | Path) -> None:
         """Write to a file (safetensors with JSON); the model itself is not in it."""
-        self.fingerprint.refuse_other(self.network.model)
+        self._unchanged()
         files.save(self.posterior, self.fingerprint, path)
 
+    def _unchanged(self) -> None:
+        model = self.network.model
+        if any(module.training for module in model.modules()):
+            refuse_training_mode(model)
+        self.fingerprint.refuse_other(model)
+
     def _checked(self, x: Inputs) -> Inputs:
-        self.fingerprint.refuse_other(self.network.model)
+        self._unchanged()
         device = self.network.device
         x = map_tensors(x, lambda t: t.to(device))
         check_finite(x, "inputs")

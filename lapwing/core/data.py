@@ -97,10 +97,13 @@ class Data:
             source = [source]
         empty = True
         for position, item in enumerate(_with_bar(source, label) if self.progress else source):
+            batch = self._unpacked(item)
+            if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
+                continue  # a sampler or a filter may leave a batch without rows
             empty = False
-            yield self._checked(self._unpacked(item), position)
+            yield self._checked(batch, position)
         if empty:
-            raise DataError("data is empty: no batch was yielded; expected at least one (inputs, targets) batch.")
+            raise DataError("data is empty: no batch was yielded; expected at least one with rows, (inputs, targets).")
 
     def _unpacked(self, item: Any) -> Batch:
         if isinstance(item, Mapping):

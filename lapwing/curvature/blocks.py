@@ -105,7 +105,9 @@ class KroneckerBlock:
 
     def dense(self) -> Tensor:
         inp = torch.diag_embed(self.inp) if self.inp.ndim == 2 else self.inp
-        return torch.block_diag(*(torch.kron(o, i) / self.rows for o, i in zip(self.out, inp, strict=True)))
+        return torch.block_diag(
+            *(torch.kron(o.contiguous(), i.contiguous()) / self.rows for o, i in zip(self.out, inp, strict=True))
+        )
 
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -162,7 +164,7 @@ class EigenBlock:
         blocks = []
         for g, values in enumerate(self.values):
             inp = torch.eye(values.shape[1]).to(values) if self.inp is None else self.inp[g]
-            basis = torch.kron(self.out[g], inp)
+            basis = torch.kron(self.out[g].contiguous(), inp.contiguous())
             blocks.append((basis * values.reshape(-1)) @ basis.T)
         return torch.block_diag(*blocks)
 

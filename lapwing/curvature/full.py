@@ -8,12 +8,13 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Data, check_finite
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.curvature.sweep import Statistics, counted
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.cholesky import cholesky
+from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram
 from lapwing.networks.blocks import BYTES, LinearJacobian
 from lapwing.networks.forward import raw_output, recording, shaped
@@ -117,8 +118,13 @@ class FullCurvature:
 
     def precision(self, phi: Tensor, prior: Prior) -> FullPrecision:
         matrix = self.matrix.double() / phi.double() + torch.diag(prior.vector.double())
-        factor = cholesky(matrix, f"the {len(matrix)} weights of {', '.join(self.selection.names[:3])}, ...")
+        factor = cholesky(matrix, self._name)
         return FullPrecision(factor, self.selection, 2 * factor.diagonal().log().sum())
+
+    @property
+    def _name(self) -> str:
+        names = self.selection.names
+        return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({self.selection.size} weights)"
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
         """Of H/φ + A: from the eigenvalues for an isotropic prior, else by a factorisation."""
@@ -127,10 +133,7 @@ class FullCurvature:
         values = self.eigenvalues / phi.double() + prior.values.double()
         smallest = float(values.detach().min())
         if smallest <= 0:
-            raise NumericalError(
-                f"the precision is not positive definite: its smallest eigenvalue is {smallest:.3g}. "
-                "Raise the prior precision, or use curvature='ggn'."
-            )
+            raise NumericalError(not_definite(self._name, smallest))
         return values.log().sum()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -250,7 +253,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
     total = torch.zeros(selection.size, selection.size, dtype=network.dtype, device=network.device)
     loss_sum, count = 0.0, 0
     for batch in data.batches("Hessian"):
-        with recording(tensors, selection.names, network.recurrent):
+        with sdpa_kernel(SDPBackend.MATH), recording(tensors, selection.names, network.recurrent):
             f = shaped(raw_output(network.model, batch.inputs))
             check_finite(f.detach(), "outputs of the network")
             y = likelihood.targets(f.detach(), batch.targets)

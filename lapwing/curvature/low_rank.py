@@ -86,13 +86,14 @@ class LowRankCurvature:
     residual: float = 0.0
 
     def __add__(self, other: LowRankCurvature) -> LowRankCurvature:
+        """Exact for what the two hold; the ranks add up."""
         if self.selection.names != other.selection.names:
             raise UnsupportedError("these curvatures belong to different networks or weights and do not add.")
         tall = torch.cat([c.values.sqrt()[:, None] * c.vectors for c in (self, other)])
         _, singular, right = torch.linalg.svd(tall, full_matrices=False)
-        rank = max(len(self.values), len(other.values))
+        real = singular > 1e2 * torch.finfo(tall.dtype).eps * singular[0]
         return LowRankCurvature(
-            singular.square()[:rank], right[:rank], self.layout, self.selection, max(self.residual, other.residual)
+            singular.square()[real], right[real], self.layout, self.selection, max(self.residual, other.residual)
         )
 
     def precision(self, phi: Tensor, prior: Prior) -> LowRankPrecision:

@@ -68,7 +68,9 @@ class Categorical:
             )
         y = y.long()
         low, high = (int(bound) for bound in y.aminmax())
-        if (low < 0 or high >= count) and bool(((y < 0) | (y >= count))[y != self.ignore_index].any()):
+        known = y if low >= 0 and high < count else y[y != self.ignore_index]
+        if known.numel() and not (int(known.min()) >= 0 and int(known.max()) < count):
+            low, high = int(known.min()), int(known.max())
             raise DataError(
                 f"Categorical: targets run from {low} to {high}; expected 0..{count - 1}, or "
                 f"ignore_index={self.ignore_index}."

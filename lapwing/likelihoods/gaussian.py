@@ -97,6 +97,5 @@ class Gaussian:
         return NormalPredictive(belief, self.noise_variance.to(belief.mean).expand(belief.mean.shape))
 
     def settings(self) -> dict[str, Any]:
-        given = self.noise_std
-        std = given if given is None or isinstance(given, float | int) else [float(s) for s in given]
+        std = None if self.noise_std is None else torch.as_tensor(self.noise_std, dtype=torch.float64).tolist()
         return {"noise_std": std, "per_output": self.per_output}

@@ -41,8 +41,9 @@ class Poisson:
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Poisson")
-        if bool((y < 0).any()) or bool((y != y.round()).any()):
-            raise DataError(f"Poisson: targets include {y.min().item():g}; expected whole numbers from 0.")
+        wrong = (y < 0) | (y != y.round())
+        if bool(wrong.any()):
+            raise DataError(f"Poisson: targets include {y[wrong][0].item():g}; expected whole numbers from 0.")
         return y
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:

@@ -16,7 +16,12 @@ def cholesky(matrix: Tensor, name: str) -> Tensor:
     if not bool(torch.isfinite(matrix).all()):
         raise NumericalError(f"the precision of {name} is not finite; check the data and the prior.")
     smallest = torch.linalg.eigvalsh(matrix.double()).min().item()
-    raise NumericalError(
+    raise NumericalError(not_definite(name, smallest))
+
+
+def not_definite(name: str, smallest: float) -> str:
+    """What to say of a precision that is not positive definite."""
+    return (
         f"the precision of {name} is not positive definite: its smallest eigenvalue is {smallest:.3g}; expected "
         "above zero. Raise the prior precision, or compute in float64; a Hessian may be indefinite where a GGN is not."
     )

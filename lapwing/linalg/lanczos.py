@@ -44,33 +44,52 @@ def leading_eigenpairs(
 
     The basis grows by one block for each product until the leading ``rank`` pairs have a residual below
     ``tolerance`` or the basis holds max(2 rank, rank + oversample) vectors. Directions that the operator maps to
-    nothing new are dropped, so a rank-deficient operator ends early and exactly.
+    nothing new are dropped, so a rank-deficient operator ends early and exactly; before it ends, a block of chance
+    vectors looks for copies of an eigenvalue that the first block was too narrow to see.
     """
     rank = min(rank, size)
     limit = min(size, max_basis or max(2 * rank, rank + oversample))
     block = min(block, limit)
-    start = normal((block, size), generator, torch.empty(0, dtype=dtype, device=device))
-    basis = _orthonormal(start, None)
-    images: list[Tensor] = []
-    fresh, products = basis, 0
+    like = torch.empty(0, dtype=dtype, device=device)
+    basis = _orthonormal(normal((block, size), generator, like), None)
+    image = product(basis).to(basis)
+    products = 1
+    probed = False
     while True:
-        images.append(product(fresh).to(basis))
-        products += 1
-        image = torch.cat(images)
-        small = basis @ image.mT
-        values, turn = torch.linalg.eigh(0.5 * (small + small.mT))
-        values, turn = values.flip(0), turn.flip(1)
+        values, turn = _ritz(basis, image)
         keep = min(rank, len(values))
         vectors = turn[:, :keep].mT @ basis
         scale = values[0].abs().clamp_min(torch.finfo(dtype).tiny)
         residuals = (turn[:, :keep].mT @ image - values[:keep, None] * vectors).norm(dim=1) / scale
-        if len(basis) >= limit or (keep == rank and bool((residuals <= tolerance).all())):
+        if len(basis) >= limit:
             break
-        fresh = _orthonormal(images[-1], basis)[: limit - len(basis)]
+        settled = keep == rank and bool((residuals <= tolerance).all())
+        fresh = basis[:0] if settled else _orthonormal(image[-block:], basis)[: limit - len(basis)]
         if len(fresh) == 0:
+            # Nothing new comes from the basis: look once with vectors of chance for what it may have missed,
+            # since a block sees no more copies of an eigenvalue than it is wide.
+            if probed:
+                break
+            probed = True
+            fresh = _orthonormal(normal((block, size), generator, like), basis)[: limit - len(basis)]
+            if len(fresh) == 0:
+                break
+        moved = product(fresh).to(basis)
+        products += 1
+        found = float((fresh @ moved.mT).diagonal().max())
+        smallest = float(values[keep - 1]) if keep == rank else 0.0
+        if probed and found <= smallest + 1e3 * torch.finfo(dtype).eps * float(scale):
             break
-        basis = torch.cat([basis, fresh])
+        probed = False
+        basis, image = torch.cat([basis, fresh]), torch.cat([image, moved])
     return Eigenpairs(values[:keep].clamp_min(0), vectors, residuals, products)
+
+
+def _ritz(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, descending, and eigenvectors of the operator within the basis."""
+    small = basis @ image.mT
+    values, turn = torch.linalg.eigh(0.5 * (small + small.mT))
+    return values.flip(0), turn.flip(1)
 
 
 def _orthonormal(rows: Tensor, against: Tensor | None) -> Tensor:

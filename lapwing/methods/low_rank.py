@@ -30,7 +30,7 @@ class LowRank:
 
     rank: int = 32
     block: int = 16
-    tolerance: float = 1e-3
+    tolerance: float = 1e-10
     curvature: str = "ggn"
 
     def __post_init__(self) -> None:

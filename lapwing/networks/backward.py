@@ -55,7 +55,7 @@ def pull_back_folded(graph: Graph, targets: list[Node], seeds: Tensor) -> list[T
                 part, fresh = (grad.mul_(slope) if mine else grad * slope), True
             elif name in RULES:
                 part = RULES[name](node, grad, place)
-                fresh = name not in PASSES or (mine and len(node.next_functions) == 1)
+                fresh = name not in PASSES or (mine and name != "SumBackward1" and len(node.next_functions) == 1)
             else:
                 raise NoRuleError(name)
             if part.shape[1:] != output_shape(child):
@@ -131,12 +131,14 @@ def _convolution(node: Node, grad: Tensor, place: int) -> Tensor:
         raise NoRuleError("ConvolutionBackward0")
     weight, x = node._saved_weight, node._saved_input
     folded = grad.flatten(0, 1)
+    if folded.is_cpu and folded.dtype in (torch.bfloat16, torch.float16):  # narrow kernels end some processes
+        folded, weight = folded.float(), weight.float()
     blank = folded.new_empty(1).expand(folded.shape[0], *x.shape[1:])  # only its shape is read
     back = aten.convolution_backward(
         folded, blank, weight, None, node._saved_stride, node._saved_padding, node._saved_dilation,
         node._saved_transposed, node._saved_output_padding, node._saved_groups, (True, False, False),
     )[0]  # fmt: skip
-    return back.unflatten(0, grad.shape[:2])
+    return back.to(grad.dtype).unflatten(0, grad.shape[:2])
 
 
 def _batch_norm(node: Node, grad: Tensor, place: int) -> Tensor:

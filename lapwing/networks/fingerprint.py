@@ -15,9 +15,9 @@ from lapwing.core.errors import ModelError
 class Fingerprint:
     """For every parameter and buffer its norm and its product with a fixed pattern, which feels every entry.
 
-    ``quick`` holds version counters and norms in the parameters' own dtype: while those are the same to the bit, one
-    fast read of the weights settles the question. Only if they are not (other weights, a step that changed nothing,
-    another number of threads) do the exact figures decide.
+    ``quick`` holds the products in the parameters' own dtype: while they are the same to the bit, one fast read of
+    the weights settles the question. Only if they are not (other weights, another number of threads) do the exact
+    figures decide.
     """
 
     names: tuple[str, ...]
@@ -62,19 +62,17 @@ class Fingerprint:
 
 
 def _quick(model: nn.Module) -> tuple[float, ...]:
-    """Version counters see every change that autograd sees; the norms see those made behind its back."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     with torch.no_grad():
-        norms = torch.stack(torch._foreach_norm(tensors)).tolist()
-    return (*(t._version for t in tensors), *norms)
+        marks = [_mark(t) for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+        return tuple(torch.stack(marks).tolist()) if len({m.dtype for m in marks}) == 1 else tuple(map(float, marks))
 
 
 def _mark(t: Tensor) -> Tensor:
     flat = t.detach().reshape(-1)
-    return flat @ _pattern(2 ** max(1, (len(flat) - 1).bit_length()), flat.dtype, flat.device)[: len(flat)]
+    return torch.dot(flat, _pattern(flat.numel(), flat.dtype, flat.device))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _pattern(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Fixed numbers around one, all different: a change, a swap or a shift of entries moves the product."""
     return (1.5 + torch.arange(size, dtype=torch.float64, device=device).mul_(0.7548776662).sin_()).to(dtype)

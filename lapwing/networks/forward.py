@@ -117,14 +117,17 @@ def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor) -> None:
     if batch == 1:
         return
     half = (batch + 1) // 2
-    with torch.no_grad():
-        alone = raw_output(model, take(inputs, batch, slice(0, half)))
-    if alone.shape[0] != half:
-        raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {half}: one for each sample.")
-    if alone.shape[1:] != raw.shape[1:]:
-        return  # dynamic padding: lengths follow the batch
     scale = raw.float().abs().max().clamp_min(1e-6)
-    gap = (alone.float() - raw[:half].float()).abs().max() / scale
+    gap = torch.zeros((), device=raw.device)
+    for rows in (slice(0, half), slice(half, batch)):
+        with torch.no_grad():
+            alone = raw_output(model, take(inputs, batch, rows))
+        count = rows.stop - rows.start
+        if alone.shape[0] != count:
+            raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {count}: one for each sample.")
+        if alone.shape[1:] != raw.shape[1:]:
+            return  # dynamic padding: lengths follow the batch
+        gap = torch.maximum(gap, (alone.float() - raw[rows].float()).abs().max() / scale)
     if not bool(gap < 1e3 * torch.finfo(raw.dtype).eps ** 0.75):
         raise ModelError(
             f"the output for a sample changes by {gap.item():.2g} (relative) with the rest of its batch; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -130,10 +131,21 @@ class Tangent:
     def _block(
         self, block: Block, seeds: Tensor, grads: Mapping[Any, Tensor], patterns: Mapping[Any, rules.Pattern | None]
     ) -> BlockJacobian:
-        mine = [use for use in self.uses.uses if use.name == block.weight]
         dtype = working_dtype(self.raw.dtype)
         if block.why.startswith("no rule"):
             return self._fallback(block, seeds.to(dtype))
+        with torch.no_grad():
+            return self._read_off(block, seeds, grads, patterns, dtype)
+
+    def _read_off(
+        self,
+        block: Block,
+        seeds: Tensor,
+        grads: Mapping[Any, Tensor],
+        patterns: Mapping[Any, rules.Pattern | None],
+        dtype: torch.dtype,
+    ) -> BlockJacobian:
+        mine = [use for use in self.uses.uses if use.name == block.weight]
         total: BlockJacobian | None = None
         for use in mine:
             pattern = patterns[use.node]
@@ -254,8 +266,9 @@ class Network:
         tensors = dict(self.model.named_parameters())
         with recording(tensors, self.selection.names, self.recurrent):
             raw = raw_output(self.model, inputs)
-        graph = graphs.read(raw, raw.shape[0])
-        uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)
+        with torch.no_grad():
+            graph = graphs.read(raw, raw.shape[0])
+            uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)
         return Tangent(self, inputs, raw, graph, uses)
 
     def chunks(self, inputs: Inputs, batch: int, seeds: int) -> Iterator[slice]:
@@ -308,7 +321,8 @@ class Network:
                     grad if grad is not None else seeds.new_zeros(seeds.shape[0], *graphs.output_shape(node))
                     for grad, node in zip(found, nodes, strict=True)
                 ]
-        return pull_back(tangent.raw, nodes, seeds, self._loops(tangent.graph))
+        with _safe_convolutions(seeds):
+            return pull_back(tangent.raw, nodes, seeds, self._loops(tangent.graph))
 
     def _patterns(self, tangent: Tangent) -> Mapping[Any, rules.Pattern | None]:
         """Which rows belong to which sample, remembered where the shapes alone decide it."""
@@ -337,6 +351,16 @@ def _patch_numbers(use: rules.Use, shapes: Mapping[str, tuple[int, ...]]) -> int
 def _padded(graph: graphs.Graph) -> bool:
     """A padded embedding: there forward mode disagrees with the gradient, which skips the padding row."""
     return any(node.name() == "EmbeddingBackward0" and 0 <= node._saved_padding_idx < 2**63 for node in graph.nodes)
+
+
+def _safe_convolutions(seeds: Tensor) -> AbstractContextManager[object]:
+    """oneDNN's backward of a narrow strided convolution needs instructions that some processors lack."""
+    if seeds.is_cpu and seeds.dtype in (torch.bfloat16, torch.float16):
+        stack = ExitStack()
+        stack.enter_context(quiet())
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        return stack
+    return nullcontext()
 
 
 def pull_back(raw: Tensor, nodes: list[Any], seeds: Tensor, looped: bool) -> list[Tensor]:

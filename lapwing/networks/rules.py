@@ -395,7 +395,13 @@ def joined_bias(graph: Graph, use: Use, others: Mapping[Node, Use], parents: Map
             node = parent
             continue
         follower = others.get(parent)
-        same = follower is not None and isinstance(follower.form, Elementwise) and parent.name() == "AddBackward0"
+        same = (
+            follower is not None
+            and isinstance(follower.form, Elementwise)
+            and parent.name() == "AddBackward0"
+            and output_shape(parent)[-1:] == output_shape(use.node)[-1:]
+            and _numel(output_shape(parent)) == _numel(output_shape(use.node))  # nothing was broadcast
+        )
         return follower if same else None
     return None
 

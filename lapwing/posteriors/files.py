@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -77,7 +78,8 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         "fingerprint": {**asdict(fingerprint), "quick": ()},
     }  # fmt: skip
     plain = {key: t.detach().cpu().contiguous().clone() for key, t in tensors.items()}
-    save_file(plain, str(path), metadata={"lapwing": json.dumps(meta)})
+    text = json.dumps(meta)
+    save_file(plain, str(path), metadata={"lapwing": text, "sha256": _digest(text, plain)})
 
 
 def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint]:
@@ -108,7 +110,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         seen = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
         raise FileError(f"{path} has the format {seen!r}; this version reads {FORMAT!r}.")
+    if header.get("sha256") != _digest(header["lapwing"], tensors):
+        raise FileError(f"{path} is damaged: its contents do not match their checksum. Save the posterior again.")
     return meta, tensors
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    """Over the metadata and every tensor: a damaged disk changes numbers, not names."""
+    digest = hashlib.sha256(text.encode())
+    for key in sorted(tensors):
+        tensor = tensors[key].contiguous()
+        digest.update(f"{key}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module) -> tuple[Posterior, Fingerprint]:
@@ -142,7 +156,7 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     network = Network(model, selection, layout, **fields)
     mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
     prior = Prior(meta["prior"]["kind"], tensors["prior.precision"], mean).bound(
-        selection, torch.empty(0, dtype=dtype, device=device)
+        selection, torch.empty(0, device=device)
     )
     problem = Problem(network, _likelihood(meta, tensors, device), prior)
     statistics = Statistics(**meta["statistics"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Distribution, Independent
@@ -26,11 +27,18 @@ class BinaryPredictive:
     link: str = "probit"
 
     @cached_property
-    def probs(self) -> Tensor:
+    def _log_odds(self) -> tuple[Tensor, Tensor]:
+        """log p(1) and log p(0), kept in logs so that a confident mistake costs what it should and not infinity."""
         if self.link == "probit":
-            return (self.belief.mean / torch.sqrt(1 + math.pi / 8 * self.belief.variance)).sigmoid()
+            scaled = self.belief.mean / torch.sqrt(1 + math.pi / 8 * self.belief.variance)
+            return F.logsigmoid(scaled), F.logsigmoid(-scaled)
         nodes, weights = normal_nodes(self.belief)
-        return (nodes.sigmoid() * weights).sum(-1)
+        one = torch.logsumexp(F.logsigmoid(nodes) + weights.log(), -1)
+        return one, torch.logsumexp(F.logsigmoid(-nodes) + weights.log(), -1)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        return self._log_odds[0].exp()
 
     @property
     def mean(self) -> Tensor:
@@ -43,7 +51,8 @@ class BinaryPredictive:
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,), summed over labels."""
         y = y.to(self.probs).reshape(self.probs.shape)
-        return (torch.special.xlogy(y, self.probs) + torch.special.xlog1py(1 - y, -self.probs)).sum(-1)
+        one, zero = self._log_odds
+        return (y * one + (1 - y) * zero).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C) zeros and ones."""

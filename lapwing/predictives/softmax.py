@@ -93,21 +93,19 @@ def probit(belief: FunctionGaussian) -> Tensor:
 def bridge(belief: FunctionGaussian) -> Tensor:
     """The log mean of the Dirichlet matched to the logits (Hobbhahn et al. 2022).
 
-    Logits are known up to a shift, so the belief is conditioned on summing to zero first.
+    Logits are known up to a shift, so mean and covariance are projected to logits that sum to zero first.
     """
-    mean, cov = belief.mean, belief.cov
+    mean, cov = belief.mean - belief.mean.mean(-1, keepdim=True), belief.cov
     count = mean.shape[-1]
-    rows = cov.sum(-1)
-    total = rows.sum(-1, keepdim=True).clamp_min(torch.finfo(mean.dtype).tiny)
-    mean = mean - rows * mean.sum(-1, keepdim=True) / total
-    variance = cov.diagonal(dim1=-2, dim2=-1) - rows.square() / total
-    if not bool(variance.any()):  # no spread, nothing to match: the plain network
-        return mean.log_softmax(-1)
-    variance = variance.clamp_min(1e3 * torch.finfo(mean.dtype).eps)
+    rows = cov.mean(-1)
+    spread = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
+    floor = 1e3 * torch.finfo(mean.dtype).eps * (1 + cov.diagonal(dim1=-2, dim2=-1))
+    none = (spread <= floor).all(-1, keepdim=True)  # no spread, nothing to match: the plain network
+    variance = spread.maximum(floor)
     # exp(m_k) Σ_l exp(-m_l) / C²: kept in logs so that confident logits do not overflow
-    spread = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / count**2
-    alpha = (1 - 2 / count + spread) / variance
-    return alpha.log() - alpha.sum(-1, keepdim=True).log()
+    peak = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / count**2
+    alpha = (1 - 2 / count + peak) / variance
+    return torch.where(none, mean.log_softmax(-1), alpha.log() - alpha.sum(-1, keepdim=True).log())
 
 
 def _entropy(p: Tensor) -> Tensor:

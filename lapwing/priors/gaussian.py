@@ -31,7 +31,8 @@ class Prior:
     layers: tuple[str, ...] = ()
 
     def bound(self, selection: Selection, like: Tensor) -> Prior:
-        """The prior for these weights, in the dtype and on the device of ``like``."""
+        """The prior for these weights, on the device of ``like``; its numbers are float64 whatever the network is."""
+        like = torch.empty(0, dtype=torch.float64, device=like.device)
         layers = tuple(dict.fromkeys(selection.layer_of()))
         precision = self._expanded(selection, layers, like)
         if not bool(torch.isfinite(precision).all()) or not bool((precision > 0).all()):
@@ -44,6 +45,8 @@ class Prior:
             mean = mean.detach().to(like).reshape(-1)
             if mean.numel() not in (1, selection.size):
                 raise NumericalError(f"the prior mean has {mean.numel()} entries; expected 1 or {selection.size}.")
+        if not bool(torch.isfinite(torch.as_tensor(mean)).all()):
+            raise NumericalError("the prior mean holds NaN or infinity; expected finite numbers.")
         return replace(self, precision=precision, mean=mean, selection=selection, layers=layers)
 
     def _expanded(self, selection: Selection, layers: tuple[str, ...], like: Tensor) -> Tensor:
@@ -60,7 +63,7 @@ class Prior:
             if self.kind == "diagonal":
                 return selection.picked(values.repeat_interleave(torch.tensor(selection.sizes, device=like.device)))
             return values
-        values = torch.as_tensor(given).to(like)
+        values = torch.as_tensor(given, dtype=like.dtype, device=like.device)
         size = {"isotropic": 1, "per_layer": len(layers), "diagonal": selection.size}[self.kind]
         if values.numel() not in (1, size):
             raise NumericalError(

@@ -42,7 +42,8 @@ class MaximiseEvidence:
         start = [prior.values.detach().double().log().reshape(-1)]
         if self.noise and likelihood.learns_dispersion:
             start.append(likelihood.dispersion.detach().double().log().reshape(1).to(start[0]))
-        x = torch.cat(start).requires_grad_()
+        with torch.inference_mode(False):
+            x = torch.cat(start).clone().requires_grad_()
         count = prior.values.numel()
 
         def at(x: Tensor) -> Any:
@@ -91,8 +92,9 @@ def minimise(objective: Any, x: Tensor, max_steps: int, tolerance: float) -> tup
         value.backward()
         return value
 
-    optimiser.step(closure)
-    closure()
+    with torch.inference_mode(False), torch.enable_grad():
+        optimiser.step(closure)
+        closure()
     assert x.grad is not None
     return x.detach(), float(x.grad.abs().max())
 

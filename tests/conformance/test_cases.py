@@ -140,7 +140,7 @@ def test_bfloat16_runs_and_is_near(name: str, method: object) -> None:
 
 
 def test_many_outputs_build_the_covariance_only_when_asked() -> None:
-    """Above 32 outputs variance and covariance have separate recipes; they agree with each other and with brute force."""
+    """Above 32 outputs variance and covariance have recipes of their own; they agree, and with brute force."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 37)).double()
     x, y = torch.randn(6, 3, dtype=D), torch.randint(0, 37, (6,))
     jac = dense.jacobian(model, x, 6)

@@ -10,8 +10,7 @@ from lapwing.experiments import digits
 from lapwing.experiments.result import Result
 from lapwing.experiments.training import Recipe
 
-# Precisions so large that the last is the plain network: the validated prior can then be checked.
-QUICK = digits.Digits(recipe=Recipe(hidden=(16,), epochs=60, learning_rate=1e-2), precisions=(1.0, 1e9))
+QUICK = digits.Digits(recipe=Recipe(hidden=(32,), epochs=100, learning_rate=1e-2))
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +19,19 @@ def result() -> Result:
 
 
 def test_the_network_has_learned(result: Result) -> None:
-    plain, posterior, validated = result.rows
+    plain, posterior, last = result.rows
     assert plain.name == "plain network"
     for row in result.rows:
-        assert row.scores["accuracy"] > 0.9
+        assert row.scores["accuracy"] > 0.5  # one in ten by chance
         assert row.scores["fit / epoch"] > 0
-    assert validated.scores["NLL"] <= max(plain.scores["NLL"], posterior.scores["NLL"]) + 1e-3
+    for row in (posterior, last):  # the plain network is too sure of noisy images
+        assert row.scores["NLL"] < plain.scores["NLL"]
+        assert row.scores["ECE"] < plain.scores["ECE"]
+
+
+def test_without_noise_the_digits_are_easy() -> None:
+    plain = digits.run(replace(QUICK, noise=0.0)).rows[0]
+    assert plain.scores["accuracy"] > 0.95
 
 
 def test_the_posterior_doubts_more_and_doubts_strangers_most(result: Result) -> None:

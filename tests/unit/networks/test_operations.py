@@ -50,7 +50,12 @@ def class_token(m: Any, x: Tensor) -> Tensor:
 
 def broadcast_bias(m: Any, x: Tensor) -> Tensor:
     """A bias as long as the product is wide, but added along another dimension."""
-    return m.head(torch.tanh(m.lin(x).unsqueeze(-1) + m.bias).sum(2))
+    return m.head(torch.tanh(m.lin(x).unsqueeze(-1) + m.bias).mean(2))
+
+
+def squeeze_and_excite(m: Any, x: Tensor) -> Tensor:
+    h = m.conv(x)
+    return m.head((h * m.gate(h.mean((2, 3))).sigmoid()[:, :, None, None]).sum((-1, -2)))
 
 
 VECTOR = (4,)
@@ -144,6 +149,65 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "rms_norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6), nn.Tanh(), nn.Linear(6, 3)), VECTOR),
     "spectral_norm": (lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(),
                                             nn.Linear(6, 3)), VECTOR),
+    # the backward pass, one operation after another
+    "overlapping_max_pool": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.MaxPool2d(3, 1, 1), nn.Flatten(),
+                                                   nn.Linear(80, 3)), IMAGE),
+    "dilated_max_pool": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.MaxPool2d(2, 1, dilation=2), nn.Flatten(),
+                                               nn.Linear(24, 3)), IMAGE),
+    "max_pool_1d": (lambda: nn.Sequential(nn.Conv1d(5, 6, 2), nn.MaxPool1d(2, 1), nn.Flatten(), nn.Linear(12, 3)),
+                    SEQUENCE),
+    "average_pool": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.AvgPool2d(3, 2, 1), nn.Tanh(), nn.Flatten(),
+                                           nn.Linear(24, 3)), IMAGE),
+    "average_pool_without_padding": (lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 2), nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), nn.Tanh(), nn.Flatten(),
+        nn.LazyLinear(3)), IMAGE),
+    "adaptive_pool": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.AdaptiveAvgPool2d((3, 2)), nn.Tanh(), nn.Flatten(),
+                                            nn.Linear(24, 3)), IMAGE),
+    "activations": (lambda: nn.Sequential(
+        nn.Linear(4, 6), nn.SiLU(), nn.Linear(6, 6), nn.LeakyReLU(0.2), nn.Linear(6, 6), nn.GELU("tanh"),
+        nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.ELU(), nn.Linear(6, 6),
+        nn.ReLU6(), nn.Linear(6, 6), nn.Softplus(), nn.Linear(6, 3)), VECTOR),
+    "gated": (lambda: Wrapped(lambda m, x: m.head(m.one(x) * m.two(x).sigmoid()), one=nn.Linear(4, 6),
+                              two=nn.Linear(4, 6), head=nn.Linear(6, 3)), VECTOR),
+    "squared": (lambda: Wrapped(lambda m, x: m.head(m.lin(x) * m.lin(x)), lin=nn.Linear(4, 6), head=nn.Linear(6, 3)),
+                VECTOR),
+    "same_tensor_twice": (lambda: Wrapped(lambda m, x: (lambda h: m.head(h * h + h))(m.lin(x)), lin=nn.Linear(4, 6),
+                                          head=nn.Linear(6, 3)), VECTOR),
+    "squeeze_and_excite": (lambda: Wrapped(
+        squeeze_and_excite,
+        conv=nn.Conv2d(2, 4, 2), gate=nn.Linear(4, 4), head=nn.Linear(4, 3)), IMAGE),
+    "sums_and_means": (lambda: Wrapped(
+        lambda m, x: m.head(m.lin(x).tanh().sum(1, keepdim=True).squeeze(1) + m.lin(x).mean(-2)),
+        lin=nn.Linear(4, 6), head=nn.Linear(6, 3)), SEQUENCE),
+    "activation_then_sum": (lambda: Wrapped(lambda m, x: m.head(m.lin(x).tanh().relu().sum(1)), lin=nn.Linear(4, 6),
+                                            head=nn.Linear(6, 3)), SEQUENCE),
+    "sum_pooled_convolution": (lambda: Wrapped(lambda m, x: m.head(m.conv(x).relu().sum((2, 3))),
+                                               conv=nn.Conv2d(2, 4, 2), head=nn.Linear(4, 3)), IMAGE),
+    # a gradient that two places hold must not be changed in place by one of them
+    "one_position_and_bias": (lambda: Wrapped(lambda m, x: m.lin(x).tanh().sum(1) + m.bias, lin=nn.Linear(4, 3),
+                                              bias=free(3)), (1, 4)),
+    "transposed_and_bias": (lambda: Wrapped(lambda m, x: (m.lin(x).tanh().transpose(1, 2) + m.bias).flatten(1),
+                                            lin=nn.Linear(4, 3), bias=free(5)), SEQUENCE),
+    "two_branches_of_one_sum": (lambda: Wrapped(
+        lambda m, x: m.one(x).tanh() + m.two(x).sigmoid() + m.bias, one=nn.Linear(4, 3), two=nn.Linear(4, 3),
+        bias=free(3)), VECTOR),
+    "weighted_sum": (lambda: Wrapped(lambda m, x: m.head(torch.add(m.one(x).tanh(), m.two(x), alpha=-2.5)),
+                                     one=nn.Linear(4, 6), two=nn.Linear(4, 6), head=nn.Linear(6, 3)), VECTOR),
+    "scaled_difference": (lambda: Wrapped(lambda m, x: m.head(3 * m.one(x) - m.two(x) / 2), one=nn.Linear(4, 6),
+                                          two=nn.Linear(4, 6), head=nn.Linear(6, 3)), VECTOR),
+    "permuted": (lambda: Wrapped(lambda m, x: m.head(m.lin(x).unflatten(2, (2, 3)).permute(0, 3, 1, 2).flatten(1)),
+                                 lin=nn.Linear(4, 6), head=nn.Linear(30, 3)), SEQUENCE),
+    "channels_last": (lambda: Wrapped(
+        lambda m, x: m.head(m.conv(x).permute(0, 2, 3, 1).contiguous().mean((1, 2))), conv=nn.Conv2d(2, 4, 2),
+        head=nn.Linear(4, 3)), IMAGE),
+    "mixer": (lambda: Wrapped(lambda m, x: m.head(m.norm(x + m.mix(x.transpose(1, 2)).tanh().transpose(1, 2)).mean(1)),
+                              mix=nn.Linear(5, 5), norm=nn.LayerNorm(4), head=nn.Linear(4, 3)), SEQUENCE),
+    "plain_norms": (lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(80, 6),
+        nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 3)), IMAGE),
+    "strided_backward": (lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 2, stride=(3, 2), padding=(0, 1), dilation=(1, 2)), nn.Tanh(),
+        nn.ConvTranspose2d(4, 2, 2, stride=2, output_padding=1), nn.Flatten(), nn.LazyLinear(3)), IMAGE),
     # recurrent
     "gru_cell": (lambda: Wrapped(lambda m, x: m.head(m.cell(x[:, 1], m.cell(x[:, 0]))), cell=nn.GRUCell(4, 6),
                                  head=nn.Linear(6, 2)), SEQUENCE),
@@ -159,7 +223,10 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
 def build(name: str) -> tuple[nn.Module, Tensor]:
     make, shape = NETWORKS[name]
     torch.manual_seed(1)
-    return make().double().eval(), torch.randn(BATCH, *shape, dtype=torch.float64)
+    model, inputs = make().double().eval(), torch.randn(BATCH, *shape, dtype=torch.float64)
+    with torch.no_grad():
+        model(inputs)  # lets a lazy layer find its size
+    return model, inputs
 
 
 @pytest.mark.parametrize("name", NETWORKS)

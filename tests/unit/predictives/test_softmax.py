@@ -96,6 +96,19 @@ def test_bridge_of_logits_that_sum_to_zero_already() -> None:
     assert_close(found, shifted)
 
 
+def test_bridge_of_one_input_does_not_depend_on_the_others() -> None:
+    """An input without spread among others that have some."""
+    b = belief(1.0)
+    cov = b.cov.clone()
+    cov[2] = 0
+    likelihood = lw.Categorical(link="bridge")
+    together = likelihood.predict(lw.FunctionGaussian(b.mean, cov)).probs
+    alone = torch.cat(
+        [likelihood.predict(lw.FunctionGaussian(b.mean[i : i + 1], cov[i : i + 1])).probs for i in range(B)]
+    )
+    assert_close(together, alone)
+
+
 def moment(mean: float, std: float, power: int) -> float:
     """E sigmoid(z)^power of a Gaussian z."""
     value = lambda z: stats.norm.pdf(z, mean, std) / (1 + math.exp(-z)) ** power
