@@ -130,7 +130,7 @@ class Fitted:
         Equal generators give the same functions at whatever inputs they are asked for.
         """
         drawn = self._with(HasFunctionSamples, "function samples").function_samples(self._checked(x), n, generator)
-        check_finite(drawn, "outputs of the network")
+        check_finite(drawn[0], "outputs of the network")
         return drawn
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
