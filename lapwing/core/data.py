@@ -132,6 +132,45 @@ class Data:
         return Batch(inputs, targets)
 
 
+def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
+    """Consecutive batches of plain tensors joined until they hold at least ``rows`` samples.
+
+    The result of a pass does not depend on the batch size, but its cost does: small batches pay for every call.
+    Batches that are not tensors of one shape stay as they are.
+    """
+    held: list[Batch] = []
+    count = 0
+    for batch in batches:
+        if held and not _alike(held[-1], batch):
+            yield _joined(held)
+            held, count = [], 0
+        held.append(batch)
+        count += len(batch.targets) if batch.targets.ndim else 1
+        if count >= rows or not isinstance(batch.inputs, Tensor):
+            yield _joined(held)
+            held, count = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _alike(one: Batch, other: Batch) -> bool:
+    pairs = ((one.inputs, other.inputs), (one.targets, other.targets))
+    return all(
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.ndim > 0
+        and a.shape[1:] == b.shape[1:]
+        and a.dtype == b.dtype
+        for a, b in pairs
+    ) and all(len(batch.inputs) == len(batch.targets) for batch in (one, other))
+
+
+def _joined(held: list[Batch]) -> Batch:
+    if len(held) == 1:
+        return held[0]
+    return Batch(torch.cat([batch.inputs for batch in held]), torch.cat([batch.targets for batch in held]))
+
+
 def check_finite(tree: Inputs, what: str) -> None:
     """Raise if any floating-point tensor holds NaN or infinity."""
     for tensor in tensors_in(tree):

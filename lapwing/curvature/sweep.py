@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, check_finite
+from lapwing.core.data import Batch, Data, check_finite, merged
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import batch_size
@@ -61,7 +61,7 @@ class Sweep:
         network, likelihood = self._network, self._likelihood
         total = torch.zeros((), dtype=torch.float64, device=network.device)
         count: int | Tensor = 0
-        for batch in self._data.batches(self._label):
+        for batch in merged(self._data.batches(self._label), network.rows_at_once(self._seed_count)):
             y = self._targets(batch)
             # Sums stay on the device until the batch is done: asking for one halts a GPU.
             before = total.clone()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-BLOCK = {"cpu": 128, "cuda": 1024}  # below this a plain product is faster than splitting it
+# Blocks narrower than this are not split further; few rows leave little to save, so they want wider ones.
+NARROWEST = {"cpu": (128, 192), "cuda": (1024, 1024)}
+MANY = 512
 
 
 class Gram:
@@ -22,16 +26,19 @@ class Gram:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, groups: int = 1) -> None:
         self._sum = torch.zeros(groups, size, size, dtype=dtype, device=device)
+        many, few = NARROWEST.get(device.type, NARROWEST["cuda"])
+        self._many = [(self._sum[0, i, j], i, j) for i, j in _upper(slice(0, size), many)]
+        self._few = [(self._sum[0, i, j], i, j) for i, j in _upper(slice(0, size), few)]
 
     def add(self, x: Tensor) -> None:
         """Add the products of the rows of x, (N, d) or (G, N, d)."""
         x = x.to(self._sum.dtype)
-        if x.ndim == 2:
-            _add_upper(self._sum[0], x)
-        elif x.shape[0] == 1:
-            _add_upper(self._sum[0], x[0])
-        else:
+        if x.ndim == 3 and x.shape[0] > 1:
             self._sum.baddbmm_(x.mT, x)
+            return
+        x = x[0] if x.ndim == 3 else x
+        for out, i, j in self._many if len(x) >= MANY else self._few:
+            out.addmm_(x[:, i].mT, x[:, j])
 
     def add_runs(self, x: Tensor) -> None:
         """Add many short runs of rows x (G, R, T, d) that lie in memory as (..., d, T), without turning them."""
@@ -44,12 +51,13 @@ class Gram:
         return whole[0] if whole.shape[0] == 1 else whole
 
 
-def _add_upper(out: Tensor, x: Tensor) -> None:
-    size = x.shape[1]
-    if size < 2 * BLOCK.get(x.device.type, 1024):
-        out.addmm_(x.mT, x)
+def _upper(part: slice, narrowest: int) -> Iterator[tuple[slice, slice]]:
+    """The blocks of the upper triangle: halves of halves, and what lies between them."""
+    if part.stop - part.start < 2 * narrowest:
+        yield part, part
         return
-    half = size // 2
-    _add_upper(out[:half, :half], x[:, :half])
-    _add_upper(out[half:, half:], x[:, half:])
-    out[:half, half:].addmm_(x[:, :half].mT, x[:, half:])
+    middle = (part.start + part.stop) // 2
+    low, high = slice(part.start, middle), slice(middle, part.stop)
+    yield from _upper(low, narrowest)
+    yield from _upper(high, narrowest)
+    yield low, high

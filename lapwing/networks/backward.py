@@ -23,12 +23,11 @@ class NoRuleError(Exception):
     """This graph needs autograd."""
 
 
-def pull_back_folded(graph: Graph, targets: list[Node], seeds: Tensor) -> list[Tensor | None]:
+def pull_back_folded(graph: Graph, targets: list[Node], wanted: set[Node], seeds: Tensor) -> list[Tensor | None]:
     """Gradients (K, *output) at the targets for seeds (K, *output of the root); None where no path leads.
 
-    A gradient that nobody else holds is multiplied in place: at these sizes a new tensor costs more than the product.
+    ``wanted`` are the nodes that lead to the targets. A gradient that nobody else holds is multiplied in place: at these sizes a new tensor costs more than the product.
     """
-    wanted = _leading_to(graph, targets)
     grads: dict[Node, Tensor] = {graph.nodes[0]: seeds}
     own: dict[Node, bool] = {}
     found: dict[Node, Tensor] = {}
@@ -65,9 +64,8 @@ def pull_back_folded(graph: Graph, targets: list[Node], seeds: Tensor) -> list[T
     return [found.get(node) for node in targets]
 
 
-def has_rules(graph: Graph, targets: list[Node]) -> bool:
+def has_rules(graph: Graph, wanted: set[Node]) -> bool:
     """Whether every node on the way to the targets has a rule."""
-    wanted = _leading_to(graph, targets)
     return all(
         node.name() in RULES or node.name() in SLOPES
         for node in graph.nodes
@@ -75,7 +73,8 @@ def has_rules(graph: Graph, targets: list[Node]) -> bool:
     )
 
 
-def _leading_to(graph: Graph, targets: list[Node]) -> set[Node]:
+def leading_to(graph: Graph, targets: list[Node]) -> set[Node]:
+    """The targets and every node from which one of them is reached."""
     wanted = set(targets)
     for node in reversed(graph.nodes):  # producers before consumers
         if node not in wanted and any(child in wanted for child, _ in node.next_functions):

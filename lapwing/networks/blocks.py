@@ -127,7 +127,7 @@ class LinearJacobian:
     def squares(self) -> Tensor:
         """Σ over samples and outputs of the squared Jacobian, (G, d_out, d_in)."""
         if self.positions == 1:
-            return torch.bmm(self.g[:, :, :, 0].square().sum(1).mT, self.a[:, :, 0].square())
+            return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
         groups, outputs, _, _, d_out = self.g.shape
         total = self.a.new_zeros(groups, d_out, self.a.shape[-1])
         for piece in self.pieces(2 * outputs * total.numel()):
@@ -287,6 +287,14 @@ class DenseJacobian:
 
 
 BlockJacobian = LinearJacobian | LookupJacobian | DenseJacobian
+
+
+def _summed_squares(g: Tensor) -> Tensor:
+    """Σ_k g² for g (G, K, ...): one seed at a time, so that no second tensor of all seeds is written."""
+    total = g[:, 0] * g[:, 0]
+    for k in range(1, g.shape[1]):
+        total.addcmul_(g[:, k], g[:, k])
+    return total
 
 
 def _right(x: Tensor, basis: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from lapwing.core.data import Inputs, check_finite, map_tensors, take
 from lapwing.core.errors import ModelError
 from lapwing.networks import graph as graphs
 from lapwing.networks import products, rules
-from lapwing.networks.backward import NoRuleError, has_rules, pull_back_folded
+from lapwing.networks.backward import NoRuleError, has_rules, leading_to, pull_back_folded
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian
 from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import (
@@ -34,6 +34,7 @@ from lapwing.networks.forward import (
 from lapwing.networks.ownership import find_patterns
 from lapwing.networks.selection import Selection, Weights, all_weights
 
+JOINED = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}  # what the gradients of joined batches may take
 BYTES = {"cpu": 512 * 2**20, "cuda": 3072 * 2**20}  # what the gradients of one chunk may take
 
 
@@ -271,6 +272,12 @@ class Network:
             uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)
         return Tangent(self, inputs, raw, graph, uses)
 
+    def rows_at_once(self, seeds: int) -> int:
+        """How many samples are worth joining into one pass: their gradients should still fit a cache."""
+        item = torch.finfo(self.dtype).bits // 8
+        budget = JOINED.get(self.device.type, JOINED["cuda"])
+        return min(1024, budget // (item * max(1, seeds) * self.width + item * self.patches))
+
     def chunks(self, inputs: Inputs, batch: int, seeds: int) -> Iterator[slice]:
         """Runs of samples whose gradients for so many seeds fit the byte budget."""
         item = torch.finfo(self.dtype).bits // 8
@@ -310,10 +317,10 @@ class Network:
 
     def _gradients(self, tangent: Tangent, nodes: list[Any], seeds: Tensor) -> list[Tensor]:
         """Seeds folded into the batch where every operation has a rule, else autograd."""
-        if not self.recurrent and has_rules(tangent.graph, nodes):
+        if not self.recurrent and has_rules(tangent.graph, leading := leading_to(tangent.graph, nodes)):
             try:
                 with torch.no_grad():
-                    found = pull_back_folded(tangent.graph, nodes, seeds)
+                    found = pull_back_folded(tangent.graph, nodes, leading, seeds)
             except NoRuleError:
                 pass
             else:
