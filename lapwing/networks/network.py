@@ -282,6 +282,8 @@ class Network:
         """Runs of samples whose gradients for so many seeds fit the byte budget."""
         item = torch.finfo(self.dtype).bits // 8
         budget = BYTES.get(self.device.type, BYTES["cuda"])
+        if self.device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is seldom missed
+            budget = max(budget, torch.cuda.get_device_properties(self.device).total_memory // 10)
         # Autograd holds about as much again while it passes backwards.
         step = max(1, budget // (item * (2 * max(1, seeds) * self.width + self.patches)))
         step = -(-batch // -(-batch // step))  # as many chunks, but of even size
