@@ -103,6 +103,7 @@ def kronecker_curvature(
     for jacobians in sweep:
         for total, (_, part) in zip(sums, jacobians, strict=True):
             total.add(part)
+        del jacobians, part  # before the next chunk is computed
     return BlockwiseCurvature(tuple(total.value() for total in sums), network.layout, network.selection)
 
 
@@ -117,6 +118,7 @@ def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -
                 squares = part.rotated(basis[1], basis[3]).squares()
                 total = values[i]
                 values[i] = squares if total is None else total + squares
+        del jacobians, part  # before the next chunk is computed
     corrected: list[BlockCurvature] = []
     for block, basis, value in zip(kron.blocks, bases, values, strict=True):
         if basis is None or value is None:

@@ -71,7 +71,10 @@ class Sweep:
                     raise DataError(f"{len(mine)} inputs gave {f.shape[0]} outputs; expected one for each.")
                 total += likelihood.loss(f, mine).sum(dtype=torch.float64)
                 count = count + likelihood.count(f, mine)
-                yield tangent.jacobians(self._seeds(f, mine))
+                jacobians = tangent.jacobians(self._seeds(f, mine))
+                del tangent  # nothing of one chunk may live on while the next is computed
+                yield jacobians
+                del jacobians
             if not math.isfinite(total - before):
                 check_finite(network(batch.inputs), "outputs of the network")
                 raise NumericalError(

@@ -27,6 +27,7 @@ class Diagonal:
         for jacobians in sweep:
             for total, (_, part) in zip(totals, jacobians, strict=True):
                 total += part.squares()
+            del jacobians, part  # before the next chunk is computed
         blocks = tuple(DiagonalBlock(total) for total in totals)
         return WeightPosterior.fitted(
             problem, BlockwiseCurvature(blocks, network.layout, network.selection), sweep.statistics

@@ -26,8 +26,8 @@ class NoRuleError(Exception):
 def pull_back_folded(graph: Graph, targets: list[Node], wanted: set[Node], seeds: Tensor) -> list[Tensor | None]:
     """Gradients (K, *output) at the targets for seeds (K, *output of the root); None where no path leads.
 
-    ``wanted`` are the nodes that lead to the targets. A gradient that nobody else holds is multiplied in place: at these
-    sizes a new tensor costs more than the product.
+    ``wanted`` are the nodes that lead to the targets. A gradient that nobody else holds is multiplied in place: at
+    these sizes a new tensor costs more than the product.
     """
     grads: dict[Node, Tensor] = {graph.nodes[0]: seeds}
     own: dict[Node, bool] = {}
