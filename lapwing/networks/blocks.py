@@ -130,8 +130,9 @@ class LinearJacobian:
             return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
         groups, outputs, _, _, d_out = self.g.shape
         total = self.a.new_zeros(groups, d_out, self.a.shape[-1])
-        for piece in self.pieces(2 * outputs * total.numel()):
-            total += piece.whole().square_().sum((0, 1))
+        for piece in self.pieces(2 * total.numel()):
+            for k in range(outputs):  # seed by seed the gradient needs no copy
+                total += torch.matmul(piece.g[:, k].mT, piece.a).square_().sum(1)
         return total
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:

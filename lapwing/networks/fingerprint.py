@@ -68,8 +68,13 @@ def _quick(model: nn.Module) -> tuple[float, ...]:
 
 
 def _mark(t: Tensor) -> Tensor:
-    flat = t.detach().reshape(-1)
-    return torch.dot(flat, _pattern(flat.numel(), flat.dtype, flat.device))
+    """p · T q for a matrix T: its own entries are all that is read, and a forward pass reads them anyway."""
+    t = t.detach()
+    if t.ndim < 2:
+        return torch.dot(t.reshape(-1), _pattern(t.numel(), t.dtype, t.device))
+    rows = t.flatten(1)
+    across = rows @ _pattern(rows.shape[1], t.dtype, t.device)
+    return torch.dot(across, _pattern(len(rows), t.dtype, t.device))
 
 
 @lru_cache(maxsize=256)

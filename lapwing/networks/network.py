@@ -34,7 +34,8 @@ from lapwing.networks.forward import (
 from lapwing.networks.ownership import find_patterns
 from lapwing.networks.selection import Selection, Weights, all_weights
 
-JOINED = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}  # what the gradients of joined batches may take
+JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # what the gradients of joined batches may take
+CACHED = 32 * 2**20  # on a CPU, chunks whose gradients stay near its caches are a third faster
 BYTES = {"cpu": 512 * 2**20, "cuda": 3072 * 2**20}  # what the gradients of one chunk may take
 
 
@@ -285,7 +286,10 @@ class Network:
         if self.device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is seldom missed
             budget = max(budget, torch.cuda.get_device_properties(self.device).total_memory // 10)
         # Autograd holds about as much again while it passes backwards.
-        step = max(1, budget // (item * (2 * max(1, seeds) * self.width + self.patches)))
+        each = item * (2 * max(1, seeds) * self.width + self.patches)
+        step = max(1, budget // each)
+        if self.device.type == "cpu":
+            step = min(step, max(16, CACHED // each))
         step = -(-batch // -(-batch // step))  # as many chunks, but of even size
         for start in range(0, batch, step):
             yield slice(start, min(batch, start + step))
