@@ -19,7 +19,7 @@ from lapwing.curvature.sweep import mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import batch_size, raw_output, refuse_training_mode, shaped
+from lapwing.networks.forward import batch_size, plain_kernels, raw_output, refuse_training_mode, shaped
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
 from lapwing.posteriors import files
@@ -159,7 +159,7 @@ class Fitted:
                 full[network.selection.index.to(full.device)] = sample.to(whole)
             values = {name: full[part].reshape(shape) for (name, part), shape in
                       zip(network.selection.slices.items(), network.selection.shapes, strict=True)}  # fmt: skip
-            with torch.no_grad():
+            with torch.no_grad(), plain_kernels(network.plain):
                 found.append(swapped(network.model, values, lambda: shaped(raw_output(network.model, x))))
         return torch.stack(found).to(network.dtype)
 

@@ -253,7 +253,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
     total = torch.zeros(selection.size, selection.size, dtype=network.dtype, device=network.device)
     loss_sum, count = 0.0, 0
     for batch in data.batches("Hessian"):
-        with sdpa_kernel(SDPBackend.MATH), recording(tensors, selection.names, network.recurrent):
+        with sdpa_kernel(SDPBackend.MATH), recording(tensors, selection.names, network.plain):
             f = shaped(raw_output(network.model, batch.inputs))
             check_finite(f.detach(), "outputs of the network")
             y = likelihood.targets(f.detach(), batch.targets)

@@ -15,20 +15,17 @@ from lapwing.core.errors import DataError, ModelError
 
 
 @contextlib.contextmanager
-def recording(tensors: Mapping[str, Tensor], names: Collection[str], recurrent: bool) -> Iterator[None]:
+def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain: bool) -> Iterator[None]:
     """Gradients for the named parameters and no others while the model runs; all flags are put back.
 
-    ``recurrent`` switches the fused kernels off, which hide their products.
+    ``plain`` switches vendors' kernels off (see ``needs_plain_kernels``).
     """
     changed = [p for name, p in tensors.items() if p.requires_grad != (name in names)]
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if recurrent:
-            stack.enter_context(quiet())
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        stack.enter_context(plain_kernels(plain))
         try:
             for parameter in changed:
                 parameter.requires_grad_(not parameter.requires_grad)
@@ -41,6 +38,22 @@ def recording(tensors: Mapping[str, Tensor], names: Collection[str], recurrent: 
 def is_recurrent(model: nn.Module) -> bool:
     """Whether any layer is recurrent: those have fused kernels, and no batching of gradients."""
     return any(isinstance(module, nn.RNNBase) for module in model.modules())
+
+
+def needs_plain_kernels(model: nn.Module) -> bool:
+    """Fused recurrent kernels hide their products; narrow oneDNN ones end the process on some processors."""
+    narrow = any(p.is_cpu and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return narrow or is_recurrent(model)
+
+
+@contextlib.contextmanager
+def plain_kernels(plain: bool) -> Iterator[None]:
+    """PyTorch's own kernels instead of cuDNN's and oneDNN's, if asked for."""
+    if not plain:
+        yield
+        return
+    with quiet(), torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 @contextlib.contextmanager
@@ -120,7 +133,7 @@ def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor) -> None:
     scale = raw.float().abs().max().clamp_min(1e-6)
     gap = torch.zeros((), device=raw.device)
     for rows in (slice(0, half), slice(half, batch)):
-        with torch.no_grad():
+        with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
             alone = raw_output(model, take(inputs, batch, rows))
         count = rows.stop - rows.start
         if alone.shape[0] != count:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,6 +21,8 @@ from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import (
     batch_size,
     is_recurrent,
+    needs_plain_kernels,
+    plain_kernels,
     quiet,
     raw_output,
     recording,
@@ -109,7 +110,8 @@ class Tangent:
             seeds = eye.view(size, 1, *f.shape[1:]).expand(size, *f.shape)
         else:
             tokens = 1
-        grads, patterns = self._pulled_back(seeds)
+        with plain_kernels(self.network.plain):
+            grads, patterns = self._pulled_back(seeds)
         parts = tuple(partial(self._block, block, seeds, grads, patterns) for block in self.network.layout)
         selection = self.network.selection
         return LayerJacobians(parts, self.network.layout, selection, f.shape[0], seeds.shape[0], tokens)
@@ -181,7 +183,7 @@ class Tangent:
     def _fallback(self, block: Block, seeds: Tensor) -> BlockJacobian:
         model, batch = self.network.model, self.raw.shape[0]
         tensors = dict(model.named_parameters())
-        with recording(tensors, self.network.selection.names, self.network.recurrent):
+        with recording(tensors, self.network.selection.names, self.network.plain):
             found = sample_jacobians(
                 model, lambda m, x: shaped(raw_output(m, x)).flatten(1), self.inputs, batch, (block.weight,)
             )
@@ -212,9 +214,10 @@ class Network:
         refuse_training_mode(model)
         weights = all_weights if weights is None else weights
         tensors, recurrent = dict(model.named_parameters()), is_recurrent(model)
+        plain = needs_plain_kernels(model)
         if batch_size(inputs) == 1:  # with one sample nothing tells its own rows from shared ones
             inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.ndim and t.shape[0] == 1 else t)
-        with recording(tensors, weights.needs(model), recurrent):
+        with recording(tensors, weights.needs(model), plain):
             raw = raw_output(model, inputs)
         f = shaped(raw.detach())
         check_finite(f, "outputs of the network")
@@ -224,11 +227,12 @@ class Network:
         graph = graphs.read(raw, raw.shape[0])
         uses = rules.find(graph, {id(tensors[name]): name for name in weights.needs(model)}, tensors)
         selection = weights.choose(model, graph, uses)
-        with recording(tensors, selection.names, recurrent):
+        with recording(tensors, selection.names, plain):
             raw = raw_output(model, inputs)
         graph = graphs.read(raw, raw.shape[0])
         uses = rules.find(graph, {id(tensors[name]): name for name in selection.names}, tensors)
-        patterns, _ = find_patterns(raw, graph, uses)
+        with plain_kernels(plain):
+            patterns, _ = find_patterns(raw, graph, uses)
         shapes = dict(zip(selection.names, selection.shapes, strict=True))
         layout = arranged(graph, uses, patterns, shapes)
         nodes = {use.node for use in uses.uses}
@@ -237,6 +241,11 @@ class Network:
         forward_mode = not recurrent and not _padded(graph)
         outputs = tuple(f.shape[1:])
         return cls(model, selection, layout, outputs, max(width, f[0].numel()), patches, forward_mode, recurrent)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether vendors' kernels must be switched off while the model runs."""
+        return needs_plain_kernels(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -260,13 +269,13 @@ class Network:
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """The plain output f (B, [T,] C), no graph."""
-        with torch.no_grad():
+        with torch.no_grad(), plain_kernels(self.plain):
             return shaped(raw_output(self.model, inputs))
 
     def linearise(self, inputs: Inputs) -> Tangent:
         """One forward pass with a graph."""
         tensors = dict(self.model.named_parameters())
-        with recording(tensors, self.selection.names, self.recurrent):
+        with recording(tensors, self.selection.names, self.plain):
             raw = raw_output(self.model, inputs)
         with torch.no_grad():
             graph = graphs.read(raw, raw.shape[0])
@@ -304,12 +313,13 @@ class Network:
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
         """J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""
-        return products.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.recurrent).to(self.dtype)
+        return products.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
 
     def vjp(self, inputs: Inputs, u: Tensor) -> Tensor:
         """Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""
         tangent = self.linearise(inputs)
-        back = products.vjp(self.model, self.selection, tangent.raw, u, self._loops(tangent.graph))
+        with plain_kernels(self.plain):
+            back = products.vjp(self.model, self.selection, tangent.raw, u, self._loops(tangent.graph))
         return back.to(self.dtype)
 
     def _loops(self, graph: graphs.Graph) -> bool:
@@ -334,8 +344,7 @@ class Network:
                     grad if grad is not None else seeds.new_zeros(seeds.shape[0], *graphs.output_shape(node))
                     for grad, node in zip(found, nodes, strict=True)
                 ]
-        with _safe_convolutions(seeds):
-            return pull_back(tangent.raw, nodes, seeds, self._loops(tangent.graph))
+        return pull_back(tangent.raw, nodes, seeds, self._loops(tangent.graph))
 
     def _patterns(self, tangent: Tangent) -> Mapping[Any, rules.Pattern | None]:
         """Which rows belong to which sample, remembered where the shapes alone decide it."""
@@ -364,16 +373,6 @@ def _patch_numbers(use: rules.Use, shapes: Mapping[str, tuple[int, ...]]) -> int
 def _padded(graph: graphs.Graph) -> bool:
     """A padded embedding: there forward mode disagrees with the gradient, which skips the padding row."""
     return any(node.name() == "EmbeddingBackward0" and 0 <= node._saved_padding_idx < 2**63 for node in graph.nodes)
-
-
-def _safe_convolutions(seeds: Tensor) -> AbstractContextManager[object]:
-    """oneDNN's backward of a narrow strided convolution needs instructions that some processors lack."""
-    if seeds.is_cpu and seeds.dtype in (torch.bfloat16, torch.float16):
-        stack = ExitStack()
-        stack.enter_context(quiet())
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        return stack
-    return nullcontext()
 
 
 def pull_back(raw: Tensor, nodes: list[Any], seeds: Tensor, looped: bool) -> list[Tensor]:

@@ -12,18 +12,16 @@ from lapwing.networks.forward import quiet, raw_output, recording, shaped
 from lapwing.networks.selection import Selection
 
 
-def jvp(
-    model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forward_mode: bool, recurrent: bool
-) -> Tensor:
+def jvp(model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forward_mode: bool, plain: bool) -> Tensor:
     """J v (K, B, [T,] C). Forward mode, vectorised over K; double backward where an operation lacks it."""
     tensors = dict(model.named_parameters())
     tangents = {name: value.to(tensors[name].dtype) for name, value in selection.split(v).items()}
     if not forward_mode:
-        return _double_backward(model, inputs, tangents, len(v), recurrent)
+        return _double_backward(model, inputs, tangents, len(v), plain)
     try:
         return _forward_mode(model, inputs, tangents)
     except (RuntimeError, NotImplementedError):  # an attention kernel without a forward rule
-        return _double_backward(model, inputs, tangents, len(v), recurrent)
+        return _double_backward(model, inputs, tangents, len(v), plain)
 
 
 def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
@@ -55,13 +53,11 @@ def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor])
     return out
 
 
-def _double_backward(
-    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], count: int, recurrent: bool
-) -> Tensor:
+def _double_backward(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], count: int, plain: bool) -> Tensor:
     """Jᵀu is linear in u, so its derivative in u along v is J v."""
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in tangents]
-    with sdpa_kernel(SDPBackend.MATH), recording(tensors, tangents, recurrent):
+    with sdpa_kernel(SDPBackend.MATH), recording(tensors, tangents, plain):
         raw = raw_output(model, inputs)
         u = torch.zeros_like(raw, requires_grad=True)
         back = torch.autograd.grad(raw, chosen, u, create_graph=True, allow_unused=True, materialize_grads=True)
