@@ -16,7 +16,7 @@ from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.errors import ModelError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.curvature.sweep import mean_squared_residual
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
 from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import batch_size, plain_kernels, raw_output, refuse_training_mode, shaped
@@ -64,7 +64,7 @@ def fit(
     network = Network.build(model, _several(Data(data, device, target_key)), weights_named(weights))
     chosen = likelihood_named(likelihood, network.output_shape[-1])
     chosen.targets(network(first.inputs), first.targets)
-    if chosen.needs_residuals:
+    if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, batches))
     given = isotropic(1.0) if prior is None else prior if isinstance(prior, Prior) else isotropic(prior)
     problem = Problem(network, chosen, given.bound(network.selection, network.theta()))
@@ -104,7 +104,7 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
 class Fitted:
     """A fitted posterior: error bars for a network. Made by ``fit`` and ``load``.
 
-    Every call checks that the model still has the weights it was fitted to.
+    Every prediction checks that the model still has the weights it was fitted to.
     """
 
     posterior: Posterior

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lapwing.core.data import TARGET_KEYS, Inputs, map_tensors
+from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
@@ -67,12 +67,13 @@ class Report:
 def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None) -> Report:
     """What Lapwing makes of this model: refusals, layers, fallbacks, memory and time of each method.
 
-    ``batch`` is a batch of inputs, or ``(inputs, targets)``. Cost: three forward passes and a backward one.
+    ``batch`` is a batch of inputs, or ``(inputs, targets)``. Cost: a few forward passes and
+    a backward one.
 
     >>> print(check(nn.Linear(3, 2), torch.zeros(4, 3)).layers[0].handled)
     linear map, with its bias
     """
-    inputs = _inputs(batch)
+    inputs = _inputs(model, batch)
     device = next(model.parameters()).device
     inputs = map_tensors(inputs, lambda t: t.to(device))
     network = Network.build(model, inputs, weights_named(weights))
@@ -92,12 +93,10 @@ def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None)
     )  # fmt: skip
 
 
-def _inputs(batch: Inputs) -> Inputs:
-    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor):
-        # (inputs, targets), unless the second is an input too: then it has features of its own.
-        first = batch[0]
-        labels = not batch[1].is_floating_point() or batch[1].ndim < 2 or isinstance(first, tuple | Mapping)
-        return first if labels else batch
+def _inputs(model: nn.Module, batch: Inputs) -> Inputs:
+    """The inputs alone: a pair is (inputs, targets) unless the model takes two arguments."""
+    if isinstance(batch, tuple | list) and len(batch) == 2 and not accepts(model, tuple(batch)):
+        return batch[0]
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key not in TARGET_KEYS}
     return batch
@@ -143,7 +142,7 @@ class _Counts:
         whole = size <= FULL_LIMIT
         none = "single weights have no Kronecker structure"
         kron, ekron = seeded + self._gram, 2 * seeded + self._gram + self._diagonal + self._corrected
-        basis = 2 * 32 + 20
+        basis = 2 * 32
         return (
             Cost("Full", whole, 8 * size**2, (seeded + self._seeds * size**2) / epoch,
                  "" if whole else f"over {FULL_LIMIT} weights: choose fewer"),

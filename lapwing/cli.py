@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lapwing", description="Calibrated error bars for trained networks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="digits and diabetes: tables, pictures and results.json")
+    run = commands.add_parser("run", help="digits, diabetes and a 1-D gap: tables, pictures and results.json")
     run.add_argument("--quick", action="store_true", help="train shortly; for trying the command out")
     uci = commands.add_parser("uci", help="nine regression tables from a data folder")
     uci.add_argument("--data-dir", type=Path, help="folder of the uci_NAME.npz files; else LAPWING_DATA")
@@ -62,7 +62,11 @@ def _run(arguments: argparse.Namespace) -> None:
     from lapwing.reports import pictures
     from lapwing.reports.tables import table
 
-    settings = digits.Digits(seed=arguments.seed), diabetes.Diabetes(seed=arguments.seed), bands.Bands()
+    settings = (
+        digits.Digits(seed=arguments.seed),
+        diabetes.Diabetes(seed=arguments.seed),
+        bands.Bands(seed=arguments.seed),
+    )
     if arguments.quick:
         settings = tuple(replace(s, recipe=replace(s.recipe, epochs=10)) for s in settings)  # type: ignore[assignment]
     results = [digits.run(settings[0]), diabetes.run(settings[1]), bands.run(settings[2])]

@@ -56,15 +56,16 @@ def take(inputs: Inputs, size: int, rows: slice) -> Inputs:
 def call(model: Callable[..., Any], inputs: Inputs) -> Any:
     """Call the model the way its signature asks: mappings by keyword, tuples by position, else whole."""
     if isinstance(inputs, Mapping):
-        return model(**inputs) if _binds(model, (), inputs) else model(inputs)
+        return model(**inputs) if accepts(model, (), inputs) else model(inputs)
     if isinstance(inputs, tuple | list):
-        return model(*inputs) if _binds(model, tuple(inputs), {}) else model(inputs)
+        return model(*inputs) if accepts(model, tuple(inputs)) else model(inputs)
     return model(inputs)
 
 
-def _binds(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def accepts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether the model's signature takes these arguments."""
     try:
-        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **(kwargs or {}))
     except TypeError:
         return False
     return True

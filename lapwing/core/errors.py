@@ -2,7 +2,7 @@
 
 
 class LapwingError(ValueError):
-    """Base of every error raised on purpose."""
+    """Base of Lapwing's errors; a ValueError, as its smaller checks raise too."""
 
 
 class DataError(LapwingError):

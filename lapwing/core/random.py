@@ -1,4 +1,4 @@
-"""Random numbers that depend on the generator alone.
+"""Random numbers that depend on the generator alone, where one is given.
 
 Numbers are drawn where the generator lives and then moved, so that one seed gives one result on every device.
 """

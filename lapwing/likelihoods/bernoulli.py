@@ -45,13 +45,6 @@ class Bernoulli:
     def with_dispersion(self, phi: Tensor) -> Bernoulli:
         return replace(self, temperature=phi)
 
-    @property
-    def needs_residuals(self) -> bool:
-        return False
-
-    def prepared(self, mean_squared_residual: Tensor) -> Bernoulli:
-        return self
-
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Bernoulli")
         known = self._known(y)

@@ -47,13 +47,6 @@ class Categorical:
     def with_dispersion(self, phi: Tensor) -> Categorical:
         return replace(self, temperature=phi)
 
-    @property
-    def needs_residuals(self) -> bool:
-        return False
-
-    def prepared(self, mean_squared_residual: Tensor) -> Categorical:
-        return self
-
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         count = f.shape[-1]
         if count == 1:

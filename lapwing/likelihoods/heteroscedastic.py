@@ -36,13 +36,6 @@ class HeteroscedasticGaussian:
             raise DataError("HeteroscedasticGaussian has no dispersion to change; the network gives the noise.")
         return self
 
-    @property
-    def needs_residuals(self) -> bool:
-        return False
-
-    def prepared(self, mean_squared_residual: Tensor) -> HeteroscedasticGaussian:
-        return self
-
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         if f.shape[-1] % 2:
             raise DataError(

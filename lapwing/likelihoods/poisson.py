@@ -32,13 +32,6 @@ class Poisson:
             raise DataError("Poisson has no dispersion to change; its variance is its mean.")
         return self
 
-    @property
-    def needs_residuals(self) -> bool:
-        return False
-
-    def prepared(self, mean_squared_residual: Tensor) -> Poisson:
-        return self
-
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Poisson")
         wrong = (y < 0) | (y != y.round())

@@ -27,15 +27,6 @@ class Likelihood(Protocol):
 
     def with_dispersion(self, phi: Tensor) -> Likelihood: ...
 
-    def prepared(self, mean_squared_residual: Tensor) -> Likelihood:
-        """Given the residual of each output (C,), fix what cannot be changed after the curvature is known."""
-        ...
-
-    @property
-    def needs_residuals(self) -> bool:
-        """Whether ``prepared`` must be called with a pass over the data before the curvature."""
-        ...
-
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         """The targets in the shape and dtype the rest expects; raises where they do not fit."""
         ...
@@ -66,6 +57,18 @@ class Likelihood(Protocol):
 
     def settings(self) -> dict[str, Any]:
         """What a file needs to build the likelihood again."""
+        ...
+
+
+@runtime_checkable
+class NeedsResiduals(Protocol):
+    """A likelihood that must see the residuals before the curvature can be computed."""
+
+    @property
+    def needs_residuals(self) -> bool: ...
+
+    def prepared(self, mean_squared_residual: Tensor) -> Likelihood:
+        """Given the residual of each output (C,), fix what cannot be changed after the curvature is known."""
         ...
 
 

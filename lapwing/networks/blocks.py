@@ -2,7 +2,7 @@
 
 A *linear* block is a weight used as a linear map, with its bias as one more input column. Its Jacobian for
 output k and sample b is Σ_t g_kbt ⊗ a_bt and is kept as the two factors. Everything else is a *dense* block,
-whose Jacobian (K, B, p) is small enough to keep whole.
+whose Jacobian (B, K, p) is small enough to keep whole.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class LookupJacobian:
     owner: Tensor
     batch: int
     table: int
-    rows: Tensor  # the indices as they came, for the factor of counts
+    rows: Tensor  # the indices as they came, padding left out, for the factor of counts
 
     @classmethod
     def build(cls, indices: Tensor, g: Tensor, real: Tensor, table: int) -> LookupJacobian:

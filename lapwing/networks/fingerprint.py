@@ -70,17 +70,21 @@ def _quick(model: nn.Module) -> tuple[float, ...]:
 def _mark(t: Tensor) -> Tensor:
     """p · T q for a matrix T: its own entries are all that is read, and a forward pass reads them anyway."""
     t = t.detach()
+    if t.dtype not in (torch.float32, torch.float64):  # narrow sums lose changes, and narrow kernels may fail
+        t = t.float()
     if t.ndim < 2:
-        return torch.dot(t.reshape(-1), _pattern(t.numel(), t.dtype, t.device))
+        return torch.dot(t.reshape(-1), _pattern(t.numel(), 0.0, t.dtype, t.device))
     rows = t.flatten(1)
-    across = rows @ _pattern(rows.shape[1], t.dtype, t.device)
-    return torch.dot(across, _pattern(len(rows), t.dtype, t.device))
+    across = rows @ _pattern(rows.shape[1], 1.0, t.dtype, t.device)
+    return torch.dot(across, _pattern(len(rows), 0.0, t.dtype, t.device))
 
 
 @lru_cache(maxsize=256)
-def _pattern(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Fixed numbers around one, all different: a change, a swap or a shift of entries moves the product."""
-    return (1.5 + torch.arange(size, dtype=torch.float64, device=device).mul_(0.7548776662).sin_()).to(dtype)
+def _pattern(size: int, phase: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fixed numbers around one, all different, and others for columns than for rows: a change, a swap, a shift or a
+    transpose moves the product."""
+    steps = torch.arange(size, dtype=torch.float64, device=device)
+    return (1.5 + (steps * 0.7548776662 + phase).sin_()).to(dtype)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ class Tangent:
     def jacobians(self, seeds: Tensor | None = None) -> LayerJacobians:
         """The Jacobian of seeds · f. Seeds (K, B, [T,] C); None means every output of every token.
 
-        One batched backward pass to the recorded products; no weight gradient is formed.
+        One backward pass for all seeds to the recorded products; no weight gradient is formed.
         """
         f = self.f
         tokens = f.shape[1] if f.ndim == 3 else 1
@@ -208,7 +208,7 @@ class Network:
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
         """Look at the model once, with one batch, and refuse what cannot be handled.
 
-        Cost: two forward passes. Nothing of the model is changed.
+        Cost: three forward passes, and a few backward ones where row owners must be probed. The model is not changed.
         """
         model = unwrapped(model)
         refuse_training_mode(model)
@@ -283,7 +283,7 @@ class Network:
         return Tangent(self, inputs, raw, graph, uses)
 
     def rows_at_once(self, seeds: int) -> int:
-        """How many samples are worth joining into one pass: their gradients should still fit a cache."""
+        """How many samples are worth joining into one pass: their gradients should stay small."""
         item = torch.finfo(self.dtype).bits // 8
         budget = JOINED.get(self.device.type, JOINED["cuda"])
         return min(1024, budget // (item * max(1, seeds) * self.width + item * self.patches))

@@ -2,7 +2,7 @@
 
 In most networks the walk over the graph already knows: rows are batch-major. Attention works time-major inside,
 and recurrent nets stack time steps; there one probe decides. The seeds of the samples whose number has bit j set are
-doubled, one backward pass for each bit: a row's gradient doubles if its sample has that bit, exactly, in every dtype.
+doubled, one backward pass for each bit: a row's gradient doubles if its sample has that bit, in every dtype.
 A row that does neither belongs to several samples (it lies before a broadcast over the batch).
 """
 

@@ -33,7 +33,7 @@ class Precision(Protocol):
 
 
 class Curvature(Protocol):
-    """H at unit dispersion in some structure. The sum of two is the curvature of both data sets."""
+    """H at unit dispersion in some structure. Where two add up, the sum is the curvature of both data sets."""
 
     def precision(self, phi: Tensor, prior: Prior) -> Precision: ...
 
