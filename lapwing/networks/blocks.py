@@ -110,30 +110,36 @@ class LinearJacobian:
             return LinearJacobian(a, _right(self.g[:, :, :1], out).expand(self.g.shape))
         return LinearJacobian(a, _right(self.g, out))
 
-    def pieces(self, width: int) -> Iterator[LinearJacobian]:
+    def pieces(self, width: int, most: int | None = None) -> Iterator[LinearJacobian]:
         """Runs of samples whose Jacobians, ``width`` numbers for each sample, fit the byte budget."""
         step = max(1, BYTES // (self.a.element_size() * max(width, 1)))
+        step = step if most is None else min(step, most)
         for start in range(0, self.batch, step):
             yield LinearJacobian(self.a[:, start : start + step], self.g[:, :, start : start + step])
 
-    def whole(self) -> Tensor:
-        """The Jacobian itself, (B, K, G, d_out, d_in)."""
+    def _products(self) -> Tensor:
+        """The Jacobian itself, (B, G, K, d_out, d_in)."""
         groups, outputs, batch, positions, d_out = self.g.shape
         g = self.g.permute(2, 0, 1, 4, 3).reshape(batch * groups, outputs * d_out, positions)
         a = self.a.permute(1, 0, 2, 3).reshape(batch * groups, positions, -1)
         product = g * a if positions == 1 else torch.bmm(g, a)
-        return product.reshape(batch, groups, outputs, d_out, -1).transpose(1, 2)
+        return product.reshape(batch, groups, outputs, d_out, -1)
+
+    def whole(self) -> Tensor:
+        """The Jacobian itself, (B, K, G, d_out, d_in)."""
+        return self._products().transpose(1, 2)
 
     def squares(self) -> Tensor:
         """Σ over samples and outputs of the squared Jacobian, (G, d_out, d_in)."""
         if self.positions == 1:
             return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
         groups, outputs, _, _, d_out = self.g.shape
-        total = self.a.new_zeros(groups, d_out, self.a.shape[-1])
-        for piece in self.pieces(2 * total.numel()):
-            for k in range(outputs):  # seed by seed the gradient needs no copy
-                total += torch.matmul(piece.g[:, k].mT, piece.a).square_().sum(1)
-        return total
+        total = self.a.new_zeros(groups, outputs, d_out, self.a.shape[-1])
+        # On a CPU a few samples at a time, so that squaring finds them in the cache.
+        for piece in self.pieces(2 * total.numel(), 32 if self.a.is_cpu else None):
+            product = piece._products()
+            total += product.mul_(product).sum(0)
+        return total.sum(1)
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         """Σ_ij J_kij weights_ij J_lij: (B, S, C, C) if full, else its diagonal (B, S, C)."""
