@@ -13,13 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs, check_finite, map_tensors
-from lapwing.core.errors import ModelError, UnsupportedError
+from lapwing.core.errors import DataError, ModelError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.curvature.sweep import mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
 from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import batch_size, plain_kernels, raw_output, refuse_training_mode, shaped
+from lapwing.networks.forward import (
+    batch_size,
+    outside_autocast,
+    plain_kernels,
+    raw_output,
+    refuse_training_mode,
+    shaped,
+)
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
 from lapwing.posteriors import files
@@ -32,6 +39,7 @@ from lapwing.tuning.evidence import maximise_evidence, started
 Tuner = Callable[[Any], Any]
 
 
+@outside_autocast
 def fit(
     model: nn.Module,
     data: Iterable[Any],
@@ -79,6 +87,8 @@ def fit(
 
 
 def _device(model: nn.Module) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}; expected a torch.nn.Module.")
     for parameter in model.parameters():
         return parameter.device
     raise ModelError("the model has no parameters, so there is nothing to be uncertain about; expected at least one.")
@@ -114,30 +124,37 @@ class Fitted:
         """The predictive over y; the same as ``predict``."""
         return self.predict(x)
 
+    @outside_autocast
     def functions(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """The belief about f(x): mean (B, C), cov (B, C, C); across inputs too with ``joint=True``."""
         belief = self.posterior(self._checked(x), joint)
         check_finite(belief.mean, "outputs of the network")
         return belief
 
+    @outside_autocast
     def predict(self, x: Inputs) -> Any:
         """The predictive over y: probabilities, or mean, std and intervals with the noise included."""
         return self.likelihood.predict(self.functions(x))
 
+    @outside_autocast
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C) consistent functions: each draw uses one set of weights for every input.
 
         Equal generators give the same functions at whatever inputs they are asked for.
         """
+        if n < 1:
+            raise DataError(f"n is {n}; expected at least one sample.")
         drawn = self._with(HasFunctionSamples, "function samples").function_samples(self._checked(x), n, generator)
         check_finite(drawn[0], "outputs of the network")
         return drawn
 
+    @outside_autocast
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, P) around the trained weights."""
         self._unchanged()
         return self._with(HasWeightSamples, "weight samples").weight_samples(n, generator)
 
+    @outside_autocast
     def network_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C): outputs of the real network with sampled weights instead of the tangent model.
 
@@ -148,8 +165,8 @@ class Fitted:
         x = self._checked(x)
         network = self.network
         samples = self._with(HasWeightSamples, "weight samples").weight_samples(n, generator)
-        whole = torch.cat([dict(network.model.named_parameters())[name].detach().reshape(-1)
-                           for name in network.selection.names])  # fmt: skip
+        tensors = dict(network.model.named_parameters())
+        whole = torch.cat([tensors[name].detach().reshape(-1).to(network.dtype) for name in network.selection.names])
         found = []
         for sample in samples:
             full = whole.clone()
@@ -157,17 +174,19 @@ class Fitted:
                 full = sample.to(whole)
             else:
                 full[network.selection.index.to(full.device)] = sample.to(whole)
-            values = {name: full[part].reshape(shape) for (name, part), shape in
+            values = {name: full[part].reshape(shape).to(tensors[name].dtype) for (name, part), shape in
                       zip(network.selection.slices.items(), network.selection.shapes, strict=True)}  # fmt: skip
             with torch.no_grad(), plain_kernels(network.plain):
                 found.append(swapped(network.model, values, lambda: shaped(raw_output(network.model, x))))
         return torch.stack(found).to(network.dtype)
 
+    @outside_autocast
     def log_evidence(self) -> Tensor:
         """The log marginal likelihood of the tangent model, with every constant."""
         self._unchanged()
         return self._with(HasEvidence, "evidence").log_evidence()
 
+    @outside_autocast
     def tuned(self, tuner: Tuner = maximise_evidence) -> Fitted:
         """The same posterior under better hyperparameters."""
         return Fitted(tuner(self.posterior), self.fingerprint)
@@ -208,6 +227,7 @@ class Fitted:
             self.save(path)
             return load(path, self.network.model.to(device))
 
+    @outside_autocast
     def save(self, path: str | Path) -> None:
         """Write to a file (safetensors with JSON); the model itself is not in it."""
         self._unchanged()
@@ -223,6 +243,8 @@ class Fitted:
         self._unchanged()
         device = self.network.device
         x = map_tensors(x, lambda t: t.to(device))
+        if batch_size(x) == 0:
+            raise DataError("the batch is empty; expected at least one input.")
         check_finite(x, "inputs")
         return x
 

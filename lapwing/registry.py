@@ -35,7 +35,7 @@ WEIGHTS = {"all": all_weights, "all_weights": all_weights, "last_layer": last_la
 def likelihood_named(name: str | Likelihood, outputs: int) -> Likelihood:
     """A likelihood, or the one a name stands for; "classification" with one output is Bernoulli."""
     if not isinstance(name, str):
-        return name
+        return _instance(name, "likelihood")
     if name == "classification" and outputs == 1:
         return Bernoulli()
     found: Likelihood = _found(name, LIKELIHOODS, "likelihood")()
@@ -46,7 +46,7 @@ def method_named(name: str | Method | None) -> Method:
     if name is None:
         return Kron()
     if not isinstance(name, str):
-        return name
+        return _instance(name, "method")
     found: Method = _found(name, METHODS, "method")()
     return found
 
@@ -55,6 +55,12 @@ def weights_named(name: str | Weights | None) -> Weights:
     if name is None:
         return all_weights
     return _found(name, WEIGHTS, "weights") if isinstance(name, str) else name
+
+
+def _instance(given: Any, what: str) -> Any:
+    if isinstance(given, type):
+        raise UnsupportedError(f"{what} is the class {given.__name__}; expected an object: {given.__name__}().")
+    return given
 
 
 def _found(name: str, table: Mapping[str, Any], what: str) -> Any:

@@ -32,8 +32,13 @@ def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     if isinstance(tree, Mapping):
         return {key: map_tensors(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(value, change) for value in tree)
+        return rebuilt(tree, [map_tensors(value, change) for value in tree])
     return tree
+
+
+def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
+    """The same kind of tuple or list with other values; named tuples take them one by one."""
+    return type(sequence)(*values) if hasattr(sequence, "_fields") else type(sequence)(values)
 
 
 def tensors_in(tree: Inputs) -> Iterator[Tensor]:
@@ -85,6 +90,8 @@ class Data:
     progress: bool = False
 
     def __post_init__(self) -> None:
+        if not hasattr(self.source, "__iter__") and not hasattr(self.source, "__getitem__"):
+            raise DataError(f"data is a {type(self.source).__name__}; expected a DataLoader or a list of batches.")
         if iter(self.source) is self.source:
             raise DataError(
                 "data is a one-shot iterator; some methods pass over the data twice. "

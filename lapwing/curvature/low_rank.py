@@ -97,7 +97,7 @@ class LowRankCurvature:
         )
 
     def precision(self, phi: Tensor, prior: Prior) -> LowRankPrecision:
-        tall = (self.values / phi.to(self.values)).sqrt()[:, None] * self.vectors
+        tall = self.values.sqrt()[:, None] * self.vectors / phi.to(self.values).sqrt()
         return LowRankPrecision(prior, tall, self.layout, self.selection)
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:

@@ -108,8 +108,8 @@ class Sweep:
         if self._curvature == "fisher_mc":
             # Labels are drawn independently, so tokens may share a seed: their cross terms vanish on average.
             gradient = self._likelihood.sampled_gradient(f, y, self._generator)
-            return gradient.unsqueeze(0).to(self._network.raw_dtype)
-        return _apart(self._likelihood.root(f, y)).to(self._network.raw_dtype)
+            return gradient.unsqueeze(0)
+        return _apart(self._likelihood.root(f, y))
 
 
 def _apart(root: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
-from lapwing.likelihoods.protocol import matched
+from lapwing.likelihoods.protocol import matched, positive
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
@@ -33,6 +33,10 @@ class Bernoulli:
     def __post_init__(self) -> None:
         if self.link not in BINARY_LINKS:
             raise DataError(f"link is {self.link!r}; expected one of {', '.join(BINARY_LINKS)}.")
+        if not positive(self.temperature):
+            raise DataError(f"temperature is {self.temperature}; expected a positive number.")
+        if self.pos_weight is not None and not positive(self.pos_weight, zero=True):
+            raise DataError(f"pos_weight is {self.pos_weight}; expected finite numbers that are not negative.")
 
     @property
     def dispersion(self) -> Tensor:
@@ -48,6 +52,9 @@ class Bernoulli:
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Bernoulli")
         known = self._known(y)
+        count = 1 if self.pos_weight is None else torch.as_tensor(self.pos_weight).numel()
+        if count not in (1, f.shape[-1]):
+            raise DataError(f"Bernoulli: {count} positive weights for {f.shape[-1]} outputs; expected one for each.")
         if bool(((y < 0) | (y > 1))[known].any()):
             raise DataError(
                 f"Bernoulli: targets run from {y[known].min().item():g} to {y[known].max().item():g}; expected 0..1."

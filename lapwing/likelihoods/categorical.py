@@ -12,6 +12,7 @@ from torch import Tensor
 from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
+from lapwing.likelihoods.protocol import positive
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
@@ -35,6 +36,10 @@ class Categorical:
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise DataError(f"link is {self.link!r}; expected one of {', '.join(LINKS)}.")
+        if not positive(self.temperature):
+            raise DataError(f"temperature is {self.temperature}; expected a positive number.")
+        if self.class_weights is not None and not positive(self.class_weights, zero=True):
+            raise DataError(f"class_weights is {self.class_weights}; expected finite numbers that are not negative.")
 
     @property
     def dispersion(self) -> Tensor:

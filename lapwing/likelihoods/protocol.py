@@ -72,6 +72,12 @@ class NeedsResiduals(Protocol):
         ...
 
 
+def positive(value: Any, zero: bool = False) -> bool:
+    """Whether all numbers are finite and above zero, or at least zero."""
+    numbers = torch.as_tensor(value).detach().double()
+    return bool(torch.isfinite(numbers).all()) and bool(((numbers >= 0) if zero else (numbers > 0)).all())
+
+
 def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
     """Targets with one number per output, (B, [T,] C); a single output may come without its dimension."""
     if y.shape == f.shape:

@@ -65,10 +65,10 @@ def pull_back_folded(graph: Graph, targets: list[Node], wanted: set[Node], seeds
     return [found.get(node) for node in targets]
 
 
-def has_rules(graph: Graph, wanted: set[Node]) -> bool:
-    """Whether every node on the way to the targets has a rule."""
+def has_rules(graph: Graph, wanted: set[Node], dtype: torch.dtype) -> bool:
+    """Whether every node on the way to the targets has a rule and one dtype; casts are left to autograd."""
     return all(
-        node.name() in RULES or node.name() in SLOPES
+        (node.name() in RULES or node.name() in SLOPES) and node._input_metadata[0].dtype == dtype
         for node in graph.nodes
         if node in wanted and any(child in wanted for child, _ in node.next_functions)
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Inputs, map_tensors, take
+from lapwing.core.data import Inputs, map_tensors, rebuilt, take
 from lapwing.networks.forward import quiet
 
 Forward = Callable[[nn.Module, Inputs], Tensor]  # (model, inputs) -> f (B, M)
@@ -52,7 +52,7 @@ def _unsqueezed(sample: Inputs, dims: Inputs) -> Inputs:
     if isinstance(sample, dict):
         return {key: _unsqueezed(value, dims[key]) for key, value in sample.items()}
     if isinstance(sample, tuple | list):
-        return type(sample)(_unsqueezed(value, dim) for value, dim in zip(sample, dims, strict=True))
+        return rebuilt(sample, [_unsqueezed(value, dim) for value, dim in zip(sample, dims, strict=True)])
     return sample
 
 

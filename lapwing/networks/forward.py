@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,23 @@ def needs_plain_kernels(model: nn.Module) -> bool:
     return narrow or is_recurrent(model)
 
 
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def outside_autocast(call: Call) -> Call:
+    """Autocast is meant for training; sums and factors must keep their dtype."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        with contextlib.ExitStack() as stack:
+            for kind in devices:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return call(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
 @contextlib.contextmanager
 def plain_kernels(plain: bool) -> Iterator[None]:
     """PyTorch's own kernels instead of cuDNN's and oneDNN's, if asked for."""
@@ -64,6 +83,28 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def refusing_changes(model: nn.Module) -> Iterator[None]:
+    """If running the model changes its weights or buffers, put them back and say so."""
+    buffers = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
+    kept = [(t, t.detach().clone()) for t in (*model.parameters(), *(b for _, _, b in buffers if b is not None))]
+    yield
+    changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
+    for module, key, buffer in buffers:
+        module._buffers[key] = buffer
+    with torch.no_grad():
+        for tensor, before in kept:
+            if not torch.equal(tensor, before) and not bool(tensor.isnan().any()):
+                changed = True
+                tensor.copy_(before)
+    if changed:
+        raise ModelError(
+            "running the model changes its own weights or buffers (running statistics, spectral norm, an embedding's "
+            "max_norm, a counter); expected a function of the input alone. They were put back. Call model.eval(), or "
+            "remove what changes them."
+        )
+
+
 def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
     """The tensor the model returns, out of ``.logits`` if need be."""
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
@@ -76,6 +117,8 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
             f"the model returns a {type(out).__name__}; expected a tensor or an object with .logits. "
             "Wrap the model in a module that returns the tensor."
         )
+    if not out.is_floating_point():
+        raise ModelError(f"the model returns {out.dtype}; expected real numbers: logits, means or log-rates.")
     if out.ndim not in (1, 2, 3) or out.shape[-1] == 0 or out.shape[0] == 0:
         raise ModelError(
             f"the model returns the shape {tuple(out.shape)}; expected (B,), (B, C) or (B, T, C) with the classes "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from lapwing.networks.forward import (
     recording,
     refuse_mixed_samples,
     refuse_training_mode,
+    refusing_changes,
     shaped,
     unwrapped,
     working_dtype,
@@ -110,6 +111,7 @@ class Tangent:
             seeds = eye.view(size, 1, *f.shape[1:]).expand(size, *f.shape)
         else:
             tokens = 1
+        seeds = seeds.to(self.raw.dtype)
         with plain_kernels(self.network.plain):
             grads, patterns = self._pulled_back(seeds)
         parts = tuple(partial(self._block, block, seeds, grads, patterns) for block in self.network.layout)
@@ -135,7 +137,7 @@ class Tangent:
     def _block(
         self, block: Block, seeds: Tensor, grads: Mapping[Any, Tensor], patterns: Mapping[Any, rules.Pattern | None]
     ) -> BlockJacobian:
-        dtype = working_dtype(self.raw.dtype)
+        dtype = self.network.dtype
         if block.why.startswith("no rule"):
             return self._fallback(block, seeds.to(dtype))
         with torch.no_grad():
@@ -217,7 +219,7 @@ class Network:
         plain = needs_plain_kernels(model)
         if batch_size(inputs) == 1:  # with one sample nothing tells its own rows from shared ones
             inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.ndim and t.shape[0] == 1 else t)
-        with recording(tensors, weights.needs(model), plain):
+        with recording(tensors, weights.needs(model), plain), refusing_changes(model):
             raw = raw_output(model, inputs)
         f = shaped(raw.detach())
         check_finite(f, "outputs of the network")
@@ -225,6 +227,7 @@ class Network:
         if raw.grad_fn is None:
             raise ModelError("the output does not depend on any selected parameter; choose other weights.")
         graph = graphs.read(raw, raw.shape[0])
+        refuse_scaled_gradients(graph)
         uses = rules.find(graph, {id(tensors[name]): name for name in weights.needs(model)}, tensors)
         selection = weights.choose(model, graph, uses)
         with recording(tensors, selection.names, plain):
@@ -252,20 +255,16 @@ class Network:
         return next(self.model.parameters()).device
 
     @cached_property
-    def raw_dtype(self) -> torch.dtype:
-        """The dtype of the selected parameters."""
-        return self.model.get_parameter(self.selection.names[0]).dtype
-
-    @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype that factors and Jacobians have: the model's, or float32 where that is narrower."""
-        return working_dtype(self.raw_dtype)
+        """The dtype that factors and Jacobians have: the model's widest, or float32 where that is narrower."""
+        found = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
+        return working_dtype(reduce(torch.promote_types, found))
 
     def theta(self) -> Tensor:
         """The weights as they are, (P,)."""
         tensors = dict(self.model.named_parameters())
-        full = torch.cat([tensors[name].detach().reshape(-1) for name in self.selection.names])
-        return self.selection.picked(full).to(self.dtype)
+        full = torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.selection.names])
+        return self.selection.picked(full)
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """The plain output f (B, [T,] C), no graph."""
@@ -313,7 +312,11 @@ class Network:
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
         """J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""
-        return products.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
+        try:
+            return products.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
+        except NotImplementedError:  # an operation with neither a forward rule nor a second derivative
+            tangent = self.linearise(inputs)
+            return tangent.jacobians().jvp(v.to(self.dtype)).reshape(len(v), *tangent.f.shape)
 
     def vjp(self, inputs: Inputs, u: Tensor) -> Tensor:
         """Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""
@@ -329,11 +332,14 @@ class Network:
         names = {name for name, _ in graph.signature}
         if any(name.startswith("ScaledDotProduct") for name in names):
             return True
+        if any(node.name() == "EmbeddingBackward0" and node._saved_sparse for node in graph.nodes):
+            return True
         return "ConvolutionBackward0" in names and self.device.type == "cpu"
 
     def _gradients(self, tangent: Tangent, nodes: list[Any], seeds: Tensor) -> list[Tensor]:
         """Seeds folded into the batch where every operation has a rule, else autograd."""
-        if not self.recurrent and has_rules(tangent.graph, leading := leading_to(tangent.graph, nodes)):
+        leading = leading_to(tangent.graph, nodes)
+        if not self.recurrent and has_rules(tangent.graph, leading, seeds.dtype):
             try:
                 with torch.no_grad():
                     found = pull_back_folded(tangent.graph, nodes, leading, seeds)
@@ -368,6 +374,15 @@ def _patch_numbers(use: rules.Use, shapes: Mapping[str, tuple[int, ...]]) -> int
         return 0
     out, weight = graphs.output_shape(use.node), shapes[use.name]
     return torch.Size(out).numel() // out[1] * torch.Size(weight[1:]).numel() * use.groups
+
+
+def refuse_scaled_gradients(graph: graphs.Graph) -> None:
+    """The gradient of an embedding with scale_grad_by_freq is not its derivative."""
+    if any(node.name() == "EmbeddingBackward0" and node._saved_scale_grad_by_freq for node in graph.nodes):
+        raise ModelError(
+            "an embedding has scale_grad_by_freq=True, which divides its gradient by counts; expected the derivative. "
+            "Set scale_grad_by_freq to False: the network stays the same."
+        )
 
 
 def _padded(graph: graphs.Graph) -> bool:

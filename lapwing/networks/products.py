@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,12 +36,13 @@ def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: 
             torch.autograd.grad(raw, chosen, s, retain_graph=True, allow_unused=True, materialize_grads=True)
             for s in seeds
         ]
-        grads = [torch.stack([g[i] for g in each]) for i in range(len(chosen))]
+        grads = [torch.stack([g[i].to_dense() if g[i].is_sparse else g[i] for g in each]) for i in range(len(chosen))]
     else:
         with quiet():
             found = torch.autograd.grad(raw, chosen, seeds, allow_unused=True, is_grads_batched=True)
         grads = [g if g is not None else p.new_zeros(len(u), *p.shape) for g, p in zip(found, chosen, strict=True)]
-    return selection.picked(torch.cat([grad.reshape(len(u), -1) for grad in grads], 1))
+    dtype = reduce(torch.promote_types, [grad.dtype for grad in grads])
+    return selection.picked(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
 
 
 def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor]) -> Tensor:

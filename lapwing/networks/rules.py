@@ -46,6 +46,7 @@ class Uses:
 
     uses: tuple[Use, ...]
     unclaimed: Mapping[str, str] = field(default_factory=dict)
+    strangers: Mapping[Node, tuple[str, ...]] = field(default_factory=dict)  # nodes of the uses without a rule
 
 
 def per_sample(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
@@ -175,6 +176,7 @@ def find(graph: Graph, parameters: Mapping[int, str], tensors: Mapping[str, Tens
     """Every use of a parameter in the graph."""
     found: list[Use] = []
     unclaimed: dict[str, str] = {}
+    strangers: dict[Node, tuple[str, ...]] = {}
     for node in graph.nodes:
         name = node.name()
         if name == "torch::autograd::AccumulateGrad" or _on_the_way(graph, node, parameters):
@@ -191,7 +193,8 @@ def find(graph: Graph, parameters: Mapping[int, str], tensors: Mapping[str, Tens
         for place, (parameter, _, _) in sources.items():
             if place not in claimed:
                 unclaimed.setdefault(parameter, name)
-    return Uses(tuple(found), unclaimed)
+                strangers[node] = (*strangers.get(node, ()), parameter)
+    return Uses(tuple(found), unclaimed, strangers)
 
 
 Sources = dict[int, tuple[str, tuple[Node, ...], Any]]

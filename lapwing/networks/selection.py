@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.errors import ModelError
-from lapwing.networks.graph import RESHAPES, Graph
+from lapwing.networks.graph import DATA_EDGE, MOVES, Graph, Node, leaf_name
 from lapwing.networks.rules import Uses
 
 
@@ -118,14 +118,25 @@ class _LastLayer:
         return tuple(_named(model))
 
     def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
-        maps = {use.node: use for use in uses.uses if use.form.kind != "dense"}
+        maps: dict[object, tuple[str, ...]] = dict(uses.strangers)  # a head without a rule is a head all the same
+        for use in uses.uses:
+            if use.form.kind != "dense":
+                maps[use.node] = (*maps.get(use.node, ()), use.name)
+        names_of = {id(p): name for name, p in _named(model).items()}
+        for node in graph.nodes:  # a product with a weight that is computed first: weight norm, a cosine head
+            if node.name() in DATA_EDGE and node not in maps:
+                sides = [e[0] for i, e in enumerate(node.next_functions) if i != DATA_EDGE[node.name()] and e[0]]
+                computed = self._leaves([s for s in sides if leaf_name(s, names_of) is None], names_of)
+                if computed:
+                    maps[node] = computed
         frontier = self._frontier(graph, maps)
         if not frontier:
             raise ModelError(
                 "no linear map of a parameter was found on the way from the output; "
                 "choose the weights by name with named(pattern)."
             )
-        chosen = {maps[node].name for node in frontier} | {maps[node].bias for node in frontier}
+        chosen = {name for node in frontier for name in maps[node]}
+        chosen |= {use.name for use in uses.uses if use.node in frontier}
         # A bias added apart sits between the output and its product.
         near = set(self._above(graph, frontier))
         for use in uses.uses:
@@ -133,6 +144,21 @@ class _LastLayer:
                 chosen.add(use.name)
         names = tuple(name for name in _named(model) if name in chosen)
         return _selection(model, names)
+
+    @staticmethod
+    def _leaves(nodes: list[Node], names_of: Mapping[int, str]) -> tuple[str, ...]:
+        """The parameters at the end of every path from these nodes."""
+        found, seen, stack = [], set(nodes), list(nodes)
+        while stack:
+            node = stack.pop()
+            name = leaf_name(node, names_of)
+            if name is not None:
+                found.append(name)
+            for child, _ in node.next_functions:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    stack.append(child)
+        return tuple(found)
 
     @staticmethod
     def _frontier(graph: Graph, maps: Mapping[object, object]) -> list[object]:
@@ -164,7 +190,7 @@ class _LastLayer:
         for node in reversed(graph.nodes):
             children = [child for child, _ in node.next_functions if child is not None]
             if any(child in below for child in children):
-                if node.name() in RESHAPES:
+                if node.name() in MOVES:
                     below.add(node)
                 elif node.name() == "AddBackward0":
                     found.append(node)
@@ -178,7 +204,10 @@ class _Named:
     pattern: str
 
     def needs(self, model: nn.Module) -> tuple[str, ...]:
-        names = tuple(name for name in _named(model) if re.search(self.pattern, name))
+        try:
+            names = tuple(name for name in _named(model) if re.search(self.pattern, name))
+        except re.error as error:
+            raise ModelError(f"{self.pattern!r} is no regular expression: {error}.") from error
         if not names:
             raise ModelError(
                 f"no parameter name matches {self.pattern!r}; the model has {', '.join(list(_named(model))[:20])}."

@@ -79,6 +79,8 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
     }  # fmt: skip
     plain = {key: t.detach().cpu().contiguous().clone() for key, t in tensors.items()}
     text = json.dumps(meta)
+    if not Path(path).parent.is_dir():
+        raise FileError(f"the folder {Path(path).parent} does not exist; create it first.")
     save_file(plain, str(path), metadata={"lapwing": text, "sha256": _digest(text, plain)})
 
 

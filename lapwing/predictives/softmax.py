@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 
+from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 
@@ -59,6 +60,10 @@ class SoftmaxPredictive:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,)"""
+        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < self.log_probs.shape[-1]:
+            raise DataError(
+                f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{self.log_probs.shape[-1] - 1}."
+            )
         return self.log_probs.gather(-1, y.long().reshape(*self.log_probs.shape[:-1], 1)).squeeze(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
