@@ -138,6 +138,8 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def batch_size(inputs: Inputs) -> int:
     """The first dimension that most of the input tensors share, the earliest where there is a tie."""
+    if isinstance(inputs, Tensor) and inputs.ndim:
+        return inputs.shape[0]
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.ndim)
     if sizes:
         return sizes.most_common(1)[0][0]
