@@ -108,7 +108,7 @@ def _handled(block: Block, jacobian: BlockJacobian) -> str:
     if block.linear:
         groups = f" in {block.groups} groups" if block.groups > 1 else ""
         return f"linear map{groups}" + (", with its bias" if block.bias else "")
-    slow = "; slow: torch.func or single backward passes" if block.why.startswith("no rule") else ""
+    slow = "; slow: torch.func or single backward passes" if block.kind == "opaque" else ""
     return f"block of its own ({block.why}){slow}"
 
 

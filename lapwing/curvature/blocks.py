@@ -17,7 +17,7 @@ from torch import Tensor
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
-from lapwing.networks.network import LayerJacobians
+from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import Prior
 

@@ -18,7 +18,8 @@ from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram
 from lapwing.networks.blocks import BYTES, LinearJacobian
 from lapwing.networks.forward import raw_output, recording, shaped
-from lapwing.networks.network import LayerJacobians, Network
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import Prior
 

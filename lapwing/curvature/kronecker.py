@@ -18,7 +18,8 @@ from lapwing.curvature.blocks import (
 )
 from lapwing.linalg.gram import Gram
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
-from lapwing.networks.network import LayerJacobians, Network
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 
 
 class _KroneckerSum:

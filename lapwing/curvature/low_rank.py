@@ -12,7 +12,7 @@ from lapwing.core.errors import UnsupportedError
 from lapwing.curvature.blocks import BlockwisePrecision, DiagonalPrecision
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
-from lapwing.networks.network import LayerJacobians, jacobian_dtype
+from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import Prior
 
@@ -54,14 +54,14 @@ class LowRankPrecision:
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         # The difference cancels where the data leave little variance: both terms in float64.
-        jacobian, dtype = jacobian.double(), jacobian_dtype(jacobian)
+        jacobian, dtype = jacobian.double(), jacobian.dtype
         before = self._prior_only.quadratic(jacobian, full)
         rows = self._pulled(jacobian).permute(1, 2, 0).reshape(*before.shape[:3], -1)
         gained = rows @ rows.mT if full else rows.square().sum(-1)
         return (before - gained).to(dtype)
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
-        jacobian, dtype = jacobian.double(), jacobian_dtype(jacobian)
+        jacobian, dtype = jacobian.double(), jacobian.dtype
         before = self._prior_only.cross(jacobian)
         rows = self._pulled(jacobian).flatten(1).mT
         return (before - rows @ rows.mT).to(dtype)

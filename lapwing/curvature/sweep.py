@@ -13,7 +13,8 @@ from lapwing.core.data import Batch, Data, check_finite, merged
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import batch_size
-from lapwing.networks.network import LayerJacobians, Network
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 
 CURVATURES = ("ggn", "fisher_mc")
 
@@ -64,7 +65,9 @@ class Sweep:
         # The C library gives large blocks back to the system and faults their pages in again at the next batch, a
         # quarter of the time of a pass. It stops doing so below the largest block it has seen freed, up to 32 MB.
         torch.empty(31 * 2**20, dtype=torch.uint8)
-        for batch in merged(self._data.batches(self._label), network.rows_at_once(self._seed_count)):
+        for batch in merged(
+            self._data.batches(self._label), network.footprint.joined(self._seed_count, network.dtype, network.device)
+        ):
             y = self._targets(batch)
             # Sums stay on the device until the batch is done: asking for one halts a GPU.
             before = total.clone()

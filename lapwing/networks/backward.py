@@ -7,13 +7,17 @@ node to those of its operands. A graph with an operation that has no rule is lef
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from lapwing.networks.graph import Graph, Node, output_shape
+from lapwing.networks.forms import batch_norm_scale
+from lapwing.networks.forward import quiet
+from lapwing.networks.graph import Graph, Node, output_shape, signed
 
 Rule = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), operand) -> gradient (K, *operand)
 aten = torch.ops.aten
@@ -23,7 +27,43 @@ class NoRuleError(Exception):
     """This graph needs autograd."""
 
 
-def pull_back_folded(graph: Graph, targets: list[Node], wanted: set[Node], seeds: Tensor) -> list[Tensor | None]:
+def gradients(raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool) -> list[Tensor]:
+    """Gradients (K, ...) of seeds · raw at the outputs of the nodes; zero where there is no path."""
+    found: list[Tensor | None] | None = None
+    leading = _leading_to(graph, nodes)
+    if not recurrent and _has_rules(graph, leading, seeds.dtype):
+        with contextlib.suppress(NoRuleError), torch.no_grad():
+            found = _folded(graph, nodes, leading, seeds)
+    if found is None:
+        found = _by_autograd(raw, nodes, seeds, loops(graph, seeds, recurrent))
+    return [
+        grad if grad is not None else seeds.new_zeros(seeds.shape[0], *output_shape(node))
+        for grad, node in zip(found, nodes, strict=True)
+    ]
+
+
+def loops(graph: Graph, seeds: Tensor, recurrent: bool) -> bool:
+    """Whether autograd must take seed by seed: it batches no recurrent, attention or sparse kernel, and convolutions
+    on a CPU only slowly."""
+    names = {name for name, _ in graph.signature}
+    return (
+        recurrent
+        or any(name.startswith("ScaledDotProduct") for name in names)
+        or any(node.name() == "EmbeddingBackward0" and node._saved_sparse for node in graph.nodes)
+        or ("ConvolutionBackward0" in names and seeds.is_cpu)
+    )
+
+
+def _by_autograd(raw: Tensor, nodes: list[Node], seeds: Tensor, looped: bool) -> list[Tensor | None]:
+    edges = [GradientEdge(node, 0) for node in nodes]
+    if looped or seeds.shape[0] == 1:
+        each = [torch.autograd.grad(raw, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
+        return [None if each[0][i] is None else torch.stack([g[i] for g in each]) for i in range(len(nodes))]
+    with quiet():
+        return list(torch.autograd.grad(raw, edges, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True))
+
+
+def _folded(graph: Graph, targets: list[Node], wanted: set[Node], seeds: Tensor) -> list[Tensor | None]:
     """Gradients (K, *output) at the targets for seeds (K, *output of the root); None where no path leads.
 
     ``wanted`` are the nodes that lead to the targets. A gradient that nobody else holds is multiplied in place: at
@@ -65,7 +105,7 @@ def pull_back_folded(graph: Graph, targets: list[Node], wanted: set[Node], seeds
     return [found.get(node) for node in targets]
 
 
-def has_rules(graph: Graph, wanted: set[Node], dtype: torch.dtype) -> bool:
+def _has_rules(graph: Graph, wanted: set[Node], dtype: torch.dtype) -> bool:
     """Whether every node on the way to the targets has a rule and one dtype; casts are left to autograd."""
     return all(
         (node.name() in RULES or node.name() in SLOPES) and node._input_metadata[0].dtype == dtype
@@ -74,7 +114,7 @@ def has_rules(graph: Graph, wanted: set[Node], dtype: torch.dtype) -> bool:
     )
 
 
-def leading_to(graph: Graph, targets: list[Node]) -> set[Node]:
+def _leading_to(graph: Graph, targets: list[Node]) -> set[Node]:
     """The targets and every node from which one of them is reached."""
     wanted = set(targets)
     for node in reversed(graph.nodes):  # producers before consumers
@@ -114,13 +154,13 @@ def _mul(node: Node, grad: Tensor, place: int) -> Tensor:
 def _mean(node: Node, grad: Tensor, place: int) -> Tensor:
     shape = tuple(node._saved_self_sym_sizes)
     spread = _sum(node, grad, place)
-    return spread / (_numel(shape) / max(1, _numel(output_shape(node))))
+    return spread / (math.prod(shape) / max(1, math.prod(output_shape(node))))
 
 
 def _sum(node: Node, grad: Tensor, place: int) -> Tensor:
     shape = tuple(node._saved_self_sym_sizes)
     if not node._saved_keepdim:
-        dims = sorted(_signed(d) % len(shape) for d in node._saved_dim)
+        dims = sorted(signed(d) % len(shape) for d in node._saved_dim)
         for dim in dims:
             grad = grad.unsqueeze(dim + 1)
     return grad.expand(grad.shape[0], *shape)
@@ -144,8 +184,7 @@ def _convolution(node: Node, grad: Tensor, place: int) -> Tensor:
 def _batch_norm(node: Node, grad: Tensor, place: int) -> Tensor:
     if place != 0 or node._saved_training:
         raise NoRuleError("BatchNorm")
-    eps = node._saved_epsilon if node.name().startswith("Cudnn") else node._saved_eps
-    scale = (node._saved_running_var + eps).rsqrt()
+    scale = batch_norm_scale(node)
     if node._saved_weight is not None:
         scale = scale * node._saved_weight
     return grad * scale.to(grad).view(-1, *(1,) * (grad.ndim - 3))
@@ -188,18 +227,18 @@ def _avg_pool(node: Node, grad: Tensor, place: int) -> Tensor:
 
 def _transpose(node: Node, grad: Tensor, place: int) -> Tensor:
     ndim = grad.ndim - 1
-    return grad.transpose(_signed(node._saved_dim0) % ndim + 1, _signed(node._saved_dim1) % ndim + 1)
+    return grad.transpose(signed(node._saved_dim0) % ndim + 1, signed(node._saved_dim1) % ndim + 1)
 
 
 def _permute(node: Node, grad: Tensor, place: int) -> Tensor:
     ndim = grad.ndim - 1
-    dims = [_signed(d) % ndim for d in node._saved_dims]
+    dims = [signed(d) % ndim for d in node._saved_dims]
     inverse = [dims.index(i) + 1 for i in range(ndim)]
     return grad.permute(0, *inverse)
 
 
 def _unsqueeze(node: Node, grad: Tensor, place: int) -> Tensor:
-    return grad.squeeze(_signed(node._saved_dim) % (grad.ndim - 1) + 1)
+    return grad.squeeze(signed(node._saved_dim) % (grad.ndim - 1) + 1)
 
 
 def _squeeze(node: Node, grad: Tensor, place: int) -> Tensor:
@@ -264,11 +303,3 @@ SLOPES: Mapping[str, Callable[[Node], Tensor]] = {
 def _ones(node: Node) -> Tensor:
     """The slope of an activation is its gradient for ones."""
     return torch.ones_like(node._saved_self)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _numel(shape: tuple[Any, ...]) -> int:
-    return torch.Size(shape).numel()

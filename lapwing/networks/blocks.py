@@ -7,6 +7,7 @@ whose Jacobian (B, K, p) is small enough to keep whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,9 @@ BYTES = 256 * 2**20  # what one temporary may take
 class Block:
     """Some parameters that are handled together.
 
-    ``kind``: "rows" for a weight stored (d_out, d_in), "columns" for one stored (d_in, d_out), "dense"
-    otherwise. Groups count independent maps (grouped convolution). ``d_in`` includes the bias column.
+    ``kind``: "rows" for a weight stored (d_out, d_in), "columns" for one stored (d_in, d_out), "dense" for a parameter
+    that is no linear map, "opaque" for one that has no rule; ``why`` says it in words. Groups count independent maps
+    (grouped convolution). ``d_in`` includes the bias column.
     """
 
     kind: str
@@ -33,7 +35,7 @@ class Block:
 
     @property
     def linear(self) -> bool:
-        return self.kind != "dense"
+        return self.kind in ("rows", "columns")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,17 +43,17 @@ class Block:
 
     @property
     def d_out(self) -> int:
-        size = self.shape[0] if self.kind == "rows" else _numel(self.shape[1:])
+        size = self.shape[0] if self.kind == "rows" else math.prod(self.shape[1:])
         return size // self.groups if self.kind == "rows" else size
 
     @property
     def d_in(self) -> int:
-        size = _numel(self.shape[1:]) if self.kind == "rows" else self.shape[0] // self.groups
+        size = math.prod(self.shape[1:]) if self.kind == "rows" else self.shape[0] // self.groups
         return size + (self.bias is not None)
 
     @property
     def size(self) -> int:
-        return self.groups * self.d_out * self.d_in if self.linear else _numel(self.shape)
+        return self.groups * self.d_out * self.d_in if self.linear else math.prod(self.shape)
 
     @property
     def form(self) -> tuple[int, ...]:
@@ -98,6 +100,9 @@ class LinearJacobian:
     @property
     def positions(self) -> int:
         return self.a.shape[2]
+
+    def to(self, dtype: torch.dtype) -> LinearJacobian:
+        return LinearJacobian(self.a.to(dtype), self.g.to(dtype))
 
     def joined(self, other: LinearJacobian) -> LinearJacobian:
         """Two uses of one weight add up: their positions stand side by side."""
@@ -222,6 +227,9 @@ class LookupJacobian:
         pooled = flat.new_zeros(g.shape[0], len(unique), g.shape[-1]).index_add_(1, inverse, flat)
         return cls(pooled, unique % table, unique // table, batch, table, indices[real])
 
+    def to(self, dtype: torch.dtype) -> LookupJacobian:
+        return replace(self, g=self.g.to(dtype))
+
     def joined(self, other: LookupJacobian) -> LookupJacobian:
         g = torch.cat([self.g, other.g], 1)
         key = torch.cat([self.owner * self.table + self.token, other.owner * self.table + other.token])
@@ -272,6 +280,9 @@ class DenseJacobian:
     def batch(self) -> int:
         return self.j.shape[0]
 
+    def to(self, dtype: torch.dtype) -> DenseJacobian:
+        return DenseJacobian(self.j.to(dtype))
+
     def joined(self, other: DenseJacobian) -> DenseJacobian:
         return DenseJacobian(self.j + other.j)
 
@@ -310,10 +321,3 @@ def _right(x: Tensor, basis: Tensor) -> Tensor:
     if groups == 1:
         return x @ basis[0]
     return torch.bmm(x.reshape(groups, -1, x.shape[-1]), basis).reshape(*x.shape[:-1], basis.shape[-1])
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

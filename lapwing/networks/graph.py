@@ -17,115 +17,35 @@ from torch import Tensor
 Node = Any  # torch.autograd.graph.Node
 Shape = tuple[int, ...]
 
-# A parameter may pass through these on its way to the product: they only move entries about.
-MOVES = frozenset(
-    [
-        "TBackward0",
-        "TransposeBackward0",
-        "PermuteBackward0",
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-        "ReshapeAliasBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "SqueezeBackward2",
-        "UnsqueezeBackward0",
-        "SplitBackward0",
-        "SplitWithSizesBackward0",
-        "UnsafeSplitBackward0",
-        "SliceBackward0",
-        "SelectBackward0",
-        "UnbindBackward0",
-        "CloneBackward0",
-        "AliasBackward0",
-        "ToCopyBackward0",
-    ]
-)
 # Keep the logical order of entries.
 RESHAPES = frozenset(
-    [
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-        "ReshapeAliasBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "SqueezeBackward2",
-        "UnsqueezeBackward0",
-        "AliasBackward0",
-        "CloneBackward0",
-        "ToCopyBackward0",
-    ]
-)
+    name + "Backward" + digit
+    for name, digit in (
+        ("View", "0"), ("UnsafeView", "0"), ("ReshapeAlias", "0"), ("Squeeze", "0"), ("Squeeze", "1"), ("Squeeze", "2"),
+        ("Unsqueeze", "0"), ("Alias", "0"), ("Clone", "0"), ("ToCopy", "0"),
+    )
+)  # fmt: skip
+# A parameter may pass through these on its way to the product: they only move entries about.
+MOVES = RESHAPES | {
+    "TBackward0", "TransposeBackward0", "PermuteBackward0", "SplitBackward0", "SplitWithSizesBackward0",
+    "UnsafeSplitBackward0", "SliceBackward0", "SelectBackward0", "UnbindBackward0",
+}  # fmt: skip
 # Act on every entry by itself, or on every row of the first dimension by itself.
 ROWWISE = frozenset(
     name + "Backward0"
-    for name in [
-        "Relu",
-        "Tanh",
-        "Sigmoid",
-        "Gelu",
-        "Silu",
-        "Elu",
-        "Celu",
-        "Selu",
-        "LeakyRelu",
-        "Hardtanh",
-        "Softplus",
-        "Exp",
-        "Expm1",
-        "Log",
-        "Log1P",
-        "Sqrt",
-        "Rsqrt",
-        "Neg",
-        "Abs",
-        "Sin",
-        "Cos",
-        "Erf",
-        "Threshold",
-        "Mish",
-        "Hardswish",
-        "Hardsigmoid",
-        "Clamp",
-        "ClampMin",
-        "ClampMax",
-        "Reciprocal",
-        "LogSigmoid",
-        "Softplus",
-        "Pow",
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "NativeDropout",
-        "Where",
-        "MaskedFill",
-        "Addmm",
-        "Mm",
-        "Linear",
-        "Convolution",
-        "MkldnnConvolution",
-        "CudnnConvolution",
-        "MaxPool2DWithIndices",
-        "MaxPool3DWithIndices",
-        "AvgPool2D",
-        "AvgPool3D",
-        "AdaptiveAvgPool2D",
-        "AdaptiveMaxPool2D",
-        "MkldnnMaxPool2D",
-        "NativeGroupNorm",
-        "NativeBatchNorm",
-        "CudnnBatchNorm",
-        "ConstantPadNd",
-        "ReflectionPad2D",
-        "ReplicationPad2D",
-        "UpsampleNearest2D",
-        "UpsampleBilinear2D",
-        "PixelShuffle",
-        "Embedding",
-        "Expand",
-    ]
-) | {"AddBackward1", "MulBackward1", "SubBackward1", "DivBackward1", "PowBackward1", "RsubBackward1", "ClampBackward1"}
+    for name in (
+        "Relu", "Tanh", "Sigmoid", "Gelu", "Silu", "Elu", "Celu", "Selu", "LeakyRelu", "Hardtanh", "Softplus", "Exp",
+        "Expm1", "Log", "Log1P", "Sqrt", "Rsqrt", "Neg", "Abs", "Sin", "Cos", "Erf", "Threshold", "Mish",
+        "Hardswish", "Hardsigmoid", "Clamp", "ClampMin", "ClampMax", "Reciprocal", "LogSigmoid", "Pow", "Add", "Sub",
+        "Mul", "Div", "NativeDropout", "Where", "MaskedFill", "Addmm", "Mm", "Linear", "Convolution",
+        "MkldnnConvolution", "CudnnConvolution", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "AvgPool2D",
+        "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "MkldnnMaxPool2D", "NativeGroupNorm",
+        "NativeBatchNorm", "CudnnBatchNorm", "ConstantPadNd", "ReflectionPad2D", "ReplicationPad2D",
+        "UpsampleNearest2D", "UpsampleBilinear2D", "PixelShuffle", "Embedding", "Expand",
+    )
+) | {
+    "AddBackward1", "MulBackward1", "SubBackward1", "DivBackward1", "PowBackward1", "RsubBackward1", "ClampBackward1",
+}  # fmt: skip
 # Of these only one operand carries the rows.
 DATA_EDGE = {
     "MmBackward0": 0, "AddmmBackward0": 1, "LinearBackward0": 0, "ConvolutionBackward0": 0,
@@ -243,7 +163,7 @@ def _row_rule(node: Node, name: str, shape: Shape, batch: int) -> Callable[[int,
         return lambda place, child, nr: _rows(child, nr) == shape[0] and _ndim(child, nr) == len(shape)
     if name in ALONG and 0 not in _dims(node, ALONG[name], len(shape)):
         return lambda place, child, nr: _rows(child, nr) == shape[0]
-    if name == "PermuteBackward0" and _signed(node._saved_dims[0]) in (0, -len(shape)):
+    if name == "PermuteBackward0" and signed(node._saved_dims[0]) in (0, -len(shape)):
         return lambda place, child, nr: True
     if name == "NativeLayerNormBackward0" and len(node._saved_normalized_shape) < len(shape):
         return lambda place, child, nr: place == 0
@@ -266,12 +186,13 @@ def _dims(node: Node, fields: str, ndim: int) -> set[int]:
     for field in fields.split():
         value = getattr(node, "_saved_" + field)
         for dim in value if isinstance(value, tuple | list) else (value,):
-            signed = _signed(dim)
+            place = signed(dim)
             # A dimension removed by the node counts from the larger shape, so a negative one is read
             # against both; calling a row-wise node mixed costs a probe, never a wrong number.
-            found |= {signed} if signed >= 0 else {signed + ndim, signed + ndim + 1}
+            found |= {place} if place >= 0 else {place + ndim, place + ndim + 1}
     return found
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Autograd saves a negative dimension as an unsigned number."""
     return value - 2**64 if value >= 2**63 else value

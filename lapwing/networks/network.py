@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from lapwing.core.data import Inputs, check_finite, map_tensors, take
 from lapwing.core.errors import ModelError
 from lapwing.networks import graph as graphs
 from lapwing.networks import products, rules
-from lapwing.networks.backward import NoRuleError, has_rules, leading_to, pull_back_folded
+from lapwing.networks.backward import gradients, loops
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian
+from lapwing.networks.budget import Footprint
 from lapwing.networks.fallback import sample_jacobians
+from lapwing.networks.forms import Convolution, Pattern
 from lapwing.networks.forward import (
     batch_size,
     is_recurrent,
     needs_plain_kernels,
     plain_kernels,
-    quiet,
     raw_output,
     recording,
     refuse_mixed_samples,
@@ -33,55 +34,10 @@ from lapwing.networks.forward import (
     unwrapped,
     working_dtype,
 )
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.layout import arranged
 from lapwing.networks.ownership import find_patterns
 from lapwing.networks.selection import Selection, Weights, all_weights
-
-JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # what the gradients of joined batches may take
-CACHED = 32 * 2**20  # on a CPU, chunks whose gradients stay near its caches are a third faster
-BYTES = {"cpu": 512 * 2**20, "cuda": 3072 * 2**20}  # what the gradients of one chunk may take
-
-
-@dataclass(frozen=True, eq=False)
-class LayerJacobians:
-    """The Jacobian of a batch, block by block. Row k belongs to seed k; ``tokens`` counts data per sample."""
-
-    parts: tuple[Callable[[], BlockJacobian], ...]
-    layout: tuple[Block, ...]
-    selection: Selection
-    batch: int
-    outputs: int
-    tokens: int = 1
-
-    def __iter__(self) -> Iterator[tuple[Block, BlockJacobian]]:
-        """Block by block: each is formed when its turn comes and dropped after, so memory follows the largest."""
-        for block, part in zip(self.layout, self.parts, strict=True):
-            yield block, part()
-
-    def whole(self) -> Tensor:
-        """The Jacobian itself, (B, K, P). For small networks and for tests."""
-        parts: dict[str, Tensor] = {}
-        for block, jacobian in self:
-            dense = jacobian.whole()
-            parts.update(block.spread(dense))
-        return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
-
-    def double(self) -> LayerJacobians:
-        """The same in float64, for differences that cancel."""
-        return replace(self, parts=tuple(partial(_doubled, part) for part in self.parts))
-
-    def jvp(self, v: Tensor) -> Tensor:
-        """J v for every row of v (n, P): (n, B, K), from the stored factors."""
-        values = self.selection.split(v)
-        return torch.stack([jac.jvp(block.arrange(values).to(_dtype(jac))) for block, jac in self]).sum(0)
-
-
-def jacobian_dtype(jacobian: LayerJacobians) -> torch.dtype:
-    """The dtype in which a Jacobian's blocks come."""
-    return _dtype(next(iter(jacobian))[1])
-
-
-def _dtype(jacobian: BlockJacobian) -> torch.dtype:
-    return jacobian.j.dtype if isinstance(jacobian, DenseJacobian) else jacobian.g.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +72,10 @@ class Tangent:
             grads, patterns = self._pulled_back(seeds)
         parts = tuple(partial(self._block, block, seeds, grads, patterns) for block in self.network.layout)
         selection = self.network.selection
-        return LayerJacobians(parts, self.network.layout, selection, f.shape[0], seeds.shape[0], tokens)
+        size, dtype = f.shape[0], self.network.dtype
+        return LayerJacobians(parts, self.network.layout, selection, size, seeds.shape[0], dtype, tokens)
 
-    def _pulled_back(self, seeds: Tensor) -> tuple[dict[Any, Tensor], Mapping[Any, rules.Pattern | None]]:
+    def _pulled_back(self, seeds: Tensor) -> tuple[dict[Any, Tensor], Mapping[Any, Pattern | None]]:
         nodes = list(dict.fromkeys(use.node for use in self.uses.uses))
         patterns = self.network._patterns(self)
         raw_seeds = seeds.reshape(seeds.shape[0], *self.raw.shape)
@@ -130,26 +87,20 @@ class Tangent:
             grads[direct] = raw_seeds.reshape(seeds.shape[0], *graphs.output_shape(direct))
         rest = [node for node in nodes if node not in grads]
         if rest:
-            found = self.network._gradients(self, rest, raw_seeds)
+            found = gradients(self.raw, self.graph, rest, raw_seeds, self.network.recurrent)
             grads.update(zip(rest, found, strict=True))
         return grads, patterns
 
     def _block(
-        self, block: Block, seeds: Tensor, grads: Mapping[Any, Tensor], patterns: Mapping[Any, rules.Pattern | None]
+        self, block: Block, seeds: Tensor, grads: Mapping[Any, Tensor], patterns: Mapping[Any, Pattern | None]
     ) -> BlockJacobian:
-        dtype = self.network.dtype
-        if block.why.startswith("no rule"):
-            return self._fallback(block, seeds.to(dtype))
+        if block.kind == "opaque":
+            return self._fallback(block, seeds.to(self.network.dtype))
         with torch.no_grad():
-            return self._read_off(block, seeds, grads, patterns, dtype)
+            return self._read_off(block, seeds.to(self.network.dtype), grads, patterns)
 
     def _read_off(
-        self,
-        block: Block,
-        seeds: Tensor,
-        grads: Mapping[Any, Tensor],
-        patterns: Mapping[Any, rules.Pattern | None],
-        dtype: torch.dtype,
+        self, block: Block, seeds: Tensor, grads: Mapping[Any, Tensor], patterns: Mapping[Any, Pattern | None]
     ) -> BlockJacobian:
         mine = [use for use in self.uses.uses if use.name == block.weight]
         total: BlockJacobian | None = None
@@ -160,12 +111,12 @@ class Tangent:
                     f"the graph of this batch uses {block.weight!r} in another way than the first batch did; "
                     "expected one fixed computation. Fix the control flow, or leave the parameter out with named()."
                 )
-            part = use.form.jacobian(use.node, grads[use.node].to(dtype), pattern, block.bias is not None)
+            grad = grads[use.node].to(seeds.dtype)
+            part = use.form.jacobian(use.node, grad, pattern, block.bias is not None).to(seeds.dtype)
             if not block.linear and not isinstance(part, DenseJacobian):
                 part = self._flat(use, block, part)
-            part = _cast(part, dtype)
             total = part if total is None else total.joined(part)  # type: ignore[arg-type]
-        return total if total is not None else self._unused(block, seeds.to(dtype))
+        return total if total is not None else self._unused(block, seeds)
 
     def _flat(self, use: rules.Use, block: Block, part: BlockJacobian) -> DenseJacobian:
         """A linear use of a parameter that is kept whole: tied embedding and head, for one."""
@@ -200,8 +151,7 @@ class Network:
     selection: Selection
     layout: tuple[Block, ...]
     output_shape: tuple[int, ...]  # of one sample: (C,) or (T, C)
-    width: int  # gradient numbers per sample and seed
-    patches: int  # numbers per sample of the largest unfolded input
+    footprint: Footprint
     forward_mode: bool  # whether forward-mode products are defined for every operation
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
     _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -238,12 +188,9 @@ class Network:
             patterns, _ = find_patterns(raw, graph, uses)
         shapes = dict(zip(selection.names, selection.shapes, strict=True))
         layout = arranged(graph, uses, patterns, shapes)
-        nodes = {use.node for use in uses.uses}
-        patches = max((_patch_numbers(use, shapes) for use in uses.uses), default=0) // raw.shape[0]
-        width = sum(torch.Size(graphs.output_shape(node)).numel() for node in nodes) // raw.shape[0]
+        footprint = measured(uses, shapes, raw.shape[0], f[0].numel())
         forward_mode = not recurrent and not _padded(graph)
-        outputs = tuple(f.shape[1:])
-        return cls(model, selection, layout, outputs, max(width, f[0].numel()), patches, forward_mode, recurrent)
+        return cls(model, selection, layout, tuple(f.shape[1:]), footprint, forward_mode, recurrent)
 
     @cached_property
     def plain(self) -> bool:
@@ -281,32 +228,11 @@ class Network:
             uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)
         return Tangent(self, inputs, raw, graph, uses)
 
-    def rows_at_once(self, seeds: int) -> int:
-        """How many samples are worth joining into one pass: their gradients should stay small."""
-        item = torch.finfo(self.dtype).bits // 8
-        budget = JOINED.get(self.device.type, JOINED["cuda"])
-        return min(1024, budget // (item * max(1, seeds) * self.width + item * self.patches))
-
-    def chunks(self, inputs: Inputs, batch: int, seeds: int) -> Iterator[slice]:
-        """Runs of samples whose gradients for so many seeds fit the byte budget."""
-        item = torch.finfo(self.dtype).bits // 8
-        budget = BYTES.get(self.device.type, BYTES["cuda"])
-        if self.device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is seldom missed
-            budget = max(budget, torch.cuda.get_device_properties(self.device).total_memory // 10)
-        # Autograd holds about as much again while it passes backwards.
-        each = item * (2 * max(1, seeds) * self.width + self.patches)
-        step = max(1, budget // each)
-        if self.device.type == "cpu":
-            step = min(step, max(16, CACHED // each))
-        step = -(-batch // -(-batch // step))  # as many chunks, but of even size
-        for start in range(0, batch, step):
-            yield slice(start, min(batch, start + step))
-
     def tangents(self, inputs: Inputs, seeds: int | None = None) -> Iterator[tuple[slice, Tangent]]:
         """The batch linearised in chunks of samples under the byte budget."""
         batch = batch_size(inputs)
         seeds = torch.Size(self.output_shape).numel() if seeds is None else seeds
-        for rows in self.chunks(inputs, batch, seeds):
+        for rows in self.footprint.chunks(batch, seeds, self.dtype, self.device):
             whole = rows == slice(0, batch)
             yield rows, self.linearise(inputs if whole else take(inputs, batch, rows))
 
@@ -322,37 +248,12 @@ class Network:
         """Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""
         tangent = self.linearise(inputs)
         with plain_kernels(self.plain):
-            back = products.vjp(self.model, self.selection, tangent.raw, u, self._loops(tangent.graph))
+            back = products.vjp(
+                self.model, self.selection, tangent.raw, u, loops(tangent.graph, tangent.raw, self.recurrent)
+            )
         return back.to(self.dtype)
 
-    def _loops(self, graph: graphs.Graph) -> bool:
-        """Batched convolutions are slow on CPU; recurrent kernels know no batching at all."""
-        if self.recurrent:
-            return True
-        names = {name for name, _ in graph.signature}
-        if any(name.startswith("ScaledDotProduct") for name in names):
-            return True
-        if any(node.name() == "EmbeddingBackward0" and node._saved_sparse for node in graph.nodes):
-            return True
-        return "ConvolutionBackward0" in names and self.device.type == "cpu"
-
-    def _gradients(self, tangent: Tangent, nodes: list[Any], seeds: Tensor) -> list[Tensor]:
-        """Seeds folded into the batch where every operation has a rule, else autograd."""
-        leading = leading_to(tangent.graph, nodes)
-        if not self.recurrent and has_rules(tangent.graph, leading, seeds.dtype):
-            try:
-                with torch.no_grad():
-                    found = pull_back_folded(tangent.graph, nodes, leading, seeds)
-            except NoRuleError:
-                pass
-            else:
-                return [
-                    grad if grad is not None else seeds.new_zeros(seeds.shape[0], *graphs.output_shape(node))
-                    for grad, node in zip(found, nodes, strict=True)
-                ]
-        return pull_back(tangent.raw, nodes, seeds, self._loops(tangent.graph))
-
-    def _patterns(self, tangent: Tangent) -> Mapping[Any, rules.Pattern | None]:
+    def _patterns(self, tangent: Tangent) -> Mapping[Any, Pattern | None]:
         """Which rows belong to which sample, remembered where the shapes alone decide it."""
         uses, graph = tangent.uses, tangent.graph
         batch = tangent.raw.shape[0]
@@ -368,12 +269,16 @@ class Network:
         return dict(zip(nodes, self._seen[key], strict=True))
 
 
-def _patch_numbers(use: rules.Use, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """How many numbers the input patches of a convolution unfold to, for the whole batch."""
-    if not isinstance(use.form, rules.Convolution):
-        return 0
-    out, weight = graphs.output_shape(use.node), shapes[use.name]
-    return torch.Size(out).numel() // out[1] * torch.Size(weight[1:]).numel() * use.groups
+def measured(uses: rules.Uses, shapes: Mapping[str, tuple[int, ...]], batch: int, outputs: int) -> Footprint:
+    """What one sample of these uses takes."""
+    nodes = {use.node for use in uses.uses}
+    width = sum(math.prod(graphs.output_shape(node)) for node in nodes) // batch
+    patches = 0
+    for use in uses.uses:
+        if isinstance(use.form, Convolution):
+            out, weight = graphs.output_shape(use.node), shapes[use.name]
+            patches = max(patches, math.prod(out) // out[1] * math.prod(weight[1:]) * use.groups // batch)
+    return Footprint(max(width, outputs), patches)
 
 
 def refuse_scaled_gradients(graph: graphs.Graph) -> None:
@@ -388,101 +293,3 @@ def refuse_scaled_gradients(graph: graphs.Graph) -> None:
 def _padded(graph: graphs.Graph) -> bool:
     """A padded embedding: there forward mode disagrees with the gradient, which skips the padding row."""
     return any(node.name() == "EmbeddingBackward0" and 0 <= node._saved_padding_idx < 2**63 for node in graph.nodes)
-
-
-def pull_back(raw: Tensor, nodes: list[Any], seeds: Tensor, looped: bool) -> list[Tensor]:
-    """Gradients (K, ...) of seeds · raw at the outputs of the nodes; zero where there is no path."""
-    edges = [GradientEdge(node, 0) for node in nodes]
-    if looped or seeds.shape[0] == 1:
-        each = [
-            torch.autograd.grad(raw, edges, seed, retain_graph=True, allow_unused=True, materialize_grads=False)
-            for seed in seeds
-        ]
-        found = [None if each[0][i] is None else torch.stack([g[i] for g in each]) for i in range(len(nodes))]
-    else:
-        with quiet():
-            found = list(
-                torch.autograd.grad(raw, edges, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
-            )
-    return [
-        grad if grad is not None else seeds.new_zeros(seeds.shape[0], *graphs.output_shape(node))
-        for grad, node in zip(found, nodes, strict=True)
-    ]
-
-
-def arranged(
-    graph: graphs.Graph,
-    uses: rules.Uses,
-    patterns: Mapping[Any, rules.Pattern | None],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> tuple[Block, ...]:
-    """Which parameters form a block together, and of which kind."""
-    by_name: dict[str, list[rules.Use]] = {name: [] for name in shapes}
-    for use in uses.uses:
-        by_name[use.name].append(use)
-    orphans = dict(uses.unclaimed)
-    for use in uses.uses:
-        if patterns[use.node] is None:
-            orphans.setdefault(use.name, "rows shared by the whole batch")
-    joined = joined_biases(graph, by_name, orphans, shapes)
-    blocks = []
-    for name, mine in by_name.items():
-        if name in joined.values():
-            continue
-        kinds = {use.form.kind for use in mine}
-        shape = shapes[name]
-        if name in orphans:
-            blocks.append(Block("dense", name, shape, why=f"no rule for {orphans[name]}"))
-        elif not mine:
-            blocks.append(Block("dense", name, shape, why="not used by the network"))
-        elif len(kinds) > 1:
-            blocks.append(Block("dense", name, shape, why="used in both orientations"))
-        elif kinds == {"dense"}:
-            blocks.append(Block("dense", name, shape, why="no linear map"))
-        else:
-            blocks.append(Block(kinds.pop(), name, shape, joined.get(name), mine[0].groups))
-    return tuple(blocks)
-
-
-def joined_biases(
-    graph: graphs.Graph,
-    by_name: Mapping[str, list[rules.Use]],
-    orphans: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, str]:
-    """Weight -> bias, where every use of either is a use of both on the same rows."""
-    parents: dict[Any, list[Any]] = {}
-    for node in graph.nodes:
-        for child, _ in node.next_functions:
-            parents.setdefault(child, []).append(node)
-    dense = {use.node: use for uses in by_name.values() for use in uses if use.form.kind == "dense"}
-    pairs = {}
-    for name, mine in by_name.items():
-        found = set()
-        for use in mine:
-            follower = None
-            if isinstance(use.form, rules.Matmul) and use.bias is None and use.form.part is None:
-                follower = rules.joined_bias(graph, use, dense, parents)
-            found.add(follower.name if follower is not None else use.bias)
-        bias = found.pop() if len(found) == 1 else None
-        usable = bias in by_name and bias not in orphans and name not in orphans
-        if bias is not None and usable and len(by_name[bias]) == len(mine):
-            width = shapes[name][1] if mine[0].form.kind == "columns" else shapes[name][0]
-            if shapes[bias] == (width,):
-                pairs[name] = bias
-    return pairs
-
-
-def _doubled(part: Callable[[], BlockJacobian]) -> BlockJacobian:
-    jacobian = part()
-    if isinstance(jacobian, LinearJacobian):
-        return LinearJacobian(jacobian.a.double(), jacobian.g.double())
-    if isinstance(jacobian, DenseJacobian):
-        return DenseJacobian(jacobian.j.double())
-    return replace(jacobian, g=jacobian.g.double())
-
-
-def _cast(jacobian: BlockJacobian, dtype: torch.dtype) -> BlockJacobian:
-    if isinstance(jacobian, LinearJacobian) and jacobian.a.dtype != dtype:
-        return LinearJacobian(jacobian.a.to(dtype), jacobian.g.to(dtype))
-    return jacobian

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lapwing.networks import graph as graphs
-from lapwing.networks.rules import Elementwise, Lookup, Pattern, Use, Uses
+from lapwing.networks.forms import Elementwise, Lookup, Pattern
+from lapwing.networks.rules import Use, Uses
 
 
 def find_patterns(raw: Tensor, graph: graphs.Graph, uses: Uses) -> tuple[Mapping[Any, Pattern | None], bool]:

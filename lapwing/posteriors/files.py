@@ -23,6 +23,7 @@ from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.blocks import Block
+from lapwing.networks.budget import Footprint
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import refuse_training_mode, unwrapped, working_dtype
 from lapwing.networks.network import Network
@@ -34,7 +35,7 @@ from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.gaussian import Prior
 
 FORMAT = "lapwing-posterior-1"
-NETWORK_FIELDS = ("output_shape", "width", "patches", "forward_mode", "recurrent")
+NETWORK_FIELDS = ("output_shape", "forward_mode", "recurrent")
 LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian)}
 
 
@@ -73,6 +74,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
         "layout": [asdict(block) for block in network.layout],
         "network": {name: getattr(network, name) for name in NETWORK_FIELDS},
+        "footprint": asdict(network.footprint),
         "statistics": asdict(posterior.statistics),
         "curvature": kind,
         "fingerprint": {**asdict(fingerprint), "quick": ()},
@@ -155,7 +157,7 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in meta["layout"])
     fields = {name: meta["network"][name] for name in NETWORK_FIELDS}
     fields["output_shape"] = tuple(fields["output_shape"])
-    network = Network(model, selection, layout, **fields)
+    network = Network(model, selection, layout, footprint=Footprint(**meta["footprint"]), **fields)
     mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
     prior = Prior(meta["prior"]["kind"], tensors["prior.precision"], mean).bound(
         selection, torch.empty(0, device=device)

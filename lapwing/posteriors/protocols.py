@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data, Inputs
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.networks.network import LayerJacobians
+from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.problem import Problem
 from lapwing.priors.gaussian import Prior
 

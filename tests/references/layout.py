@@ -21,7 +21,7 @@ def places(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> dict[
 def order(block: Any, where: dict[str, Tensor]) -> Tensor:
     """Positions in theta of a block's entries, in the order (group, output, input, bias last)."""
     weight = where[block.weight]
-    if block.kind == "dense":
+    if block.kind in ("dense", "opaque"):
         return weight.reshape(-1)
     if block.kind == "rows":  # (groups x outputs, inputs...)
         matrix = weight.reshape(block.groups, weight.shape[0] // block.groups, -1)

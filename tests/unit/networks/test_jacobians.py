@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.errors import ModelError
-from lapwing.networks.network import LayerJacobians, Network
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.networks.selection import named, subnetwork
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, Wrapped, _cast
@@ -161,7 +162,7 @@ def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.Monkey
                 for w, (_, part) in zip(weights, jacobians, strict=True)]  # fmt: skip
 
     before = summary(whole)
-    monkeypatch.setattr("lapwing.networks.network.BYTES", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 1, "cuda": 1})
     monkeypatch.setattr("lapwing.networks.blocks.BYTES", 1)
     parts = list(network.tangents(inputs))
     assert [(part.start, part.stop) for part, _ in parts] == [(b, b + 1) for b in range(4)]
@@ -174,7 +175,7 @@ def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.Monkey
 def test_chunks_cover_the_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["mlp"]
     network = Network.build(case.build(), case.batch(3))
-    monkeypatch.setattr("lapwing.networks.network.BYTES", {"cpu": 3 * 2 * 8 * 3 * network.width, "cuda": 1})
+    monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 3 * 2 * 8 * 3 * network.footprint.width, "cuda": 1})
     parts = list(network.chunks(case.batch(8), 8, 3))
     assert [(part.start, part.stop) for part in parts] == [(0, 3), (3, 6), (6, 8)]
 

@@ -1,0 +1,41 @@
+"""How many samples are handled at once: enough to be fast, few enough to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # what the gradients of joined batches may take
+CACHED = 32 * 2**20  # on a CPU, chunks whose gradients stay near its caches are a third faster
+BYTES = {"cpu": 512 * 2**20, "cuda": 3072 * 2**20}  # what the gradients of one chunk may take
+MOST = 1024  # joining more samples than this gains nothing
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one sample takes: gradient numbers for each seed, and numbers of the largest unfolded input."""
+
+    width: int
+    patches: int
+
+    def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
+        """How many samples are worth joining into one pass: their gradients should stay small."""
+        return min(MOST, JOINED.get(device.type, JOINED["cuda"]) // self._bytes(seeds, dtype, 1))
+
+    def chunks(self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
+        """Runs of samples whose gradients for so many seeds fit the byte budget."""
+        budget = BYTES.get(device.type, BYTES["cuda"])
+        if device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is seldom missed
+            budget = max(budget, torch.cuda.get_device_properties(device).total_memory // 10)
+        each = self._bytes(seeds, dtype, 2)  # a backward pass holds about as much again while it lasts
+        step = max(1, budget // each)
+        if device.type == "cpu":
+            step = min(step, max(16, CACHED // each))
+        step = -(-batch // -(-batch // step))  # as many chunks, but of even size
+        for start in range(0, batch, step):
+            yield slice(start, min(batch, start + step))
+
+    def _bytes(self, seeds: int, dtype: torch.dtype, copies: int) -> int:
+        return torch.finfo(dtype).bits // 8 * (copies * max(1, seeds) * self.width + self.patches)

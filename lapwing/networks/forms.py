@@ -1,0 +1,206 @@
+"""What a use of a parameter looks like, and the Jacobian that follows from it.
+
+A form turns a graph node and the gradient at its output into the Jacobian of the parameter, sample by sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.networks.blocks import BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.graph import Node
+
+Pattern = tuple[int, int, int]  # rows run over (outer, sample, inner)
+Factor = Callable[[Node], Tensor]
+
+
+class Form(Protocol):
+    """What a use looks like. ``kind`` is the block's; "dense" forms give whole Jacobians."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian: ...
+
+
+def per_sample(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
+    """Split a dimension of rows into (sample, position) under the pattern."""
+    outer, _, inner = pattern
+    if outer == 1:
+        return t.unflatten(dim, (pattern[1], inner))
+    return t.unflatten(dim, pattern).movedim(dim + 1, dim).flatten(dim + 1, dim + 2)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """rows @ W.T (kind "rows") or rows @ W (kind "columns"); ``part`` when only some outputs are used."""
+
+    kind: str
+    saved: str
+    part: tuple[int, int, int] | None = None  # first, last, of how many outputs
+
+    def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
+        a = per_sample(getattr(node, self.saved).detach(), 0, pattern)
+        g = per_sample(g, 1, pattern)
+        if self.part is not None:
+            first, last, total = self.part
+            g = torch.nn.functional.pad(g, (first, total - last))
+        return LinearJacobian(with_ones(a, bias)[None], g[None])
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution: positions are output pixels, inputs are the patches below them."""
+
+    kind: str = "rows"
+
+    def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
+        x, weight, groups = node._saved_input.detach(), node._saved_weight, node._saved_groups
+        patches = windows(x, weight.shape[2:], node._saved_stride, node._saved_padding, node._saved_dilation)
+        images, spatial = x.shape[0], g.shape[3:]
+        count, dims = math.prod(spatial), len(spatial)
+        # Inputs lie in memory as (G, Cin/G * k, N, T): one copy along rows of pixels, the bias's ones included, and
+        # a Gram matrix over all positions needs no further one.
+        kernel = tuple(weight.shape[2:])
+        width = weight[0].numel()
+        a = x.new_empty(groups, width + bias, images, count)
+        patches = patches.unflatten(1, (groups, -1)).permute(
+            1, 2, *range(3 + dims, 3 + 2 * dims), 0, *range(3, 3 + dims)
+        )
+        a[:, :width].view(groups, weight.shape[1], *kernel, images, *spatial).copy_(patches)
+        if bias:
+            a[:, width] = 1
+        g = g.reshape(g.shape[0], images, groups, -1, count).permute(2, 0, 1, 4, 3)
+        return LinearJacobian(_merge(a.permute(0, 2, 3, 1), 1, pattern), _merge(g, 2, pattern))
+
+
+@dataclass(frozen=True)
+class TransposedConvolution:
+    """A transposed convolution: positions are input pixels, outputs are the patches above them."""
+
+    kind: str = "columns"
+
+    def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
+        x, weight, groups = node._saved_input.detach(), node._saved_weight, node._saved_groups
+        images, spatial = x.shape[0], x.shape[2:]
+        count, dims = math.prod(spatial), len(spatial)
+        seeds = g.shape[0]
+        above = windows(
+            g.flatten(0, 1), weight.shape[2:], node._saved_stride, node._saved_padding, node._saved_dilation
+        )
+        for dim, extent in enumerate(spatial):  # output_padding may add windows beyond the input
+            above = above.narrow(2 + dim, 0, extent)
+        above = above.unflatten(0, (seeds, images)).unflatten(2, (groups, -1))
+        above = above.permute(2, 0, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
+        a = x.reshape(images, groups, -1, count).permute(1, 0, 3, 2)
+        return LinearJacobian(
+            _merge(a, 1, pattern), _merge(above.reshape(groups, seeds, images, count, -1), 2, pattern)
+        )
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """An embedding."""
+
+    table: int
+    kind: str = "columns"
+
+    def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
+        indices = node._saved_indices.reshape(-1)
+        g = per_sample(g.reshape(g.shape[0], len(indices), -1), 1, pattern)
+        rows = per_sample(indices, 0, pattern)
+        real = rows != node._saved_padding_idx  # autograd gives the padding row no gradient
+        return LookupJacobian.build(rows, g, real, self.table)
+
+
+@dataclass(frozen=True, eq=False)
+class Elementwise:
+    """A parameter added to, or multiplied with, every row: biases and norm scales.
+
+    ``factor`` reads off the node what the parameter is multiplied with; None for a sum. ``channel``
+    says that the parameter lies along dimension 1 and not along the trailing ones.
+    """
+
+    shape: tuple[int, ...]
+    channel: bool = False
+    factor: Factor | None = None
+    part: tuple[int, int, int] | None = None
+    kind: str = "dense"
+
+    def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
+        if self.factor is not None:
+            g = g * self.factor(node).detach()
+        if self.channel:
+            g = g.flatten(3).sum(-1) if g.ndim > 3 else g
+            extents: tuple[int, ...] = (self.shape[0],)
+        else:
+            extents = tuple(g.shape[g.ndim - len(self.shape) :])
+        total = per_sample(g.reshape(g.shape[0], -1, *extents), 1, pattern).sum(2)  # (K, B, *extents)
+        narrow = [i + 2 for i, (have, want) in enumerate(zip(extents, self.shape, strict=True)) if have != want]
+        if narrow and not self.part:
+            total = total.sum(narrow)
+        flat = total.flatten(2) if total.ndim > 2 else total.unsqueeze(-1)
+        if self.part is not None:
+            first, last, size = self.part
+            flat = torch.nn.functional.pad(flat, (first, size - last))
+        return DenseJacobian(flat.transpose(0, 1))
+
+
+def batch_norm_scale(node: Node) -> Tensor:
+    """One over the standard deviation that a BatchNorm in evaluation mode divides by, (C,)."""
+    eps = node._saved_epsilon if node.name().startswith("Cudnn") else node._saved_eps
+    scale: Tensor = (node._saved_running_var + eps).rsqrt()
+    return scale
+
+
+def normalised(node: Node) -> Tensor:
+    """The input of a normalisation after it and before its scale, in the input's shape."""
+    x = node._saved_input
+    if "BatchNorm" in node.name():
+        shape = (1, -1) + (1,) * (x.ndim - 2)
+        unit = (x - node._saved_running_mean.to(x.dtype).view(shape)) * batch_norm_scale(node).to(x.dtype).view(shape)
+    elif node.name() == "NativeGroupNormBackward0":
+        grouped = x.reshape(x.shape[0], node._saved_group, -1)
+        unit = ((grouped - node._saved_result1[..., None]) * node._saved_result2[..., None]).reshape(x.shape)
+    else:
+        unit = (x - node._saved_result1) * node._saved_result2
+    return unit.to(x.dtype)
+
+
+def windows(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
+    """Sliding windows (N, C, *out, *kernel) of x (N, C, *spatial), as a view of the padded input."""
+    if any(padding):
+        x = torch.nn.functional.pad(x, [p for extent in reversed(padding) for p in (extent, extent)])
+    elif not x.is_contiguous():
+        x = x.contiguous()
+    spatial, steps = x.shape[2:], x.stride()[2:]
+    out = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(spatial, kernel, stride, dilation, strict=True)]
+    return x.as_strided(
+        (*x.shape[:2], *out, *kernel),
+        (
+            *x.stride()[:2],
+            *(step * s for step, s in zip(steps, stride, strict=True)),
+            *(step * d for step, d in zip(steps, dilation, strict=True)),
+        ),
+        x.storage_offset(),
+    )
+
+
+def with_ones(a: Tensor, bias: bool) -> Tensor:
+    """The input with the column of ones that carries a bias."""
+    return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if bias else a
+
+
+def _merge(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
+    """(..., images, positions, d) -> (..., sample, images of it x positions, d)."""
+    if pattern[0] == pattern[2] == 1:
+        return t
+    return per_sample(t, dim, pattern).flatten(dim + 1, dim + 2)

@@ -1,0 +1,53 @@
+"""The Jacobian of a batch, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lapwing.networks.blocks import Block, BlockJacobian
+from lapwing.networks.selection import Selection
+
+
+@dataclass(frozen=True, eq=False)
+class LayerJacobians:
+    """The Jacobian of a batch, block by block. Row k belongs to seed k; ``tokens`` counts data per sample."""
+
+    parts: tuple[Callable[[], BlockJacobian], ...]
+    layout: tuple[Block, ...]
+    selection: Selection
+    batch: int
+    outputs: int
+    dtype: torch.dtype
+    tokens: int = 1
+
+    def __iter__(self) -> Iterator[tuple[Block, BlockJacobian]]:
+        """Block by block: each is formed when its turn comes and dropped after, so memory follows the largest."""
+        for block, part in zip(self.layout, self.parts, strict=True):
+            yield block, part()
+
+    def whole(self) -> Tensor:
+        """The Jacobian itself, (B, K, P). For small networks and for tests."""
+        parts: dict[str, Tensor] = {}
+        for block, jacobian in self:
+            dense = jacobian.whole()
+            parts.update(block.spread(dense))
+        return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
+
+    def double(self) -> LayerJacobians:
+        """The same in float64, for differences that cancel."""
+        parts = tuple(partial(_cast, part, torch.float64) for part in self.parts)
+        return replace(self, parts=parts, dtype=torch.float64)
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """J v for every row of v (n, P): (n, B, K), from the stored factors."""
+        values = self.selection.split(v)
+        return torch.stack([jac.jvp(block.arrange(values).to(self.dtype)) for block, jac in self]).sum(0)
+
+
+def _cast(part: Callable[[], BlockJacobian], dtype: torch.dtype) -> BlockJacobian:
+    return part().to(dtype)
