@@ -176,7 +176,7 @@ def test_chunks_cover_the_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["mlp"]
     network = Network.build(case.build(), case.batch(3))
     monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 3 * 2 * 8 * 3 * network.footprint.width, "cuda": 1})
-    parts = list(network.chunks(case.batch(8), 8, 3))
+    parts = list(network.footprint.chunks(8, 3, network.dtype, network.device))
     assert [(part.start, part.stop) for part in parts] == [(0, 3), (3, 6), (6, 8)]
 
 
