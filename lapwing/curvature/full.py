@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Data, check_finite
 from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.curvature.structures import floored
 from lapwing.curvature.sweep import Statistics, counted
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cholesky import cholesky, not_definite
@@ -21,7 +22,7 @@ from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.gaussian import SINGLE, Prior
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,12 @@ class FullPrecision:
     def sample(self, eps: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor.mT, eps.to(self.factor).mT, upper=True).mT.to(eps)
 
+    def solve(self, v: Tensor) -> Tensor:
+        return torch.cholesky_solve(v.to(self.factor).mT, self.factor).mT.to(v)
+
+    def variances(self) -> Tensor:
+        return self.covariance.diagonal()
+
 
 @dataclass(frozen=True, eq=False)
 class FullCurvature:
@@ -105,6 +112,7 @@ class FullCurvature:
     matrix: Tensor
     selection: Selection
     definite: bool = True  # a GGN; a Hessian may have negative eigenvalues
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __add__(self, other: FullCurvature) -> FullCurvature:
         if self.selection.names != other.selection.names or self.matrix.shape != other.matrix.shape:
@@ -114,8 +122,18 @@ class FullCurvature:
     @cached_property
     def eigenvalues(self) -> Tensor:
         """Once for all isotropic priors and dispersions."""
-        values = torch.linalg.eigvalsh(self.matrix.double())
+        return self._spectrum(self.matrix.double())
+
+    def _spectrum(self, matrix: Tensor) -> Tensor:
+        values = torch.linalg.eigvalsh(matrix)
         return values.clamp_min(0) if self.definite else values
+
+    def _scaled_eigenvalues(self, scale: Tensor) -> Tensor:
+        """Of D^-½ H D^-½, once for all precisions g D."""
+        if "scale" not in self._cache or not torch.equal(self._cache["scale"], scale):
+            root = scale.double().rsqrt()
+            self._cache.update(scale=scale, values=self._spectrum(root[:, None] * self.matrix.double() * root))
+        return self._cache["values"]
 
     def precision(self, phi: Tensor, prior: Prior) -> FullPrecision:
         matrix = self.matrix.double() / phi.double() + torch.diag(prior.vector.double())
@@ -128,14 +146,27 @@ class FullCurvature:
         return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({self.selection.size} weights)"
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
-        """Of H/φ + A: from the eigenvalues for an isotropic prior, else by a factorisation."""
-        if prior.kind != "isotropic":
+        """Of H/φ + A: from the eigenvalues for a prior with one number, else by a factorisation."""
+        if prior.kind not in SINGLE:
             return self.precision(phi, prior).logdet()
-        values = self.eigenvalues / phi.double() + prior.values.double()
+        own = self.eigenvalues if prior.scale is None else self._scaled_eigenvalues(prior.scale)
+        values = own / phi.double() + prior.values.double()
         smallest = float(values.detach().min())
         if smallest <= 0:
             raise NumericalError(not_definite(self._name, smallest))
-        return values.log().sum()
+        total = values.log().sum()
+        return total if prior.scale is None else total + prior.scale.double().log().sum()
+
+    def diagonal(self) -> Tensor:
+        """Floored layer by layer."""
+        parts = self.selection.split(self.matrix.diagonal().double())
+        layers = dict(zip(self.selection.names, self.selection.layer_of(), strict=True))
+        found = {name: part.reshape(-1) for name, part in parts.items()}
+        for layer in dict.fromkeys(layers.values()):
+            mine = [name for name in found if layers[name] == layer]
+            joined = floored(torch.cat([found[name] for name in mine]))
+            found.update(zip(mine, joined.split([found[name].numel() for name in mine]), strict=True))
+        return self.selection.picked(torch.cat([found[name] for name in self.selection.names]))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
@@ -248,6 +279,8 @@ def _spread_pairs(pairs: Tensor, network: Network) -> Tensor:
 
 def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:
     """The Hessian of the loss in the weights, by double backward, one row at a time."""
+    if network.shift is not None:
+        raise UnsupportedError("the Hessian exists at the trained weights only; use curvature='ggn'.")
     selection = network.selection
     tensors = dict(network.model.named_parameters())
     chosen = [tensors[name] for name in selection.names]

@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.errors import UnsupportedError
-from lapwing.curvature.blocks import (
-    BlockCurvature,
-    BlockwiseCurvature,
-    DiagonalBlock,
-    EigenBlock,
-    FullBlock,
-    KroneckerBlock,
-)
+from lapwing.curvature.blockwise import BlockwiseCurvature
+from lapwing.curvature.structures import BlockCurvature, DiagonalBlock, EigenBlock, FullBlock, KroneckerBlock
 from lapwing.linalg.gram import Gram
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
 from lapwing.networks.jacobians import LayerJacobians

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.errors import UnsupportedError
-from lapwing.curvature.blocks import BlockwisePrecision, DiagonalPrecision
+from lapwing.curvature.blockwise import BlockwisePrecision
+from lapwing.curvature.structures import DiagonalPrecision, floored
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
@@ -75,6 +76,17 @@ class LowRankPrecision:
         return root * (eps - ((eps @ right.mT) * shrink) @ right)
 
 
+    def solve(self, v: Tensor) -> Tensor:
+        scaled = v.to(self.tall) / self.prior.vector.to(self.tall)
+        inner = torch.cholesky_solve((scaled @ self.tall.mT).mT, self._inner).mT
+        return (scaled - (inner @ self.tall) / self.prior.vector.to(self.tall)).to(v)
+
+    def variances(self) -> Tensor:
+        spread = 1 / self.prior.vector.to(self.tall)
+        rows = torch.linalg.solve_triangular(self._inner, self.tall * spread, upper=False)
+        return spread - rows.square().sum(0)
+
+
 @dataclass(frozen=True, eq=False)
 class LowRankCurvature:
     """H ≈ Uᵀ S U at unit dispersion: ``values`` (r,), ``vectors`` (r, P) as rows."""
@@ -102,6 +114,9 @@ class LowRankCurvature:
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
         return self.precision(phi, prior).logdet()
+
+    def diagonal(self) -> Tensor:
+        return floored(self.values @ self.vectors.square())
 
     def tensors(self) -> dict[str, Tensor]:
         residual = torch.tensor(self.residual, dtype=torch.float64)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data, check_finite, merged
@@ -26,9 +27,11 @@ class Statistics:
     loss: float  # at unit dispersion, summed
     data: int  # data that count
     outputs: int  # numbers predicted for each datum
+    losses: tuple[float, ...] = ()  # of each output at unit noise, where each has its own
 
     def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(self.loss + other.loss, self.data + other.data, self.outputs)
+        losses = tuple(a + b for a, b in zip(self.losses, other.losses, strict=True))
+        return Statistics(self.loss + other.loss, self.data + other.data, self.outputs, losses)
 
 
 def checked_curvature(curvature: str, allowed: tuple[str, ...] = CURVATURES) -> str:
@@ -53,7 +56,9 @@ class Sweep:
         curvature: str = "ggn",
         generator: torch.Generator | None = None,
         label: str = "curvature",
+        only: int | None = None,
     ) -> None:
+        self._only = only  # the one output to seed, of those that the likelihood keeps apart
         self._network, self._likelihood, self._data = network, likelihood, data
         self._curvature, self._generator, self._label = checked_curvature(curvature), generator, label
         self._statistics: Statistics | None = None
@@ -96,7 +101,7 @@ class Sweep:
 
     @property
     def _seed_count(self) -> int:
-        return 1 if self._curvature == "fisher_mc" else torch.Size(self._network.output_shape).numel()
+        return 1 if self._curvature == "fisher_mc" or self._only is not None else torch.Size(self._network.output_shape).numel()
 
     def _targets(self, batch: Batch) -> Tensor:
         """Checked against the shape of the outputs, before the network runs."""
@@ -114,8 +119,11 @@ class Sweep:
         if self._curvature == "fisher_mc":
             # Labels are drawn independently, so tokens may share a seed: their cross terms vanish on average.
             gradient = self._likelihood.sampled_gradient(f, y, self._generator)
+            if self._only is not None:
+                gradient = gradient * F.one_hot(torch.tensor(self._only), f.shape[-1]).to(f)
             return gradient.unsqueeze(0)
-        return _apart(self._likelihood.root(f, y))
+        root = self._likelihood.root(f, y)
+        return _apart(root if self._only is None else root[..., self._only : self._only + 1])
 
 
 def _apart(root: Tensor) -> Tensor:

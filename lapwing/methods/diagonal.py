@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.curvature.blocks import BlockwiseCurvature, DiagonalBlock
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.blockwise import BlockwiseCurvature
+from lapwing.curvature.outputs import by_output
+from lapwing.curvature.structures import DiagonalBlock
+from lapwing.curvature.sweep import Statistics, Sweep
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 
@@ -22,13 +24,17 @@ class Diagonal:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Diagonal")
-        totals: list[Tensor] = [torch.zeros(b.form, dtype=network.dtype, device=network.device) for b in network.layout]
-        for jacobians in sweep:
-            for total, (_, part) in zip(totals, jacobians, strict=True):
-                total += part.squares()
-            del jacobians, part  # before the next chunk is computed
-        blocks = tuple(DiagonalBlock(total) for total in totals)
-        return WeightPosterior.fitted(
-            problem, BlockwiseCurvature(blocks, network.layout, network.selection), sweep.statistics
-        )
+
+        def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Diagonal", only)
+            totals: list[Tensor] = [
+                torch.zeros(block.form, dtype=network.dtype, device=network.device) for block in network.layout
+            ]
+            for jacobians in sweep:
+                for total, (_, part) in zip(totals, jacobians, strict=True):
+                    total += part.squares()
+                del jacobians, part  # before the next chunk is computed
+            blocks = tuple(DiagonalBlock(total) for total in totals)
+            return BlockwiseCurvature(blocks, network.layout, network.selection), sweep.statistics
+
+        return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))

@@ -8,8 +8,9 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
-from lapwing.curvature.full import full_curvature, full_hessian
-from lapwing.curvature.sweep import CURVATURES, Sweep, checked_curvature
+from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
+from lapwing.curvature.outputs import by_output
+from lapwing.curvature.sweep import CURVATURES, Statistics, Sweep, checked_curvature
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 
@@ -38,6 +39,9 @@ class Full:
         if self.curvature == "hessian":
             curvature, statistics = full_hessian(network, problem.likelihood, data)
             return WeightPosterior.fitted(problem, curvature, statistics)
-        sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full")
-        curvature = full_curvature(sweep, network)
-        return WeightPosterior.fitted(problem, curvature, sweep.statistics)
+
+        def compute(only: int | None) -> tuple[FullCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full", only)
+            return full_curvature(sweep, network), sweep.statistics
+
+        return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))

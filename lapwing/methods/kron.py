@@ -8,9 +8,10 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
-from lapwing.curvature.blocks import BlockwiseCurvature
+from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import kronecker_curvature
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.outputs import by_output
+from lapwing.curvature.sweep import Statistics, Sweep
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 
@@ -38,6 +39,9 @@ class Kron:
             raise UnsupportedError(f"sharing is {self.sharing!r}; expected 'expand' or 'reduce'.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron")
-        curvature: BlockwiseCurvature = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
-        return WeightPosterior.fitted(problem, curvature, sweep.statistics)
+        def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
+            sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron", only)
+            found = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
+            return found, sweep.statistics
+
+        return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from typing import Any
 
@@ -51,15 +51,22 @@ class Tangent:
     uses: rules.Uses
 
     @property
-    def f(self) -> Tensor:
+    def own(self) -> Tensor:
+        """What the model gave."""
         return shaped(self.raw.detach())
+
+    @cached_property
+    def f(self) -> Tensor:
+        """The same, plus J (theta - w̃) where the network is evaluated elsewhere than at w̃."""
+        shift = self.network.shift
+        return self.own if shift is None else self.own + self.network.jvp(self.inputs, shift[None])[0].to(self.raw)
 
     def jacobians(self, seeds: Tensor | None = None) -> LayerJacobians:
         """The Jacobian of seeds · f. Seeds (K, B, [T,] C); None means every output of every token.
 
         One backward pass for all seeds to the recorded products; no weight gradient is formed.
         """
-        f = self.f
+        f = self.own
         tokens = f.shape[1] if f.ndim == 3 else 1
         if seeds is None:
             size = f[0].numel()
@@ -154,6 +161,7 @@ class Network:
     footprint: Footprint
     forward_mode: bool  # whether forward-mode products are defined for every operation
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
+    shift: Tensor | None = None  # theta - w̃ (P,), where the tangent model is evaluated elsewhere than at w̃
     _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -214,9 +222,14 @@ class Network:
         return self.selection.picked(full)
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """The plain output f (B, [T,] C), no graph."""
+        """The output f (B, [T,] C), no graph; of the tangent model where it is shifted."""
         with torch.no_grad(), plain_kernels(self.plain):
-            return shaped(raw_output(self.model, inputs))
+            f = shaped(raw_output(self.model, inputs))
+        return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
+
+    def shifted(self, shift: Tensor | None) -> Network:
+        """The tangent model at theta = w̃ + shift: its outputs move, its Jacobian stays where it is."""
+        return replace(self, shift=None if shift is None else shift.to(self.device, self.dtype))
 
     def linearise(self, inputs: Inputs) -> Tangent:
         """One forward pass with a graph."""
@@ -242,7 +255,7 @@ class Network:
             return products.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
         except NotImplementedError:  # an operation with neither a forward rule nor a second derivative
             tangent = self.linearise(inputs)
-            return tangent.jacobians().jvp(v.to(self.dtype)).reshape(len(v), *tangent.f.shape)
+            return tangent.jacobians().jvp(v.to(self.dtype)).reshape(len(v), *tangent.own.shape)
 
     def vjp(self, inputs: Inputs, u: Tensor) -> Tensor:
         """Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""

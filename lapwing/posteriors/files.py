@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.errors import FileError, ModelError, UnsupportedError
-from lapwing.curvature.blocks import STRUCTURES, BlockwiseCurvature
+from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.full import FullCurvature
 from lapwing.curvature.low_rank import LowRankCurvature
+from lapwing.curvature.outputs import PerOutputCurvature
+from lapwing.curvature.structures import STRUCTURES
 from lapwing.curvature.sweep import Statistics
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -30,8 +32,8 @@ from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.problem import Problem
-from lapwing.posteriors.protocols import Curvature, Posterior
-from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.posteriors.protocols import Posterior
+from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.gaussian import Prior
 
 FORMAT = "lapwing-posterior-1"
@@ -53,6 +55,10 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
     tensors: dict[str, Tensor] = {"theta": posterior.theta, "prior.precision": prior.values.detach()}
     if isinstance(prior.mean, Tensor):
         tensors["prior.mean"] = prior.mean
+    if prior.scale is not None:
+        tensors["prior.scale"] = prior.scale
+    if network.shift is not None:
+        tensors["network.shift"] = network.shift
     tensors["likelihood.dispersion"] = likelihood.dispersion.detach()
     ratios = getattr(likelihood, "ratios", None)
     if ratios is not None:
@@ -62,15 +68,18 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
     kind: dict[str, Any] = {"name": "none"}
     if isinstance(posterior, WeightPosterior):
         tensors.update({"curvature." + key: t for key, t in posterior.curvature.tensors().items()})
-        kind = {"name": type(posterior.curvature).__name__}
-        if isinstance(posterior.curvature, BlockwiseCurvature):
-            kind["structures"] = posterior.curvature.structures()
-        if isinstance(posterior.curvature, FullCurvature):
-            kind["definite"] = posterior.curvature.definite
+        kind = _kind(posterior.curvature)
+        if posterior.mode is not None:
+            tensors["mode.theta"] = posterior.mode.theta
+            tensors["mode.loss"] = torch.tensor(posterior.mode.loss, dtype=torch.float64)
     meta = {
         "format": FORMAT,
         "likelihood": {"name": type(likelihood).__name__, "settings": likelihood.settings()},
-        "prior": {"kind": prior.kind, "mean": None if isinstance(prior.mean, Tensor) else prior.mean},
+        "prior": {
+            "kind": prior.kind,
+            "mean": None if isinstance(prior.mean, Tensor) else prior.mean,
+            "members": prior.members,
+        },
         "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
         "layout": [asdict(block) for block in network.layout],
         "network": {name: getattr(network, name) for name in NETWORK_FIELDS},
@@ -84,6 +93,19 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
     if not Path(path).parent.is_dir():
         raise FileError(f"the folder {Path(path).parent} does not exist; create it first.")
     save_file(plain, str(path), metadata={"lapwing": text, "sha256": _digest(text, plain)})
+
+
+def _kind(curvature: Any) -> dict[str, Any]:
+    """What is needed besides the tensors to build a curvature again."""
+    found: dict[str, Any] = {"name": type(curvature).__name__}
+    if isinstance(curvature, PerOutputCurvature):
+        found["part"] = _kind(curvature.parts[0])
+        found["outputs"] = len(curvature.parts)
+    if isinstance(curvature, BlockwiseCurvature):
+        found["structures"] = curvature.structures()
+    if isinstance(curvature, FullCurvature):
+        found["definite"] = curvature.definite
+    return found
 
 
 def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint]:
@@ -158,14 +180,13 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     fields = {name: meta["network"][name] for name in NETWORK_FIELDS}
     fields["output_shape"] = tuple(fields["output_shape"])
     network = Network(model, selection, layout, footprint=Footprint(**meta["footprint"]), **fields)
+    network = network.shifted(tensors.get("network.shift"))
     mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
-    prior = Prior(meta["prior"]["kind"], tensors["prior.precision"], mean).bound(
-        selection, torch.empty(0, device=device)
-    )
+    prior = _prior(meta, tensors, mean, selection, device)
     problem = Problem(network, _likelihood(meta, tensors, device), prior)
-    statistics = Statistics(**meta["statistics"])
+    statistics = Statistics(**{**meta["statistics"], "losses": tuple(meta["statistics"]["losses"])})
     # Full and low-rank curvatures are float64 whatever the model is.
-    kept = meta["curvature"]["name"] in ("FullCurvature", "LowRankCurvature")
+    kept = meta["curvature"].get("part", meta["curvature"])["name"] in ("FullCurvature", "LowRankCurvature")
     parts = {
         key.removeprefix("curvature."): t.to(device) if kept else moved(t)
         for key, t in tensors.items()
@@ -175,7 +196,23 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     current = Fingerprint.of(model)
     if meta["curvature"]["name"] == "none":
         return PointPosterior(problem, statistics, theta), current
-    return WeightPosterior(problem, _curvature(meta, parts, layout, selection), statistics, theta), current
+    mode = None
+    if "mode.theta" in tensors:
+        mode = Mode(tensors["mode.theta"].to(device), float(tensors["mode.loss"]))
+    curvature = _curvature(meta["curvature"], parts, layout, selection)
+    return WeightPosterior(problem, curvature, statistics, theta, mode), current
+
+
+def _prior(
+    meta: dict[str, Any], tensors: dict[str, Tensor], mean: Any, selection: Selection, device: torch.device
+) -> Prior:
+    stored = meta["prior"]
+    members = dict(zip(selection.names, stored["members"], strict=True)) if stored["members"] else {}
+    # Patterns are not kept: a prior by patterns comes back as the groups that they made.
+    kind = "per_normalised_group" if stored["kind"] == "grouped" else stored["kind"]
+    prior = Prior(kind, tensors["prior.precision"], mean, scale=tensors.get("prior.scale"))
+    bound = prior.bound(selection, torch.empty(0, device=device), members)
+    return replace(bound, kind=stored["kind"])
 
 
 def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Likelihood:
@@ -191,20 +228,26 @@ def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.
 
 
 def _curvature(
-    meta: dict[str, Any], parts: dict[str, Tensor], layout: tuple[Block, ...], selection: Selection
-) -> Curvature:
-    name = meta["curvature"]["name"]
+    kind: dict[str, Any], parts: dict[str, Tensor], layout: tuple[Block, ...], selection: Selection
+) -> Any:
+    name = kind["name"]
+    if name == "PerOutputCurvature":
+        each = (_curvature(kind["part"], _under(parts, i), layout, selection) for i in range(kind["outputs"]))
+        return PerOutputCurvature(tuple(each), parts["start"])
     if name == "BlockwiseCurvature":
-        blocks = []
-        for i, structure in enumerate(meta["curvature"]["structures"]):
-            mine = {key.split(".", 1)[1]: t for key, t in parts.items() if key.split(".", 1)[0] == str(i)}
-            blocks.append(STRUCTURES[structure](**mine))
+        blocks = (STRUCTURES[structure](**_under(parts, i)) for i, structure in enumerate(kind["structures"]))
         return BlockwiseCurvature(tuple(blocks), layout, selection)
     if name == "FullCurvature":
-        return FullCurvature(parts["matrix"], selection, meta["curvature"]["definite"])
+        return FullCurvature(parts["matrix"], selection, kind["definite"])
     if name == "LowRankCurvature":
         return LowRankCurvature(parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
     raise FileError(f"the file holds the curvature {name!r}, which this version does not have.")
+
+
+def _under(parts: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The tensors whose name starts with this number, without it."""
+    start = f"{number}."
+    return {key.removeprefix(start): t for key, t in parts.items() if key.startswith(start)}
 
 
 def _safetensors() -> Any:

@@ -31,6 +31,14 @@ class Precision(Protocol):
         """Λ^-½ eps for eps (n, P)."""
         ...
 
+    def solve(self, v: Tensor) -> Tensor:
+        """Λ⁻¹ v for v (n, P)."""
+        ...
+
+    def variances(self) -> Tensor:
+        """The diagonal of Λ⁻¹, (P,)."""
+        ...
+
 
 class Curvature(Protocol):
     """H at unit dispersion in some structure. Where two add up, the sum is the curvature of both data sets."""
@@ -39,6 +47,10 @@ class Curvature(Protocol):
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
         """Of H/φ + A, by the cheapest way there is."""
+        ...
+
+    def diagonal(self) -> Tensor:
+        """Of H, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
         ...
 
     def tensors(self) -> dict[str, Tensor]: ...

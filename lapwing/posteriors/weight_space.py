@@ -11,11 +11,21 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
+from lapwing.curvature.outputs import PerOutputCurvature
 from lapwing.curvature.sweep import Statistics, residual_noise
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Curvature, Precision
+from lapwing.posteriors.trace import Trace
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
+
+
+@dataclass(frozen=True, eq=False)
+class Mode:
+    """Where the evidence is evaluated, if not at w̃: the optimum of the tangent model's own regularised loss."""
+
+    theta: Tensor  # θ*, (P,), float64
+    loss: float  # there, at unit dispersion
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,32 +33,70 @@ class WeightPosterior:
     """theta ~ N(w̃, Λ⁻¹) with Λ = H/φ + A.
 
     ``curvature`` holds H at unit dispersion; prior and dispersion come from the problem, so that changing them
-    costs a factorisation and no data.
+    costs a factorisation and no data. Where the network is shifted, ``theta`` is the point it is shifted to.
     """
 
     problem: Problem
-    curvature: Curvature
+    curvature: Curvature | PerOutputCurvature
     statistics: Statistics
     theta: Tensor  # w̃, (P,)
+    mode: Mode | None = None
+    trace: Trace | None = None
 
     @classmethod
-    def fitted(cls, problem: Problem, curvature: Curvature, statistics: Statistics) -> WeightPosterior:
+    def fitted(
+        cls, problem: Problem, curvature: Curvature | PerOutputCurvature, statistics: Statistics
+    ) -> WeightPosterior:
         """After the pass over the data: the noise, where it is to be found, is the mean squared residual at w̃."""
-        likelihood = residual_noise(problem.likelihood, statistics, problem.network.device)
-        problem = problem.with_likelihood(likelihood)
-        return cls(problem, curvature, statistics, problem.network.theta())
+        network = problem.network
+        problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
+        found = cls(problem, curvature, statistics, network.theta())
+        if problem.prior.needs_curvature:
+            return replace(found, problem=problem.with_prior(problem.prior.scaled(found.current.diagonal())))
+        return found
+
+    @cached_property
+    def current(self) -> Curvature:
+        """The curvature under the present noise ratios; the same as ``curvature`` where there is one for all."""
+        if not isinstance(self.curvature, PerOutputCurvature):
+            return self.curvature
+        assert self._ratios is not None
+        return self.curvature.at(self._ratios)
+
+    @property
+    def _ratios(self) -> Tensor | None:
+        return getattr(self.problem.likelihood, "ratios", None)
 
     @cached_property
     def precision(self) -> Precision:
-        return self.curvature.precision(self._phi, self.problem.prior)
+        return self.current.precision(self._phi, self.problem.prior)
 
     @property
     def _phi(self) -> Tensor:
         return self.problem.likelihood.dispersion.to(self.theta.device)
 
     def with_problem(self, problem: Problem) -> WeightPosterior:
-        """The same curvature under another prior or noise."""
+        """The same curvature under another prior or noise. A mode belongs to the prior it was found for and stays."""
         return replace(self, problem=problem)
+
+    @property
+    def noise(self) -> Tensor | None:
+        """The noise variances that may change without the data: (), (C,), or None where there are none to learn."""
+        likelihood = self.problem.likelihood
+        if not likelihood.learns_dispersion:
+            return None
+        if isinstance(self.curvature, PerOutputCurvature):
+            assert self._ratios is not None
+            return likelihood.dispersion * self._ratios.to(likelihood.dispersion)
+        return likelihood.dispersion
+
+    def with_noise(self, noise: Tensor) -> WeightPosterior:
+        """The same under other noise variances, of the shape of ``noise``."""
+        likelihood = self.problem.likelihood
+        if noise.ndim == 0:
+            return replace(self, problem=self.problem.with_likelihood(likelihood.with_dispersion(noise)))
+        changed = replace(likelihood.with_dispersion(torch.ones_like(noise[0])), ratios=noise)  # type: ignore[type-var]
+        return replace(self, problem=self.problem.with_likelihood(changed))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
@@ -85,24 +133,44 @@ class WeightPosterior:
     def _settled(self) -> Precision:
         """The precision for predictions: no gradient flows from them to the hyperparameters."""
         with torch.no_grad():
-            return self.curvature.precision(self._phi.detach(), _detached(self.problem).prior)
+            return self.current.precision(self._phi.detach(), _detached(self.problem).prior)
+
+    @property
+    def centre(self) -> Tensor:
+        """Where the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
+        return self.theta.double() if self.mode is None else self.mode.theta
+
+    @property
+    def loss(self) -> Tensor | float:
+        """Summed over the data at unit dispersion, at the centre."""
+        if self.mode is not None:
+            return self.mode.loss
+        if self.statistics.losses and self._ratios is not None:
+            losses = torch.tensor(self.statistics.losses, dtype=torch.float64, device=self._ratios.device)
+            return (losses / self._ratios).sum()
+        return self.statistics.loss
 
     def log_likelihood(self) -> Tensor:
-        """log p(D | w̃)."""
+        """log p(D | theta) at the centre."""
         phi, likelihood = self._phi, self.problem.likelihood
         normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
-        return -self.statistics.loss / phi - self.statistics.data * normaliser
+        return -self.loss / phi - self.statistics.data * normaliser
+
+    def log_occam(self) -> Tensor:
+        r"""What the evidence takes off the fit for flexibility, never positive for a GGN.
+
+        $$ -\tfrac12 \|\tilde w - \mu\|_A^2 - \tfrac12 \log\det (A^{-1} \Lambda) $$
+        """
+        prior = self.problem.prior
+        logdet = self.current.logdet(self._phi, prior)
+        return 0.5 * (prior.logdet().double() - prior.penalty(self.centre).double() - logdet)
 
     def log_evidence(self) -> Tensor:
         r"""The Laplace evidence with every constant, differentiable in the prior and the dispersion.
 
         $$ \log p(D \mid \tilde w) + \tfrac12 \log\det A - \tfrac12 \|\tilde w - \mu\|_A^2 - \tfrac12 \log\det\Lambda $$
         """
-        prior = self.problem.prior
-        penalty = prior.penalty(self.theta.double()).double()
-        return self.log_likelihood() + 0.5 * (
-            prior.logdet().double() - penalty - self.curvature.logdet(self._phi, prior)
-        )
+        return self.log_likelihood() + self.log_occam()
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, P) around w̃."""

@@ -73,25 +73,25 @@ def test_the_penalty_is_about_the_mean(mean: float | Tensor, kind: Callable[...,
 
 def test_on_a_block_a_prior_takes_the_blocks_form() -> None:
     prior = diagonal(EACH).bound(SELECTION, LIKE)
-    joined = prior.on(Block("rows", "body.weight", (3, 2), "body.bias"))
+    joined = prior.on(Block("rows", "body.weight", (3, 2), "body.bias")).whole
     assert joined.tolist() == [[[1, 2, 7], [3, 4, 8], [5, 6, 9]]]
-    turned = prior.on(Block("columns", "head.weight", (2, 3)))
+    turned = prior.on(Block("columns", "head.weight", (2, 3))).whole
     assert turned.tolist() == [[[14, 17], [15, 18], [16, 19]]]
-    assert prior.on(Block("dense", "scale", (4,))).tolist() == [10, 11, 12, 13]
+    assert prior.on(Block("dense", "scale", (4,))).whole.tolist() == [10, 11, 12, 13]
 
 
 def test_on_a_block_of_one_layer_a_prior_by_layer_is_a_number() -> None:
     prior = per_layer(torch.tensor([1.0, 2.0, 3.0])).bound(SELECTION, LIKE)
-    assert prior.on(Block("rows", "body.weight", (3, 2), "body.bias")).item() == 1.0
-    assert prior.on(Block("dense", "scale", (4,))).item() == 2.0
-    across = prior.on(Block("rows", "head.weight", (2, 3)))
+    assert prior.on(Block("rows", "body.weight", (3, 2), "body.bias")).whole.item() == 1.0
+    assert prior.on(Block("dense", "scale", (4,))).whole.item() == 2.0
+    across = prior.on(Block("rows", "head.weight", (2, 3))).whole
     assert across.item() == 3.0
 
 
 def test_a_block_across_two_layers_gets_each_layers_precision() -> None:
     selection = Selection(("lin.weight", "bias"), ((3, 2), (3,)))
     prior = per_layer({"lin": 1.0, "": 5.0}).bound(selection, LIKE)
-    assert prior.on(Block("rows", "lin.weight", (3, 2), "bias")).tolist() == [[[1, 1, 5]] * 3]
+    assert prior.on(Block("rows", "lin.weight", (3, 2), "bias")).whole.tolist() == [[[1, 1, 5]] * 3]
 
 
 @pytest.mark.parametrize(

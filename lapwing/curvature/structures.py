@@ -1,13 +1,13 @@
-"""Curvature block by block: Kronecker, its eigenvalue-corrected form, diagonal and full.
+"""The curvature of one block: Kronecker, its eigenvalue-corrected form, diagonal and full.
 
-Each block stores sums over the data at unit dispersion. Prior and dispersion enter in ``precision``, which
+Each structure stores sums over the data at unit dispersion. Prior and dispersion enter in ``precision``, which
 factorises once; the result gives log-determinant, output covariance and samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -17,9 +17,7 @@ from torch import Tensor
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
-from lapwing.networks.jacobians import LayerJacobians
-from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.gaussian import BlockPrior
 
 
 class BlockPrecision(Protocol):
@@ -39,11 +37,23 @@ class BlockPrecision(Protocol):
         """Λ^-½ eps for standard normal eps (n, *form)."""
         ...
 
+    def solve(self, v: Tensor) -> Tensor:
+        """Λ⁻¹ v for v (n, *form)."""
+        ...
+
+    def variances(self) -> Tensor:
+        """The diagonal of Λ⁻¹, in the block's form."""
+        ...
+
 
 class BlockCurvature(Protocol):
     """H of one block at unit dispersion."""
 
-    def precision(self, phi: Tensor, prior: Tensor, block: Block) -> BlockPrecision: ...
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> BlockPrecision: ...
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of H in the block's form, no entry below a thousandth of the median."""
+        ...
 
     def __add__(self, other: BlockCurvature) -> BlockCurvature: ...
 
@@ -58,7 +68,7 @@ class BlockCurvature(Protocol):
 class EigenPrecision:
     """Λ with known eigenvectors: U ⊗ V. ``inverse`` (G, d_out, d_in) holds one over the eigenvalues.
 
-    ``inp`` need not be orthogonal: a prior that differs by input is folded into it.
+    The bases need not be orthogonal: a prior that differs by input or output is folded into them.
     """
 
     out: Tensor
@@ -80,8 +90,19 @@ class EigenPrecision:
         return jacobian.rotated(self.out, self.inp)
 
     def sample(self, eps: Tensor) -> Tensor:
-        scaled = self.out @ (eps * self.inverse.sqrt().to(eps))
-        return scaled if self.inp is None else scaled @ self.inp.mT
+        return self._turned(eps * self.inverse.sqrt().to(eps))
+
+    def solve(self, v: Tensor) -> Tensor:
+        turned = self.out.to(v).mT @ (v if self.inp is None else v @ self.inp.to(v))
+        return self._turned(turned * self.inverse.to(v))
+
+    def _turned(self, v: Tensor) -> Tensor:
+        v = self.out.to(v) @ v
+        return v if self.inp is None else v @ self.inp.to(v).mT
+
+    def variances(self) -> Tensor:
+        found = self.out.square() @ self.inverse.to(self.out)
+        return found if self.inp is None else found @ self.inp.square().mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +116,7 @@ class KroneckerBlock:
     inp: Tensor
     out: Tensor
     rows: float
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __add__(self, other: BlockCurvature) -> KroneckerBlock:
         assert isinstance(other, KroneckerBlock)
@@ -117,29 +139,66 @@ class KroneckerBlock:
             return out_values, out_basis, self.inp, None
         return out_values, out_basis, *psd_eigh(self.inp)
 
-    def precision(self, phi: Tensor, prior: Tensor, block: Block) -> EigenPrecision:
-        out_values, out_basis, inp_values, inp_basis = self.eigen
-        if prior.ndim:
-            by_input = prior[:, :1]
-            if not torch.allclose(prior, by_input.expand_as(prior)):
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
+        if prior.scale is not None:
+            return self._rescaled(phi, prior.value, prior.scale, block)
+        if prior.value.ndim:
+            by_input = prior.value[:, :1]
+            if not torch.allclose(prior.value, by_input.expand_as(prior.value)):
                 raise UnsupportedError(
                     f"the prior differs between outputs inside {block.weight}; a Kronecker block allows one "
                     "precision, or one for each input. Use isotropic() or per_layer(), or method=Diagonal() or Full()."
                 )
-            return self._whitened(phi, by_input[:, 0], out_values, out_basis)
+            return self._by_input(phi, by_input[:, 0])
+        out_values, out_basis, inp_values, inp_basis = self.eigen
         # Kept in the factors' own dtype: float64 for every product would cost more than the fit.
-        values = (out_values.unsqueeze(-1) * inp_values.unsqueeze(-2)) / phi.to(out_values) + prior.to(out_values)
+        values = (out_values.unsqueeze(-1) * inp_values.unsqueeze(-2)) / phi.to(out_values) + prior.value.to(out_values)
         return EigenPrecision(out_basis, inp_basis, values.reciprocal(), values.log().sum(dtype=torch.float64))
 
-    def _whitened(self, phi: Tensor, by_input: Tensor, out_values: Tensor, out_basis: Tensor) -> EigenPrecision:
+    def _by_input(self, phi: Tensor, by_input: Tensor) -> EigenPrecision:
         """Λ = (I ⊗ √D)(B ⊗ D^-½ A D^-½ / φ + I)(I ⊗ √D): exact for any prior that differs by input."""
         if self.inp.ndim == 2:
             raise UnsupportedError("an embedding in a Kronecker block allows one precision; use method=Diagonal().")
+        out_values, out_basis = self.eigen[:2]
         root = by_input.to(self.inp).rsqrt()  # (G, d_in)
         values, basis = psd_eigh(root.unsqueeze(-1) * self.inp * root.unsqueeze(-2))
         products = (out_values.unsqueeze(-1) * values.unsqueeze(-2)) / phi.to(out_values) + 1
         logdet = products.log().sum(dtype=torch.float64) + out_values.shape[-1] * by_input.double().log().sum()
         return EigenPrecision(out_basis, root.unsqueeze(-1) * basis, products.reciprocal(), logdet)
+
+    def _rescaled(self, phi: Tensor, g: Tensor, scale: Tensor, block: Block) -> EigenPrecision:
+        """A prior g D with D = D_out ⊗ D_in fixed: both factors are whitened by theirs, once for all g and φ."""
+        if "scale" not in self._cache or not torch.equal(self._cache["scale"], scale):
+            by_out, by_inp = scale[:, :, 0], scale[:, 0] / scale[:, 0, :1]
+            if not torch.allclose(by_out.unsqueeze(-1) * by_inp.unsqueeze(-2), scale, rtol=1e-4):
+                raise UnsupportedError(
+                    f"the prior's scale inside {block.weight} is no product of one for outputs and one for inputs, "
+                    "which a Kronecker block needs; use method=Diagonal() or Full()."
+                )
+            self._cache.update(self._whitened(by_out.to(self.out).rsqrt(), by_inp.to(self.inp).rsqrt()), scale=scale)
+        out_values, inp_values = self._cache["out_values"], self._cache["inp_values"]
+        values = (out_values.unsqueeze(-1) * inp_values.unsqueeze(-2)) / phi.to(out_values) + g.to(out_values)
+        logdet = values.log().sum(dtype=torch.float64) + scale.double().log().sum()
+        inverse = values.reciprocal()
+        if self.inp.ndim == 2:  # a lookup's basis is the identity: its scale goes into the eigenvalues
+            inverse = inverse * self._cache["inp"].square().unsqueeze(-2)
+            return EigenPrecision(self._cache["out"], None, inverse, logdet)
+        return EigenPrecision(self._cache["out"], self._cache["inp"], inverse, logdet)
+
+    def _whitened(self, out_root: Tensor, inp_root: Tensor) -> dict[str, Tensor]:
+        out = self.out / max(self.rows, 1)
+        out_values, out_basis = psd_eigh(out_root.unsqueeze(-1) * out * out_root.unsqueeze(-2))
+        found = {"out_values": out_values, "out": out_root.unsqueeze(-1) * out_basis}
+        if self.inp.ndim == 2:
+            return {**found, "inp_values": self.inp * inp_root.square(), "inp": inp_root}
+        inp_values, inp_basis = psd_eigh(inp_root.unsqueeze(-1) * self.inp * inp_root.unsqueeze(-2))
+        return {**found, "inp_values": inp_values, "inp": inp_root.unsqueeze(-1) * inp_basis}
+
+    def diagonal(self) -> Tensor:
+        """Floored factor by factor, so that it stays a product."""
+        out = self.out.diagonal(dim1=-2, dim2=-1) / max(self.rows, 1)
+        inp = self.inp if self.inp.ndim == 2 else self.inp.diagonal(dim1=-2, dim2=-1)
+        return floored(out).unsqueeze(-1) * floored(inp).unsqueeze(-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,13 +227,17 @@ class EigenBlock:
             blocks.append((basis * values.reshape(-1)) @ basis.T)
         return torch.block_diag(*blocks)
 
-    def precision(self, phi: Tensor, prior: Tensor, block: Block) -> EigenPrecision:
-        if prior.ndim:
+    def diagonal(self) -> Tensor:
+        found = self.out.square() @ self.values
+        return floored(found if self.inp is None else found @ self.inp.square().mT)
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
+        if prior.whole.ndim:
             raise UnsupportedError(
                 f"the prior differs inside {block.weight}; EKron allows one precision for each block. "
                 "Use isotropic() or per_layer(), or method=Kron(), Diagonal() or Full()."
             )
-        values = self.values / phi.to(self.values) + prior.to(self.values)
+        values = self.values / phi.to(self.values) + prior.value.to(self.values)
         return EigenPrecision(self.out, self.inp, values.reciprocal(), values.log().sum(dtype=torch.float64))
 
 
@@ -197,6 +260,12 @@ class DiagonalPrecision:
     def sample(self, eps: Tensor) -> Tensor:
         return eps * self.inverse.sqrt().to(eps)
 
+    def solve(self, v: Tensor) -> Tensor:
+        return v * self.inverse.to(v)
+
+    def variances(self) -> Tensor:
+        return self.inverse
+
 
 @dataclass(frozen=True, eq=False)
 class DiagonalBlock:
@@ -214,8 +283,11 @@ class DiagonalBlock:
     def dense(self) -> Tensor:
         return torch.diag(self.values.reshape(-1))
 
-    def precision(self, phi: Tensor, prior: Tensor, block: Block) -> DiagonalPrecision:
-        values = self.values / phi.to(self.values) + prior.to(self.values)
+    def diagonal(self) -> Tensor:
+        return floored(self.values)
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> DiagonalPrecision:
+        values = self.values / phi.to(self.values) + prior.whole.to(self.values)
         return DiagonalPrecision(values.reciprocal(), values.log().sum(dtype=torch.float64))
 
 
@@ -249,6 +321,13 @@ class CholeskyPrecision:
         solved = torch.linalg.solve_triangular(self.factor.mT, flat.to(self.factor).mT, upper=True).mT
         return solved.reshape(eps.shape).to(eps)
 
+    def solve(self, v: Tensor) -> Tensor:
+        flat = v.reshape(v.shape[0], -1)
+        return torch.cholesky_solve(flat.to(self.factor).mT, self.factor).mT.reshape(v.shape).to(v)
+
+    def variances(self) -> Tensor:
+        return self._root.square().sum(0)
+
 
 @dataclass(frozen=True, eq=False)
 class FullBlock:
@@ -266,9 +345,12 @@ class FullBlock:
     def dense(self) -> Tensor:
         return self.matrix
 
-    def precision(self, phi: Tensor, prior: Tensor, block: Block) -> CholeskyPrecision:
+    def diagonal(self) -> Tensor:
+        return floored(self.matrix.diagonal())
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> CholeskyPrecision:
         size = len(self.matrix)
-        added = prior.double().reshape(-1).expand(size)
+        added = prior.whole.double().reshape(-1).expand(size)
         return CholeskyPrecision(cholesky(self.matrix.double() / phi.double() + torch.diag(added), block.weight))
 
 
@@ -280,96 +362,16 @@ STRUCTURES: dict[str, Callable[..., BlockCurvature]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class BlockwisePrecision:
-    """Λ with no coupling between blocks."""
-
-    blocks: tuple[BlockPrecision, ...]
-    layout: tuple[Block, ...]
-    selection: Selection
-    log_determinant: Tensor | None = None  # where it is not the sum over blocks (single weights selected)
-
-    def logdet(self) -> Tensor:
-        if self.log_determinant is not None:
-            return self.log_determinant
-        return torch.stack([block.logdet().double() for block in self.blocks]).sum()
-
-    def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
-        """(B, S, C, C), or (B, S, C): one block after another, so memory follows the largest."""
-        total: Tensor | None = None
-        for precision, (_, part) in zip(self.blocks, jacobian, strict=True):
-            found = precision.quadratic(part, jacobian.tokens, full)
-            total = found if total is None else total + found
-        assert total is not None
-        return total
-
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        parts = [precision.cross(part) for precision, (_, part) in zip(self.blocks, jacobian, strict=True)]
-        return torch.stack(parts).sum(0)
-
-    def sample(self, eps: Tensor) -> Tensor:
-        """Λ^-½ eps for eps (n, P)."""
-        values = self.selection.split(eps)
-        drawn: dict[str, Tensor] = {}
-        for precision, block in zip(self.blocks, self.layout, strict=True):
-            drawn.update(block.spread(precision.sample(block.arrange(values))))
-        return self.selection.picked(torch.cat([drawn[name] for name in self.selection.names], -1))
-
-
-@dataclass(frozen=True, eq=False)
-class BlockwiseCurvature:
-    """H with no coupling between blocks. ``blocks`` match the network's layout one to one."""
-
-    blocks: tuple[BlockCurvature, ...]
-    layout: tuple[Block, ...]
-    selection: Selection
-
-    def __add__(self, other: BlockwiseCurvature) -> BlockwiseCurvature:
-        if self.layout != other.layout:
-            raise UnsupportedError("these curvatures belong to different networks or weights and do not add.")
-        total = tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True))
-        return BlockwiseCurvature(total, self.layout, self.selection)
-
-    def precision(self, phi: Tensor, prior: Prior) -> BlockwisePrecision:
-        if self.selection.index is not None:
-            return self._subnetwork_precision(phi, prior)
-        found = tuple(c.precision(phi, prior.on(b), b) for c, b in zip(self.blocks, self.layout, strict=True))
-        return BlockwisePrecision(found, self.layout, self.selection)
-
-    def _subnetwork_precision(self, phi: Tensor, prior: Prior) -> BlockwisePrecision:
-        """Only diagonals: entries that are not selected get no variance and no share of the determinant."""
-        values = torch.cat([part for _, part in sorted_parts(self)], -1)
-        chosen = self.selection.picked(values) / phi.to(values) + prior.vector.to(values)
-        inverse = self.selection.split(chosen.reciprocal())
-        parts = tuple(DiagonalPrecision(block.arrange(inverse), chosen.new_zeros(())) for block in self.layout)
-        return BlockwisePrecision(parts, self.layout, self.selection, chosen.log().sum(dtype=torch.float64))
-
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
-        return self.precision(phi, prior).logdet()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"{i}.{key}": t for i, block in enumerate(self.blocks) for key, t in block.tensors().items()}
-
-    def structures(self) -> list[str]:
-        """The structure of every block, by name; a user sees here what became of each parameter."""
-        return [type(block).__name__ for block in self.blocks]
-
-
-def sorted_parts(curvature: BlockwiseCurvature) -> list[tuple[str, Tensor]]:
-    """The diagonals of a diagonal curvature, parameter by parameter in the order of theta."""
-    parts: dict[str, Tensor] = {}
-    for structure, block in zip(curvature.blocks, curvature.layout, strict=True):
-        if not isinstance(structure, DiagonalBlock):
-            raise UnsupportedError(
-                "a subnetwork of single weights has no Kronecker structure; use method=Full() or Diagonal()."
-            )
-        parts.update(block.spread(structure.values))
-    return [(name, parts[name]) for name in curvature.selection.names]
-
-
 def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, cut at zero, and eigenvectors of a sum of squares."""
     if not bool(torch.isfinite(matrix).all()):
         raise NumericalError("a curvature factor is not finite; check the data and the network for overflow.")
     values, vectors = torch.linalg.eigh(matrix)
     return values.clamp_min(0), vectors
+
+
+def floored(values: Tensor) -> Tensor:
+    """No value below a thousandth of the median, nor of the mean where the median is nought; never nought itself."""
+    typical = values.median()
+    typical = typical if float(typical) > 0 else values.mean()
+    return values.clamp_min(float(1e-3 * typical) or 1.0)
