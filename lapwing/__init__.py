@@ -2,6 +2,7 @@
 
 from lapwing.api import Fitted, fit, load
 from lapwing.check import check
+from lapwing.compare import compare
 from lapwing.core.errors import DataError, FileError, LapwingError, ModelError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.likelihoods.bernoulli import Bernoulli
@@ -16,17 +17,25 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.networks.selection import all_weights, last_layer, named, subnetwork
-from lapwing.priors.gaussian import diagonal, isotropic, per_layer
+from lapwing.posteriors.density import DensityLaplace, laplace_density
+from lapwing.posteriors.effective import EffectiveParameters
+from lapwing.posteriors.trace import DivergedError, Step, Trace
+from lapwing.priors.gaussian import diagonal, g_prior, grouped, isotropic, per_layer, per_normalised_group
 from lapwing.tuning.evidence import MaximiseEvidence, maximise_evidence
+from lapwing.tuning.fixed_point import FixedPoint, fixed_point
+from lapwing.tuning.held_out import CrossValidated, Grid, Temperature, cross_validated, grid, temperature
+from lapwing.tuning.linear_mode import LinearMode, linear_mode
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "fit", "load", "check", "Fitted", "FunctionGaussian",
+    "fit", "load", "check", "compare", "Fitted", "FunctionGaussian", "laplace_density",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "MapOnly",
     "all_weights", "last_layer", "named", "subnetwork",
-    "isotropic", "per_layer", "diagonal",
-    "maximise_evidence", "MaximiseEvidence",
+    "isotropic", "per_layer", "diagonal", "grouped", "per_normalised_group", "g_prior",
+    "maximise_evidence", "MaximiseEvidence", "fixed_point", "FixedPoint", "linear_mode", "LinearMode",
+    "grid", "Grid", "cross_validated", "CrossValidated", "temperature", "Temperature",
+    "EffectiveParameters", "DensityLaplace", "Trace", "Step", "DivergedError",
     "LapwingError", "DataError", "ModelError", "NumericalError", "FileError", "UnsupportedError",
 ]  # fmt: skip

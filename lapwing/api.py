@@ -28,10 +28,20 @@ from lapwing.networks.forward import (
     shaped,
 )
 from lapwing.networks.network import Network
+from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors import files
+from lapwing.posteriors.effective import EffectiveParameters, effective_parameters
 from lapwing.posteriors.problem import Problem
-from lapwing.posteriors.protocols import HasEvidence, HasFunctionSamples, HasWeightSamples, Method, Posterior
+from lapwing.posteriors.protocols import (
+    HasEvidence,
+    HasFunctionSamples,
+    HasWeightSamples,
+    Method,
+    NeedsData,
+    Posterior,
+)
+from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior, isotropic
 from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.tuning.evidence import maximise_evidence, started
@@ -75,15 +85,25 @@ def fit(
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, batches))
     given = isotropic(1.0) if prior is None else prior if isinstance(prior, Prior) else isotropic(prior)
-    problem = Problem(network, chosen, given.bound(network.selection, network.theta()))
+    groups = None
+    if given.kind == "per_normalised_group":
+        groups = members(network, scale_free_groups(network, first.inputs))
+    problem = Problem(network, chosen, given.bound(network.selection, network.theta(), groups))
     fitted = method_named(method).fit(problem, batches, generator)
     if prior is None and isinstance(fitted, HasEvidence):
         statistics = fitted.statistics  # type: ignore[attr-defined]
         fitted = started(fitted, statistics.data, statistics.outputs, network.theta())
-        fitted = (tuner or maximise_evidence)(fitted)
+        fitted = _on(tuner or maximise_evidence, batches)(fitted)
     elif tuner is not None:
-        fitted = tuner(fitted)
+        fitted = _on(tuner, batches)(fitted)
     return Fitted(fitted, Fingerprint.of(network.model))
+
+
+def _on(tuner: Tuner, data: Data | None = None) -> Tuner:
+    """The tuner, with the data of the fit where it needs some and has none."""
+    if isinstance(tuner, type):
+        raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
+    return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -188,8 +208,21 @@ class Fitted:
 
     @outside_autocast
     def tuned(self, tuner: Tuner = maximise_evidence) -> Fitted:
-        """The same posterior under better hyperparameters."""
-        return Fitted(tuner(self.posterior), self.fingerprint)
+        """The same posterior under better hyperparameters; ``trace`` says how they were found."""
+        self._unchanged()
+        return Fitted(_on(tuner)(self.posterior), self.fingerprint)
+
+    @outside_autocast
+    def effective_parameters(self) -> EffectiveParameters:
+        """γ, the number of weights that the data decide: in all and layer by layer, with the classic advice."""
+        self._unchanged()
+        self._with(HasEvidence, "evidence")
+        return effective_parameters(self.posterior)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What the tuner did: every value it tried, with its evidence or score."""
+        return getattr(self.posterior, "trace", None)
 
     @property
     def problem(self) -> Problem:
@@ -215,8 +248,13 @@ class Fitted:
     def with_prior(self, prior: Prior | float) -> Fitted:
         """The same curvature under another prior: no data is touched."""
         given = prior if isinstance(prior, Prior) else isotropic(prior)
-        problem = self.problem.with_prior(given.bound(self.network.selection, self.network.theta()))
-        return Fitted(self.posterior.with_problem(problem), self.fingerprint)  # type: ignore[attr-defined]
+        mine, names = self.prior, self.network.selection.names
+        groups = dict(zip(names, mine.members, strict=True)) if mine.kind == "per_normalised_group" else None
+        bound = given.bound(self.network.selection, self.network.theta(), groups)
+        if bound.needs_curvature:
+            bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
+        moved = self.posterior.with_problem(self.problem.with_prior(bound))  # type: ignore[attr-defined]
+        return Fitted(moved, self.fingerprint)
 
     def to(self, device: torch.device | str) -> Fitted:
         """The same posterior with its model on another device. The model is moved there, as ``model.to`` does."""

@@ -11,6 +11,7 @@ from torch import nn
 from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
 from lapwing.networks.network import Network
+from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.registry import weights_named
 
@@ -47,6 +48,7 @@ class Report:
     dtype: str
     layers: tuple[Layer, ...]
     costs: tuple[Cost, ...]
+    scale_free: tuple[ScaleFree, ...] = ()  # groups whose scale the network ignores
 
     def __str__(self) -> str:
         width = max(len(layer.name) for layer in self.layers)
@@ -54,6 +56,9 @@ class Report:
         lines.append(f"{'parameters':{width}s} {'weights':>10s} {'shared':>7s}  handled as")
         for layer in self.layers:
             lines.append(f"{layer.name:{width}s} {layer.size:10d} {layer.positions:7d}  {layer.handled}")
+        if self.scale_free:
+            lines += ["", "weights whose scale the network ignores (see per_normalised_group):"]
+            lines += [f"  {group}" for group in self.scale_free]
         lines += ["", f"{'method':10s} {'stores':>10s} {'fit / epoch':>12s}"]
         for cost in self.costs:
             figures = (
@@ -90,6 +95,7 @@ def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None)
     return Report(
         size, network.output_shape, str(network.dtype).removeprefix("torch."), tuple(layers),
         counts.costs(size, 8 if network.dtype == torch.float64 else 4, network.selection.index is not None),
+        scale_free_groups(network, inputs),
     )  # fmt: skip
 
 

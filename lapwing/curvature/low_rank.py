@@ -75,7 +75,6 @@ class LowRankPrecision:
         eps = eps.to(self.tall)
         return root * (eps - ((eps @ right.mT) * shrink) @ right)
 
-
     def solve(self, v: Tensor) -> Tensor:
         scaled = v.to(self.tall) / self.prior.vector.to(self.tall)
         inner = torch.cholesky_solve((scaled @ self.tall.mT).mT, self._inner).mT

@@ -101,7 +101,10 @@ class Sweep:
 
     @property
     def _seed_count(self) -> int:
-        return 1 if self._curvature == "fisher_mc" or self._only is not None else torch.Size(self._network.output_shape).numel()
+        shape = self._network.output_shape
+        if self._curvature == "fisher_mc":
+            return 1
+        return torch.Size(shape if self._only is None else shape[:-1]).numel()
 
     def _targets(self, batch: Batch) -> Tensor:
         """Checked against the shape of the outputs, before the network runs."""

@@ -227,9 +227,7 @@ def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.
     return built.with_dispersion(tensors["likelihood.dispersion"].to(device))
 
 
-def _curvature(
-    kind: dict[str, Any], parts: dict[str, Tensor], layout: tuple[Block, ...], selection: Selection
-) -> Any:
+def _curvature(kind: dict[str, Any], parts: dict[str, Tensor], layout: tuple[Block, ...], selection: Selection) -> Any:
     name = kind["name"]
     if name == "PerOutputCurvature":
         each = (_curvature(kind["part"], _under(parts, i), layout, selection) for i in range(kind["outputs"]))

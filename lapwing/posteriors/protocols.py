@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from lapwing.core.data import Data, Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior
 
 
@@ -74,6 +75,37 @@ class Method(Protocol):
 @runtime_checkable
 class Reweightable(Protocol):
     """Takes a new prior or noise without touching the data."""
+
+    def with_problem(self, problem: Problem) -> Posterior: ...
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """Takes other noise without touching the data, and remembers what a tuner did."""
+
+    @property
+    def noise(self) -> Tensor | None: ...
+
+    def with_noise(self, noise: Tensor) -> Posterior: ...
+
+    def with_problem(self, problem: Problem) -> Posterior: ...
+
+    def with_trace(self, trace: Trace) -> Posterior: ...
+
+
+@runtime_checkable
+class NeedsData(Protocol):
+    """A tuner that passes over the training data; ``fit`` gives them where they were not given before."""
+
+    def with_data(self, data: Data) -> Any: ...
+
+
+@runtime_checkable
+class HasPrecision(Protocol):
+    """A belief about the weights with a precision that prior and noise enter."""
+
+    @property
+    def settled(self) -> Precision: ...
 
     def with_problem(self, problem: Problem) -> Posterior: ...
 

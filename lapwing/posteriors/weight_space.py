@@ -79,6 +79,9 @@ class WeightPosterior:
         """The same curvature under another prior or noise. A mode belongs to the prior it was found for and stays."""
         return replace(self, problem=problem)
 
+    def with_trace(self, trace: Trace) -> WeightPosterior:
+        return replace(self, trace=trace)
+
     @property
     def noise(self) -> Tensor | None:
         """The noise variances that may change without the data: (), (C,), or None where there are none to learn."""
@@ -113,7 +116,7 @@ class WeightPosterior:
         )
 
     def _quadratic(self, x: Inputs, full: bool) -> tuple[Tensor, Tensor]:
-        network, precision = self.problem.network, self._settled
+        network, precision = self.problem.network, self.settled
         means, covs = [], []
         for _, tangent in network.tangents(x):
             f = tangent.f.to(network.dtype)
@@ -126,11 +129,11 @@ class WeightPosterior:
         network = self.problem.network
         tangent = network.linearise(x)
         f = tangent.f.to(network.dtype)
-        cov = self._settled.cross(tangent.jacobians())
+        cov = self.settled.cross(tangent.jacobians())
         return FunctionGaussian(f, cov.reshape(*f.shape, *f.shape), joint=True)
 
     @cached_property
-    def _settled(self) -> Precision:
+    def settled(self) -> Precision:
         """The precision for predictions: no gradient flows from them to the hyperparameters."""
         with torch.no_grad():
             return self.current.precision(self._phi.detach(), _detached(self.problem).prior)
@@ -179,7 +182,7 @@ class WeightPosterior:
     def _deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
         eps = normal((n, len(self.theta)), generator, self.theta)
         with torch.no_grad():
-            return self._settled.sample(eps).to(self.theta)
+            return self.settled.sample(eps).to(self.theta)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, [T,] C) of the tangent model: one draw of the weights for all inputs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.tuning.evidence import minimise
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
@@ -235,10 +235,24 @@ def test_tuning_touches_no_data() -> None:
     assert len(passes) == before
 
 
-def test_what_is_not_finite_ends_it_with_the_trace() -> None:
-    x = torch.zeros(1, dtype=D, requires_grad=True)
-    with pytest.raises(lw.NumericalError, match=r"evidence is not finite.*nan at \['1'\].*Give the prior"):
-        minimise(lambda p: p.sum() * math.nan, x, 5, 1e-5)
+def test_what_is_not_finite_ends_it_with_the_trace_and_the_last_good_value() -> None:
+    fitted = regression(lw.Full(), prior=3.0)
+    calls: list[int] = []
+
+    class Failing(type(fitted.posterior)):  # type: ignore[misc]
+        """Good twice, then not a number."""
+
+        def log_evidence(self) -> Tensor:
+            calls.append(1)
+            value = super().log_evidence()
+            return value if len(calls) < 3 else value * math.nan
+
+    failing = Failing(**{f.name: getattr(fitted.posterior, f.name) for f in fields(fitted.posterior)})
+    with pytest.raises(lw.DivergedError, match=r"evidence is not finite. Give the prior.*nan at precision") as error:
+        lw.maximise_evidence(failing)
+    assert len(error.value.trace.steps) == 3
+    best = max(error.value.trace.steps[:2], key=lambda step: step.score)
+    assert error.value.posterior.problem.prior.values.item() == pytest.approx(best.precisions[0])
 
 
 def test_zero_weights_have_no_optimum_but_an_answer() -> None:

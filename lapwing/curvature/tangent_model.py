@@ -1,0 +1,133 @@
+"""The tangent model as a function of its weights: loss, gradient and curvature at any theta, over all the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.network import Network
+
+BYTES = 2**30  # what a Jacobian over all data may take before the products stream
+
+
+class TangentModel(Protocol):
+    """h(theta, x) = f + J (theta - w̃), seen through its loss at unit dispersion. Everything takes delta = theta - w̃."""
+
+    def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
+        """The summed loss and its gradient (P,), float64."""
+        ...
+
+    def products(self, delta: Tensor, v: Tensor) -> Tensor:
+        """Σ Jᵀ Λ J v for v (K, P), with Λ the Hessian of the loss in the outputs at h."""
+        ...
+
+    def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
+        """The summed loss at delta + t direction for every t in steps, by one pass."""
+        ...
+
+
+def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> TangentModel:
+    """With the Jacobian in memory where it fits, else by products that stream over the data."""
+    rows = 0
+    for batch in data.batches("counting"):
+        rows += (batch.targets.shape[0] if batch.targets.ndim else 1) * torch.Size(network.output_shape).numel()
+    if 8 * rows * network.selection.size <= BYTES:
+        return DenseTangent.built(network, likelihood, data)
+    return StreamedTangent(network, likelihood, data)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseTangent:
+    """The Jacobian of all data, (N, K, P) in float64: a pass costs a matrix product."""
+
+    f: Tensor  # (N, [T,] C)
+    y: Tensor
+    jacobian: Tensor  # (N [T] C, P)
+    likelihood: Likelihood
+
+    @classmethod
+    def built(cls, network: Network, likelihood: Likelihood, data: Data) -> DenseTangent:
+        outputs, targets, rows = [], [], []
+        for batch in data.batches("Jacobian"):
+            for part, tangent in network.tangents(batch.inputs):
+                f = tangent.own.double()
+                outputs.append(f)
+                targets.append(likelihood.targets(f, batch.targets[part]))
+                rows.append(tangent.jacobians().whole().double().flatten(0, 1))
+        return cls(torch.cat(outputs), torch.cat(targets), torch.cat(rows), likelihood)
+
+    def _h(self, delta: Tensor) -> Tensor:
+        return self.f + (self.jacobian @ delta).reshape(self.f.shape)
+
+    def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
+        loss, slope = loss_slope(self.likelihood, self._h(delta), self.y)
+        return float(loss), slope.reshape(-1) @ self.jacobian
+
+    def products(self, delta: Tensor, v: Tensor) -> Tensor:
+        root = self.likelihood.root(self._h(delta), self.y)
+        moved = (v.double() @ self.jacobian.mT).reshape(len(v), *self.f.shape)
+        return curved(root, moved).reshape(len(v), -1) @ self.jacobian
+
+    def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
+        h, along = self._h(delta), (self.jacobian @ direction).reshape(self.f.shape)
+        return torch.stack([self.likelihood.loss(h + t * along, self.y).sum() for t in steps])
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedTangent:
+    """Products by forward and backward passes, batch after batch, in the network's own dtype; sums in float64."""
+
+    network: Network
+    likelihood: Likelihood
+    data: Data
+
+    def _moved(self, label: str, v: Tensor) -> Iterator[tuple[object, Tensor, Tensor, Tensor]]:
+        """(inputs, f, y, J v) for every batch."""
+        v = v.to(self.network.device, self.network.dtype)
+        plain = self.network.shifted(None)
+        for batch in self.data.batches(label):
+            f = plain(batch.inputs).double()
+            y = self.likelihood.targets(f, batch.targets)
+            yield batch.inputs, f, y, plain.jvp(batch.inputs, v).double()
+
+    def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
+        total, loss = torch.zeros_like(delta, dtype=torch.float64), 0.0
+        for inputs, f, y, moved in self._moved("tangent gradient", delta[None]):
+            mine, slope = loss_slope(self.likelihood, f + moved[0], y)
+            loss += float(mine)
+            total += self.network.vjp(inputs, slope[None].to(self.network.dtype))[0]
+        return loss, total
+
+    def products(self, delta: Tensor, v: Tensor) -> Tensor:
+        total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
+        for inputs, f, y, moved in self._moved("tangent products", torch.cat([delta[None].to(v), v])):
+            root = self.likelihood.root(f + moved[0], y)
+            total += self.network.vjp(inputs, curved(root, moved[1:]).to(self.network.dtype))
+        return total
+
+    def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
+        total = torch.zeros(len(steps), dtype=torch.float64, device=delta.device)
+        for _, f, y, moved in self._moved("tangent losses", torch.stack([delta, direction])):
+            h = f + moved[0]
+            total += torch.stack([self.likelihood.loss(h + t * moved[1], y).sum() for t in steps])
+        return total
+
+
+def loss_slope(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss and its gradient in f."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = f.detach().clone().requires_grad_()
+        loss = likelihood.loss(leaf, y).sum()
+        (slope,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), slope
+
+
+def curved(root: Tensor, moved: Tensor) -> Tensor:
+    """R Rᵀ u for u (n, B, [T,] C)."""
+    return torch.einsum("...ck,...dk,n...d->n...c", root, root, moved)

@@ -1,0 +1,150 @@
+"""Which weights have a scale that the network ignores: found by rescaling them and looking at the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.core.data import Inputs
+from lapwing.networks import graph as graphs
+from lapwing.networks.fallback import swapped
+from lapwing.networks.forward import plain_kernels, raw_output, shaped
+from lapwing.networks.network import Network
+
+FACTOR = 2.0  # a power of two: nothing but eps and real dependence can change the outputs
+REST = "rest"
+LARGEST = 1e-2  # a change of the outputs above this is dependence, whatever eps may be
+UNSEEN = 1e2  # one over the variance before a norm, where the graph does not show it
+
+
+@dataclass(frozen=True)
+class ScaleFree:
+    """Parameters that may be multiplied by any number together without a change of the function."""
+
+    name: str
+    parameters: tuple[str, ...]
+    statistics: bool  # whether running statistics of a BatchNorm must be rescaled along
+    change: float  # of the outputs, relative, when the group is doubled
+    tolerance: float  # what the norms' eps explains of it
+
+    def __str__(self) -> str:
+        along = ", with the running statistics after it" if self.statistics else ""
+        return f"{self.name}: scale ignored{along} ({' + '.join(self.parameters)})"
+
+
+@dataclass(frozen=True, eq=False)
+class _Norm:
+    """A BatchNorm in the graph: what it saw, and the buffers that hold its statistics."""
+
+    seen: Tensor
+    mean: str
+    variance: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """One run of the network with other values for some parameters and buffers."""
+
+    f: Tensor
+    norms: tuple[_Norm, ...]
+    inverse: float  # the largest mean of one over the variance before a norm
+
+
+def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]:
+    """Every group of weights whose common scale the network ignores, on this batch.
+
+    A weight is doubled with its bias. LayerNorm, GroupNorm and weight normalisation take that back, up to their eps,
+    from which the tolerance follows. BatchNorm in eval mode does once its running mean is doubled and its running
+    variance quadrupled along. A weight that does not matter at all is no group. Cost: up to four forward passes for
+    each layer; the model is not changed.
+    """
+    tensors = {name: p.detach() for name, p in network.model.named_parameters() if name in network.selection.names}
+    base = _run(network, inputs, {}, tensors)
+    size = base.f.abs().max().clamp_min(torch.finfo(base.f.dtype).tiny)
+    tolerance = _tolerance(network, base)
+    generator = torch.Generator().manual_seed(0)
+    found: list[ScaleFree] = []
+    taken: set[str] = set()
+    for name, parameters in _candidates(network):
+        if taken & set(parameters) or sum(tensors[p].numel() for p in parameters) < 2:
+            continue
+        trial = _run(network, inputs, {p: FACTOR * tensors[p] for p in parameters}, tensors)
+        follow = [after for before, after in zip(base.norms, trial.norms, strict=True) if _grew(before, after)]
+        if follow:
+            scaled = {p: FACTOR * tensors[p] for p in parameters}
+            buffers = dict(network.model.named_buffers())
+            scaled.update({norm.mean: FACTOR * buffers[norm.mean] for norm in follow})
+            scaled.update({norm.variance: FACTOR**2 * buffers[norm.variance] for norm in follow})
+            trial = _run(network, inputs, scaled, tensors)
+        change = float((trial.f - base.f).abs().max() / size)
+        if change > tolerance:
+            continue
+        shaken = {
+            p: tensors[p] * FACTOR ** (torch.rand(tensors[p].shape, generator=generator).round() * 2 - 1).to(tensors[p])
+            for p in parameters
+        }
+        moved = float((_run(network, inputs, shaken, tensors).f - base.f).abs().max() / size)
+        if moved > 10 * max(change, torch.finfo(base.f.dtype).eps ** 0.75):
+            found.append(ScaleFree(name, parameters, bool(follow), change, tolerance))
+            taken |= set(parameters)
+    return tuple(found)
+
+
+def members(network: Network, groups: tuple[ScaleFree, ...]) -> dict[str, str]:
+    """For every parameter the name of its group; those in none share one."""
+    found = dict.fromkeys(network.selection.names, REST)
+    for group in groups:
+        found.update(dict.fromkeys(group.parameters, group.name))
+    return found
+
+
+def _candidates(network: Network) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each block with its bias, then all parameters of its module where those are more."""
+    owners = dict(zip(network.selection.names, network.selection.layer_of(), strict=True))
+    for block in network.layout:
+        owner = owners[block.weight]
+        siblings = tuple(name for name in network.selection.names if owners[name] == owner)
+        whole = set(siblings) <= set(block.names)
+        yield (owner if whole and owner else block.weight), block.names
+        if not whole:
+            yield owner or block.weight, siblings
+
+
+def _grew(before: _Norm, after: _Norm) -> bool:
+    """Whether all that a norm sees is multiplied by the factor."""
+    limit = torch.finfo(before.seen.dtype).eps ** 0.5 * float(before.seen.abs().max())
+    return float((after.seen - FACTOR * before.seen).abs().max()) <= limit
+
+
+def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> _Trial:
+    chosen = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+    chosen.update({name: v.clone().requires_grad_(name in tensors) for name, v in values.items()})
+    names = {buffer.data_ptr(): name for name, buffer in network.model.named_buffers()}
+    names.update({chosen[name].data_ptr(): name for name in values if name not in tensors})
+    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(network.plain):
+        raw = swapped(network.model, chosen, lambda: raw_output(network.model, inputs))
+    norms, inverses = [], [0.0]
+    for node in graphs.read(raw, raw.shape[0]).nodes:
+        if "BatchNormBackward" in node.name() and node._saved_running_mean is not None:
+            mean, variance = node._saved_running_mean, node._saved_running_var
+            if {mean.data_ptr(), variance.data_ptr()} <= names.keys():
+                seen = node._saved_input.detach()
+                norms.append(_Norm(seen, names[mean.data_ptr()], names[variance.data_ptr()]))
+                inverses.append(float((1 / variance.clamp_min(1e-12)).mean()))
+        elif node.name() in ("NativeLayerNormBackward0", "NativeGroupNormBackward0"):
+            rstd = node._saved_result2.detach()
+            inverses.append(float(rstd.square().mean()))
+    return _Trial(shaped(raw.detach()), tuple(norms), max(inverses))
+
+
+def _tolerance(network: Network, base: _Trial) -> float:
+    """What doubling may change through eps: x / sqrt(var + eps) moves by 3/8 eps / var; times ten for what follows."""
+    found = (getattr(module, "eps", None) for module in network.model.modules())
+    eps = [value for value in found if isinstance(value, float)]
+    eps += [1e-5] if any(isinstance(m, nn.RMSNorm) for m in network.model.modules()) else []
+    explained = 10 * 0.375 * max(eps, default=0.0) * (base.inverse or UNSEEN)
+    rounding = 1e3 * torch.finfo(base.f.dtype).eps
+    return min(max(explained, rounding), LARGEST)

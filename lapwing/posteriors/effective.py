@@ -1,0 +1,73 @@
+"""How many weights the data decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEAR = 0.8  # share of the weights from which a network may be too small
+
+
+@dataclass(frozen=True, eq=False)
+class EffectiveParameters:
+    r"""γ = tr(Λ⁻¹ H/φ), between nought and the number of weights P: the directions that the data decide.
+
+    ``layers`` has γ of every layer and ``sizes`` its number of weights; ``by_precision`` γ of the weights that
+    share a precision of the prior.
+    """
+
+    total: float
+    weights: int
+    layers: dict[str, float]
+    sizes: dict[str, int]
+    by_precision: Tensor
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """The advice of the classic recipe, where there is any to give."""
+        found = []
+        if self.total > NEAR * self.weights:
+            found.append(
+                f"gamma is {self.total:.1f} of {self.weights} weights: nearly all are decided by the data, so the "
+                "network may be too small. Try a larger one and compare the evidence."
+            )
+        for name, gamma in self.layers.items():
+            if self.sizes[name] > 1 and gamma < 0.01 * self.sizes[name]:
+                found.append(
+                    f"layer {name or '(top)'}: gamma is {gamma:.2g} of {self.sizes[name]} weights; the data decide "
+                    "almost none of them, and a smaller layer may do."
+                )
+        return tuple(found)
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in (*self.layers, "layer"))
+        lines = [f"{'layer':{width}s} {'weights':>9s} {'gamma':>10s} {'share':>6s}"]
+        for name, gamma in self.layers.items():
+            size = self.sizes[name]
+            lines.append(f"{name:{width}s} {size:9d} {gamma:10.2f} {gamma / size:6.1%}")
+        lines.append(f"{'total':{width}s} {self.weights:9d} {self.total:10.2f} {self.total / self.weights:6.1%}")
+        return "\n".join([*lines, *self.findings])
+
+
+def effective_parameters(posterior: Any) -> EffectiveParameters:
+    """γ of a posterior in weight space: P less the sum of prior precision times posterior variance.
+
+    Cost: the posterior variance of every weight. Exact for the structure that the method has.
+    """
+    problem = posterior.problem
+    selection, prior = problem.network.selection, problem.prior
+    with torch.no_grad():
+        each = 1 - prior.vector.detach() * posterior.precision.variances().detach().to(prior.values)
+    names = selection.layer_of()
+    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    numbers = torch.tensor([order[name] for name in names]).repeat_interleave(torch.tensor(selection.sizes))
+    numbers = selection.picked(numbers).to(each.device)
+    gammas = each.new_zeros(len(order)).index_add(0, numbers, each).tolist()
+    sizes = torch.bincount(numbers, minlength=len(order)).tolist()
+    return EffectiveParameters(
+        float(each.sum()), len(each), dict(zip(order, gammas, strict=True)), dict(zip(order, sizes, strict=True)),
+        prior.summed(each),
+    )  # fmt: skip

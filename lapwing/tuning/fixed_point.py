@@ -1,0 +1,103 @@
+"""MacKay's updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.posteriors.effective import effective_parameters
+from lapwing.posteriors.trace import DivergedError, Step, Trace
+from lapwing.tuning.coordinates import Coordinates
+from lapwing.tuning.evidence import refuse_not_finite, refuse_runaway
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    r"""MacKay's fixed point, group by group.
+
+    $$ \alpha_d = \gamma_d / \|\tilde w_d\|^2, \qquad \phi = \mathrm{SSE} / (N C - \gamma) $$
+
+    γ counts the weights that the data decide. ``noise=False`` keeps the noise; a noise that was given is kept
+    anyway, and one for each output is updated with its own γ. Ends when no logarithm moves by more than
+    ``tolerance``, at the stationary point that ``maximise_evidence`` finds, usually in more steps. An update that
+    would lose evidence is halved.
+    γ of every layer at the end is ``posterior.effective_parameters()``.
+
+    Cost: posterior variances of the weights at each step; no data is touched.
+    """
+
+    noise: bool = True
+    max_steps: int = 200
+    tolerance: float = 1e-6
+
+    def __call__(self, posterior: Any) -> Any:
+        coordinates = Coordinates.of(posterior, self.noise)
+        x, steps = coordinates.start, []
+        moved = math.inf
+        with torch.no_grad():
+            value = float(coordinates.at(x).log_evidence())
+            for _ in range(self.max_steps):
+                new, gamma = self._updated(coordinates, coordinates.at(x))
+                steps.append(coordinates.step(x, value, gamma))
+                refuse_not_finite(coordinates, steps)
+                refuse_runaway(coordinates, steps)
+                if not bool(torch.isfinite(new).all()):
+                    self._refuse(coordinates, steps, x, "an update is not finite")
+                moved = float((new - x).abs().max())
+                if moved <= self.tolerance:
+                    break
+                x, value = self._climbed(coordinates, x, new, value)
+            else:
+                if moved > 1e-2 and self.max_steps > 1:
+                    self._refuse(coordinates, steps, x, f"after {self.max_steps} steps a logarithm moves {moved:.2g}")
+        return coordinates.finished(x, Trace("fixed_point", steps=tuple(steps)))
+
+    def _climbed(self, coordinates: Coordinates, x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
+        """The whole update, or the half, quarter ... of it that does not lose evidence.
+
+        Each logarithm moves the way its slope points, so that a short enough step gains; whole ones may oscillate.
+        """
+        for halvings in range(8):
+            trial = x + (new - x) * 0.5**halvings
+            found = float(coordinates.at(trial).log_evidence())
+            if found >= value - 1e-9 * abs(value):
+                break
+        return trial, found
+
+    def _updated(self, coordinates: Coordinates, current: Any) -> tuple[Tensor, float]:
+        prior = current.problem.prior
+        effective = effective_parameters(current)
+        squares = prior.squares(current.centre)
+        new = [(effective.by_precision.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
+        if coordinates.noise:
+            new.append(self._noise(current, effective.total).log().reshape(-1).to(new[0]))
+        return torch.cat(new), effective.total
+
+    def _noise(self, current: Any, gamma: float) -> Tensor:
+        statistics, noise = current.statistics, current.noise
+        if noise.ndim == 0:
+            left = max(statistics.data * statistics.outputs - gamma, 1.0)
+            return torch.as_tensor(2 * current.loss, dtype=torch.float64) / left
+        losses = torch.tensor(statistics.losses, dtype=torch.float64, device=noise.device)
+        return 2 * losses / (statistics.data - self._by_output(current)).clamp_min(1.0)
+
+    def _by_output(self, current: Any) -> Tensor:
+        """γ_c = tr(Λ⁻¹ H_c / r_c), which is minus the slope of log det Λ in log r_c."""
+        with torch.inference_mode(False), torch.enable_grad():
+            log_noise = current.noise.detach().log().clone().requires_grad_()
+            moved = current.with_noise(log_noise.exp())
+            logdet = moved.current.logdet(torch.ones_like(log_noise[0]), moved.problem.prior)
+            (slope,) = torch.autograd.grad(logdet, log_noise)
+        return -slope
+
+    def _refuse(self, coordinates: Coordinates, steps: list[Step], x: Tensor, what: str) -> None:
+        message = f"fixed_point: {what}; expected below {self.tolerance:g}. Raise max_steps, or use maximise_evidence."
+        trace = Trace("fixed_point", steps=tuple(steps), findings=(message,))
+        raise DivergedError(message, trace, coordinates.finished(x, trace))
+
+
+fixed_point = FixedPoint()

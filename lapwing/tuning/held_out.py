@@ -1,0 +1,213 @@
+"""Hyperparameters by held-out data: a grid of precisions, cross-validation, temperature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Batch, Data
+from lapwing.core.errors import DataError, UnsupportedError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.posteriors.protocols import HasEvidence, HasPrecision
+from lapwing.posteriors.trace import Step, Trace
+
+Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
+PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-8, 13))  # 1e-4 to 1e6
+TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-24, 17))  # 1e-3 to 1e2
+
+
+def nll(predictive: Any, y: Tensor) -> Tensor:
+    """The mean negative log-likelihood."""
+    found: Tensor = -predictive.log_prob(y).mean()
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The best of some precisions: by a metric on held-out ``data``, or by the evidence where none are given.
+
+    Every value is tried for all weights at once; a prior by groups then keeps the ratios that it has. ``metric`` takes
+    (predictive, targets) and gives a number, lower being better. Cost: one pass over the held-out data, whose Jacobians
+    serve all values; then a factorisation and a product for each.
+    """
+
+    data: Iterable[Any] | Data | None = None
+    precisions: Sequence[float] = PRECISIONS
+    metric: Metric = nll
+
+    def __post_init__(self) -> None:
+        _check_values(self.precisions, "precisions")
+
+    def __call__(self, posterior: Any) -> Any:
+        candidates = _with_precisions(posterior, self.precisions)
+        if self.data is not None:
+            scores = held_out_scores(candidates, self.data, self.metric)
+            return _best(candidates, scores.mean(0), "grid", "held-out metric", 1.0)
+        if not isinstance(posterior, HasEvidence):
+            raise UnsupportedError(f"{type(posterior).__name__} has no evidence; give grid(data) held-out data.")
+        with torch.no_grad():
+            evidences = torch.stack([-candidate.log_evidence() for candidate in candidates])
+        return _best(candidates, evidences, "grid", "log evidence", -1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class CrossValidated:
+    """The precision with the best mean of a metric over folds of held-out ``data``.
+
+    The network saw none of these data, so each fold scores it fairly. ``one_error=True`` takes the largest precision
+    (the narrowest bars) whose mean is within one standard error of the best, the usual guard against noise in a small
+    held-out set. Cost: as for ``grid``.
+    """
+
+    data: Iterable[Any] | Data
+    precisions: Sequence[float] = PRECISIONS
+    metric: Metric = nll
+    folds: int = 5
+    one_error: bool = False
+
+    def __post_init__(self) -> None:
+        _check_values(self.precisions, "precisions")
+        if self.folds < 2:
+            raise UnsupportedError(f"folds is {self.folds}; expected at least 2.")
+
+    def __call__(self, posterior: Any) -> Any:
+        candidates = _with_precisions(posterior, self.precisions)
+        scores = held_out_scores(candidates, self.data, self.metric, self.folds)
+        if len(scores) < 2:
+            raise DataError(f"the held-out data give {len(scores)} fold; expected at least 2 data, one for each.")
+        means, errors = scores.mean(0), scores.std(0) / math.sqrt(len(scores))
+        best = int(means.argmin())
+        finding = (
+            f"precision {self.precisions[best]:.3g} has the best mean, {float(means[best]):.4g} ± "
+            f"{float(errors[best]):.2g} over {len(scores)} folds",
+        )
+        if self.one_error:
+            allowed = [i for i in range(len(candidates)) if means[i] <= means[best] + errors[best]]
+            best = max(allowed, key=lambda i: self.precisions[i])
+        return _best(candidates, means, "cross_validated", "mean held-out metric", 1.0, best, finding)
+
+
+@dataclass(frozen=True, eq=False)
+class Temperature:
+    """The temperature φ of a tempered posterior, Λ = H/φ + A, with the best metric on held-out ``data``.
+
+    Below one the data count for more than they are (a cold posterior), above one for less. For a Gaussian likelihood φ
+    is the noise variance, and its values are multiples of the present one. Cost: as for ``grid``.
+    """
+
+    data: Iterable[Any] | Data
+    temperatures: Sequence[float] = TEMPERATURES
+    metric: Metric = nll
+
+    def __post_init__(self) -> None:
+        _check_values(self.temperatures, "temperatures")
+
+    def __call__(self, posterior: Any) -> Any:
+        _refuse_fixed(posterior)
+        problem = posterior.problem
+        phi = problem.likelihood.dispersion.detach()
+        candidates = [
+            posterior.with_problem(problem.with_likelihood(problem.likelihood.with_dispersion(phi * t)))
+            for t in self.temperatures
+        ]
+        scores = held_out_scores(candidates, self.data, self.metric).mean(0)
+        best = int(scores.argmin())
+        finding = (f"temperature {self.temperatures[best]:.3g}",)
+        return _best(candidates, scores, "temperature", "held-out metric", 1.0, best, finding)
+
+
+def held_out_scores(candidates: Sequence[Any], source: Iterable[Any] | Data, metric: Metric, folds: int = 1) -> Tensor:
+    """(folds, candidates): the metric of each on each fold, from one pass over the data.
+
+    Datum i goes to fold i mod ``folds``. The network is run and differentiated once for each chunk; every candidate
+    reads its variances off the same Jacobian.
+    """
+    network = candidates[0].problem.network
+    data = source if isinstance(source, Data) else Data(source, network.device)
+    likelihoods = [candidate.problem.likelihood for candidate in candidates]
+    totals = torch.zeros(folds, len(candidates), dtype=torch.float64)
+    counts = torch.zeros(folds, dtype=torch.float64)
+    position = 0
+    with torch.no_grad():
+        for batch, beliefs in _beliefs(candidates, data):
+            size = beliefs[0].mean.shape[0]
+            fold = (torch.arange(size) + position) % folds
+            position += size
+            y = likelihoods[0].targets(beliefs[0].mean, batch.targets)
+            for k in range(folds):
+                rows = (fold == k).nonzero()[:, 0].to(y.device)
+                if not len(rows):
+                    continue
+                counts[k] += len(rows)
+                for i, (likelihood, belief) in enumerate(zip(likelihoods, beliefs, strict=True)):
+                    part = FunctionGaussian(belief.mean[rows], belief.cov[rows])
+                    totals[k, i] += len(rows) * float(metric(likelihood.predict(part), y[rows]))
+    used = counts > 0
+    return totals[used] / counts[used][:, None]
+
+
+def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, list[FunctionGaussian]]]:
+    network = candidates[0].problem.network
+    for batch in data.batches("held-out data"):
+        for rows, tangent in network.tangents(batch.inputs):
+            mine = Batch(batch.inputs, batch.targets[rows])
+            f = tangent.f.to(network.dtype)
+            jacobians = tangent.jacobians()
+            yield mine, [_belief(candidate, f, jacobians) for candidate in candidates]
+
+
+def _belief(candidate: Any, f: Tensor, jacobians: Any) -> FunctionGaussian:
+    found = candidate.settled.quadratic(jacobians, True)
+    return FunctionGaussian(f, found if f.ndim == 3 else found.squeeze(1))
+
+
+def _with_precisions(posterior: Any, precisions: Sequence[float]) -> list[Any]:
+    _refuse_without(posterior)
+    problem = posterior.problem
+    values = problem.prior.values.detach()
+    shape = values / values.log().mean().exp()  # what the groups are to each other
+    return [posterior.with_problem(problem.with_prior(problem.prior.with_precision(shape * p))) for p in precisions]
+
+
+def _refuse_without(posterior: Any) -> None:
+    if not isinstance(posterior, HasPrecision):
+        raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use a method that has one.")
+
+
+def _refuse_fixed(posterior: Any) -> None:
+    _refuse_without(posterior)
+    likelihood = posterior.problem.likelihood
+    try:
+        likelihood.with_dispersion(2 * likelihood.dispersion)
+    except DataError as error:
+        raise UnsupportedError(f"{type(likelihood).__name__} has no temperature to choose: {error}") from error
+
+
+def _check_values(values: Sequence[float], what: str) -> None:
+    if not len(values) or not all(math.isfinite(v) and v > 0 for v in values):
+        raise UnsupportedError(f"{what} is {list(values)[:5]}; expected positive, finite numbers, at least one.")
+
+
+def _best(
+    candidates: Sequence[Any], scores: Tensor, tuner: str, score: str, sign: float, best: int | None = None,
+    findings: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    best = int(scores.argmin()) if best is None else best
+    if not bool(torch.isfinite(scores).all()):
+        raise DataError(f"{tuner}: {int((~torch.isfinite(scores)).sum())} of {len(scores)} scores are not finite.")
+    if best in (0, len(candidates) - 1) and len(candidates) > 2:
+        findings = (*findings, "the best value is at the edge of those tried: try further out")
+    steps = tuple(
+        Step(sign * float(value), tuple(c.problem.prior.values.detach().reshape(-1).tolist()),
+             (float(c.problem.likelihood.dispersion),))
+        for c, value in zip(candidates, scores, strict=True)
+    )  # fmt: skip
+    return replace(candidates[best], trace=Trace(tuner, score, steps, findings))
+
+
+grid, cross_validated, temperature = Grid, CrossValidated, Temperature
