@@ -1,6 +1,6 @@
 """Lapwing turns a trained PyTorch network into one with calibrated error bars."""
 
-from lapwing.api import Fitted, fit, load
+from lapwing.api import Fitted, Trained, fit, load, train
 from lapwing.check import check
 from lapwing.compare import compare
 from lapwing.core.errors import DataError, FileError, LapwingError, ModelError, NumericalError, UnsupportedError
@@ -21,6 +21,10 @@ from lapwing.posteriors.density import DensityLaplace, laplace_density
 from lapwing.posteriors.effective import EffectiveParameters
 from lapwing.posteriors.trace import DivergedError, Step, Trace
 from lapwing.priors.gaussian import diagonal, g_prior, grouped, isotropic, per_layer, per_normalised_group
+from lapwing.training.loop import Epoch, State
+from lapwing.training.recipe import Recipe, classic, online
+from lapwing.tuning.ascent import Ascend
+from lapwing.tuning.bound import MaximiseBound, evidence_bound, maximise_bound
 from lapwing.tuning.evidence import MaximiseEvidence, maximise_evidence
 from lapwing.tuning.fixed_point import FixedPoint, fixed_point
 from lapwing.tuning.held_out import CrossValidated, Grid, Temperature, cross_validated, grid, temperature
@@ -29,13 +33,15 @@ from lapwing.tuning.linear_mode import LinearMode, linear_mode
 __version__ = "0.1.0"
 
 __all__ = [
-    "fit", "load", "check", "compare", "Fitted", "FunctionGaussian", "laplace_density",
+    "fit", "train", "load", "check", "compare", "Fitted", "FunctionGaussian", "laplace_density",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "MapOnly",
     "all_weights", "last_layer", "named", "subnetwork",
     "isotropic", "per_layer", "diagonal", "grouped", "per_normalised_group", "g_prior",
     "maximise_evidence", "MaximiseEvidence", "fixed_point", "FixedPoint", "linear_mode", "LinearMode",
     "grid", "Grid", "cross_validated", "CrossValidated", "temperature", "Temperature",
+    "Ascend", "maximise_bound", "MaximiseBound", "evidence_bound",
+    "online", "classic", "Recipe", "Trained", "Epoch", "State",
     "EffectiveParameters", "DensityLaplace", "Trace", "Step", "DivergedError",
     "LapwingError", "DataError", "ModelError", "NumericalError", "FileError", "UnsupportedError",
 ]  # fmt: skip

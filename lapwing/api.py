@@ -44,6 +44,9 @@ from lapwing.posteriors.protocols import (
 from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior, isotropic
 from lapwing.registry import likelihood_named, method_named, weights_named
+from lapwing.training import loop as training
+from lapwing.training.loop import Epoch, State
+from lapwing.training.recipe import Recipe, online
 from lapwing.tuning.evidence import maximise_evidence, started
 
 Tuner = Callable[[Any], Any]
@@ -104,6 +107,64 @@ def _on(tuner: Tuner, data: Data | None = None) -> Tuner:
     if isinstance(tuner, type):
         raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
     return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
+
+
+def train(
+    model: nn.Module,
+    data: Iterable[Any],
+    likelihood: Likelihood | str,
+    recipe: Recipe | None = None,
+    *,
+    weights: Weights | str | None = None,
+    target_key: str | None = None,
+    resume: State | str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    progress: bool | None = None,
+) -> Trained:
+    """Train a copy of ``model`` with the evidence choosing the regularisation; no validation data are needed.
+
+    ``recipe`` is ``online()`` (Kronecker evidence, the default) or ``classic()`` (MacKay's loop), with their settings.
+    ``checkpoint`` names a file that is written after every epoch; ``resume`` takes one, or the state of an earlier
+    result, and ends where an uninterrupted run would. ``model`` itself is not changed.
+
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> trained = train(net, [(x, x.sin())], "regression", classic(epochs=5))
+    >>> trained.posterior.predict(x[:3]).std.shape
+    torch.Size([3, 1])
+    """
+    device = _device(model)
+    show = sys.stderr.isatty() if progress is None else progress
+    batches = Data(data, device, target_key)
+    inputs = _several(batches)
+    recipe = online() if recipe is None else recipe
+    network_of = lambda copied: Network.build(copied, inputs, weights_named(weights))
+    outputs = shaped(raw_output(model, inputs)).shape[-1]
+    chosen = likelihood_named(likelihood, outputs)
+    if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
+        raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
+    outcome = training.run(
+        model,
+        batches,
+        chosen,
+        network_of,
+        recipe,
+        resume=State.load(resume) if isinstance(resume, str | Path) else resume,
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        bar=training.progress_bar if show else training.no_bar,
+    )
+    fitted = Fitted(outcome.posterior, Fingerprint.of(outcome.model))
+    return Trained(outcome.model, fitted, outcome.history, outcome.state)
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A trained network, its posterior, what happened epoch by epoch, and the state to go on from."""
+
+    model: nn.Module
+    posterior: Fitted
+    history: tuple[Epoch, ...]
+    state: State
 
 
 def _device(model: nn.Module) -> torch.device:

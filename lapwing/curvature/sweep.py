@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data, check_finite, merged
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
+from lapwing.curvature.kernel import seeded
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import batch_size
 from lapwing.networks.jacobians import LayerJacobians
@@ -73,7 +74,7 @@ class Sweep:
         for batch in merged(
             self._data.batches(self._label), network.footprint.joined(self._seed_count, network.dtype, network.device)
         ):
-            y = self._targets(batch)
+            _, y = checked_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: asking for one halts a GPU.
             before = total.clone()
             for rows, tangent in network.tangents(batch.inputs, self._seed_count):
@@ -106,17 +107,6 @@ class Sweep:
             return 1
         return torch.Size(shape if self._only is None else shape[:-1]).numel()
 
-    def _targets(self, batch: Batch) -> Tensor:
-        """Checked against the shape of the outputs, before the network runs."""
-        size = batch.targets.shape[0] if batch.targets.ndim else 1
-        if batch_size(batch.inputs) != size:
-            raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
-        shape = self._network.output_shape
-        if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
-            shape = (batch.targets.shape[1], shape[1])
-        outputs = torch.empty(1, dtype=self._network.dtype, device=self._network.device).expand(size, *shape)
-        return self._likelihood.targets(outputs, batch.targets)
-
     def _seeds(self, f: Tensor, y: Tensor) -> Tensor:
         """(K, B, [T,] C): every token's seeds apart from the others'."""
         if self._curvature == "fisher_mc":
@@ -126,18 +116,25 @@ class Sweep:
                 gradient = gradient * F.one_hot(torch.tensor(self._only), f.shape[-1]).to(f)
             return gradient.unsqueeze(0)
         root = self._likelihood.root(f, y)
-        return _apart(root if self._only is None else root[..., self._only : self._only + 1])
+        return seeded(root if self._only is None else root[..., self._only : self._only + 1])
 
 
-def _apart(root: Tensor) -> Tensor:
-    """R (B, C, K) -> (K, B, C); R (B, T, C, K) -> (T K, B, T, C), one token alive in each."""
-    if root.ndim == 3:
-        return root.permute(2, 0, 1)
-    batch, tokens, classes, columns = root.shape
-    seeds = root.new_zeros(tokens, columns, batch, tokens, classes)
-    index = torch.arange(tokens, device=root.device)
-    seeds[index, :, :, index] = root.permute(1, 3, 0, 2)
-    return seeds.reshape(tokens * columns, batch, tokens, classes)
+def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(outputs in shape alone, targets): checked against each other before the network runs."""
+    size = batch.targets.shape[0] if batch.targets.ndim else 1
+    if batch_size(batch.inputs) != size:
+        raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
+    shape = network.output_shape
+    if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
+        shape = (batch.targets.shape[1], shape[1])
+    outputs = torch.empty(1, dtype=network.dtype, device=network.device).expand(size, *shape)
+    return outputs, likelihood.targets(outputs, batch.targets)
+
+
+def data_count(network: Network, likelihood: Likelihood, data: Data) -> int:
+    """How many data count, without running the network."""
+    pairs = (checked_targets(network, likelihood, batch) for batch in data.batches("counting"))
+    return counted(sum(int(likelihood.count(f, y)) for f, y in pairs))
 
 
 def _doubled(y: Tensor) -> Tensor:

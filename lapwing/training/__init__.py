@@ -1,0 +1,1 @@
+"""Training in which the evidence chooses the regularisation."""

@@ -1,0 +1,296 @@
+"""The training loop: weights by mini-batches, hyperparameters by the evidence."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.core.data import Batch, Data, call
+from lapwing.core.errors import DataError, FileError, NumericalError, UnsupportedError
+from lapwing.curvature.sweep import data_count
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.forward import shaped
+from lapwing.networks.network import Network
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.protocols import Tunable
+from lapwing.posteriors.trace import DivergedError
+from lapwing.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass: the mean regularised loss, and what the evidence said if it was asked."""
+
+    number: int
+    loss: float
+    log_evidence: float | None = None
+    precisions: tuple[float, ...] = ()
+    noise: tuple[float, ...] = ()
+    finding: str = ""
+
+
+def _epoch(entry: dict[str, Any]) -> Epoch:
+    return Epoch(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Everything needed to go on: plain tensors and numbers, so that reading a file of it runs no code."""
+
+    epoch: int  # passes done
+    weights: dict[str, Tensor]
+    optimiser: dict[str, Any]
+    precision: Tensor
+    noise: Tensor | None
+    best: dict[str, Any] = field(default_factory=dict)  # evidence, weights, precision, noise
+    history: tuple[Epoch, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write to a file; ``State.load`` reads it."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "history"}
+        torch.save({**fields, "history": [asdict(epoch) for epoch in self.history]}, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> State:
+        try:
+            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+            history = tuple(_epoch(entry) for entry in found.pop("history"))
+            return cls(**found, history=history)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise FileError(f"{path} holds no training state: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A trained copy of the model, with the posterior of its best moment, and the state to go on from."""
+
+    model: nn.Module
+    posterior: Any
+    history: tuple[Epoch, ...]
+    state: State
+
+
+def no_bar(epochs: range) -> Any:
+    return epochs
+
+
+def progress_bar(epochs: range) -> Any:
+    """Epochs with a bar that shows loss, evidence and precisions, where tqdm is installed."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return epochs
+    return tqdm(epochs, desc="training", initial=epochs.start, total=epochs.stop)
+
+
+def run(
+    model: nn.Module,
+    data: Data,
+    likelihood: Likelihood,
+    network_of: Callable[[nn.Module], Network],
+    recipe: Recipe,
+    *,
+    resume: State | None = None,
+    checkpoint: Path | None = None,
+    bar: Callable[[range], Any] = no_bar,
+) -> Outcome:
+    """Train a copy of ``model``; the one given stays as it is. Equal seeds and data give equal results.
+
+    Random numbers of an epoch follow from the seed and its number alone, so that a resumed run ends where an
+    uninterrupted one would.
+    """
+    working = copy.deepcopy(model)
+    trainer = _Trainer(working, data, likelihood, network_of, recipe, resume)
+    epochs = bar(range(trainer.done, recipe.epochs))
+    for number in epochs:
+        trainer.epoch(number)
+        if hasattr(epochs, "set_postfix_str"):
+            epochs.set_postfix_str(trainer.status)
+        if checkpoint is not None:
+            trainer.state.save(checkpoint)
+    return trainer.outcome()
+
+
+class _Trainer:
+    """What changes while training; nothing of it outlives the run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        likelihood: Likelihood,
+        network_of: Callable[[nn.Module], Network],
+        recipe: Recipe,
+        resume: State | None,
+    ) -> None:
+        self.model, self.data, self.recipe = model, data, recipe
+        self.network = network_of(model.eval())
+        self.likelihood = likelihood
+        self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
+        if self.prior.needs_curvature:
+            raise UnsupportedError("a g-prior follows the curvature, which changes as weights move; use per_layer().")
+        self.noise: Tensor | None = None
+        self.count = data_count(self.network, likelihood, data)
+        tensors = dict(model.named_parameters())
+        self.parameters = [tensors[name] for name in self.network.selection.names]
+        self.means = self._by_parameter(torch.zeros_like(self.prior.vector) + self.prior.mean)
+        self.optimiser = recipe.optimiser_for(p for p in model.parameters() if p.requires_grad)
+        self.best: dict[str, Any] = {}
+        self.history: list[Epoch] = []
+        self.done = 0
+        if resume is not None:
+            self._resume(resume)
+
+    def _resume(self, state: State) -> None:
+        try:
+            self.model.load_state_dict(state.weights)
+            self.optimiser.load_state_dict(state.optimiser)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise DataError(f"this training state belongs to another model or optimiser: {error}") from error
+        device = self.network.device
+        self.prior = self.prior.with_precision(state.precision.to(device))
+        self.noise = None if state.noise is None else state.noise.to(device)
+        self.best, self.history, self.done = dict(state.best), list(state.history), state.epoch
+
+    def epoch(self, number: int) -> None:
+        with seeded(self.recipe.seed, number, self.network.device):
+            loss = self._pass(number)
+        entry = Epoch(number, loss)
+        if self.recipe.updates_after(number):
+            entry = self._updated(entry)
+        self.history.append(entry)
+        self.done = number + 1
+
+    def _pass(self, number: int) -> float:
+        self.model.train()
+        total, seen = 0.0, 0
+        coefficients = self._coefficients()
+        batches = list(self.data.batches(f"epoch {number}")) if self.recipe.optimiser == "lbfgs" else None
+        for batch in batches or self.data.batches(f"epoch {number}"):
+            size = len(batch.targets) if batch.targets.ndim else 1
+            self._set_rate((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
+            value = self._step(batch, coefficients)
+            if not math.isfinite(value):
+                raise NumericalError(
+                    f"the training loss is {value} in epoch {number}; expected a finite number. Lower the rate "
+                    f"({self.recipe.rate:g}); the last good state is that of the last checkpoint."
+                )
+            total, seen = total + size * value, seen + size
+        return total / max(seen, 1)
+
+    def _step(self, batch: Batch, coefficients: list[Tensor]) -> float:
+        def closure() -> Tensor:
+            self.optimiser.zero_grad()
+            value = self._objective(batch, coefficients)
+            value.backward()
+            return value
+
+        return float(torch.as_tensor(self.optimiser.step(closure)).detach())  # type: ignore[arg-type]
+
+    def _objective(self, batch: Batch, coefficients: list[Tensor]) -> Tensor:
+        """The mean loss over the dispersion, and the prior's penalty over the number of data."""
+        f = shaped(call(self.model, batch.inputs))
+        y = self._current.targets(f, batch.targets)
+        loss = self._current.loss(f, y).sum() / max(int(self._current.count(f, y)), 1)
+        terms = zip(coefficients, self.means, self.parameters, strict=True)
+        penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
+        return loss / self._current.dispersion.to(f) + 0.5 * penalty / self.count
+
+    def _coefficients(self) -> list[Tensor]:
+        return self._by_parameter(self.prior.vector.detach())
+
+    def _by_parameter(self, flat: Tensor) -> list[Tensor]:
+        split = self.network.selection.split(flat)
+        return [split[name].to(p) for name, p in zip(self.network.selection.names, self.parameters, strict=True)]
+
+    @property
+    def _current(self) -> Likelihood:
+        return self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
+
+    def _set_rate(self, progress: float) -> None:
+        if self.recipe.optimiser != "lbfgs":
+            for group in self.optimiser.param_groups:
+                group["lr"] = self.recipe.rate_at(progress)
+
+    def _fitted(self) -> Any:
+        self.model.eval()
+        problem = Problem(self.network, self.likelihood, self.prior)
+        posterior = self.recipe.method.fit(problem, self.data, torch.Generator().manual_seed(self.recipe.seed))
+        if not isinstance(posterior, Tunable):
+            raise UnsupportedError(f"{self.recipe.method!r} has no evidence to train with; use Kron() or Full().")
+        if self.noise is not None:
+            posterior = posterior.with_noise(self.noise)  # type: ignore[assignment]
+        return posterior
+
+    def _updated(self, entry: Epoch) -> Epoch:
+        """New prior and noise; a hyperparameter that runs away is reported and the last good value kept."""
+        posterior, finding = self._fitted(), ""
+        try:
+            posterior = self.recipe.update(posterior)
+        except DivergedError as error:
+            finding = f"prior and noise kept: {error}"
+        with torch.no_grad():
+            evidence = float(posterior.log_evidence())
+        self.prior = posterior.problem.prior.with_precision(posterior.problem.prior.values.detach())
+        self.noise = None if posterior.noise is None else posterior.noise.detach()
+        if not self.best or evidence > self.best["evidence"] or not self.recipe.keep_best:
+            self.best = {
+                "evidence": evidence,
+                "weights": _copied(self.model.state_dict()),
+                "precision": self.prior.values.clone().cpu(),
+                "noise": None if self.noise is None else self.noise.clone().cpu(),
+            }
+        noise = () if self.noise is None else tuple(self.noise.reshape(-1).tolist())
+        precisions = tuple(self.prior.values.reshape(-1).tolist())
+        return replace(entry, log_evidence=evidence, precisions=precisions, noise=noise, finding=finding)
+
+    @property
+    def status(self) -> str:
+        """For the progress bar."""
+        last = self.history[-1]
+        asked = [epoch for epoch in self.history if epoch.log_evidence is not None]
+        if not asked:
+            return f"loss {last.loss:.4g}"
+        values = asked[-1].precisions
+        shown = f"{values[0]:.3g}" if len(values) == 1 else f"{min(values):.2g}..{max(values):.2g}"
+        return f"loss {last.loss:.4g}, log evidence {asked[-1].log_evidence:.6g}, precision {shown}"
+
+    @property
+    def state(self) -> State:
+        return State(
+            self.done, _copied(self.model.state_dict()), copy.deepcopy(self.optimiser.state_dict()),
+            self.prior.values.clone().cpu(), None if self.noise is None else self.noise.clone().cpu(),
+            self.best, tuple(self.history),
+        )  # fmt: skip
+
+    def outcome(self) -> Outcome:
+        """The best moment: its weights, and a posterior fitted there under its prior and noise."""
+        state = self.state
+        if self.best:
+            self.model.load_state_dict(self.best["weights"])
+            self.prior = self.prior.with_precision(self.best["precision"].to(self.network.device))
+            noise = self.best["noise"]
+            self.noise = None if noise is None else noise.to(self.network.device)
+        return Outcome(self.model.eval(), self._fitted(), tuple(self.history), state)
+
+
+def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone().cpu() for name, value in state.items()}
+
+
+@contextmanager
+def seeded(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of an epoch from its number; those of the caller are put back."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed * 1_000_003 + epoch)
+        yield
