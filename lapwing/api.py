@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ def _on(tuner: Tuner, data: Data | None = None) -> Tuner:
     return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
 
 
+@outside_autocast
 def train(
     model: nn.Module,
     data: Iterable[Any],
@@ -125,10 +127,12 @@ def train(
 
     ``recipe`` is ``online()`` (Kronecker evidence, the default) or ``classic()`` (MacKay's loop), with their settings.
     ``checkpoint`` names a file that is written after every epoch; ``resume`` takes one, or the state of an earlier
-    result, and ends where an uninterrupted run would. ``model`` itself is not changed.
+    result, and ends where an uninterrupted run would (unless a loader draws from a generator of its own, which only
+    its owner can reset). ``model`` itself is not changed, and the trained copy is in evaluation mode.
 
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> from lapwing.training.recipe import classic
     >>> trained = train(net, [(x, x.sin())], "regression", classic(epochs=5))
     >>> trained.posterior.predict(x[:3]).std.shape
     torch.Size([3, 1])
@@ -138,8 +142,11 @@ def train(
     batches = Data(data, device, target_key)
     inputs = _several(batches)
     recipe = online() if recipe is None else recipe
+    if not isinstance(recipe, Recipe):
+        raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
     network_of = lambda copied: Network.build(copied, inputs, weights_named(weights))
-    outputs = shaped(raw_output(model, inputs)).shape[-1]
+    with torch.no_grad():  # a copy: in training mode a forward pass moves running statistics
+        outputs = shaped(raw_output(copy.deepcopy(model).eval(), inputs)).shape[-1]
     chosen = likelihood_named(likelihood, outputs)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
@@ -312,7 +319,7 @@ class Fitted:
         mine, names = self.prior, self.network.selection.names
         groups = dict(zip(names, mine.members, strict=True)) if mine.kind == "per_normalised_group" else None
         bound = given.bound(self.network.selection, self.network.theta(), groups)
-        if bound.needs_curvature:
+        if bound.needs_curvature and self.curvature is not None:
             bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
         moved = self.posterior.with_problem(self.problem.with_prior(bound))  # type: ignore[attr-defined]
         return Fitted(moved, self.fingerprint)

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        command = {"run": _run, "uci": _uci}[arguments.command]
+        command = {"run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised}[arguments.command]
         command(arguments)
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("lapwing"):
@@ -44,7 +44,17 @@ def _parser() -> argparse.ArgumentParser:
     uci.add_argument("--sets", nargs="+", metavar="NAME", help="names of tables; all nine by default")
     uci.add_argument("--splits", type=_positive, default=3, help="standard splits to use (3)")
     uci.add_argument("--variants", nargs="+", metavar="NAME", help="what to compare; everything by default")
-    for command in (run, uci):
+    fashion = commands.add_parser("fashion", help="Fashion-MNIST: cross-validation against training with the evidence")
+    fashion.add_argument("--epochs", type=_positive, default=60)
+    normalised = commands.add_parser("normalised", help="MNIST: naive against corrected evidence, normalised networks")
+    normalised.add_argument("--networks", nargs="+", metavar="NAME", help="resnet, transformer; both by default")
+    normalised.add_argument("--epochs", type=_positive, default=20)
+    for command in (fashion, normalised):
+        command.add_argument("--data-dir", type=Path, help="folder of the .npz files; else LAPWING_DATA")
+        command.add_argument("--data", type=_positive, help="number of training images")
+        command.add_argument("--seeds", type=_positive, default=3)
+        command.add_argument("--device", default="cpu", help="cpu or cuda")
+    for command in (run, uci, fashion, normalised):
         command.add_argument("--out", type=Path, required=True, help="folder for what is written")
         command.add_argument("--seed", type=int, default=0)
     return parser
@@ -81,10 +91,11 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _uci(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import uci
+    from lapwing.experiments.data import data_folder
     from lapwing.reports.tables import table
 
     settings = uci.Uci(
-        data_dir=uci.data_folder(arguments.data_dir),
+        data_dir=data_folder(arguments.data_dir),
         sets=_known(arguments.sets, uci.SETS, "--sets"),
         splits=arguments.splits,
         variants=_known(arguments.variants, tuple(uci.VARIANTS), "--variants"),
@@ -94,6 +105,41 @@ def _uci(arguments: argparse.Namespace) -> None:
     print(table(result), end="\n\n")
     _written([result], arguments.out / "uci.json")
     print(arguments.out / "uci.json")
+
+
+def _fashion(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import fashion
+    from lapwing.experiments.data import data_folder
+    from lapwing.reports.tables import table
+
+    settings = fashion.Fashion(
+        data_dir=data_folder(arguments.data_dir), epochs=arguments.epochs, data=arguments.data, seeds=arguments.seeds,
+        device=arguments.device, seed=arguments.seed,
+    )  # fmt: skip
+    result = fashion.run(settings, report=lambda line: print(line, file=sys.stderr))
+    print(table(result), end="\n\n")
+    _written([result], arguments.out / "fashion.json")
+    print(arguments.out / "fashion.json")
+
+
+def _normalised(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import normalised
+    from lapwing.experiments.data import data_folder
+    from lapwing.reports.tables import table
+
+    settings = normalised.Normalised(
+        data_dir=data_folder(arguments.data_dir),
+        networks=_known(arguments.networks, tuple(normalised.NETWORKS), "--networks"),
+        data=arguments.data or 5_000,
+        seeds=arguments.seeds,
+        device=arguments.device,
+        seed=arguments.seed,
+    )
+    settings = replace(settings, recipe=replace(settings.recipe, epochs=arguments.epochs))
+    result = normalised.run(settings, report=lambda line: print(line, file=sys.stderr))
+    print(table(result), end="\n\n")
+    _written([result], arguments.out / "normalised.json")
+    print(arguments.out / "normalised.json")
 
 
 def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:

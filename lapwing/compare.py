@@ -65,8 +65,11 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     >>> len(found.candidates)
     2
     """
-    if not posteriors:
-        raise DataError("compare() got no posteriors; expected a mapping from names to fitted posteriors.")
+    if not isinstance(posteriors, Mapping) or not posteriors:
+        raise DataError(
+            f"compare() got {type(posteriors).__name__ if posteriors else 'no posteriors'}; expected a mapping from "
+            "names to fitted posteriors."
+        )
     _refuse_different(posteriors)
     with torch.no_grad():
         evidences = {name: float(fitted.log_evidence()) for name, fitted in posteriors.items()}

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Data, check_finite
 from lapwing.core.errors import NumericalError, UnsupportedError
-from lapwing.curvature.structures import floored
+from lapwing.curvature.structures import floored_by_layer
 from lapwing.curvature.sweep import Statistics, counted
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cholesky import cholesky, not_definite
@@ -158,15 +158,7 @@ class FullCurvature:
         return total if prior.scale is None else total + prior.scale.double().log().sum()
 
     def diagonal(self) -> Tensor:
-        """Floored layer by layer."""
-        parts = self.selection.split(self.matrix.diagonal().double())
-        layers = dict(zip(self.selection.names, self.selection.layer_of(), strict=True))
-        found = {name: part.reshape(-1) for name, part in parts.items()}
-        for layer in dict.fromkeys(layers.values()):
-            mine = [name for name in found if layers[name] == layer]
-            joined = floored(torch.cat([found[name] for name in mine]))
-            found.update(zip(mine, joined.split([found[name].numel() for name in mine]), strict=True))
-        return self.selection.picked(torch.cat([found[name] for name in self.selection.names]))
+        return floored_by_layer(self.matrix.diagonal().double(), self.selection)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}

@@ -23,7 +23,8 @@ def prior_kernel(jacobians: LayerJacobians, prior: Prior) -> Tensor:
         if own.scale is not None:
             inverse = inverse / own.scale.to(inverse).clamp_min(torch.finfo(inverse.dtype).tiny)
         value = own.value.to(inverse)
-        found = part.cross(inverse) / value if value.ndim == 0 else part.cross(inverse / value)
+        each = torch.where(inverse > 0, value, 1)  # there is no precision where single weights are not selected
+        found = part.cross(inverse) / value if value.ndim == 0 else part.cross(inverse / each)
         total = found if total is None else total + found
     assert total is not None
     return total

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.core.errors import UnsupportedError
 from lapwing.curvature.blockwise import BlockwisePrecision
-from lapwing.curvature.structures import DiagonalPrecision, floored
+from lapwing.curvature.structures import DiagonalPrecision, floored_by_layer
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
@@ -115,7 +115,9 @@ class LowRankCurvature:
         return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
-        return floored(self.values @ self.vectors.square())
+        own = self.values @ self.vectors.square()
+        real = own > torch.finfo(own.dtype).eps * own.max()  # a dead layer has rounding in place of noughts
+        return floored_by_layer(torch.where(real, own, 0), self.selection)
 
     def tensors(self) -> dict[str, Tensor]:
         residual = torch.tensor(self.residual, dtype=torch.float64)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import BlockPrior
 
 
@@ -375,3 +376,16 @@ def floored(values: Tensor) -> Tensor:
     typical = values.median()
     typical = typical if float(typical) > 0 else values.mean()
     return values.clamp_min(float(1e-3 * typical) or 1.0)
+
+
+def floored_by_layer(values: Tensor, selection: Selection) -> Tensor:
+    """The same for every layer apart, with values (P,) in the order of theta; weights not selected do not count."""
+    names = selection.layer_of()
+    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    numbers = torch.tensor([order[name] for name in names]).repeat_interleave(torch.tensor(selection.sizes))
+    numbers = selection.picked(numbers).to(values.device)
+    found = values.clone()
+    for number in range(len(order)):
+        mine = numbers == number
+        found[mine] = floored(values[mine])
+    return found

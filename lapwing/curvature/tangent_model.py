@@ -13,7 +13,9 @@ from lapwing.core.data import Data
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.network import Network
 
-BYTES = 2**30  # what a Jacobian over all data may take before the products stream
+BYTES = 2 * 2**30  # what a Jacobian over all data may take on a CPU before the products stream; half of what is free
+# on a GPU, where a product with it costs one read of the memory
+PART = 2**26  # bytes of it that are float64 at a time
 
 
 class TangentModel(Protocol):
@@ -31,51 +33,77 @@ class TangentModel(Protocol):
         """The summed loss at delta + t direction for every t in steps, by one pass."""
         ...
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of losses and gradients: what rounding to expect."""
+        ...
+
 
 def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> TangentModel:
     """With the Jacobian in memory where it fits, else by products that stream over the data."""
     rows = 0
     for batch in data.batches("counting"):
         rows += (batch.targets.shape[0] if batch.targets.ndim else 1) * torch.Size(network.output_shape).numel()
-    if 8 * rows * network.selection.size <= BYTES:
-        return DenseTangent.built(network, likelihood, data)
+    room = torch.cuda.mem_get_info(network.device)[0] // 2 if network.device.type == "cuda" else BYTES
+    if rows * network.selection.size * torch.finfo(network.dtype).bits // 8 <= room:
+        return DenseTangent.built(network, likelihood, data, rows)
     return StreamedTangent(network, likelihood, data)
 
 
 @dataclass(frozen=True, eq=False)
 class DenseTangent:
-    """The Jacobian of all data, (N, K, P) in float64: a pass costs a matrix product."""
+    """The Jacobian of all data in the network's dtype: a pass costs a matrix product.
+
+    Losses and gradients are float64 nevertheless: a solve whose products round is refined by them to the end.
+    """
 
     f: Tensor  # (N, [T,] C)
     y: Tensor
     jacobian: Tensor  # (N [T] C, P)
     likelihood: Likelihood
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64
+
     @classmethod
-    def built(cls, network: Network, likelihood: Likelihood, data: Data) -> DenseTangent:
-        outputs, targets, rows = [], [], []
+    def built(cls, network: Network, likelihood: Likelihood, data: Data, rows: int) -> DenseTangent:
+        outputs, targets, start = [], [], 0
+        jacobian = torch.empty(rows, network.selection.size, dtype=network.dtype, device=network.device)
         for batch in data.batches("Jacobian"):
             for part, tangent in network.tangents(batch.inputs):
                 f = tangent.own.double()
                 outputs.append(f)
                 targets.append(likelihood.targets(f, batch.targets[part]))
-                rows.append(tangent.jacobians().whole().double().flatten(0, 1))
-        return cls(torch.cat(outputs), torch.cat(targets), torch.cat(rows), likelihood)
+                found = tangent.jacobians().whole().flatten(0, 1)
+                jacobian[start : start + len(found)] = found
+                start += len(found)
+        return cls(torch.cat(outputs), torch.cat(targets), jacobian, likelihood)
 
-    def _h(self, delta: Tensor) -> Tensor:
-        return self.f + (self.jacobian @ delta).reshape(self.f.shape)
+    def _exactly(self, v: Tensor) -> Tensor:
+        """J v for one v (P,), in float64."""
+        return torch.cat([rows.double() @ v for rows in self._parts]).reshape(self.f.shape)
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.jacobian.split(max(1, PART // (8 * self.jacobian.shape[1])))
 
     def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
-        loss, slope = loss_slope(self.likelihood, self._h(delta), self.y)
-        return float(loss), slope.reshape(-1) @ self.jacobian
+        loss, slope = loss_slope(self.likelihood, self.f + self._exactly(delta), self.y)
+        total, start = torch.zeros_like(delta), 0
+        for rows in self._parts:
+            total += slope.reshape(-1)[start : start + len(rows)] @ rows.double()
+            start += len(rows)
+        return float(loss), total
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
-        root = self.likelihood.root(self._h(delta), self.y)
-        moved = (v.double() @ self.jacobian.mT).reshape(len(v), *self.f.shape)
-        return curved(root, moved).reshape(len(v), -1) @ self.jacobian
+        moved = torch.cat([delta[None], v.to(delta)]).to(self.jacobian) @ self.jacobian.mT
+        moved = moved.double().reshape(len(moved), *self.f.shape)
+        root = self.likelihood.root(self.f + moved[0], self.y)
+        return (curved(root, moved[1:]).reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
-        h, along = self._h(delta), (self.jacobian @ direction).reshape(self.f.shape)
+        h, along = self.f + self._exactly(delta), self._exactly(direction)
         return torch.stack([self.likelihood.loss(h + t * along, self.y).sum() for t in steps])
 
 
@@ -86,6 +114,10 @@ class StreamedTangent:
     network: Network
     likelihood: Likelihood
     data: Data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.network.dtype
 
     def _moved(self, label: str, v: Tensor) -> Iterator[tuple[object, Tensor, Tensor, Tensor]]:
         """(inputs, f, y, J v) for every batch."""

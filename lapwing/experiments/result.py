@@ -64,3 +64,20 @@ def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     {'RMSE': 1.5}
     """
     return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}
+
+
+def spread_scores(scores: Sequence[Mapping[str, float]], names: Sequence[str] | None = None) -> dict[str, float]:
+    """The standard error of the mean over repetitions, as "NAME ±"; none for one repetition.
+
+    >>> spread_scores([{"RMSE": 1.0}, {"RMSE": 3.0}])
+    {'RMSE ±': 1.0}
+    """
+    if len(scores) < 2:
+        return {}
+    found = {}
+    for name in scores[0] if names is None else names:
+        mine = [s[name] for s in scores]
+        mean = sum(mine) / len(mine)
+        variance = sum((value - mean) ** 2 for value in mine) / (len(mine) - 1)
+        found[f"{name} ±"] = (variance / len(mine)) ** 0.5
+    return found

@@ -79,25 +79,40 @@ def loss_of(y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 def trained(x: Tensor, y: Tensor, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
     """A network fitted to the rows of x and y, in evaluation mode."""
-    model, loss = mlp(x.shape[1], outputs, recipe, seed).to(x.dtype), loss_of(y)
+    model = mlp(x.shape[1], outputs, recipe, seed).to(x)
+    optimise(model, x, y, recipe, seed)
+    return model
+
+
+def optimise(
+    model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, seed: int, after: Callable[[int], None] = lambda epoch: None
+) -> None:
+    """Train in place and leave in evaluation mode. ``after`` hears of every epoch done, from 1, in evaluation mode."""
+    loss = loss_of(y)
     optimiser = torch.optim.Adam(
         model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
     )
     generator = torch.Generator().manual_seed(seed)
     epoch = math.ceil(len(x) / recipe.batch_size)
     steps = min(recipe.max_steps, recipe.epochs * epoch)
+    model.train()
     for step in range(steps):
         if step % epoch == 0:
-            order = torch.randperm(len(x), generator=generator).split(recipe.batch_size)
+            order = torch.randperm(len(x), generator=generator).to(x.device).split(recipe.batch_size)
         rows = order[step % epoch]
         for group in optimiser.param_groups:
             group["lr"] = recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimiser.zero_grad()
         loss(model(x[rows]), y[rows]).backward()
         optimiser.step()
+        if (step + 1) % epoch == 0:
+            optimiser.zero_grad()
+            model.eval()
+            after((step + 1) // epoch)
+            model.train()
     for parameter in model.parameters():
         parameter.grad = None
-    return model.eval()
+    model.eval()
 
 
 def epoch_seconds(model: nn.Module, data: Batches) -> float:

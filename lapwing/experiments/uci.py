@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,17 +41,6 @@ class Uci:
     variants: tuple[str, ...] = tuple(VARIANTS)
     recipe: Recipe = Recipe()
     seed: int = 0
-
-
-def data_folder(given: str | Path | None) -> Path:
-    """The folder given, or else the one that LAPWING_DATA names."""
-    chosen = given or os.environ.get("LAPWING_DATA")
-    if not chosen:
-        raise DataError("no data folder: pass --data-dir DIR or set LAPWING_DATA to the folder of the uci_*.npz files.")
-    folder = Path(chosen)
-    if not folder.is_dir():
-        raise DataError(f"the data folder {folder} does not exist; expected a folder with uci_*.npz files.")
-    return folder
 
 
 def run(settings: Uci, report: Callable[[str], None] = lambda line: None) -> Result:

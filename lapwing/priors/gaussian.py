@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -48,6 +48,7 @@ class Prior:
     selection: Selection | None = None
     members: tuple[str, ...] = ()  # the group of each parameter
     scale: Tensor | None = None
+    _memo: dict[str, Tensor] = field(default_factory=dict, repr=False)  # what does not change with the precisions
 
     def bound(self, selection: Selection, like: Tensor, members: Mapping[str, str] | None = None) -> Prior:
         """The prior for these weights, on the device of ``like``; its numbers are float64 whatever the network is.
@@ -55,7 +56,7 @@ class Prior:
         ``members`` names the group of every parameter, where only the network can tell (``per_normalised_group``).
         """
         like = torch.empty(0, dtype=torch.float64, device=like.device)
-        found = replace(self, selection=selection, members=self._members(selection, members))
+        found = replace(self, selection=selection, members=self._members(selection, members), _memo={})
         precision = found._expanded(like)
         if not bool(torch.isfinite(precision).all()) or not bool((precision > 0).all()):
             raise NumericalError(
@@ -70,9 +71,16 @@ class Prior:
         if not bool(torch.isfinite(torch.as_tensor(mean)).all()):
             raise NumericalError("the prior mean holds NaN or infinity; expected finite numbers.")
         scale = None if self.scale is None else self.scale.to(like)
+        if scale is not None and scale.numel() != selection.size:
+            raise NumericalError(
+                f"this g-prior has the curvature of {scale.numel()} weights already, and there are {selection.size}; "
+                "give g_prior() itself."
+            )
         return replace(found, precision=precision, mean=mean, scale=scale)
 
     def _members(self, selection: Selection, members: Mapping[str, str] | None) -> tuple[str, ...]:
+        if self.selection is not None and self.selection.names == selection.names:
+            return self.members  # bound before, by another fit
         if self.kind == "per_normalised_group":
             if members is None:
                 raise UnsupportedError(
@@ -80,7 +88,10 @@ class Prior:
                 )
             return tuple(members[name] for name in selection.names)
         if self.kind == "grouped":
-            assert isinstance(self.precision, Mapping)
+            if not isinstance(self.precision, Mapping):
+                raise UnsupportedError(
+                    "this prior by patterns belongs to other weights already; give grouped({...}) itself."
+                )
             return tuple(_matching(name, self.precision) for name in selection.names)
         return selection.layer_of() if self.kind == "per_layer" else ()
 
@@ -94,7 +105,9 @@ class Prior:
                     f"prior precisions by name: missing {sorted(missing)}, unknown {sorted(extra)}; "
                     f"expected exactly {list(names)}."
                 )
-            values = torch.stack([torch.as_tensor(given[name], dtype=like.dtype, device=like.device) for name in names])
+            values = torch.stack(
+                [torch.as_tensor(given[name], dtype=like.dtype, device=like.device).reshape(()) for name in names]
+            )
             if self.kind == "diagonal":
                 return selection.picked(values.repeat_interleave(torch.tensor(selection.sizes, device=like.device)))
             return values
@@ -131,15 +144,22 @@ class Prior:
         assert isinstance(self.precision, Tensor)
         return self.precision
 
-    @cached_property
+    @property
     def group(self) -> Tensor | None:
         """For each weight the number of its group (P,); only for a prior by groups."""
         selection = self._selection
         if not self.members:
             return None
-        number = {name: i for i, name in enumerate(self.groups)}
-        numbers = torch.tensor([number[name] for name in self.members])
-        return selection.picked(numbers.repeat_interleave(torch.tensor(selection.sizes))).to(self.values.device)
+        if "group" not in self._memo:
+            numbers = torch.tensor(self._numbers).repeat_interleave(torch.tensor(selection.sizes))
+            self._memo["group"] = selection.picked(numbers).to(self.values.device)
+        return self._memo["group"]
+
+    @property
+    def _numbers(self) -> list[int]:
+        """The number of the group of each parameter."""
+        order = {name: i for i, name in enumerate(self.groups)}
+        return [order[name] for name in self.members]
 
     @property
     def _selection(self) -> Selection:
@@ -181,10 +201,13 @@ class Prior:
         """(theta - mean)ᵀ A (theta - mean)."""
         return self.squares(theta) @ self.values.reshape(-1)
 
-    @cached_property
+    @property
     def counts(self) -> Tensor:
         """How many weights share each precision: (1,), (groups,) or (P,)."""
-        return self.summed(torch.ones(self._selection.size, dtype=torch.float64, device=self.values.device))
+        if "counts" not in self._memo:
+            ones = torch.ones(self._selection.size, dtype=torch.float64, device=self.values.device)
+            self._memo["counts"] = self.summed(ones)
+        return self._memo["counts"]
 
     def squares(self, theta: Tensor) -> Tensor:
         """Sums of squares of the weights that share a precision, times their scale."""
@@ -195,9 +218,14 @@ class Prior:
         """Sums over the weights that share a precision: (P,) to (1,), (groups,) or (P,)."""
         if self.kind in SINGLE:
             return each.sum().reshape(1)
-        if self.group is None:
+        if not self.members:
             return each
-        return each.new_zeros(len(self.groups)).index_add(0, self.group, each)
+        if self._selection.index is not None:
+            assert self.group is not None
+            return each.new_zeros(len(self.groups)).index_add(0, self.group, each)
+        # Parameter by parameter: adding up single entries makes a GPU wait for itself.
+        sums = torch.stack([each[part].sum() for part in self._selection.slices.values()])
+        return each.new_zeros(len(self.groups)).index_add(0, torch.tensor(self._numbers, device=each.device), sums)
 
 
 def isotropic(precision: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> Prior:
@@ -252,7 +280,10 @@ def g_prior(g: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> Prior:
 
 
 def _matching(name: str, patterns: Mapping[str, float]) -> str:
-    found = [pattern for pattern in patterns if re.fullmatch(pattern, name)]
+    try:
+        found = [pattern for pattern in patterns if re.fullmatch(pattern, name)]
+    except re.error as error:
+        raise UnsupportedError(f"grouped(): one of {list(patterns)} is no regular expression: {error}.") from error
     if len(found) != 1:
         raise NumericalError(
             f"grouped(): the parameter {name!r} matches {len(found)} of the patterns {list(patterns)}; expected one."

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Batch, Data, call
+from lapwing.core.data import Batch, Data
 from lapwing.core.errors import DataError, FileError, NumericalError, UnsupportedError
 from lapwing.curvature.sweep import data_count
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.forward import shaped
+from lapwing.networks.forward import raw_output, shaped, unwrapped
 from lapwing.networks.network import Network
 from lapwing.posteriors.problem import Problem
-from lapwing.posteriors.protocols import Tunable
+from lapwing.posteriors.protocols import NeedsData, Tunable
 from lapwing.posteriors.trace import DivergedError
-from lapwing.training.recipe import Recipe
+from lapwing.training.recipe import OPTIMISERS, Recipe
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Epoch:
 
 
 def _epoch(entry: dict[str, Any]) -> Epoch:
-    return Epoch(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Epoch(**fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +55,11 @@ class State:
     history: tuple[Epoch, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write to a file; ``State.load`` reads it."""
+        """Write to a file; ``State.load`` reads it. A file that is there stays whole until the new one is."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "history"}
-        torch.save({**fields, "history": [asdict(epoch) for epoch in self.history]}, path)
+        part = Path(f"{path}.part")
+        torch.save({**fields, "history": [asdict(epoch) for epoch in self.history]}, part)
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> State:
@@ -109,7 +112,9 @@ def run(
     Random numbers of an epoch follow from the seed and its number alone, so that a resumed run ends where an
     uninterrupted one would.
     """
-    working = copy.deepcopy(model)
+    if checkpoint is not None and not checkpoint.absolute().parent.is_dir():
+        raise FileError(f"there is no folder for the checkpoint {checkpoint}; expected one to write to.")
+    working = copy.deepcopy(unwrapped(model))
     trainer = _Trainer(working, data, likelihood, network_of, recipe, resume)
     epochs = bar(range(trainer.done, recipe.epochs))
     for number in epochs:
@@ -139,6 +144,7 @@ class _Trainer:
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
         if self.prior.needs_curvature:
             raise UnsupportedError("a g-prior follows the curvature, which changes as weights move; use per_layer().")
+        self.update = recipe.update.with_data(data) if isinstance(recipe.update, NeedsData) else recipe.update
         self.noise: Tensor | None = None
         self.count = data_count(self.network, likelihood, data)
         tensors = dict(model.named_parameters())
@@ -153,21 +159,30 @@ class _Trainer:
 
     def _resume(self, state: State) -> None:
         try:
+            self._refuse_foreign(state)
             self.model.load_state_dict(state.weights)
-            self.optimiser.load_state_dict(state.optimiser)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise DataError(f"this training state belongs to another model or optimiser: {error}") from error
+            self.optimiser.load_state_dict(copy.deepcopy(state.optimiser))  # or its tensors would be stepped in place
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise DataError(f"this training state belongs to another model or recipe: {error}") from error
         device = self.network.device
         self.prior = self.prior.with_precision(state.precision.to(device))
         self.noise = None if state.noise is None else state.noise.to(device)
         self.best, self.history, self.done = dict(state.best), list(state.history), state.epoch
 
+    def _refuse_foreign(self, state: State) -> None:
+        """What would load without a word: another optimiser's state, another prior's precisions, a noise."""
+        if any(OPTIMISERS[self.recipe.optimiser] not in group for group in state.optimiser["param_groups"]):
+            raise ValueError(f"its optimiser is not {self.recipe.optimiser}")
+        if state.precision.shape != self.prior.values.shape:
+            raise ValueError(f"it has {state.precision.numel()} precisions, the prior {self.prior.values.numel()}")
+        if state.noise is not None and not self.likelihood.learns_dispersion:
+            raise ValueError(f"it has learned a noise, and {type(self.likelihood).__name__} has none to learn")
+
     def epoch(self, number: int) -> None:
         with seeded(self.recipe.seed, number, self.network.device):
-            loss = self._pass(number)
-        entry = Epoch(number, loss)
-        if self.recipe.updates_after(number):
-            entry = self._updated(entry)
+            entry = Epoch(number, self._pass(number))
+            if self.recipe.updates_after(number):
+                entry = self._updated(entry)
         self.history.append(entry)
         self.done = number + 1
 
@@ -175,36 +190,49 @@ class _Trainer:
         self.model.train()
         total, seen = 0.0, 0
         coefficients = self._coefficients()
-        batches = list(self.data.batches(f"epoch {number}")) if self.recipe.optimiser == "lbfgs" else None
-        for batch in batches or self.data.batches(f"epoch {number}"):
-            size = len(batch.targets) if batch.targets.ndim else 1
+        batches = self.data.batches(f"epoch {number}")
+        # L-BFGS compares gradients and losses of its steps, which must be those of one and the same objective.
+        steps = [tuple(batches)] if self.recipe.optimiser == "lbfgs" else ((batch,) for batch in batches)
+        for step in steps:
+            size = sum(len(batch.targets) if batch.targets.ndim else 1 for batch in step)
             self._set_rate((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
-            value = self._step(batch, coefficients)
-            if not math.isfinite(value):
-                raise NumericalError(
-                    f"the training loss is {value} in epoch {number}; expected a finite number. Lower the rate "
-                    f"({self.recipe.rate:g}); the last good state is that of the last checkpoint."
-                )
+            value = self._step(step, coefficients)
+            self._refuse_not_finite(value, "training loss", number)
             total, seen = total + size * value, seen + size
+        # The last step may have gone wrong where no loss will tell.
+        self._refuse_not_finite(float(sum(p.detach().sum() for p in self.parameters)), "sum of the weights", number)
         return total / max(seen, 1)
 
-    def _step(self, batch: Batch, coefficients: list[Tensor]) -> float:
+    def _refuse_not_finite(self, value: float, what: str, number: int) -> None:
+        if not math.isfinite(value):
+            lbfgs = self.recipe.optimiser == "lbfgs"
+            remedy = "Scale inputs and targets" if lbfgs else f"Lower the rate ({self.recipe.rate:g})"
+            raise NumericalError(
+                f"the {what} is {value} in epoch {number}; expected a finite number. {remedy}; the last good "
+                "state is that of the last checkpoint."
+            )
+
+    def _step(self, batches: tuple[Batch, ...], coefficients: list[Tensor]) -> float:
         def closure() -> Tensor:
             self.optimiser.zero_grad()
-            value = self._objective(batch, coefficients)
+            value = self._objective(batches, coefficients)
             value.backward()
             return value
 
         return float(torch.as_tensor(self.optimiser.step(closure)).detach())  # type: ignore[arg-type]
 
-    def _objective(self, batch: Batch, coefficients: list[Tensor]) -> Tensor:
+    def _objective(self, batches: tuple[Batch, ...], coefficients: list[Tensor]) -> Tensor:
         """The mean loss over the dispersion, and the prior's penalty over the number of data."""
-        f = shaped(call(self.model, batch.inputs))
-        y = self._current.targets(f, batch.targets)
-        loss = self._current.loss(f, y).sum() / max(int(self._current.count(f, y)), 1)
+        losses, count = [], 0
+        for batch in batches:
+            f = shaped(raw_output(self.model, batch.inputs))
+            y = self._current.targets(f, batch.targets)
+            losses.append(self._current.loss(f, y).sum())
+            count += int(self._current.count(f, y))
+        loss = torch.stack(losses).sum() / max(count, 1)
         terms = zip(coefficients, self.means, self.parameters, strict=True)
         penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
-        return loss / self._current.dispersion.to(f) + 0.5 * penalty / self.count
+        return loss / self._current.dispersion.to(loss) + 0.5 * penalty / self.count
 
     def _coefficients(self) -> list[Tensor]:
         return self._by_parameter(self.prior.vector.detach())
@@ -236,7 +264,7 @@ class _Trainer:
         """New prior and noise; a hyperparameter that runs away is reported and the last good value kept."""
         posterior, finding = self._fitted(), ""
         try:
-            posterior = self.recipe.update(posterior)
+            posterior = self.update(posterior)
         except DivergedError as error:
             finding = f"prior and noise kept: {error}"
         with torch.no_grad():
@@ -281,7 +309,9 @@ class _Trainer:
             self.prior = self.prior.with_precision(self.best["precision"].to(self.network.device))
             noise = self.best["noise"]
             self.noise = None if noise is None else noise.to(self.network.device)
-        return Outcome(self.model.eval(), self._fitted(), tuple(self.history), state)
+        with seeded(self.recipe.seed, self.recipe.epochs, self.network.device):
+            posterior = self._fitted()
+        return Outcome(self.model.eval(), posterior, tuple(self.history), state)
 
 
 def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:

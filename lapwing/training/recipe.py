@@ -19,7 +19,7 @@ from lapwing.tuning.ascent import Ascend
 from lapwing.tuning.fixed_point import FixedPoint
 
 Tuner = Callable[[Any], Any]
-OPTIMISERS = ("adam", "sgd", "lbfgs")
+OPTIMISERS = {"adam": "betas", "sgd": "momentum", "lbfgs": "history_size"}  # a setting that only it has
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,15 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in (("method", self.method), ("prior", self.prior), ("update", self.update)):
+            if isinstance(value, type):
+                raise UnsupportedError(f"{name} is the class {value.__name__}; expected an object: call it.")
+        if not isinstance(self.prior, Prior):
+            raise UnsupportedError(f"prior is {self.prior!r}; expected per_layer(), isotropic() or the like.")
+        if not hasattr(self.method, "fit") or not callable(self.update):
+            raise UnsupportedError(
+                f"method is {self.method!r} and update {self.update!r}; expected an object such as Kron() and a tuner."
+            )
         if self.optimiser not in OPTIMISERS:
             raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
         if self.epochs < 1 or self.frequency < 1 or self.burn_in < 0:
@@ -69,7 +78,8 @@ class Recipe:
             return torch.optim.Adam(chosen, lr=self.rate)
         if self.optimiser == "sgd":
             return torch.optim.SGD(chosen, lr=self.rate, momentum=0.9, nesterov=True)
-        return torch.optim.LBFGS(chosen, lr=1.0, max_iter=20, line_search_fn="strong_wolfe")
+        # Its own limit on the change of the loss would stop it for good while the gradient is still large.
+        return torch.optim.LBFGS(chosen, lr=1.0, max_iter=20, tolerance_change=0.0, line_search_fn="strong_wolfe")
 
 
 def online(epochs: int = 100, **changes: Any) -> Recipe:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,11 +30,14 @@ class Ascend:
         with torch.inference_mode(False), torch.enable_grad():
             x = coordinates.start.requires_grad_()
             optimiser = torch.optim.Adam([x], lr=self.rate)
-            for _ in range(self.steps):
+            for number in range(self.steps + 1):
+                steps.append(coordinates.step(x, math.nan))
+                refuse_runaway(coordinates, steps, "ascend")  # first: far enough out there is nothing to evaluate
                 value = coordinates.at(x).log_evidence()
-                steps.append(coordinates.step(x, float(value.detach())))
-                refuse_not_finite(coordinates, steps)
-                refuse_runaway(coordinates, steps)
+                steps[-1] = replace(steps[-1], score=float(value.detach()))
+                refuse_not_finite(coordinates, steps, "ascend")
+                if number == self.steps:
+                    break
                 optimiser.zero_grad()
                 (-value / coordinates.weights).backward()
                 optimiser.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from lapwing.core.data import Data, take
 from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.curvature.kernel import prior_kernel, seeded
 from lapwing.linalg.cholesky import cholesky
-from lapwing.networks.forward import batch_size
+from lapwing.networks.forward import batch_size, outside_autocast, refuse_training_mode
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.trace import Step, Trace
 from lapwing.tuning.coordinates import Coordinates
@@ -58,6 +59,7 @@ def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> It
             yield Term(problem, take(batch.inputs, size, rows), batch.targets[rows])
 
 
+@outside_autocast
 def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) -> Tensor:
     r"""A lower bound of the log evidence of Full(), from the kernels of blocks of data alone (Immer et al. 2023).
 
@@ -71,6 +73,9 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     core = getattr(posterior, "posterior", posterior)
     _check_block(block)
     network = core.problem.network
+    refuse_training_mode(network.model)
+    if hasattr(posterior, "fingerprint"):
+        posterior.fingerprint.refuse_other(network.model)
     batches = data if isinstance(data, Data) else Data(data, network.device)
     total = torch.zeros((), dtype=torch.float64, device=network.device)
     for term in terms(core.problem, batches, block):
@@ -97,6 +102,8 @@ class MaximiseBound:
 
     def __post_init__(self) -> None:
         _check_block(self.block)
+        if self.steps < 1 or not 0 < self.rate < math.inf:
+            raise UnsupportedError(f"steps is {self.steps} and rate {self.rate}; expected at least 1 and above nought.")
 
     def with_data(self, data: Data) -> MaximiseBound:
         """The same on these data, where none were given."""
@@ -108,6 +115,11 @@ class MaximiseBound:
         network = posterior.problem.network
         data = self.data if isinstance(self.data, Data) else Data(self.data, network.device)
         coordinates = Coordinates.of(posterior, self.noise)
+        if coordinates.noise and posterior.noise.ndim:
+            raise UnsupportedError(
+                "maximise_bound(noise=True) learns one noise for all outputs, and this likelihood has one for each; "
+                "use maximise_evidence, or Gaussian() with a single noise."
+            )
         blocks = sum(1 for _ in terms(posterior.problem, data, self.block, "counting blocks"))
         if not blocks:
             raise DataError("the data have no blocks; expected at least one datum.")
@@ -124,11 +136,11 @@ class MaximiseBound:
                 problem = coordinates.at(x).problem
                 value = blocks * term(problem) - 0.5 * problem.prior.penalty(theta)
                 steps.append(coordinates.step(x, float(value.detach())))
-                refuse_not_finite(coordinates, steps)
+                refuse_not_finite(coordinates, steps, "maximise_bound")
                 optimiser.zero_grad()
                 (-value / coordinates.weights).backward()
                 optimiser.step()
-        refuse_runaway(coordinates, steps)
+        refuse_runaway(coordinates, steps, "maximise_bound")
         trace = Trace("maximise_bound", "estimate of the bound from one block", tuple(steps))
         return coordinates.finished(x, trace)
 

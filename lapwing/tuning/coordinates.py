@@ -44,7 +44,7 @@ class Coordinates:
 
     @property
     def weights(self) -> int:
-        return int(self.posterior.problem.prior.vector.numel())
+        return int(self.posterior.problem.network.selection.size)
 
     def at(self, x: Tensor) -> Any:
         """The posterior there, with a graph to x."""

@@ -52,13 +52,13 @@ class MaximiseEvidence:
         return found
 
 
-def refuse_not_finite(coordinates: Coordinates, steps: list[Step]) -> None:
+def refuse_not_finite(coordinates: Coordinates, steps: list[Step], tuner: str = "maximise_evidence") -> None:
     """Raise once the last step is not finite, with the last good value."""
     if not math.isfinite(steps[-1].score):
-        _diverged(coordinates, steps, "the evidence is not finite. Give the prior, or start from another one.")
+        _diverged(coordinates, steps, "the evidence is not finite. Give the prior, or start from another one.", tuner)
 
 
-def refuse_runaway(coordinates: Coordinates, steps: list[Step]) -> None:
+def refuse_runaway(coordinates: Coordinates, steps: list[Step], tuner: str = "maximise_evidence") -> None:
     """Raise if the last step is out of range, where no search may end (passing through is another matter)."""
     low, high = min(steps[-1].precisions), max(steps[-1].precisions)
     if not RANGE[0] < low <= high < RANGE[1]:
@@ -67,6 +67,7 @@ def refuse_runaway(coordinates: Coordinates, steps: list[Step]) -> None:
             steps,
             f"the evidence has no optimum: a prior precision ran to {high:.3g} (smallest {low:.3g}). The weights of a "
             "layer are all near the prior mean, or the data do not curve the loss. Give the prior.",
+            tuner,
         )
 
 
@@ -80,13 +81,13 @@ def refuse_unfinished(coordinates: Coordinates, steps: list[Step], slope: float,
         )
 
 
-def _diverged(coordinates: Coordinates, steps: list[Step], message: str) -> None:
+def _diverged(coordinates: Coordinates, steps: list[Step], message: str, tuner: str = "maximise_evidence") -> None:
     good = [
         step
         for step in steps
         if math.isfinite(step.score) and RANGE[0] < min(step.precisions) <= max(step.precisions) < RANGE[1]
     ]
-    trace = Trace("maximise_evidence", steps=tuple(steps), findings=(message,))
+    trace = Trace(tuner, steps=tuple(steps), findings=(message,))
     kept = coordinates.posterior
     if good:
         kept = coordinates.finished(coordinates.position(max(good, key=lambda step: step.score)), trace)

@@ -14,6 +14,8 @@ from lapwing.posteriors.trace import DivergedError, Step, Trace
 from lapwing.tuning.coordinates import Coordinates
 from lapwing.tuning.evidence import refuse_not_finite, refuse_runaway
 
+FAR = 10.0  # the most that a logarithm moves in one step: from a far start the update overshoots as far
+
 
 @dataclass(frozen=True)
 class FixedPoint:
@@ -23,8 +25,8 @@ class FixedPoint:
 
     γ counts the weights that the data decide. ``noise=False`` keeps the noise; a noise that was given is kept
     anyway, and one for each output is updated with its own γ. Ends when no logarithm moves by more than
-    ``tolerance``, at the stationary point that ``maximise_evidence`` finds, usually in more steps. An update that
-    would lose evidence is halved.
+    ``tolerance``, at the stationary point that ``maximise_evidence`` finds. An update that would lose evidence is
+    halved, and so are those of a logarithm that turns back.
     γ of every layer at the end is ``posterior.effective_parameters()``.
 
     Cost: posterior variances of the weights at each step; no data is touched.
@@ -36,25 +38,31 @@ class FixedPoint:
 
     def __call__(self, posterior: Any) -> Any:
         coordinates = Coordinates.of(posterior, self.noise)
-        x, steps = coordinates.start, []
-        moved = math.inf
+        x, moved = coordinates.start, math.inf
+        steps: list[Step] = []
+        findings: tuple[str, ...] = ()
+        damping, last = torch.ones_like(x), torch.zeros_like(x)
         with torch.no_grad():
             value = float(coordinates.at(x).log_evidence())
             for _ in range(self.max_steps):
                 new, gamma = self._updated(coordinates, coordinates.at(x))
                 steps.append(coordinates.step(x, value, gamma))
-                refuse_not_finite(coordinates, steps)
-                refuse_runaway(coordinates, steps)
+                refuse_not_finite(coordinates, steps, "fixed_point")
+                refuse_runaway(coordinates, steps, "fixed_point")
                 if not bool(torch.isfinite(new).all()):
                     self._refuse(coordinates, steps, x, "an update is not finite")
                 moved = float((new - x).abs().max())
                 if moved <= self.tolerance:
                     break
-                x, value = self._climbed(coordinates, x, new, value)
+                # A logarithm that turns back overshoots: near the optimum the evidence is too flat to show it.
+                damping = torch.where((new - x) * last < 0, 0.5 * damping, (1.2 * damping).clamp_max(1))
+                last = (new - x).clamp(-FAR, FAR)
+                x, value = self._climbed(coordinates, x, x + damping * last, value)
             else:
                 if moved > 1e-2 and self.max_steps > 1:
                     self._refuse(coordinates, steps, x, f"after {self.max_steps} steps a logarithm moves {moved:.2g}")
-        return coordinates.finished(x, Trace("fixed_point", steps=tuple(steps)))
+                findings = (f"stopped after {self.max_steps} steps, where a logarithm still moved {moved:.2g}",)
+        return coordinates.finished(x, Trace("fixed_point", steps=tuple(steps), findings=findings))
 
     def _climbed(self, coordinates: Coordinates, x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
         """The whole update, or the half, quarter ... of it that does not lose evidence.
@@ -64,7 +72,7 @@ class FixedPoint:
         for halvings in range(8):
             trial = x + (new - x) * 0.5**halvings
             found = float(coordinates.at(trial).log_evidence())
-            if found >= value - 1e-9 * abs(value):
+            if found >= value - 1e-12 * abs(value):
                 break
         return trial, found
 
@@ -80,10 +88,10 @@ class FixedPoint:
     def _noise(self, current: Any, gamma: float) -> Tensor:
         statistics, noise = current.statistics, current.noise
         if noise.ndim == 0:
-            left = max(statistics.data * statistics.outputs - gamma, 1.0)
-            return torch.as_tensor(2 * current.loss, dtype=torch.float64) / left
-        losses = torch.tensor(statistics.losses, dtype=torch.float64, device=noise.device)
-        return 2 * losses / (statistics.data - self._by_output(current)).clamp_min(1.0)
+            squares = 2 * torch.as_tensor(current.loss, dtype=torch.float64, device=noise.device)
+            return _residual(squares, torch.full_like(noise, gamma), statistics.data * statistics.outputs, noise)
+        squares = 2 * torch.tensor(statistics.losses, dtype=torch.float64, device=noise.device)
+        return _residual(squares, self._by_output(current), statistics.data, noise)
 
     def _by_output(self, current: Any) -> Tensor:
         """γ_c = tr(Λ⁻¹ H_c / r_c), which is minus the slope of log det Λ in log r_c."""
@@ -98,6 +106,15 @@ class FixedPoint:
         message = f"fixed_point: {what}; expected below {self.tolerance:g}. Raise max_steps, or use maximise_evidence."
         trace = Trace("fixed_point", steps=tuple(steps), findings=(message,))
         raise DivergedError(message, trace, coordinates.finished(x, trace))
+
+
+def _residual(squares: Tensor, gamma: Tensor, count: int, noise: Tensor) -> Tensor:
+    """SSE / (N - γ); (SSE + γ φ) / N, which stands still at the same φ, where γ takes up (nearly) all the data.
+
+    A structure that ignores correlations may count more than N, though never at the stationary point.
+    """
+    left = count - gamma
+    return torch.where(left >= 1, squares / left.clamp_min(1), (squares + gamma * noise) / count)
 
 
 fixed_point = FixedPoint()

@@ -13,6 +13,7 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data
 from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.networks.forward import batch_size
 from lapwing.posteriors.protocols import HasEvidence, HasPrecision
 from lapwing.posteriors.trace import Step, Trace
 
@@ -140,20 +141,44 @@ def held_out_scores(candidates: Sequence[Any], source: Iterable[Any] | Data, met
             position += size
             y = likelihoods[0].targets(beliefs[0].mean, batch.targets)
             for k in range(folds):
-                rows = (fold == k).nonzero()[:, 0].to(y.device)
-                if not len(rows):
+                rows = _counted(likelihoods[0], y, (fold == k).nonzero()[:, 0].to(y.device))
+                count = beliefs[0].mean[rows][..., 0].numel()
+                if not count:
                     continue
-                counts[k] += len(rows)
+                counts[k] += count
                 for i, (likelihood, belief) in enumerate(zip(likelihoods, beliefs, strict=True)):
                     part = FunctionGaussian(belief.mean[rows], belief.cov[rows])
-                    totals[k, i] += len(rows) * float(metric(likelihood.predict(part), y[rows]))
+                    totals[k, i] += count * _number(metric(likelihood.predict(part), y[rows]))
     used = counts > 0
+    if not bool(used.any()):
+        raise DataError("no held-out datum counts: every target is ignored; expected at least one.")
     return totals[used] / counts[used][:, None]
+
+
+def _counted(likelihood: Any, y: Tensor, rows: Tensor) -> Any:
+    """An index of these rows, without the data that the likelihood ignores."""
+    ignored = getattr(likelihood, "ignore_index", None)
+    if ignored is None or not bool((y[rows] == ignored).any()):
+        return rows
+    if y.is_floating_point():  # several labels for each datum, of which some are known
+        raise DataError("some held-out labels are ignored ones, which no score can leave out; expected known ones.")
+    known = torch.zeros_like(y, dtype=torch.bool)
+    known[rows] = y[rows] != ignored
+    return known.nonzero(as_tuple=True)
+
+
+def _number(score: Tensor | float) -> float:
+    if isinstance(score, Tensor) and score.numel() != 1:
+        raise DataError(f"the metric gave {tuple(score.shape)} numbers; expected one, the mean over the batch.")
+    return float(score)
 
 
 def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, list[FunctionGaussian]]]:
     network = candidates[0].problem.network
     for batch in data.batches("held-out data"):
+        size = batch.targets.shape[0] if batch.targets.ndim else 1
+        if batch_size(batch.inputs) != size:
+            raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
         for rows, tangent in network.tangents(batch.inputs):
             mine = Batch(batch.inputs, batch.targets[rows])
             f = tangent.f.to(network.dtype)
@@ -189,8 +214,12 @@ def _refuse_fixed(posterior: Any) -> None:
 
 
 def _check_values(values: Sequence[float], what: str) -> None:
-    if not len(values) or not all(math.isfinite(v) and v > 0 for v in values):
-        raise UnsupportedError(f"{what} is {list(values)[:5]}; expected positive, finite numbers, at least one.")
+    try:
+        good = len(values) > 0 and all(math.isfinite(v) and v > 0 for v in values)
+    except TypeError:
+        good = False
+    if not good:
+        raise UnsupportedError(f"{what} is {values!r:.80}; expected a list of positive, finite numbers.")
 
 
 def _best(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +12,21 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.curvature.blockwise import BlockwiseCurvature
+from lapwing.curvature.outputs import PerOutputCurvature
 from lapwing.curvature.tangent_model import TangentModel, tangent_model
-from lapwing.linalg.cg import conjugate_gradients
+from lapwing.linalg.cg import Product, conjugate_gradients
 from lapwing.posteriors.protocols import Method
 from lapwing.posteriors.trace import Step, Trace
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.tuning.coordinates import Coordinates
-from lapwing.tuning.evidence import minimise, refuse_not_finite, refuse_runaway
+from lapwing.tuning.evidence import minimise, refuse_not_finite
 
 MEANS = ("network", "tangent")
+# In units of a group's typical curvature, from where its prior is as good as absent to where its weights are:
+RANGE = (1e-12, 1e8)
+PRUNED = 1e3  # worth a word
+ITERATIONS = 1000  # of conjugate gradients in one Newton step
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +38,13 @@ class LinearMode:
 
     Training rarely stops at an optimum of anything the evidence knows of, and the size of w̃ then says nothing about
     the prior; θ* is an optimum by construction. w̃ stays the point of linearisation. Every evaluation of the evidence
-    solves for θ* anew (Newton with conjugate gradients, preconditioned by the posterior's own precision; one solve for
-    a Gaussian likelihood), so that the result is stationary in θ and in the precisions together.
+    solves for θ* anew (Newton with conjugate gradients; one solve for a Gaussian likelihood), so that the result is
+    stationary in θ and in the precisions together.
+
+    There may be several such points. The search starts group by group from the sizes of weights and curvature, not
+    from the given precisions, and so ends at the same predictions when a group is rescaled whose scale the network
+    ignores. The precision of a group that the tangent model does better without grows until nothing of the group is
+    left, and the trace says so.
 
     ``mean="network"`` keeps f(w̃, x) as the predictive mean and the noise at the residual of w̃; ``mean="tangent"``
     takes both from θ*: the mean is h(θ*, x) and the noise is learned. (Mixing them would collapse the coverage.)
@@ -63,17 +75,22 @@ class LinearMode:
             raise UnsupportedError(f"{type(posterior).__name__} has no weights to optimise; use a method that has.")
         if self.data is None:
             raise UnsupportedError("linear_mode needs the training data: linear_mode(data), or give it to fit().")
+        if self.mean == "tangent" and isinstance(posterior.curvature, PerOutputCurvature):
+            raise UnsupportedError(
+                "linear_mode(mean='tangent') learns one noise for all outputs, and this likelihood has one for each; "
+                "use mean='network', or Gaussian() with a single noise."
+            )
         network = posterior.problem.network
         data = self.data if isinstance(self.data, Data) else Data(self.data, network.device)
         base = network.shifted(None).theta().double()
         model = tangent_model(network.shifted(None), posterior.problem.likelihood, data)
-        found, steps = posterior, []
+        found, steps = posterior if posterior.mode is not None else _started(posterior), []
         for number in range(1 if self.refit is None else self.rounds):
             if number:
                 found = self._refitted(found, base, data)
             found, more = self._tuned(found, model, base)
             steps += more
-        trace = Trace("linear_mode", "log evidence at the tangent model's optimum", tuple(steps))
+        trace = Trace("linear_mode", "log evidence at the tangent model's optimum", tuple(steps), _findings(found))
         return self._centred(found, base).with_trace(trace)
 
     def _tuned(self, posterior: WeightPosterior, model: TangentModel, base: Tensor) -> tuple[Any, list[Step]]:
@@ -84,29 +101,38 @@ class LinearMode:
         start = base if posterior.mode is None else posterior.mode.theta
         anchored = replace(posterior, mode=Mode(start, 0.0))
         coordinates = Coordinates.of(anchored, self.mean == "tangent")
-        solver = ModeSolver(model, base, self.solver_tolerance)
         steps: list[Step] = []
         last = {"theta": start}
         weights = max(coordinates.weights, 1)
+        # The slope at fixed θ is off by the root of what θ has left to gain.
+        solver = ModeSolver(model, base, min(self.solver_tolerance, (0.1 * self.tolerance * weights) ** 2))
+        count, typical = coordinates.count, _typical(posterior).log()
+        low, high = (typical + math.log(bound) for bound in RANGE)
 
         def objective(x: Tensor) -> Tensor:
+            below = (low - x[:count]).clamp_min(0).sum()  # so that a search that overshoots is sent back
+            x = torch.cat([x[:count].clamp(low, high), x[count:]])
             moved = coordinates.at(x)
             mode = solver(coordinates.at(x.detach()), last["theta"])
             last["theta"] = mode.theta
             value: Tensor = replace(moved, mode=mode).log_evidence()
             steps.append(coordinates.step(x, float(value.detach())))
-            refuse_not_finite(coordinates, steps)
-            return -value / weights
+            refuse_not_finite(coordinates, steps, "linear_mode")
+            return below - value / weights
 
         best, slope = minimise(objective, coordinates.start, self.max_steps, self.tolerance)
-        refuse_runaway(coordinates, steps)
+        if bool((best[:count] <= low).any()):
+            raise NumericalError(
+                f"linear_mode: a prior precision fell out of range ({steps[-1]}), so far below the curvature that "
+                "rounding would decide: the noise may be too small for the residuals. Give the prior, or another noise."
+            )
         if slope > max(1e-3, 10 * self.tolerance):
             raise NumericalError(
                 f"linear_mode: {self.max_steps} steps left a slope of {slope:.3g} per weight in the log evidence; "
                 "expected below 1e-3. Raise max_steps, or tighten solver_tolerance. The last steps were: "
                 + "; ".join(str(step) for step in steps[-3:])
             )
-        there = coordinates.at(best)
+        there = coordinates.at(torch.cat([best[:count].minimum(high), best[count:]]))
         return replace(there, mode=solver(there, last["theta"])), steps
 
     def _refitted(self, posterior: WeightPosterior, base: Tensor, data: Data) -> WeightPosterior:
@@ -131,13 +157,47 @@ class LinearMode:
         return replace(posterior, problem=problem, theta=mode.theta.to(network.dtype))
 
 
+def _typical(posterior: WeightPosterior) -> Tensor:
+    """For every precision the mean curvature H/φ of its weights."""
+    prior, phi = posterior.problem.prior, posterior.problem.likelihood.dispersion
+    curvature = prior.summed(posterior.current.diagonal().detach().to(prior.values)) / phi.to(prior.values)
+    scale = prior.counts if prior.scale is None else prior.summed(prior.scale)
+    return (curvature / scale).detach()
+
+
+def _started(posterior: WeightPosterior) -> WeightPosterior:
+    """With precisions to start from: half of what γ can be over |w̃|², group by group, and no more than is typical."""
+    prior, statistics = posterior.problem.prior, posterior.statistics
+    share = 0.5 * min(1.0, statistics.data * statistics.outputs / posterior.theta.numel())
+    guess = share * prior.counts / prior.squares(posterior.theta.double())
+    moved = prior.with_precision(guess.minimum(_typical(posterior)).reshape(prior.values.shape))
+    return posterior.with_problem(posterior.problem.with_prior(moved))
+
+
+def _findings(posterior: WeightPosterior) -> tuple[str, ...]:
+    """What became of groups without use."""
+    prior = posterior.problem.prior
+    pruned = (prior.values.detach().reshape(-1) > PRUNED * _typical(posterior)).tolist()
+    if not any(pruned):
+        return ()
+    names = prior.groups or ("all weights",) * len(pruned)
+    shown = [name or "(top)" for name, gone in zip(names, pruned, strict=True) if gone]
+    which = ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")
+    return (
+        f"{sum(pruned)} of {len(pruned)} precisions ran far above the curvature ({which}): the tangent model does "
+        "better without these weights, and they add next to nothing to the error bars.",
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class ModeSolver:
     """θ* of a posterior's prior and noise, by Newton's method with conjugate gradients on the tangent model.
 
     The loss is convex in theta, and h moves in a straight line along a step, so that one pass over the data gives the
-    loss at every step length. Stops when the decrease that a step promises is below ``tolerance`` nats, or what
-    rounding in the network's dtype can show.
+    loss at every step length. Systems are solved in units of the prior: there no eigenvalue is below one, all but as
+    many as there are data are one, and half the squared residual bounds what a step misses. (A preconditioner with
+    blocks would spread them out.) Stops when no step can gain more than ``tolerance`` nats, or what rounding in the
+    network's dtype can show.
     """
 
     model: TangentModel
@@ -147,46 +207,74 @@ class ModeSolver:
 
     def __call__(self, posterior: WeightPosterior, start: Tensor) -> Mode:
         prior, phi = posterior.problem.prior, float(posterior.problem.likelihood.dispersion)
-        precision, vector = posterior.settled, prior.vector.detach()
+        vector = prior.vector.detach()
+        unit, precondition = vector.rsqrt(), self._preconditioner(posterior)
+        rounding = torch.finfo(self.model.dtype).eps
         theta = start.clone()
         loss, slope = self.model.gradient(theta - self.base)
-        promise = float("inf")
+        promise = left = float("inf")
         for _ in range(self.max_steps):
-            gradient = slope / phi + vector * (theta - prior.mean)
             delta = theta - self.base
+            gradient = slope / phi + vector * (theta - prior.mean)
             value = loss / phi + 0.5 * float(prior.penalty(theta))
-            step = -conjugate_gradients(
-                lambda v, at=delta: self.model.products(at, v) / phi + vector * v,  # type: ignore[misc]
-                gradient[None],
-                precondition=lambda v: precision.solve(v),
-                tolerance=min(1e-2, max(1e-10, 0.1 * promise)),
-                max_iterations=200,
-                truncated=True,
-            ).x[0]
-            promise = 0.5 * float(-(gradient @ step))
-            if promise <= self.tolerance + 4 * self._rounding * abs(value):
+            enough = self.tolerance + 4 * rounding * abs(value)
+            size = float((unit * gradient).norm())
+            if size == 0:
                 return Mode(theta, loss)
-            lengths = 0.5 ** torch.arange(0, 12, dtype=torch.float64, device=theta.device)
-            losses = self.model.losses(delta, step, lengths) / phi
-            penalties = torch.stack([0.5 * prior.penalty(theta + t * step) for t in lengths])
-            totals = losses + penalties
-            best = int(totals.argmin())
-            if not float(totals[best]) < value:
-                raise NumericalError(
-                    f"the tangent model's loss does not fall along a Newton step that promises {promise:.3g} nats; "
-                    "check that the data give the same batches at every pass, or compute in float64."
-                )
-            theta = theta + lengths[best] * step
+            found = conjugate_gradients(
+                lambda v, at=delta: unit * self.model.products(at, unit * v) / phi + v,  # type: ignore[misc]
+                (unit * gradient)[None],
+                precondition=precondition,
+                tolerance=max(0.1 * enough**0.5 / size, min(1e-2, 0.1 * promise)),
+                max_iterations=ITERATIONS,
+                truncated=True,
+            )
+            step = -unit * found.x[0]
+            promise = 0.5 * float(-(gradient @ step))
+            left = promise + 0.5 * (float(found.residuals[0]) * size) ** 2
+            if promise <= enough:
+                if left <= enough:
+                    return self._finished(theta, step)
+                continue  # nothing to see in the loss, but the system was not solved well enough to stop
+            length = self._length(posterior, theta, step, value, promise)
+            theta = theta + length * step
             loss, slope = self.model.gradient(theta - self.base)
         raise NumericalError(
-            f"the optimum of the tangent model was not reached in {self.max_steps} Newton steps: the next one still "
-            f"promises {promise:.3g} nats; expected {self.tolerance:g}. Raise the prior precision."
+            f"the optimum of the tangent model was not reached in {self.max_steps} Newton steps: up to {left:.3g} nats "
+            f"are left; expected {self.tolerance:g}. Raise the prior precision."
         )
 
-    @property
-    def _rounding(self) -> float:
-        dtype = getattr(getattr(self.model, "network", None), "dtype", torch.float64)
-        return float(torch.finfo(dtype).eps)
+    def _preconditioner(self, posterior: WeightPosterior) -> Product | None:
+        """The posterior's own precision where it knows the eigenvectors, in units of the prior."""
+        if isinstance(posterior.current, BlockwiseCurvature):
+            return None
+        precision, root = posterior.settled, posterior.problem.prior.vector.detach().sqrt()
+        return lambda v: root * precision.solve(root * v)
+
+    def _length(self, posterior: WeightPosterior, theta: Tensor, step: Tensor, value: float, promise: float) -> Tensor:
+        prior, phi = posterior.problem.prior, float(posterior.problem.likelihood.dispersion)
+        lengths = 0.5 ** torch.arange(0, 12, dtype=torch.float64, device=theta.device)
+        penalties = torch.stack([0.5 * prior.penalty(theta + t * step) for t in lengths]).detach()
+        totals = self.model.losses(theta - self.base, step, lengths) / phi + penalties
+        best = int(totals.argmin())
+        if not float(totals[best]) < value:
+            raise NumericalError(
+                f"the tangent model's loss does not fall along a Newton step that promises {promise:.3g} nats; "
+                "check that the data give the same batches at every pass, or compute in float64."
+            )
+        return lengths[best]
+
+    def _finished(self, theta: Tensor, step: Tensor) -> Mode:
+        """With the last step taken, since it is there: the value hardly changes, but its slope does."""
+        moved = self.model.losses(theta - self.base, step, torch.ones(1, dtype=torch.float64, device=theta.device))
+        return Mode(theta + step, float(moved[0]))
+
+
+def _enough(tolerance: float, promise: float) -> float:
+    """How far to solve for a step: no further than takes the decrease that the last one promised to the tolerance."""
+    if not math.isfinite(promise):
+        return 1e-2
+    return min(1e-1, max(1e-10, 0.3 * math.sqrt(tolerance / max(promise, 1e-300))))
 
 
 linear_mode = LinearMode

@@ -12,6 +12,7 @@ import torch
 
 from lapwing.core.errors import DataError
 from lapwing.experiments import uci
+from lapwing.experiments.data import data_folder
 from lapwing.experiments.result import Result, Row
 from lapwing.experiments.training import Recipe
 
@@ -116,8 +117,8 @@ def test_what_is_not_there_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
         uci.run(uci.Uci(folder, sets=("wine",)))
     monkeypatch.delenv("LAPWING_DATA", raising=False)
     with pytest.raises(DataError, match="LAPWING_DATA"):
-        uci.data_folder(None)
+        data_folder(None)
     with pytest.raises(DataError, match="does not exist"):
-        uci.data_folder(folder / "elsewhere")
+        data_folder(folder / "elsewhere")
     monkeypatch.setenv("LAPWING_DATA", str(folder))
-    assert uci.data_folder(None) == folder
+    assert data_folder(None) == folder

@@ -1,0 +1,452 @@
+"""Priors by groups of parameters and the g-prior: what they mean, for every method, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.networks.selection import Selection
+from lapwing.priors.gaussian import g_prior, grouped, per_normalised_group
+from tests import problems
+from tests.cases import BY_NAME
+from tests.references import dense, kfac, structures
+from tests.references.layout import assembled, order, places
+from tests.tolerances import SOLVED, assert_close
+
+D = torch.float64
+LIKE = torch.empty(0, dtype=D)
+SELECTION = Selection(("body.weight", "body.bias", "scale", "head.weight"), ((3, 2), (3,), (4,), (2, 3)))
+PARTS = Selection(SELECTION.names, SELECTION.shapes, torch.tensor([1, 2, 7, 9, 18]))
+PATTERNS = {r".*bias|scale": 0.3, r".*\.weight": 5.0}
+EACH = torch.tensor([5.0] * 6 + [0.3] * 7 + [5.0] * 6, dtype=D)
+MLP = BY_NAME["mlp"]
+METHODS: dict[str, Any] = {
+    "full": lw.Full(), "diagonal": lw.Diagonal(), "kron": lw.Kron(), "low_rank": lw.LowRank(rank=18),
+}  # fmt: skip
+NOISE = 0.49  # a variance other than one: the g-prior takes H at unit dispersion
+
+
+def data() -> list[Any]:
+    y = torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(3))
+    return problems.split(MLP.batch(6), y, (3, 1, 2))
+
+
+def regression(method: Any, prior: Any, **options: Any) -> lw.Fitted:
+    return lw.fit(MLP.build(), data(), lw.Gaussian(noise_std=math.sqrt(NOISE)), method=method, prior=prior, **options)
+
+
+def unit_ggn(model: nn.Module, x: Tensor, outputs: int = 3) -> Tensor:
+    jac = dense.jacobian(model, x, len(x))
+    return dense.ggn(jac, torch.eye(outputs, dtype=D).expand(len(x), outputs, outputs))
+
+
+def unit_curvature(method: str) -> tuple[Tensor, Tensor]:
+    """(H, diag(H) floored) of the small regression by brute force."""
+    model, x = MLP.build(), MLP.batch(6)
+    where, ggn = structures.layers(model), unit_ggn(model, x)
+    if method == "kron":
+        factors = kfac.factors(model, x, lambda f: torch.eye(len(f), dtype=D), "expand")
+        matrix = structures.kron(factors, where)
+        return matrix, structures.scale_by_factor(matrix.diagonal(), where)
+    matrix = {
+        "full": ggn, "diagonal": structures.diagonal(ggn), "low_rank": ggn,  # at full rank
+    }[method]  # fmt: skip
+    return matrix, structures.scale_by_layer(matrix.diagonal(), where)
+
+
+def evidence(model: nn.Module, precision: Tensor, prior: Tensor) -> Tensor:
+    """log p(D | w̃) + ½ log det A - ½ w̃ᵀ A w̃ - ½ log det Λ of the small regression."""
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    x, y = (torch.cat(parts) for parts in zip(*data(), strict=True))
+    fit = torch.distributions.Normal(model(x).detach(), math.sqrt(NOISE)).log_prob(y).sum()
+    return fit + 0.5 * (prior.log().sum() - theta @ (prior * theta) - torch.linalg.slogdet(precision)[1])
+
+
+def assert_dense(posterior: lw.Fitted, matrix: Tensor, prior: Tensor, power: float = 2 / 3) -> None:
+    """Outputs, weights and evidence are those of Λ = H/φ + diag(prior)."""
+    precision = matrix / NOISE + torch.diag(prior)
+    covariance = torch.linalg.inv(precision)
+    new = MLP.batch(4, seed=1)
+    jac = dense.jacobian(MLP.build(), new, 4)
+    assert_close(posterior.prior.vector, prior, power)
+    assert_close(posterior.functions(new).cov, dense.output_covariance(jac, covariance), power)
+    rows = posterior.posterior.precision.sample(torch.eye(len(prior), dtype=D))
+    assert_close(rows.T @ rows, covariance, power)
+    assert_close(posterior.log_evidence(), evidence(MLP.build(), precision, prior), power)
+
+
+# Groups by patterns.
+
+
+@pytest.mark.parametrize("selection", [SELECTION, PARTS], ids=["all weights", "single weights"])
+@pytest.mark.parametrize("mean", [0.0, 0.7])
+def test_a_group_for_each_pattern(selection: Selection, mean: float) -> None:
+    prior = grouped(PATTERNS, mean).bound(selection, LIKE)
+    mine = selection.picked(EACH)
+    assert prior.groups == (r".*\.weight", r".*bias|scale")  # in the order of the parameters
+    assert prior.values.tolist() == [5.0, 0.3]
+    assert_close(prior.vector, mine)
+    assert_close(prior.logdet(), mine.log().sum())
+    theta = torch.randn(selection.size, dtype=D)
+    assert_close(prior.penalty(theta), ((theta - mean) ** 2 * mine).sum())
+    assert_close(prior.summed(theta), torch.stack([theta[mine == 5.0].sum(), theta[mine == 0.3].sum()]))
+
+
+def test_gradients_reach_the_precisions_of_groups() -> None:
+    given = {name: torch.tensor(value, dtype=D, requires_grad=True) for name, value in PATTERNS.items()}
+    prior = grouped(given).bound(SELECTION, LIKE)  # type: ignore[arg-type]
+    prior.logdet().backward()
+    assert given[r".*\.weight"].grad.item() == pytest.approx(12 / 5.0)  # type: ignore[union-attr]
+    assert given[r".*bias|scale"].grad.item() == pytest.approx(7 / 0.3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "error", "message"),
+    [
+        ({r".*weight": 1.0}, lw.NumericalError, r"'body\.bias' matches 0 of the patterns .*; expected one"),
+        ({r".*": 1.0, r"head.*": 2.0}, lw.NumericalError, r"'head\.weight' matches 2 of the patterns"),
+        ({r"body": 1.0, r".*": 1.0, r"tail": 2.0}, lw.NumericalError, r"unknown \['body', 'tail'\]"),  # not whole names
+        ({r".*weight": -1.0, r".*bias|scale": 1.0}, lw.NumericalError, "run from -1 to 1; expected positive"),
+        ({r".*weight": math.nan, r".*bias|scale": 1.0}, lw.NumericalError, "nan"),
+        ({r"[": 1.0}, lw.UnsupportedError, r"\['\['\] is no regular expression: unterminated"),
+    ],
+)
+def test_patterns_that_do_not_fit_are_refused(patterns: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        grouped(patterns).bound(SELECTION, LIKE)
+
+
+@pytest.mark.parametrize("given", [{}, 2.0, torch.ones(2), None])
+def test_groups_need_a_mapping(given: Any) -> None:
+    with pytest.raises(lw.UnsupportedError, match=r"grouped\(\) got .*; expected a mapping from patterns"):
+        grouped(given)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_enter_the_posterior_weight_by_weight(method: str) -> None:
+    """Weights and biases apart: inside a Kronecker block another precision for the last input."""
+    matrix, _ = unit_curvature(method)
+    where = structures.layers(MLP.build())
+    each = torch.full((83,), 0.7, dtype=D)
+    for index in where.values():
+        each[index[:, -1]] = 3.0
+    found = regression(METHODS[method], lw.grouped({".*weight": 0.7, ".*bias": 3.0}))
+    assert_dense(found, matrix, each, SOLVED if method == "low_rank" else 2 / 3)
+
+
+def test_groups_that_a_block_cannot_hold_are_refused() -> None:
+    by_layer = regression(lw.EKron(), lw.grouped({r"[02]\..*": 0.7, r"4\..*": 3.0}))
+    same = regression(lw.EKron(), lw.per_layer(torch.tensor([0.7, 0.7, 3.0], dtype=D)))
+    assert_close(by_layer.log_evidence(), same.log_evidence())
+    with pytest.raises(lw.UnsupportedError, match=r"prior differs inside 0\.weight; EKron"):
+        regression(lw.EKron(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})).log_evidence()
+
+
+def test_groups_are_tuned_each() -> None:
+    one = regression(lw.Full(), None)
+    start = lw.grouped(dict.fromkeys((".*weight", ".*bias"), float(one.prior.values)))
+    each = one.with_prior(start).tuned(lw.MaximiseEvidence(tolerance=1e-9))
+    assert each.prior.groups == (".*weight", ".*bias")
+    best = float(each.log_evidence())
+    assert best > float(one.log_evidence()) + 1e-3
+    for number in range(2):
+        for factor in (0.9, 0.99, 1.01, 1.1):
+            values = each.prior.values.clone()
+            values[number] *= factor
+            moved = each.with_prior(each.prior.with_precision(values))
+            assert float(moved.log_evidence()) < best
+
+
+def test_a_prior_by_groups_can_be_used_again() -> None:
+    """As any prior: in with_prior() and in another fit. On other weights its patterns must be given anew."""
+    found = regression(lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})).tuned()
+    assert_close(found.with_prior(found.prior).log_evidence(), found.log_evidence())
+    assert_close(regression(lw.Kron(), found.prior).prior.vector, found.prior.vector)
+    with pytest.raises(lw.UnsupportedError, match=r"belongs to other weights already; give grouped"):
+        regression(lw.Full(), found.prior, weights=lw.last_layer)
+
+
+def test_groups_of_a_normalised_network_are_named_by_it() -> None:
+    members = dict(zip(SELECTION.names, ("body", "body", "rest", "rest"), strict=True))
+    prior = per_normalised_group(torch.tensor([2.0, 3.0])).bound(SELECTION, LIKE, members)
+    assert prior.groups == ("body", "rest")
+    assert_close(prior.vector, torch.tensor([2.0] * 9 + [3.0] * 10, dtype=D))
+    assert_close(prior.logdet(), 9 * torch.tensor(2.0, dtype=D).log() + 10 * torch.tensor(3.0, dtype=D).log())
+    with pytest.raises(lw.UnsupportedError, match=r"found by trying the network out; give it to fit\(\)"):
+        per_normalised_group(1.0).bound(SELECTION, LIKE)
+
+
+# The g-prior.
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("g", [0.2, 30.0])
+def test_g_prior_is_g_times_the_diagonal(method: str, g: float) -> None:
+    matrix, scale = unit_curvature(method)
+    raised = scale > matrix.diagonal() * (1 + 1e-9)
+    assert bool(raised.any())  # dead units: the floor is part of the test
+    assert not bool(raised.all())
+    found = regression(METHODS[method], lw.g_prior(g))
+    assert found.prior.kind == "g"
+    assert_dense(found, matrix, g * scale, SOLVED if method == "low_rank" else 2 / 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_g_prior_afterwards_is_that_of_the_fit(method: str) -> None:
+    at_once = regression(METHODS[method], lw.g_prior(0.6))
+    later = regression(METHODS[method], 1.0).with_prior(lw.g_prior(0.6))
+    assert_close(later.prior.vector, at_once.prior.vector)
+    assert_close(later.log_evidence(), at_once.log_evidence())
+    assert_close(later.with_prior(later.prior).log_evidence(), at_once.log_evidence())
+
+
+def test_g_prior_about_a_mean() -> None:
+    _, scale = unit_curvature("full")
+    plain, about = (regression(lw.Full(), lw.g_prior(0.6, mean)) for mean in (0.0, 0.4))
+    theta = torch.cat([p.detach().reshape(-1) for p in MLP.build().parameters()])
+    gap = 0.5 * (0.6 * scale) @ (theta.square() - (theta - 0.4).square())
+    assert_close(about.log_evidence() - plain.log_evidence(), gap)
+
+
+@pytest.mark.parametrize("method", ["diagonal", "kron", "full"])
+def test_g_prior_of_a_classifier_is_dense(method: str) -> None:
+    """The same for softmax curvature, with shared weights (convolutions) in the blocks."""
+    case = BY_NAME["cnn"]
+    model = case.build()
+    found = lw.fit(model, problems.batches(case), "classification", method=METHODS[method], prior=lw.g_prior(0.4))
+    _, ggn = problems.dense_ggn(case, model)
+    matrix = {"full": ggn, "diagonal": structures.diagonal(ggn)}.get(method)
+    if matrix is None:
+        matrix = assembled(found.curvature)
+    where = structures.layers(model)
+    scale = (structures.scale_by_factor if method == "kron" else structures.scale_by_layer)(matrix.diagonal(), where)
+    covariance = torch.linalg.inv(matrix + 0.4 * torch.diag(scale))
+    new = case.batch(4, seed=1)
+    jac = dense.jacobian(model, new, 4)
+    assert_close(found.functions(new).cov, dense.output_covariance(jac, covariance))
+
+
+def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
+    """Embeddings: rows that no token asked for, and padding, have no curvature at all, and get a floor."""
+    case = BY_NAME["embedding"]
+    model = case.build()
+    found = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.g_prior(0.4))
+    kinds = dict(zip((b.weight for b in found.network.layout), found.curvature.structures(), strict=True))
+    assert kinds["table.weight"] == "KroneckerBlock"
+    matrix = assembled(found.curvature)
+    where = places(found.network.selection.names, found.network.selection.shapes)
+    blocks = {b.weight: order(b, where).reshape(b.form[1:] if b.linear else (-1,)) for b in found.network.layout}
+    assert blocks["table.weight"].shape == (6, 7)
+    assert matrix.diagonal()[blocks["table.weight"]][:, 0].tolist() == [0.0] * 6  # padding
+    linear = {name: index for name, index in blocks.items() if kinds[name] == "KroneckerBlock"}
+    others = {name: index for name, index in blocks.items() if name not in linear}
+    scale = structures.scale_by_layer(structures.scale_by_factor(matrix.diagonal(), linear), others)
+    assert float(scale.min()) > 0
+    precision = matrix + 0.4 * torch.diag(scale)
+    covariance = torch.linalg.inv(precision)
+    new = torch.cat([case.batch(3, seed=1), torch.tensor([[0, 0, 6, 6]])])
+    jac = dense.jacobian(model, new, 4)
+    assert_close(found.prior.vector, 0.4 * scale)
+    assert_close(found.functions(new).cov, dense.output_covariance(jac, covariance))
+    joint = found.functions(new, joint=True).cov.reshape(12, 12)
+    assert_close(joint, dense.joint_covariance(jac, covariance))
+    inner = found.posterior.precision
+    assert_close(inner.logdet(), torch.linalg.slogdet(precision)[1])
+    assert_close(inner.variances(), covariance.diagonal())
+    assert_close(inner.solve(torch.eye(len(scale), dtype=D)), covariance)
+    rows = inner.sample(torch.eye(len(scale), dtype=D))
+    assert_close(rows.T @ rows, covariance)
+
+
+def test_g_prior_of_ekron_is_refused() -> None:
+    found = regression(lw.EKron(), lw.g_prior())
+    for use in (found.log_evidence, lambda: found.functions(MLP.batch(2)), found.tuned):
+        with pytest.raises(lw.UnsupportedError, match=r"EKron allows one precision for each block.*method=Kron\(\)"):
+            use()
+
+
+@pytest.mark.parametrize("method", ["full", "diagonal", "low_rank"])
+def test_g_prior_of_single_weights(method: str) -> None:
+    """Weights that are not selected have no say in what is typical of a layer where only the selected ones are seen."""
+    chosen = torch.tensor([0, 1, 2, 3, 24, 26, 30, 33, 41, 60, 66, 71, 80])
+    model = MLP.build()
+    ggn = unit_ggn(model, MLP.batch(6))
+    whole = structures.layers(model)
+    if method == "diagonal":  # it has the curvature of the whole layer
+        scale = structures.scale_by_layer(ggn.diagonal(), whole)[chosen]
+    else:
+        inside = {k: torch.isin(chosen, v).nonzero()[:, 0] for k, v in whole.items()}
+        scale = structures.scale_by_layer(ggn.diagonal()[chosen], inside)
+    chosen_method = lw.LowRank(rank=13) if method == "low_rank" else METHODS[method]
+    found = regression(chosen_method, lw.g_prior(0.7), weights=lw.subnetwork(chosen))
+    assert_close(found.prior.vector, 0.7 * scale, SOLVED)
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.LowRank(rank=18), lw.Kron(), lw.Diagonal()])
+def test_where_most_weights_are_dead_the_floor_is_no_rounding(method: Any) -> None:
+    """Four of five features of the last layer are nought on all data; a new input may wake them up."""
+    x = torch.rand(6, 4, dtype=D)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    model[0].bias.data[1:] = -9.0
+    model[0].bias.data[0] = 9.0
+    fitted = lw.fit(model, [(x, torch.randn(6, 3, dtype=D))], lw.Gaussian(noise_std=0.5), method=method,
+                    weights=lw.last_layer, prior=lw.g_prior(1.0))  # fmt: skip
+    a = torch.cat([model[:2](x).detach(), torch.ones(6, 1, dtype=D)], 1)
+    counts = a.square().sum(0)
+    typical = counts.mean() if isinstance(method, lw.Kron) else (counts * 3).sum() / 18
+    expected = counts.clamp_min(float(1e-3 * typical))
+    weights, biases = fitted.prior.vector[:15].reshape(3, 5), fitted.prior.vector[15:]
+    assert_close(weights, expected[None, :5].expand(3, 5), SOLVED)
+    assert_close(biases, expected[5:].expand(3), SOLVED)
+    assert float(fitted.functions(torch.full((1, 4), 30.0, dtype=D)).std.max()) < 1e6
+
+
+def rescaled(model: nn.Sequential, k: float) -> nn.Sequential:
+    """The same function of x: ReLU lets a positive factor through."""
+    other = nn.Sequential(*(nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.ReLU()
+                            for m in model)).double()  # fmt: skip
+    other.load_state_dict(model.state_dict())
+    other[0].weight.data *= k
+    other[0].bias.data *= k
+    other[2].weight.data /= k
+    return other
+
+
+@pytest.mark.parametrize("k", [0.1, 10.0])
+@pytest.mark.parametrize("method", ["full", "diagonal", "kron"])
+def test_g_prior_does_not_see_how_the_weights_are_scaled(method: str, k: float) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)).double()
+    x, y, new = torch.randn(12, 4, dtype=D), torch.randn(12, 3, dtype=D), torch.randn(5, 4, dtype=D)
+
+    def fitted(net: nn.Module, prior: Any) -> lw.Fitted:
+        return lw.fit(net, [(x, y)], lw.Gaussian(noise_std=0.5), method=METHODS[method], prior=prior)
+
+    one, two = (fitted(net, lw.g_prior(0.3)) for net in (model, rescaled(model, k)))
+    assert_close(two.functions(new).mean, one.functions(new).mean)
+    assert_close(two.functions(new).cov, one.functions(new).cov, SOLVED)
+    assert_close(two.log_evidence(), one.log_evidence(), SOLVED)
+    tight = lw.MaximiseEvidence(tolerance=1e-9)
+    assert_close(two.tuned(tight).prior.values, one.tuned(tight).prior.values, 0.4)
+    one, two = (fitted(net, 0.3).functions(new).variance for net in (model, rescaled(model, k)))
+    assert float(((two - one).abs() / one).max()) > 0.1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tuned_g_is_an_optimum(method: str) -> None:
+    found = regression(METHODS[method], lw.g_prior()).tuned(lw.MaximiseEvidence(tolerance=1e-9))
+    assert found.prior.kind == "g"
+    matrix, scale = unit_curvature(method)
+
+    def at(g: float) -> float:
+        return float(evidence(MLP.build(), matrix / NOISE + g * torch.diag(scale), g * scale))
+
+    g = float(found.prior.values)
+    assert float(found.log_evidence()) == pytest.approx(at(g), abs=1e-6)
+    line = [at(g * math.exp(shift)) for shift in (-3, -1, -0.3, -0.03, 0.03, 0.3, 1, 3)]
+    assert max(line) < at(g)
+    assert (at(g * 1.001) - at(g / 1.001)) / 0.002 == pytest.approx(0, abs=1e-5)  # the slope in log g
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_in_g_equals_finite_differences(method: str) -> None:
+    fitted = regression(METHODS[method], 1.0)
+    g = torch.tensor(0.6, dtype=D, requires_grad=True)
+    fitted.with_prior(lw.g_prior(g)).log_evidence().backward()
+    high, low = (fitted.with_prior(lw.g_prior(0.6 + s * 1e-5)).log_evidence() for s in (1, -1))
+    assert_close(g.grad, (high - low).detach() / 2e-5, SOLVED)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: g_prior(-1.0), "run from -1 to -1; expected positive"),
+        (lambda: g_prior(math.inf), "inf"),
+        (lambda: g_prior(torch.ones(2)), "a g prior got 2 precisions; expected 1 or 1"),
+        (lambda: g_prior(1.0, torch.zeros(4)), "prior mean has 4 entries; expected 1 or 19"),
+    ],
+)
+def test_what_is_no_g_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(lw.NumericalError, match=message):
+        make().bound(SELECTION, LIKE)
+
+
+def test_the_curvature_of_other_weights_is_refused() -> None:
+    found = regression(lw.Full(), lw.g_prior())
+    with pytest.raises(lw.NumericalError, match=r"curvature of 83 weights already, and there are 18"):
+        regression(lw.Full(), found.prior, weights=lw.last_layer)
+
+
+def test_without_curvature_a_g_prior_stays_open() -> None:
+    plain = regression(lw.MapOnly(), lw.g_prior())
+    for found in (plain, plain.with_prior(lw.g_prior(2.0))):
+        assert found.prior.kind == "g"
+        assert float(found.functions(MLP.batch(2)).variance.max()) == 0
+
+
+# Files.
+
+STORED: list[tuple[str, Any, Any]] = [
+    ("mlp", lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0}, 0.2)),
+    ("mlp", lw.Kron(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})),
+    ("mlp", lw.EKron(), lw.grouped({r"[02]\..*": 0.7, r"4\..*": 3.0})),
+    ("mlp", lw.Full(), lw.g_prior(0.6, torch.linspace(-1, 1, 83))),
+    ("mlp", lw.Diagonal(), lw.g_prior(0.6)),
+    ("mlp", lw.LowRank(rank=7), lw.g_prior(0.6)),
+    ("embedding", lw.Kron(), lw.g_prior(0.6)),
+    ("norms", lw.Full(), lw.per_normalised_group(0.9)),
+    ("norms", lw.Kron(), lw.per_normalised_group(0.9)),
+]
+
+
+@pytest.mark.parametrize(("case", "method", "prior"), STORED)
+def test_round_trip_through_a_file(case: str, method: Any, prior: Any, tmp_path: Path) -> None:
+    chosen = BY_NAME[case]
+    model = chosen.build()
+    first = lw.fit(model, problems.batches(chosen), "classification", method=method, prior=prior).tuned()
+    first.save(tmp_path / "one")
+    again = lw.load(tmp_path / "one", model)
+    again.save(tmp_path / "two")
+    twice = lw.load(tmp_path / "two", chosen.build())
+    inputs = chosen.batch(3, seed=1)
+    for found in (again, twice):
+        assert (found.prior.kind, found.prior.groups, found.prior.members) == (
+            first.prior.kind, first.prior.groups, first.prior.members)  # fmt: skip
+        assert torch.equal(found.prior.values, first.prior.values)
+        assert torch.equal(found.prior.vector, first.prior.vector)
+        assert_close(found.log_evidence(), first.log_evidence())
+        assert_close(found.functions(inputs).cov, first.functions(inputs).cov)
+    higher = first.prior.with_precision(3 * first.prior.values)
+    assert_close(again.with_prior(higher).log_evidence(), first.with_prior(higher).log_evidence())
+    assert_close(again.with_prior(higher).tuned().prior.values, first.with_prior(higher).tuned().prior.values, SOLVED)
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Kron(), lw.Diagonal()])
+def test_a_g_prior_goes_to_float32_and_back(method: Any, tmp_path: Path) -> None:
+    model = MLP.build()
+    first = regression(method, lw.g_prior(0.6))
+    first.save(tmp_path / "net")
+    again = lw.load(tmp_path / "net", model.float())
+    assert torch.equal(again.prior.vector, first.prior.vector)  # precisions are float64 whatever the network is
+    narrow = MLP.batch(3, torch.float32, seed=1)
+    assert_close(again.functions(narrow).std, first.functions(narrow.double()).std, 0.5, torch.float32)
+    fresh = lw.fit(MLP.build(torch.float32), [(x.float(), y.float()) for x, y in data()],
+                   lw.Gaussian(noise_std=math.sqrt(NOISE)), method=method, prior=lw.g_prior(0.6))  # fmt: skip
+    assert_close(fresh.functions(narrow).std, first.functions(narrow.double()).std, 0.5, torch.float32)
+
+
+def test_a_stored_normalised_group_takes_other_precisions(tmp_path: Path) -> None:
+    case = BY_NAME["norms"]
+    model = case.build()
+    first = lw.fit(model, problems.batches(case), "classification", method=lw.Full(), prior=lw.per_normalised_group())
+    assert len(first.prior.groups) > 1
+    first.save(tmp_path / "net")
+    again = lw.load(tmp_path / "net", model)
+    other = lw.per_normalised_group(torch.arange(1.0, 1 + len(first.prior.groups)))
+    assert_close(again.with_prior(other).log_evidence(), first.with_prior(other).log_evidence())

@@ -1,0 +1,207 @@
+"""Equal seeds, equal results; a run that was interrupted ends where it would have ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from tests import problems
+from tests.cases import BY_NAME
+from tests.unit.training.settings import CUTS, D, arrays, dropped, flat, kept, mlp, same, shuffled
+
+OPTIMISERS = ["adam", "sgd", "lbfgs"]
+DATA = ["batches", "shuffled"]
+
+
+class CrashError(Exception):
+    """What ends a run in the middle."""
+
+
+def data(name: str) -> Any:
+    return problems.split(*arrays("gaussian"), CUTS) if name == "batches" else shuffled()
+
+
+def recipe(optimiser: str, epochs: int = 5, crash: int | None = None, **changes: Any) -> lw.Recipe:
+    """A constant rate, so that a shorter run is the beginning of a longer one; ``crash`` is an epoch."""
+    calls: list[int] = []
+    climb = lw.Ascend(steps=5)
+
+    def update(posterior: Any) -> Any:
+        calls.append(1)
+        if crash is not None and len(calls) > crash:
+            raise CrashError
+        return climb(posterior)
+
+    settings = {"rate": 1e-2, "last_rate": 1e-2, "optimiser": optimiser, "update": update}
+    return lw.online(epochs, **{**settings, **changes})
+
+
+def run(recipe: lw.Recipe, source: Any, noise: int = 0, model: nn.Module | None = None, **settings: Any) -> lw.Trained:
+    """Training, begun with the global generator in some state or other."""
+    model = dropped() if model is None else model
+    torch.manual_seed(noise)
+    return lw.train(model, source, "regression", recipe, **settings)
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_equal_seeds_give_equal_results(optimiser: str) -> None:
+    """With dropout and a shuffling loader, whatever the global generator was; other seeds give others."""
+    one, two = (run(recipe(optimiser, 3), shuffled(), noise=noise) for noise in (1, 2))
+    same(one, two)
+    other = run(recipe(optimiser, 3, seed=1), shuffled(), noise=1)
+    assert float((flat(one.model) - flat(other.model)).abs().max()) > 1e-4
+    assert one.history[0].loss != other.history[0].loss
+
+
+def test_epochs_differ_from_each_other() -> None:
+    """A seed for each epoch, and not one for all: with the weights nearly at rest the losses still differ."""
+    still = run(recipe("sgd", 3, rate=1e-15, last_rate=1e-15, update=kept, prior=lw.isotropic(1e-9)), shuffled())
+    assert len({epoch.loss for epoch in still.history}) == 3
+
+
+def test_random_numbers_of_the_caller_are_left_alone() -> None:
+    """A list of batches draws none, so that training must not either."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    model, source = dropped(), data("batches")
+    torch.manual_seed(5)
+    lw.train(model, source, "regression", recipe("adam", 2))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("source", DATA)
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_resuming_from_memory(optimiser: str, source: str) -> None:
+    whole = run(recipe(optimiser), data(source), noise=1)
+    first = run(recipe(optimiser, 2), data(source), noise=2)
+    assert first.state.epoch == 2
+    assert first.history == whole.history[:2]
+    model = dropped()
+    second = problems.unchanged(
+        model, lambda: run(recipe(optimiser), data(source), noise=3, model=model, resume=first.state)
+    )
+    same(second, whole)
+    again = run(recipe(optimiser), data(source), noise=4, resume=first.state)  # the state was not used up
+    same(again, whole)
+
+
+@pytest.mark.parametrize("source", DATA)
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_resuming_after_a_crash(optimiser: str, source: str, tmp_path: Path) -> None:
+    """With a rate that falls, and the evidence asked every other epoch from the second on."""
+    settings = {"rate": 2e-2, "last_rate": 1e-3, "burn_in": 1, "frequency": 2}
+    whole = run(recipe(optimiser, 6, **settings), data(source), noise=1)
+    path = tmp_path / "run.state"
+    with pytest.raises(CrashError):
+        run(recipe(optimiser, 6, crash=1, **settings), data(source), noise=2, checkpoint=path)
+    assert lw.State.load(path).epoch == 3
+    resumed = run(recipe(optimiser, 6, **settings), data(source), noise=3, resume=path, checkpoint=str(path))
+    same(resumed, whole)
+    assert lw.State.load(path).epoch == 6
+    assert list(tmp_path.iterdir()) == [path]
+    same(run(recipe(optimiser, 6, **settings), data(source), noise=4, resume=str(path)), whole)  # nothing left to do
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_the_best_moment_may_lie_before_the_crash(best: bool, tmp_path: Path) -> None:
+    """A rate that only does harm: the best evidence is the first."""
+    settings = {"rate": 1.0, "last_rate": 1.0, "keep_best": best, "update": lw.Ascend(steps=5)}
+    whole = run(recipe("sgd", 4, **settings), data("batches"))
+    assert whole.history[0].log_evidence == max(epoch.log_evidence for epoch in whole.history)
+    first = run(recipe("sgd", 2, **settings), data("batches"), checkpoint=tmp_path / "state")
+    second = run(recipe("sgd", 4, **settings), data("batches"), resume=tmp_path / "state")
+    same(second, whole)
+    assert first.state.best["evidence"] == pytest.approx(whole.history[0 if best else 1].log_evidence)
+
+
+def test_buffers_are_resumed_too() -> None:
+    build = BY_NAME["norms"].build
+    source = problems.split(*arrays("gaussian"), CUTS)
+    whole = run(recipe("adam", 3), source, model=build())
+    first = run(recipe("adam", 1), source, model=build())
+    same(run(recipe("adam", 3), source, model=build(), resume=first.state), whole)
+
+
+def test_a_state_is_its_file(tmp_path: Path) -> None:
+    state = run(recipe("adam", 2), data("batches")).state
+    state.save(tmp_path / "state")
+    read = lw.State.load(tmp_path / "state")
+    assert read.history == state.history
+    assert read.epoch == 2
+    assert all(torch.equal(value, read.weights[name]) for name, value in state.weights.items())
+    assert torch.equal(read.precision, state.precision)
+    assert read.noise is not None
+    assert torch.equal(read.noise, state.noise)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_stays_whole_while_the_next_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state"
+    run(recipe("adam", 1), data("batches"), checkpoint=path)
+    before = path.read_bytes()
+
+    def half(_: Any, file: Any) -> None:
+        Path(file).write_bytes(before[: len(before) // 2])
+        raise CrashError
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(CrashError):
+        run(recipe("adam", 2), data("batches"), resume=path, checkpoint=path)
+    assert path.read_bytes() == before
+
+
+def test_files_that_are_no_state(tmp_path: Path) -> None:
+    path, good = tmp_path / "state", tmp_path / "good"
+    run(recipe("adam", 1), data("batches"), checkpoint=good)
+    whole = good.read_bytes()
+    fields = torch.load(good, weights_only=True)
+    damaged: dict[str, Any] = {
+        "cut": whole[: len(whole) // 2],
+        "empty": b"",
+        "text": b"not a state at all",
+        "weights alone": fields["weights"],
+        "a list": [1, 2, 3],
+        "a field missing": {key: value for key, value in fields.items() if key != "precision"},
+        "a field too many": {**fields, "extra": 1},
+        "history of another kind": {**fields, "history": [{"number": 0, "when": 3}]},
+    }
+    for content in damaged.values():
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        with pytest.raises(lw.FileError, match="holds no training state"):
+            run(recipe("adam", 2), data("batches"), resume=path)
+    torch.save({"run": print}, path)  # code in a file is not run
+    with pytest.raises(lw.FileError, match="holds no training state"):
+        lw.State.load(path)
+    with pytest.raises(FileNotFoundError):
+        run(recipe("adam", 2), data("batches"), resume=tmp_path / "nowhere")
+    with pytest.raises(lw.FileError, match="no folder for the checkpoint"):
+        run(recipe("adam", 2), data("batches"), checkpoint=tmp_path / "nowhere" / "state")
+
+
+def test_states_of_another_run() -> None:
+    """Another network, optimiser, prior or likelihood: each is told apart, and the model given stays as it was."""
+    state = run(recipe("adam", 1), data("batches")).state
+    model = dropped()
+
+    def resumed(recipe: lw.Recipe, likelihood: str = "regression", net: nn.Module = model) -> None:
+        kind = "gaussian" if likelihood == "regression" else "categorical"
+        with pytest.raises(lw.DataError, match="this training state belongs to another model or recipe") as error:
+            problems.unchanged(net, lambda: lw.train(net, [arrays(kind)], likelihood, recipe, resume=state))
+        seen.append(str(error.value))
+
+    seen: list[str] = []
+    resumed(recipe("adam"), net=mlp())
+    resumed(recipe("adam"), net=nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Dropout(0.3), nn.Linear(7, 3)).to(D))
+    resumed(recipe("adam"), net=nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(D))
+    resumed(recipe("sgd"))
+    resumed(recipe("lbfgs"))
+    resumed(recipe("adam", prior=lw.isotropic()))
+    resumed(recipe("adam", prior=lw.diagonal(), method=lw.Diagonal()))
+    resumed(recipe("adam"), "classification")
+    for found, word in zip(seen, ("2 precisions, the prior 3", "size mismatch", "0.weight", "not sgd", "not lbfgs",
+                                  "the prior 1", "the prior 51", "has none to learn"), strict=True):  # fmt: skip
+        assert word in found
