@@ -15,7 +15,8 @@ from lapwing.networks.network import Network
 
 BYTES = 2 * 2**30  # what a Jacobian over all data may take on a CPU before the products stream; half of what is free
 # on a GPU, where a product with it costs one read of the memory
-PART = 2**26  # bytes of it that are float64 at a time
+EXACT = 2**28  # what it may take in float64, whatever the network is
+PART = 2**26  # bytes of a narrower one that are float64 at a time
 
 
 class TangentModel(Protocol):
@@ -41,23 +42,26 @@ class TangentModel(Protocol):
 
 def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> TangentModel:
     """With the Jacobian in memory where it fits, else by products that stream over the data."""
-    rows = 0
+    rows, shape = 0, network.output_shape
     for batch in data.batches("counting"):
-        rows += (batch.targets.shape[0] if batch.targets.ndim else 1) * torch.Size(network.output_shape).numel()
+        seen = batch.targets.shape if len(shape) == 2 else batch.targets.shape[:1]  # tokens may differ between batches
+        rows += seen[:2].numel() * shape[-1]
     room = torch.cuda.mem_get_info(network.device)[0] // 2 if network.device.type == "cuda" else BYTES
-    if rows * network.selection.size * torch.finfo(network.dtype).bits // 8 <= room:
-        return DenseTangent.built(network, likelihood, data, rows)
+    entries = rows * network.selection.size
+    dtype = torch.float64 if 8 * entries <= EXACT else network.dtype
+    if entries * torch.finfo(dtype).bits // 8 <= room:
+        return DenseTangent.built(network, likelihood, data, rows, dtype)
     return StreamedTangent(network, likelihood, data)
 
 
 @dataclass(frozen=True, eq=False)
 class DenseTangent:
-    """The Jacobian of all data in the network's dtype: a pass costs a matrix product.
+    """The Jacobian of all data: a pass costs a matrix product.
 
-    Losses and gradients are float64 nevertheless: a solve whose products round is refined by them to the end.
+    Losses and gradients are float64 even where it is not: a solve whose products round is refined by them.
     """
 
-    f: Tensor  # (N, [T,] C)
+    f: Tensor  # (N [T], C): every token a datum
     y: Tensor
     jacobian: Tensor  # (N [T] C, P)
     likelihood: Likelihood
@@ -67,14 +71,17 @@ class DenseTangent:
         return torch.float64
 
     @classmethod
-    def built(cls, network: Network, likelihood: Likelihood, data: Data, rows: int) -> DenseTangent:
+    def built(
+        cls, network: Network, likelihood: Likelihood, data: Data, rows: int, dtype: torch.dtype = torch.float64
+    ) -> DenseTangent:
         outputs, targets, start = [], [], 0
-        jacobian = torch.empty(rows, network.selection.size, dtype=network.dtype, device=network.device)
+        jacobian = torch.empty(rows, network.selection.size, dtype=dtype, device=network.device)
         for batch in data.batches("Jacobian"):
             for part, tangent in network.tangents(batch.inputs):
                 f = tangent.own.double()
-                outputs.append(f)
-                targets.append(likelihood.targets(f, batch.targets[part]))
+                y = likelihood.targets(f, batch.targets[part])
+                outputs.append(f.flatten(0, -2))
+                targets.append(y.flatten(0, 1) if f.ndim == 3 else y)
                 found = tangent.jacobians().whole().flatten(0, 1)
                 jacobian[start : start + len(found)] = found
                 start += len(found)

@@ -84,11 +84,14 @@ class WeightPosterior:
 
     @property
     def noise(self) -> Tensor | None:
-        """The noise variances that may change without the data: (), (C,), or None where there are none to learn."""
+        """The noise variances that may change without the data: (), (C,), or None where there are none to learn.
+
+        At a mode only their common scale: its loss is known for the present ratios alone.
+        """
         likelihood = self.problem.likelihood
         if not likelihood.learns_dispersion:
             return None
-        if isinstance(self.curvature, PerOutputCurvature):
+        if isinstance(self.curvature, PerOutputCurvature) and self.mode is None:
             assert self._ratios is not None
             return likelihood.dispersion * self._ratios.to(likelihood.dispersion)
         return likelihood.dispersion

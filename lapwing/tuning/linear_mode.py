@@ -13,7 +13,6 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.curvature.blockwise import BlockwiseCurvature
-from lapwing.curvature.outputs import PerOutputCurvature
 from lapwing.curvature.tangent_model import TangentModel, tangent_model
 from lapwing.linalg.cg import Product, conjugate_gradients
 from lapwing.posteriors.protocols import Method
@@ -75,11 +74,6 @@ class LinearMode:
             raise UnsupportedError(f"{type(posterior).__name__} has no weights to optimise; use a method that has.")
         if self.data is None:
             raise UnsupportedError("linear_mode needs the training data: linear_mode(data), or give it to fit().")
-        if self.mean == "tangent" and isinstance(posterior.curvature, PerOutputCurvature):
-            raise UnsupportedError(
-                "linear_mode(mean='tangent') learns one noise for all outputs, and this likelihood has one for each; "
-                "use mean='network', or Gaussian() with a single noise."
-            )
         network = posterior.problem.network
         data = self.data if isinstance(self.data, Data) else Data(self.data, network.device)
         base = network.shifted(None).theta().double()
@@ -268,13 +262,6 @@ class ModeSolver:
         """With the last step taken, since it is there: the value hardly changes, but its slope does."""
         moved = self.model.losses(theta - self.base, step, torch.ones(1, dtype=torch.float64, device=theta.device))
         return Mode(theta + step, float(moved[0]))
-
-
-def _enough(tolerance: float, promise: float) -> float:
-    """How far to solve for a step: no further than takes the decrease that the last one promised to the tolerance."""
-    if not math.isfinite(promise):
-        return 1e-2
-    return min(1e-1, max(1e-10, 0.3 * math.sqrt(tolerance / max(promise, 1e-300))))
 
 
 linear_mode = LinearMode

@@ -220,6 +220,33 @@ def test_other_structures_learn_the_common_scale(method: str) -> None:
     assert_close(tuned.log_evidence(), fresh.log_evidence(), SOLVED)
 
 
+def test_at_the_tangent_models_optimum_the_common_scale_is_learned() -> None:
+    """Its loss is known under the ratios it was found with, so those stay."""
+    moved = fitted(lw.Full()).tuned(lw.linear_mode(data("mlp")))
+    at = moved.posterior.mode.theta
+    each = residuals("mlp").square().mean(0)
+    model = BY_NAME["mlp"].build()
+    jac = dense.jacobian(model, BY_NAME["mlp"].batch(6), 6)
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    gap = residuals("mlp") - (jac @ (at - theta))
+
+    def evidence(scale: float, alpha: float) -> float:
+        noise = scale * each
+        fit = torch.distributions.Normal(0.0, noise.sqrt()).log_prob(gap).sum()
+        precision = torch.einsum("c,cpq->pq", 1 / noise, by_output()) + alpha * torch.eye(83, dtype=D)
+        return float(fit + 0.5 * (83 * math.log(alpha) - alpha * at @ at - torch.linalg.slogdet(precision)[1]))
+
+    assert float(moved.log_evidence()) == pytest.approx(evidence(1.0, float(moved.prior.values)), abs=1e-8)
+    for tuner in (TIGHT, lw.FixedPoint(tolerance=1e-9)):
+        tuned = moved.tuned(tuner)
+        scale, alpha = float(tuned.likelihood.dispersion), float(tuned.prior.values)
+        assert_close(tuned.likelihood.noise_variance, scale * each)
+        assert float(tuned.log_evidence()) == pytest.approx(evidence(scale, alpha), abs=1e-8)
+        for factor in (0.9, 0.99, 1.01, 1.1):
+            assert evidence(factor * scale, alpha) < evidence(scale, alpha)
+            assert evidence(scale, factor * alpha) < evidence(scale, alpha)
+
+
 @pytest.mark.parametrize("tuner", [TIGHT, lw.fixed_point])
 @pytest.mark.parametrize("per_output", [False, True])
 def test_given_noises_are_kept(tuner: Any, per_output: bool) -> None:

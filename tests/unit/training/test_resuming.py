@@ -59,9 +59,9 @@ def test_equal_seeds_give_equal_results(optimiser: str) -> None:
 
 
 def test_epochs_differ_from_each_other() -> None:
-    """A seed for each epoch, and not one for all: with the weights nearly at rest the losses still differ."""
+    """A seed for each epoch, and not one for all: with weights and noise at rest the losses still differ."""
     still = run(recipe("sgd", 3, rate=1e-15, last_rate=1e-15, update=kept, prior=lw.isotropic(1e-9)), shuffled())
-    assert len({epoch.loss for epoch in still.history}) == 3
+    assert abs(still.history[1].loss / still.history[2].loss - 1) > 1e-6
 
 
 def test_random_numbers_of_the_caller_are_left_alone() -> None:
