@@ -150,7 +150,7 @@ class KroneckerBlock:
                     f"the prior differs between outputs inside {block.weight}; a Kronecker block allows one "
                     "precision, or one for each input. Use isotropic() or per_layer(), or method=Diagonal() or Full()."
                 )
-            return self._by_input(phi, by_input[:, 0])
+            return self._by_input(phi, prior.value.mean(1))  # slopes go to all outputs alike
         out_values, out_basis, inp_values, inp_basis = self.eigen
         # Kept in the factors' own dtype: float64 for every product would cost more than the fit.
         values = (out_values.unsqueeze(-1) * inp_values.unsqueeze(-2)) / phi.to(out_values) + prior.value.to(out_values)

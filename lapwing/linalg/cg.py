@@ -48,24 +48,27 @@ def conjugate_gradients(
     tensor([[1.0000, 1.0000]], dtype=torch.float64)
     """
     b = rhs.double()
-    x = torch.zeros_like(b) if start is None else start.double().clone()
+    x = torch.zeros_like(b) if start is None else torch.where(b.any(1, keepdim=True), start.double(), 0.0)
     r = b - product(x).double() if start is not None else b.clone()
     size = b.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
     z = r if precondition is None else precondition(r).double()
     p, rho = z.clone(), (r * z).sum(1)
+    rounding, largest = torch.finfo(torch.float64).eps, torch.zeros_like(rho)  # the largest eigenvalue seen
     iterations = 0
     while iterations < max_iterations:
         active = r.norm(dim=1) > tolerance * size
         if not bool(active.any()):
             break
         q = product(p).double()
-        curved = (p * q).sum(1)
-        if bool((curved[active] <= 0).any()):
+        curved, length = (p * q).sum(1), p.square().sum(1)
+        largest = torch.where(active, largest.maximum(curved / length), largest)
+        if bool((curved <= rounding * largest * length)[active].any()):
             if truncated and iterations:
                 break
             raise NumericalError(
-                f"conjugate gradients met a direction with curvature {float(curved[active].min()):.3g}; expected a "
-                "positive definite operator. Raise the prior precision, or compute in float64."
+                f"conjugate gradients met a direction with curvature {float((curved / length)[active].min()):.3g}, "
+                f"after one of {float(largest.max()):.3g}; expected a positive definite operator. Raise the prior "
+                "precision, or compute in float64."
             )
         step = torch.where(active, rho / curved, 0.0)
         x += step[:, None] * p

@@ -189,7 +189,9 @@ class Prior:
                 return BlockPrior(self.values[self.groups.index(mine.pop())])
         arranged = block.arrange(self._selection.split(self.vector))
         first = arranged.reshape(-1)[0]
-        return BlockPrior(first if bool((arranged.detach() == first.detach()).all()) else arranged)
+        # Equal precisions that are being learned stay apart, each with its own slope.
+        alike = not arranged.requires_grad and bool((arranged == first).all())
+        return BlockPrior(first if alike else arranged)
 
     def logdet(self) -> Tensor:
         """The log-determinant of the precision."""
