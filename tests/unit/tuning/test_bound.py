@@ -227,7 +227,6 @@ def test_gradient_is_that_of_the_dense_formula(kind: str, picked: Tensor | None)
     assert_close(leaf.grad, total)
 
 
-@pytest.mark.xfail(strict=True, reason="Prior.on gives the slope of a block of equal precisions to the first of them")
 def test_gradient_where_weights_and_biases_have_equal_precisions() -> None:
     model, x, y = problem(BY_NAME["mlp"], "categorical")
     given = lw.grouped({r".*weight": 1.0, r".*bias": 1.0})

@@ -219,6 +219,27 @@ def test_optimum_is_that_of_the_gaussian_process() -> None:
     assert_close(fitted.log_evidence(), exact(log_precision), 0.4)
 
 
+@pytest.mark.parametrize("prior", [1.0, lw.g_prior(1.0)], ids=["isotropic", "g"])
+def test_full_uses_one_eigendecomposition_for_all_steps(prior: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no factorisation until the end."""
+    calls = {"eigvalsh": 0, "cholesky_ex": 0}
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(torch.linalg, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return counted
+
+    for name in calls:
+        monkeypatch.setattr(torch.linalg, name, counting(name))
+    tuned = regression(lw.Full(), prior=prior).tuned(lw.MaximiseEvidence(noise=True))
+    assert len(tuned.trace.steps) > 5
+    assert calls == {"eigvalsh": 1, "cholesky_ex": 0}
+
+
 def test_tuning_touches_no_data() -> None:
     case = BY_NAME["mlp"]
     passes = []
