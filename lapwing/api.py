@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing.choice import Auto
 from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.errors import DataError, ModelError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.curvature.sweep import mean_squared_residual
+from lapwing.curvature.design import NetworkDesign
+from lapwing.curvature.operators import Operator
+from lapwing.curvature.sweep import data_count, mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
 from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
@@ -59,7 +62,7 @@ def fit(
     data: Iterable[Any],
     likelihood: Likelihood | str,
     *,
-    method: Method | str | None = None,
+    method: Method | Auto | str | None = None,
     weights: Weights | str | None = None,
     prior: Prior | float | None = None,
     tuner: Tuner | None = None,
@@ -93,14 +96,25 @@ def fit(
     if given.kind == "per_normalised_group":
         groups = members(network, scale_free_groups(network, first.inputs))
     problem = Problem(network, chosen, given.bound(network.selection, network.theta(), groups))
-    fitted = method_named(method).fit(problem, batches, generator)
+    chosen_method, why = _method(method, problem, batches)
+    fitted = chosen_method.fit(problem, batches, generator)
     if prior is None and isinstance(fitted, HasEvidence):
         statistics = fitted.statistics  # type: ignore[attr-defined]
         fitted = started(fitted, statistics.data, statistics.outputs, network.theta())
         fitted = _on(tuner or maximise_evidence, batches)(fitted)
     elif tuner is not None:
         fitted = _on(tuner, batches)(fitted)
-    return Fitted(fitted, Fingerprint.of(network.model))
+    return Fitted(fitted, Fingerprint.of(network.model), why)
+
+
+def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:
+    """The method, and why it was picked where that was left open."""
+    auto = Auto(gpu=problem.network.device.type == "cuda") if method == "auto" else method
+    if not isinstance(auto, Auto):
+        return method_named(auto), ""
+    rows = data_count(problem.network, problem.likelihood, data) * problem.network.output_shape[-1]
+    found = auto.choose(problem.network.selection.size, rows)
+    return found.method, found.why
 
 
 def _on(tuner: Tuner, data: Data | None = None) -> Tuner:
@@ -207,6 +221,7 @@ class Fitted:
 
     posterior: Posterior
     fingerprint: Fingerprint
+    why: str = ""  # which method was picked and for what reason, where that was left open
 
     def __call__(self, x: Inputs) -> Any:
         """The predictive over y; the same as ``predict``."""
@@ -274,11 +289,16 @@ class Fitted:
         self._unchanged()
         return self._with(HasEvidence, "evidence").log_evidence()
 
+    @property
+    def evidence_error(self) -> float:
+        """The standard error of ``log_evidence``: nought where its log-determinant is computed and not estimated."""
+        return float(getattr(self.posterior, "evidence_error", 0.0))
+
     @outside_autocast
     def tuned(self, tuner: Tuner = maximise_evidence) -> Fitted:
         """The same posterior under better hyperparameters; ``trace`` says how they were found."""
         self._unchanged()
-        return Fitted(_on(tuner)(self.posterior), self.fingerprint)
+        return Fitted(_on(tuner)(self.posterior), self.fingerprint, self.why)
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:
@@ -291,6 +311,22 @@ class Fitted:
     def trace(self) -> Trace | None:
         """What the tuner did: every value it tried, with its evidence or score."""
         return getattr(self.posterior, "trace", None)
+
+    @outside_autocast
+    def jacobian(self, data: Iterable[Any]) -> Operator:
+        """J over these data as an operator (N C, P): ``J @ v`` and ``J.T @ u`` for many vectors at once."""
+        return self._operator(data, "jacobian", "jacobian")
+
+    @outside_autocast
+    def ggn(self, data: Iterable[Any]) -> Operator:
+        """The GGN Σ Jᵀ Λ J at unit dispersion over these data as an operator (P, P); the matrix is never formed."""
+        return self._operator(data, "ggn", "ggn")
+
+    def _operator(self, data: Iterable[Any], curvature: str, kind: str) -> Operator:
+        self._unchanged()
+        batches = data if isinstance(data, Data) else Data(data, self.network.device)
+        design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
+        return Operator(design, kind)
 
     @property
     def problem(self) -> Problem:
@@ -322,7 +358,7 @@ class Fitted:
         if bound.needs_curvature and self.curvature is not None:
             bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
         moved = self.posterior.with_problem(self.problem.with_prior(bound))  # type: ignore[attr-defined]
-        return Fitted(moved, self.fingerprint)
+        return Fitted(moved, self.fingerprint, self.why)
 
     def to(self, device: torch.device | str) -> Fitted:
         """The same posterior with its model on another device. The model is moved there, as ``model.to`` does."""

@@ -125,6 +125,7 @@ def _fashion(arguments: argparse.Namespace) -> None:
 def _normalised(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import normalised
     from lapwing.experiments.data import data_folder
+    from lapwing.reports import pictures
     from lapwing.reports.tables import table
 
     settings = normalised.Normalised(
@@ -138,8 +139,9 @@ def _normalised(arguments: argparse.Namespace) -> None:
     settings = replace(settings, recipe=replace(settings.recipe, epochs=arguments.epochs))
     result = normalised.run(settings, report=lambda line: print(line, file=sys.stderr))
     print(table(result), end="\n\n")
+    pictures.distances(result, arguments.out / "normalised.png")
     _written([result], arguments.out / "normalised.json")
-    print(arguments.out / "normalised.json")
+    print(arguments.out / "normalised.png", arguments.out / "normalised.json", sep="\n")
 
 
 def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:

@@ -112,7 +112,11 @@ class LowRankCurvature:
         return LowRankPrecision(prior, tall, self.layout, self.selection)
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
-        return self.precision(phi, prior).logdet()
+        """For one precision from the eigenvalues alone, since the vectors are orthonormal."""
+        if prior.kind != "isotropic":
+            return self.precision(phi, prior).logdet()
+        alpha, values = prior.values.double(), self.values.double()
+        return self.selection.size * alpha.log() + torch.log1p(values / (phi.to(values) * alpha)).sum()
 
     def diagonal(self) -> Tensor:
         own = self.values @ self.vectors.square()

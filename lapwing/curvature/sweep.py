@@ -19,6 +19,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
 CURVATURES = ("ggn", "fisher_mc")
+PLAIN = "jacobian"  # no likelihood: every output is a seed
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,16 @@ class Sweep:
         generator: torch.Generator | None = None,
         label: str = "curvature",
         only: int | None = None,
+        part: int | None = None,
     ) -> None:
         self._only = only  # the one output to seed, of those that the likelihood keeps apart
+        self._part = part  # the most samples of one chunk, where there is a reason besides memory
         self._network, self._likelihood, self._data = network, likelihood, data
-        self._curvature, self._generator, self._label = checked_curvature(curvature), generator, label
+        self._curvature, self._generator, self._label = (
+            checked_curvature(curvature, (*CURVATURES, PLAIN)),
+            generator,
+            label,
+        )
         self._statistics: Statistics | None = None
 
     def __iter__(self) -> Iterator[LayerJacobians]:
@@ -77,7 +84,7 @@ class Sweep:
             _, y = checked_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: asking for one halts a GPU.
             before = total.clone()
-            for rows, tangent in network.tangents(batch.inputs, self._seed_count):
+            for rows, tangent in network.tangents(batch.inputs, self._seed_count, self._part):
                 f, mine = tangent.f.to(network.dtype), y[rows]
                 if f.shape[0] != len(mine):
                     raise DataError(f"{len(mine)} inputs gave {f.shape[0]} outputs; expected one for each.")
@@ -115,6 +122,8 @@ class Sweep:
             if self._only is not None:
                 gradient = gradient * F.one_hot(torch.tensor(self._only), f.shape[-1]).to(f)
             return gradient.unsqueeze(0)
+        if self._curvature == PLAIN:
+            return seeded(torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
         root = self._likelihood.root(f, y)
         return seeded(root if self._only is None else root[..., self._only : self._only + 1])
 

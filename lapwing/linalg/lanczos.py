@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-
-Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P)
+from lapwing.linalg.operators import Product
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
+from lapwing.curvature.design import NetworkDesign
 from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.products import GGNProduct
-from lapwing.curvature.sweep import checked_curvature, loss_only
+from lapwing.curvature.sweep import checked_curvature
+from lapwing.linalg.design import gram_product
 from lapwing.linalg.lanczos import leading_eigenpairs
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -40,10 +42,10 @@ class LowRank:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         checked_curvature(self.curvature, ("ggn",))
         network = problem.network
-        statistics = loss_only(network, problem.likelihood, data)
+        design = NetworkDesign.build(network, problem.likelihood, data)
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
         pairs = leading_eigenpairs(
-            GGNProduct(network, problem.likelihood, data),
+            partial(gram_product, design),
             network.selection.size,
             self.rank,
             block=self.block,
@@ -54,4 +56,4 @@ class LowRank:
         curvature = LowRankCurvature(
             pairs.values, pairs.vectors, network.layout, network.selection, float(pairs.residuals.max())
         )
-        return WeightPosterior.fitted(problem, curvature, statistics)
+        return WeightPosterior.fitted(problem, curvature, design.statistics)

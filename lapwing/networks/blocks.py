@@ -195,11 +195,36 @@ class LinearJacobian:
 
     def jvp(self, v: Tensor) -> Tensor:
         """J v for v (n, G, d_out, d_in): (n, B, K)."""
+        count, groups, d_out, d_in = v.shape
+        wide = v.permute(1, 3, 0, 2).reshape(groups, d_in, count * d_out)
         found = []
-        for vector in v:
-            moved = torch.matmul(self.a, vector.mT.unsqueeze(1))  # (G, B, T, d_out)
-            found.append(torch.einsum("gbti,gkbti->bk", moved, self.g))
-        return torch.stack(found)
+        for piece in self.pieces(2 * groups * self.positions * count * d_out):
+            size = piece.batch
+            moved = _right(piece.a, wide).reshape(groups, size, self.positions, count, d_out)
+            left = moved.permute(1, 3, 0, 2, 4).reshape(size, count, -1)  # (B, n, G T d_out)
+            right = piece.g.permute(2, 1, 0, 3, 4).reshape(size, self.g.shape[1], -1)
+            found.append(torch.bmm(left, right.mT))
+        return torch.cat(found).transpose(0, 1)
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """Jᵀ u for u (n, B, K), summed over samples: (n, G, d_out, d_in)."""
+        count = u.shape[0]
+        groups, outputs, _, positions, d_out = self.g.shape
+        total, start = u.new_zeros(count * d_out * groups, self.a.shape[-1]).reshape(groups, count * d_out, -1), 0
+        for piece in self.pieces(2 * groups * positions * count * d_out):
+            size = piece.batch
+            right = piece.g.permute(2, 1, 0, 3, 4).reshape(size, outputs, -1)
+            mixed = torch.bmm(u[:, start : start + size].transpose(0, 1), right)  # (B, n, G T d_out)
+            left = mixed.reshape(size, count, groups, positions, d_out).permute(2, 1, 4, 0, 3)
+            total += torch.bmm(left.reshape(groups, count * d_out, -1), piece.a.reshape(groups, size * positions, -1))
+            start += size
+        return total.reshape(groups, count, d_out, -1).transpose(0, 1)
+
+    def compact(self) -> LinearJacobian | DenseJacobian:
+        """The form in which repeated products are cheaper: whole where positions outnumber outputs."""
+        if self.positions <= self.g.shape[1]:
+            return self
+        return DenseJacobian(self.whole().flatten(2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +294,14 @@ class LookupJacobian:
         parts = torch.einsum("kui,nui->nuk", self.g, picked)
         return parts.new_zeros(v.shape[0], self.batch, self.g.shape[0]).index_add_(1, self.owner, parts)
 
+    def vjp(self, u: Tensor) -> Tensor:
+        mixed = torch.einsum("kui,nuk->nui", self.g, u[:, self.owner])
+        total = mixed.new_zeros(u.shape[0], self.table, self.g.shape[-1]).index_add_(1, self.token, mixed)
+        return total.mT.unsqueeze(1)
+
+    def compact(self) -> LookupJacobian:
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class DenseJacobian:
@@ -301,7 +334,13 @@ class DenseJacobian:
         return (rows * weights) @ rows.mT
 
     def jvp(self, v: Tensor) -> Tensor:
-        return torch.einsum("bkp,np->nbk", self.j, v)
+        return (v.reshape(len(v), -1) @ self.j.flatten(0, 1).mT).reshape(len(v), *self.j.shape[:2])
+
+    def vjp(self, u: Tensor) -> Tensor:
+        return u.flatten(1) @ self.j.flatten(0, 1)
+
+    def compact(self) -> DenseJacobian:
+        return self
 
 
 BlockJacobian = LinearJacobian | LookupJacobian | DenseJacobian

@@ -45,8 +45,39 @@ class LayerJacobians:
 
     def jvp(self, v: Tensor) -> Tensor:
         """J v for every row of v (n, P): (n, B, K), from the stored factors."""
-        values = self.selection.split(v)
-        return torch.stack([jac.jvp(block.arrange(values).to(self.dtype)) for block, jac in self]).sum(0)
+        values = self.selection.split(v.to(self.dtype))
+        total: Tensor | None = None
+        for block, jac in self:
+            found = jac.jvp(block.arrange(values))
+            total = found if total is None else total + found
+        assert total is not None
+        return total
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """Jᵀ u for every u (n, B, K), summed over samples: (n, P)."""
+        parts: dict[str, Tensor] = {}
+        for block, jacobian in self:
+            found = jacobian.vjp(u.to(self.dtype)).reshape(len(u), *block.form)
+            parts.update(block.spread(found))
+        return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
+
+    def held(self) -> LayerJacobians:
+        """The same with every block formed now, in the form in which repeated products are cheapest."""
+        kept = tuple(part().compact() for part in self.parts)
+        return replace(self, parts=tuple(partial(_same, part) for part in kept))
+
+    @property
+    def nbytes(self) -> int:
+        """What the blocks take once they are formed."""
+        total = 0
+        for _, part in self:
+            tensors = (getattr(part, name) for name in ("a", "g", "j", "token", "owner", "rows") if hasattr(part, name))
+            total += sum(t.numel() * t.element_size() for t in tensors)
+        return total
+
+
+def _same(part: BlockJacobian) -> BlockJacobian:
+    return part
 
 
 def _cast(part: Callable[[], BlockJacobian], dtype: torch.dtype) -> BlockJacobian:

@@ -241,13 +241,16 @@ class Network:
             uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)
         return Tangent(self, inputs, raw, graph, uses)
 
-    def tangents(self, inputs: Inputs, seeds: int | None = None) -> Iterator[tuple[slice, Tangent]]:
-        """The batch linearised in chunks of samples under the byte budget."""
+    def tangents(
+        self, inputs: Inputs, seeds: int | None = None, most: int | None = None
+    ) -> Iterator[tuple[slice, Tangent]]:
+        """The batch linearised in chunks of samples under the byte budget, with at most so many in each."""
         batch = batch_size(inputs)
         seeds = torch.Size(self.output_shape).numel() if seeds is None else seeds
-        for rows in self.footprint.chunks(batch, seeds, self.dtype, self.device):
-            whole = rows == slice(0, batch)
-            yield rows, self.linearise(inputs if whole else take(inputs, batch, rows))
+        for chunk in self.footprint.chunks(batch, seeds, self.dtype, self.device):
+            for rows in _split(chunk, most):
+                whole = rows == slice(0, batch)
+                yield rows, self.linearise(inputs if whole else take(inputs, batch, rows))
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
         """J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""
@@ -280,6 +283,14 @@ class Network:
                 return found
             self._seen[key] = [found[node] for node in nodes]
         return dict(zip(nodes, self._seen[key], strict=True))
+
+
+def _split(rows: slice, most: int | None) -> Iterator[slice]:
+    """The rows in runs of at most ``most``, as even as they come."""
+    count = rows.stop - rows.start
+    runs = 1 if most is None else -(-count // most)
+    for i in range(runs):
+        yield slice(rows.start + i * count // runs, rows.start + (i + 1) * count // runs)
 
 
 def measured(uses: rules.Uses, shapes: Mapping[str, tuple[int, ...]], batch: int, outputs: int) -> Footprint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ FACTOR = 2.0  # a power of two: nothing but eps and real dependence can change t
 REST = "rest"
 LARGEST = 1e-2  # a change of the outputs above this is dependence, whatever eps may be
 UNSEEN = 1e2  # one over the variance before a norm, where the graph does not show it
+EPS = re.compile(r"(^|_)eps(ilon)?($|_)")
+MATTERS = 1e-3  # of the outputs, that changes when every weight of a group changes by its own size: less is no group
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class _Trial:
     f: Tensor
     norms: tuple[_Norm, ...]
     inverse: float  # the largest mean of one over the variance before a norm
+    eps: float  # the largest that the graph shows
+    slopes: Mapping[str, Tensor]  # of a random sum of the outputs in every parameter, where none was changed
 
 
 def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]:
@@ -58,14 +63,13 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
 
     A weight is doubled with its bias. LayerNorm, GroupNorm and weight normalisation take that back, up to their eps,
     from which the tolerance follows. BatchNorm in eval mode does once its running mean is doubled and its running
-    variance quadrupled along. A weight that does not matter at all is no group. Cost: up to four forward passes for
-    each layer; the model is not changed.
+    variance quadrupled along. A weight whose direction does not matter either, dead or saturated, is no group. Cost:
+    up to four forward passes for each layer, and a backward one; the model is not changed.
     """
     tensors = {name: p.detach() for name, p in network.model.named_parameters() if name in network.selection.names}
     base = _run(network, inputs, {}, tensors)
     size = base.f.abs().max().clamp_min(torch.finfo(base.f.dtype).tiny)
     tolerance = _tolerance(network, base)
-    generator = torch.Generator().manual_seed(0)
     found: list[ScaleFree] = []
     taken: set[str] = set()
     for name, parameters in _candidates(network):
@@ -82,12 +86,9 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
         change = float((trial.f - base.f).abs().max() / size)
         if change > tolerance:
             continue
-        shaken = {
-            p: tensors[p] * FACTOR ** (torch.rand(tensors[p].shape, generator=generator).round() * 2 - 1).to(tensors[p])
-            for p in parameters
-        }
-        moved = float((_run(network, inputs, shaken, tensors).f - base.f).abs().max() / size)
-        if moved > 10 * max(change, torch.finfo(base.f.dtype).eps ** 0.75):
+        each = torch.cat([(base.slopes[p] * tensors[p]).reshape(-1) for p in parameters])
+        moved = float(each.norm() / size * (each.numel() / base.f.numel()) ** 0.5)
+        if moved > max(10 * change, MATTERS):
             found.append(ScaleFree(name, parameters, bool(follow), change, tolerance))
             taken |= set(parameters)
     return tuple(found)
@@ -126,7 +127,7 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
     names.update({chosen[name].data_ptr(): name for name in values if name not in tensors})
     with torch.inference_mode(False), torch.enable_grad(), plain_kernels(network.plain):
         raw = swapped(network.model, chosen, lambda: raw_output(network.model, inputs))
-    norms, inverses = [], [0.0]
+    norms, inverses, eps = [], [0.0], [0.0]
     for node in graphs.read(raw, raw.shape[0]).nodes:
         if "BatchNormBackward" in node.name() and node._saved_running_mean is not None:
             mean, variance = node._saved_running_mean, node._saved_running_var
@@ -134,17 +135,25 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
                 seen = node._saved_input.detach()
                 norms.append(_Norm(seen, names[mean.data_ptr()], names[variance.data_ptr()]))
                 inverses.append(float((1 / variance.clamp_min(1e-12)).mean()))
+                eps.append(node._saved_eps)
         elif node.name() in ("NativeLayerNormBackward0", "NativeGroupNormBackward0"):
             rstd = node._saved_result2.detach()
             inverses.append(float(rstd.square().mean()))
-    return _Trial(shaped(raw.detach()), tuple(norms), max(inverses))
+    return _Trial(shaped(raw.detach()), tuple(norms), max(inverses), max(eps), {} if values else _slopes(raw, chosen))
+
+
+def _slopes(raw: Tensor, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    signs = torch.randint(0, 2, raw.shape, generator=torch.Generator().manual_seed(0)).to(raw) * 2 - 1
+    grads = torch.autograd.grad((raw * signs).sum(), list(chosen.values()), allow_unused=True, materialize_grads=True)
+    return {name: g.to_dense() if g.is_sparse else g for name, g in zip(chosen, grads, strict=True)}
 
 
 def _tolerance(network: Network, base: _Trial) -> float:
     """What doubling may change through eps: x / sqrt(var + eps) moves by 3/8 eps / var; times ten for what follows."""
-    found = (getattr(module, "eps", None) for module in network.model.modules())
-    eps = [value for value in found if isinstance(value, float)]
-    eps += [1e-5] if any(isinstance(m, nn.RMSNorm) for m in network.model.modules()) else []
-    explained = 10 * 0.375 * max(eps, default=0.0) * (base.inverse or UNSEEN)
+    found = ((key, value) for module in network.model.modules() for key, value in vars(module).items())
+    eps = [value for key, value in found if isinstance(value, float) and EPS.search(key)]
+    unsaid = any(isinstance(m, nn.RMSNorm) for m in network.model.modules()) or (not eps and base.inverse > 0)
+    eps += [base.eps, 1e-5 if unsaid else 0.0]
+    explained = 10 * 0.375 * max(eps) * (base.inverse or UNSEEN)
     rounding = 1e3 * torch.finfo(base.f.dtype).eps
     return min(max(explained, rounding), LARGEST)

@@ -24,6 +24,8 @@ from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.linalg.cg import Solution
+from lapwing.linalg.ridge import Logdet
 from lapwing.networks.blocks import Block
 from lapwing.networks.budget import Footprint
 from lapwing.networks.fingerprint import Fingerprint
@@ -33,6 +35,7 @@ from lapwing.networks.selection import Selection
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Posterior
+from lapwing.posteriors.sampled import SampledPosterior, StoredSamples
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.gaussian import Prior
 
@@ -44,7 +47,7 @@ LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson
 def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> None:
     """Write the posterior; the model itself is not written."""
     save_file = _safetensors().torch.save_file
-    if not isinstance(posterior, WeightPosterior | PointPosterior):
+    if not isinstance(posterior, WeightPosterior | PointPosterior | SampledPosterior):
         raise UnsupportedError(f"{type(posterior).__name__} cannot be saved; fit it again where it is needed.")
     problem = posterior.problem
     network, prior, likelihood = problem.network, problem.prior, problem.likelihood
@@ -72,6 +75,16 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         if posterior.mode is not None:
             tensors["mode.theta"] = posterior.mode.theta
             tensors["mode.loss"] = torch.tensor(posterior.mode.loss, dtype=torch.float64)
+    if isinstance(posterior, SampledPosterior):
+        kind = {
+            "name": "samples",
+            "iterations": posterior.solution.iterations,
+            "tolerance": posterior.solution.tolerance,
+        }
+        logdet = posterior.solver.logdet(problem)
+        tensors["samples.x"], tensors["samples.residuals"] = posterior.solution.x, posterior.solution.residuals
+        tensors["samples.logdet"] = logdet.value.detach()
+        kind["error"] = logdet.error
     meta = {
         "format": FORMAT,
         "likelihood": {"name": type(likelihood).__name__, "settings": likelihood.settings()},
@@ -196,11 +209,21 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     current = Fingerprint.of(model)
     if meta["curvature"]["name"] == "none":
         return PointPosterior(problem, statistics, theta), current
+    if meta["curvature"]["name"] == "samples":
+        stored = _samples(meta["curvature"], tensors, problem, device)
+        return SampledPosterior(problem, stored, statistics, theta), current
     mode = None
     if "mode.theta" in tensors:
         mode = Mode(tensors["mode.theta"].to(device), float(tensors["mode.loss"]))
     curvature = _curvature(meta["curvature"], parts, layout, selection)
     return WeightPosterior(problem, curvature, statistics, theta, mode), current
+
+
+def _samples(kind: dict[str, Any], tensors: dict[str, Tensor], problem: Problem, device: torch.device) -> StoredSamples:
+    x, residuals = tensors["samples.x"].to(device), tensors["samples.residuals"].to(device)
+    solution = Solution(x, residuals, kind["iterations"], kind["tolerance"])
+    logdet = Logdet(tensors["samples.logdet"].to(device), kind["error"])
+    return StoredSamples(problem.prior.values, problem.likelihood.dispersion, solution, logdet)
 
 
 def _prior(

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lapwing.core.data import Data, Inputs
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.linalg.cg import Solution
+from lapwing.linalg.ridge import Logdet
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.trace import Trace
@@ -55,6 +57,16 @@ class Curvature(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]: ...
+
+
+class Solver(Protocol):
+    """Samples of a posterior and its log-determinant, for any prior and noise."""
+
+    def solved(self, problem: Problem) -> Solution: ...
+
+    def logdet(self, problem: Problem) -> Logdet: ...
+
+    def gamma(self, problem: Problem, samples: Tensor) -> Tensor: ...
 
 
 class Posterior(Protocol):

@@ -110,6 +110,64 @@ def bands(result: Drawn, path: Path) -> None:
     _save(figure, path)
 
 
+def effective_parameters(gammas: Mapping[str, float], sizes: Mapping[str, int], path: Path) -> None:
+    """Layer by layer, and in all: how many weights there are, and how many of them the data decide.
+
+    ``gammas`` and ``sizes`` are the ``layers`` and ``sizes`` of an ``EffectiveParameters``.
+    """
+    names = [*(name or "(top)" for name in gammas), "all layers"]
+    decided = [*gammas.values(), sum(gammas.values())]
+    weights = [*(sizes[name] for name in gammas), sum(sizes[name] for name in gammas)]
+    # A gap sets the sum apart from what it sums.
+    heights = [-float(i) for i in range(len(gammas))] + [-len(gammas) - 0.35]
+    figure, axes = _figure(1, 2, (9.6, max(3.5, 1.6 + 0.42 * len(names))))
+    counts, shares = axes[0]
+    counts.barh(heights, weights, color=TOTAL, label="weights")
+    counts.barh(heights, decided, color=POSTERIOR, height=0.5, label="γ, those that the data decide")
+    shares.barh(heights, [100.0] * len(names), color=TOTAL)
+    shares.barh(heights, [100 * g / n for g, n in zip(decided, weights, strict=True)], color=POSTERIOR, height=0.5)
+    for height, gamma, count in zip(heights, decided, weights, strict=True):
+        counts.annotate(f"{gamma:,.1f} of {count:,}", (count, height), (5, 0), textcoords="offset points", va="center")
+        shares.annotate(f"{100 * gamma / count:.0f} %", (100, height), (5, 0), textcoords="offset points", va="center")
+    counts.set(xlabel="number of weights", yticks=heights, yticklabels=names)
+    counts.set_xlim(0, 1.35 * max(weights))
+    shares.set(xlabel="share of the weights, %", xlim=(0, 115), xticks=range(0, 101, 20), yticks=[])
+    for axis in (counts, shares):
+        axis.tick_params(axis="y", length=0)
+    figure.legend(*counts.get_legend_handles_labels(), frameon=False, ncols=2, loc="outside lower center")
+    _save(figure, path)
+
+
+def distances(result: Drawn, path: Path) -> None:
+    """For every network, as training goes on: how far naive and corrected predictive are apart, and their NLL."""
+    watched = [key.removesuffix("/KL") for key in result.arrays if key.endswith("/KL")]
+    networks = list(dict.fromkeys(run.split("/")[0] for run in watched))
+    figure, axes = _figure(len(networks), 2, (9.6, 0.5 + 3.4 * len(networks)))
+    styles = {"plain": ("plain network", PLAIN), "naive": ("naive evidence", OTHER),
+              "corrected": ("corrected evidence", POSTERIOR)}  # fmt: skip
+    for (apart, nll), network in zip(axes, networks, strict=True):
+        for run in (run for run in watched if run.split("/")[0] == network):
+            _against_epochs(apart, result.arrays, f"{run}/KL", {"color": INK})
+            for key, (label, colour) in styles.items():
+                _against_epochs(nll, result.arrays, f"{run}/NLL {key}", {"color": colour, "label": label})
+        apart.set(title=f"{network}: naive from corrected", xlabel="epoch", ylabel="KL divergence, nats")
+        nll.set(title=f"{network}: test data", xlabel="epoch", ylabel="NLL, nats")
+        for axis in (apart, nll):
+            axis.title.set_fontsize(10)
+            axis.set_xticks(result.arrays["epochs"])
+            axis.set_ylim(bottom=0)
+    handles, labels = axes[0][1].get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))  # one entry each, however many runs there are
+    figure.legend(shown.values(), shown.keys(), frameon=False, ncols=3, loc="outside lower center")
+    _save(figure, path)
+
+
+def _against_epochs(axis: Any, arrays: Mapping[str, list[float]], key: str, style: dict[str, str]) -> None:
+    """A run that ended early has fewer values than there are epochs to look at."""
+    values = arrays[key]
+    axis.plot(arrays["epochs"][: len(values)], values, marker="o", markersize=4.5, linewidth=1.6, **style)
+
+
 def _level(axes: Any) -> None:
     """The same vertical range for all."""
     limits = [axis.get_ylim() for axis in axes]

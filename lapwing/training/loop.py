@@ -139,6 +139,9 @@ class _Trainer:
         resume: State | None,
     ) -> None:
         self.model, self.data, self.recipe = model, data, recipe
+        self.modes = (
+            {m: m.training for m in model.modules()} if model.training else dict.fromkeys(model.modules(), True)
+        )
         self.network = network_of(model.eval())
         self.likelihood = likelihood
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
@@ -187,7 +190,8 @@ class _Trainer:
         self.done = number + 1
 
     def _pass(self, number: int) -> float:
-        self.model.train()
+        for module, training in self.modes.items():  # a module that was kept in eval mode stays there
+            module.training = training
         total, seen = 0.0, 0
         coefficients = self._coefficients()
         batches = self.data.batches(f"epoch {number}")

@@ -22,8 +22,8 @@ from lapwing.tuning.coordinates import Coordinates
 from lapwing.tuning.evidence import minimise, refuse_not_finite
 
 MEANS = ("network", "tangent")
-# In units of a group's typical curvature, from where its prior is as good as absent to where its weights are:
-RANGE = (1e-12, 1e8)
+# In units of a group's typical curvature: from where its prior is as good as absent to where its weights are.
+RANGE = (1e-12, 1e5)
 PRUNED = 1e3  # worth a word
 ITERATIONS = 1000  # of conjugate gradients in one Newton step
 
@@ -100,12 +100,12 @@ class LinearMode:
         weights = max(coordinates.weights, 1)
         # The slope at fixed θ is off by the root of what θ has left to gain.
         solver = ModeSolver(model, base, min(self.solver_tolerance, (0.1 * self.tolerance * weights) ** 2))
-        count, typical = coordinates.count, _typical(posterior).log()
-        low, high = (typical + math.log(bound) for bound in RANGE)
+        limits = Limits(_typical(posterior).log(), coordinates.start[coordinates.count :])
 
         def objective(x: Tensor) -> Tensor:
-            below = (low - x[:count]).clamp_min(0).sum()  # so that a search that overshoots is sent back
-            x = torch.cat([x[:count].clamp(low, high), x[count:]])
+            low, high = limits(x)
+            below = (low - x).clamp_min(0).sum()  # so that a search that overshoots is sent back
+            x = x.clamp(low, high)
             moved = coordinates.at(x)
             mode = solver(coordinates.at(x.detach()), last["theta"])
             last["theta"] = mode.theta
@@ -115,10 +115,11 @@ class LinearMode:
             return below - value / weights
 
         best, slope = minimise(objective, coordinates.start, self.max_steps, self.tolerance)
-        if bool((best[:count] <= low).any()):
+        low, high = limits(best)
+        if bool((best < low + 0.1).any()):
             raise NumericalError(
-                f"linear_mode: a prior precision fell out of range ({steps[-1]}), so far below the curvature that "
-                "rounding would decide: the noise may be too small for the residuals. Give the prior, or another noise."
+                f"linear_mode: a precision or the noise fell out of range ({steps[-1]}), where rounding would decide; "
+                "a noise far below the residuals, or none at all, does that. Give the prior, or another noise."
             )
         if slope > max(1e-3, 10 * self.tolerance):
             raise NumericalError(
@@ -126,7 +127,7 @@ class LinearMode:
                 "expected below 1e-3. Raise max_steps, or tighten solver_tolerance. The last steps were: "
                 + "; ".join(str(step) for step in steps[-3:])
             )
-        there = coordinates.at(torch.cat([best[:count].minimum(high), best[count:]]))
+        there = coordinates.at(best.minimum(high))
         return replace(there, mode=solver(there, last["theta"])), steps
 
     def _refitted(self, posterior: WeightPosterior, base: Tensor, data: Data) -> WeightPosterior:
@@ -149,6 +150,20 @@ class LinearMode:
             return replace(posterior, problem=problem, theta=base.to(network.dtype))
         problem = replace(posterior.problem, network=network.shifted(mode.theta - base))
         return replace(posterior, problem=problem, theta=mode.theta.to(network.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Limits:
+    """How far a search may go: precisions from the curvature of their groups, the noise as far from its start."""
+
+    typical: Tensor  # log H/φ under the noise at the start
+    noise: Tensor  # its log, empty where it is not learned
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = (math.log(bound) for bound in RANGE)
+        now = x[len(self.typical) :].clamp(self.noise + low, self.noise + high)
+        middle = torch.cat([self.typical + (self.noise - now).sum(), self.noise])
+        return middle + low, middle + high
 
 
 def _typical(posterior: WeightPosterior) -> Tensor:
@@ -199,14 +214,14 @@ class ModeSolver:
     tolerance: float = 1e-8
     max_steps: int = 50
 
-    def __call__(self, posterior: WeightPosterior, start: Tensor) -> Mode:
+    def __call__(self, posterior: Any, start: Tensor) -> Mode:
         prior, phi = posterior.problem.prior, float(posterior.problem.likelihood.dispersion)
         vector = prior.vector.detach()
         unit, precondition = vector.rsqrt(), self._preconditioner(posterior)
         rounding = torch.finfo(self.model.dtype).eps
         theta = start.clone()
         loss, slope = self.model.gradient(theta - self.base)
-        promise = left = float("inf")
+        promise = missed = float("inf")
         for _ in range(self.max_steps):
             delta = theta - self.base
             gradient = slope / phi + vector * (theta - prior.mean)
@@ -225,27 +240,27 @@ class ModeSolver:
             )
             step = -unit * found.x[0]
             promise = 0.5 * float(-(gradient @ step))
-            left = promise + 0.5 * (float(found.residuals[0]) * size) ** 2
+            missed = 0.5 * (float(found.residuals[0]) * size) ** 2
             if promise <= enough:
-                if left <= enough:
+                if missed <= enough:
                     return self._finished(theta, step)
                 continue  # nothing to see in the loss, but the system was not solved well enough to stop
             length = self._length(posterior, theta, step, value, promise)
             theta = theta + length * step
             loss, slope = self.model.gradient(theta - self.base)
         raise NumericalError(
-            f"the optimum of the tangent model was not reached in {self.max_steps} Newton steps: up to {left:.3g} nats "
-            f"are left; expected {self.tolerance:g}. Raise the prior precision."
+            f"the optimum of the tangent model was not reached in {self.max_steps} Newton steps: up to "
+            f"{promise + missed:.3g} nats are left; expected {self.tolerance:g}. Raise the prior precision."
         )
 
-    def _preconditioner(self, posterior: WeightPosterior) -> Product | None:
+    def _preconditioner(self, posterior: Any) -> Product | None:
         """The posterior's own precision where it knows the eigenvectors, in units of the prior."""
-        if isinstance(posterior.current, BlockwiseCurvature):
+        if not isinstance(posterior, WeightPosterior) or isinstance(posterior.current, BlockwiseCurvature):
             return None
         precision, root = posterior.settled, posterior.problem.prior.vector.detach().sqrt()
         return lambda v: root * precision.solve(root * v)
 
-    def _length(self, posterior: WeightPosterior, theta: Tensor, step: Tensor, value: float, promise: float) -> Tensor:
+    def _length(self, posterior: Any, theta: Tensor, step: Tensor, value: float, promise: float) -> Tensor:
         prior, phi = posterior.problem.prior, float(posterior.problem.likelihood.dispersion)
         lengths = 0.5 ** torch.arange(0, 12, dtype=torch.float64, device=theta.device)
         penalties = torch.stack([0.5 * prior.penalty(theta + t * step) for t in lengths]).detach()

@@ -1,6 +1,6 @@
 """The tangent model h(theta, x) = f(x) + J(x)(theta - w̃) with dense matrices: its loss, its optimum, its evidence.
 
-Nothing here calls the package. Losses are those of ``torch.nn.functional``; slopes and curvatures come from autograd.
+Nothing here calls the package. Losses are those of ``torch.nn.functional``; slopes come from autograd.
 """
 
 from __future__ import annotations
@@ -56,8 +56,14 @@ class Tangent:
         return found
 
     def curvature(self, theta: Tensor) -> Tensor:
-        """The Hessian of the loss, (P, P); h is linear in theta, so that this is the GGN with Λ at h."""
-        return torch.autograd.functional.hessian(self.loss, theta.detach())
+        """Of the loss in theta, (P, P): Σ JᵀΛJ with Λ at h, exactly, since h is linear in theta."""
+        h = self.h(theta)
+        each = {
+            "gaussian": lambda: torch.eye(h.shape[-1], dtype=h.dtype).expand(len(h), -1, -1),
+            "categorical": lambda: dense.softmax_hessian(h), "bernoulli": lambda: dense.sigmoid_hessian(h),
+            "poisson": lambda: torch.diag_embed(h.exp()),
+        }[self.kind]()  # fmt: skip
+        return dense.ggn(self.jacobian, each)
 
     def objective(self, theta: Tensor, precision: Tensor, phi: float = 1.0, mean: float = 0.0) -> Tensor:
         return self.loss(theta) / phi + 0.5 * (precision * (theta - mean).square()).sum()

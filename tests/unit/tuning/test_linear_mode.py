@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,9 @@ def test_a_prior_mean() -> None:
     phi, y = features()
     fitted = lw.fit(linear("small"), linear_data(), lw.Gaussian(noise_std=0.3), method=lw.Full(),
                     prior=lw.isotropic(1.0, mean=0.7), tuner=lw.linear_mode(tolerance=1e-9))  # fmt: skip
-    exact = lambda log: float(process(phi, y, torch.full((5,), math.exp(log), dtype=D), torch.tensor(0.09), 0.7))
+    exact = lambda log: float(
+        process(phi, y, torch.full((5,), math.exp(log), dtype=D), torch.tensor(0.09, dtype=D), 0.7)
+    )
     assert relative(fitted.log_evidence(), exact(float(fitted.prior.values.log()))) <= 1e-10
     assert float(fitted.prior.values.log()) == pytest.approx(golden(exact, -8, 8), abs=1e-6)
 
@@ -202,13 +205,27 @@ def test_a_noise_for_each_output(mean: str) -> None:
 # Networks.
 
 
+SIZES = (11, 1, 8)
+
+
+@cache
 def labels(kind: str) -> Tensor:
+    """Drawn from the tangent model at weights some way from w̃, so that there is something to find."""
     gen = torch.Generator().manual_seed(3)
+    blank = Tangent.of("gaussian", MLP.build(), MLP.batch(20), torch.zeros(20, 3))
+    h = blank.h(blank.w + 0.5 * torch.randn(83, dtype=D, generator=gen))
     if kind == "gaussian":
-        return torch.randn(6, 3, dtype=D, generator=gen)
+        return h + 0.2 * torch.randn(20, 3, dtype=D, generator=gen)
     if kind == "categorical":
-        return problems.targets(MLP, 6)
-    return torch.randint(0, 2 if kind == "bernoulli" else 6, (6, 3), generator=gen)
+        return torch.multinomial((2 * h).softmax(-1), 1, generator=gen)[:, 0]
+    if kind == "bernoulli":
+        return torch.bernoulli((2 * h).sigmoid(), generator=gen)
+    return torch.poisson((0.5 * h).exp(), generator=gen)
+
+
+def network_data(kind: str, dtype: torch.dtype = D) -> list[Any]:
+    y = labels(kind)
+    return problems.split(MLP.batch(20, dtype), y.to(dtype) if y.is_floating_point() else y, SIZES)
 
 
 LIKELIHOODS = {
@@ -218,17 +235,18 @@ PRIORS = {"isotropic": lw.isotropic(), "per_layer": lw.per_layer(), "g": lw.g_pr
 
 
 def tuned(kind: str, method: str = "full", prior: str = "isotropic", dtype: torch.dtype = D, **settings: Any) -> Any:
-    y = labels(kind)
-    data = problems.split(MLP.batch(6, dtype), y.to(dtype) if y.is_floating_point() else y, (3, 1, 2))
+    data = network_data(kind, dtype)
     settings = {"tolerance": 1e-8, "max_steps": 100, **settings}
     return lw.fit(MLP.build().to(dtype), data, LIKELIHOODS[kind], method=METHODS[method], prior=PRIORS[prior],
                   tuner=lw.linear_mode(**settings))  # fmt: skip
 
 
+@cache
 def reference(kind: str) -> Tangent:
-    return Tangent.of(kind, MLP.build(), MLP.batch(6), labels(kind))
+    return Tangent.of(kind, MLP.build(), MLP.batch(20), labels(kind))
 
 
+@cache
 def unit_curvature(kind: str, method: str) -> Tensor:
     """H at w̃ in the structure of a method, by brute force."""
     exact = reference(kind)
@@ -237,12 +255,18 @@ def unit_curvature(kind: str, method: str) -> Tensor:
         return ggn
     if method == "diagonal":
         return torch.diag(ggn.diagonal())
-    hessian = {
-        "gaussian": lambda f: torch.eye(len(f), dtype=D), "categorical": dense.softmax_hessian,
-        "bernoulli": dense.sigmoid_hessian, "poisson": lambda f: torch.diag(f.exp()),
-    }[kind]  # fmt: skip
+    roots = {
+        "gaussian": lambda f: torch.eye(3, dtype=D), "categorical": lambda f: rooted(dense.softmax_hessian(f)),
+        "bernoulli": lambda f: dense.sigmoid_hessian(f).sqrt(), "poisson": lambda f: torch.diag((0.5 * f).exp()),
+    }  # fmt: skip
     model = MLP.build()
-    return structures.kron(kfac.factors(model, MLP.batch(6), hessian, "expand"), structures.layers(model))
+    return structures.kron(kfac.factors(model, MLP.batch(20), roots[kind], "expand"), structures.layers(model))
+
+
+def rooted(matrix: Tensor) -> Tensor:
+    """Rows whose outer products add up to the matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp_min(0).sqrt()).T
 
 
 @pytest.mark.parametrize("prior", ["isotropic", "per_layer"])
@@ -260,9 +284,15 @@ def test_stationary_in_the_weights_and_in_every_precision(kind: str, method: str
     assert_close(theta, best, 0.4)
     matrix = unit_curvature(kind, method) / phi
     shares = torch.linalg.solve(matrix + torch.diag(vector), matrix).diagonal()
-    groups = (83,) if prior == "isotropic" else (30, 35, 18)
-    for gamma, squares in zip(shares.split(groups), (vector * theta.square()).split(groups), strict=True):
-        assert float(gamma.sum()) == pytest.approx(float(squares.sum()), abs=1e-5)
+    groups, found = (83,) if prior == "isotropic" else (30, 35, 18), 0
+    parts = (part.split(groups) for part in (shares, vector * theta.square(), vector, matrix.diagonal()))
+    for gamma, squares, alpha, curvature in zip(*parts, strict=True):
+        if float(alpha[0]) > 0.9e5 * float(curvature.mean()):  # at the upper limit, pushing further up
+            assert 1e-5 * len(alpha) >= float(gamma.sum()) > float(squares.sum())
+        else:
+            assert float(gamma.sum()) == pytest.approx(float(squares.sum()), abs=1e-5)
+            found += 1
+    assert found >= 1
     assert_close(fitted.log_evidence(), exact.evidence(vector, phi * matrix, phi), SOLVED)
 
 
@@ -271,16 +301,13 @@ def test_the_g_prior() -> None:
     fitted = tuned("categorical", prior="g")
     exact, vector, theta = reference("categorical"), fitted.prior.vector, fitted.posterior.mode.theta
     ggn = exact.curvature(exact.w)
-    assert_close(vector, fitted.prior.values * structures_floor(ggn.diagonal()))
+    live = ggn.diagonal() > 1e-2 * ggn.diagonal().median()
+    assert int(live.sum()) > 60
+    assert_close(vector[live], fitted.prior.values * ggn.diagonal()[live])
     assert float((exact.objective_slope(theta, vector) / vector.sqrt()).abs().max()) <= 1e-6
     gamma = torch.linalg.solve(ggn + torch.diag(vector), ggn).diagonal().sum()
     assert float(gamma) == pytest.approx(float((vector * theta.square()).sum()), abs=1e-5)
     assert_close(fitted.log_evidence(), exact.evidence(vector, ggn), SOLVED)
-
-
-def structures_floor(diagonal: Tensor) -> Tensor:
-    """No weight below a thousandth of the median of its layer."""
-    return torch.cat([part.clamp_min(1e-3 * float(part.median())) for part in diagonal.split((30, 35, 18))])
 
 
 @pytest.mark.parametrize("kind", list(LIKELIHOODS))
@@ -358,7 +385,7 @@ def test_a_tangent_mean_takes_the_noise_from_its_own_residual() -> None:
     matrix = exact.curvature(exact.w) / phi
     gamma = float(torch.linalg.solve(matrix + torch.diag(vector), matrix).diagonal().sum())
     residual = float((exact.h(fitted.posterior.mode.theta) - exact.y).square().sum())
-    assert phi == pytest.approx(residual / (18 - gamma), rel=1e-5)
+    assert phi == pytest.approx(residual / (60 - gamma), rel=1e-5)
     assert_close(fitted.log_evidence(), exact.evidence(vector, phi * matrix, phi), SOLVED)
 
 
@@ -417,10 +444,8 @@ def two_groups() -> tuple[Any, list[Any], Tensor, Tensor]:
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(40, 6, dtype=D, generator=gen)
     y = x[:, :2] @ torch.tensor([1.0, -2.0], dtype=D)
-    rest = torch.linalg.lstsq(torch.cat([x, y[:, None]], 1), torch.randn(40, 1, dtype=D, generator=gen))
     noise = torch.randn(40, 1, dtype=D, generator=gen)
     noise = noise - x @ torch.linalg.lstsq(x, noise).solution  # nothing that x explains
-    assert rest.solution.shape == (7, 1)
     model = Wrapped(lambda m, t: m.used(t[:, :2]) + m.idle(t[:, 2:]),
                     used=nn.Linear(2, 1, bias=False), idle=nn.Linear(4, 1, bias=False)).double()  # fmt: skip
     targets = y[:, None] + 0.2 * noise
@@ -436,12 +461,14 @@ def test_a_group_without_use_is_pruned_and_no_error(method: str, tolerance: floa
                     tuner=lw.linear_mode(tolerance=tolerance, max_steps=100))  # fmt: skip
     used, idle = fitted.prior.values.tolist()
     curvature = float(x[:, 2:].square().sum() / 4 / 0.04)
-    assert 1e3 * curvature < idle <= 1.001e8 * curvature
+    assert 1e3 * curvature < idle <= 1.001e5 * curvature
     assert float(fitted.posterior.mode.theta[2:].abs().max()) <= 1e-4
     assert len(fitted.trace.findings) == 1
     assert "1 of 2 precisions ran far above the curvature (idle)" in fitted.trace.findings[0]
     if method == "full":
-        alone = lambda log: float(process(x[:, :2], y, torch.full((2,), math.exp(log), dtype=D), torch.tensor(0.04)))
+        alone = lambda log: float(
+            process(x[:, :2], y, torch.full((2,), math.exp(log), dtype=D), torch.tensor(0.04, dtype=D))
+        )
         assert math.log(used) == pytest.approx(golden(alone, -8, 8), abs=1e-2 if tolerance > 1e-6 else 1e-5)
         assert float(fitted.log_evidence()) == pytest.approx(alone(math.log(used)), abs=1e-2)
         exact = regress(x[:, :2], y, torch.full((2,), used, dtype=D), torch.full((40,), 0.04, dtype=D))
@@ -484,7 +511,7 @@ def test_a_noise_far_below_the_residuals_is_refused() -> None:
     x = torch.linspace(-1, 1, 12, dtype=D)[:, None]
     y = torch.randn(12, 1, dtype=D, generator=gen)
     model = nn.Sequential(nn.Linear(1, 9), nn.Tanh(), nn.Linear(9, 1)).double()
-    with pytest.raises(lw.NumericalError, match="fell out of range .* Give the prior, or another noise"):
+    with pytest.raises(lw.NumericalError, match=r"fell out of range .* Give the prior, or another noise"):
         lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1e-6), method=lw.Full(), prior=1.0, tuner=lw.linear_mode())
 
 
@@ -492,7 +519,7 @@ def test_a_noise_far_below_the_residuals_is_refused() -> None:
 
 
 def test_fit_gives_its_own_data() -> None:
-    data = problems.batches(MLP)
+    data = network_data("categorical")
     fitted = lw.fit(MLP.build(), data, "classification", method=lw.Full(), tuner=lw.linear_mode())
     given = lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=1.0).tuned(lw.linear_mode(data))
     assert fitted.prior.kind == "isotropic"
@@ -502,28 +529,29 @@ def test_fit_gives_its_own_data() -> None:
 
 
 def test_fit_gives_its_own_data_with_their_keys() -> None:
-    batches = [{"x": x, "label": y} for x, y in problems.batches(MLP)]
+    batches = [{"x": x, "label": y} for x, y in network_data("categorical")]
     model = Wrapped(lambda m, x: m.net(x), net=MLP.build())
     fitted = lw.fit(model, batches, "classification", method=lw.Full(), target_key="label", prior=1.0,
                     tuner=lw.linear_mode())  # fmt: skip
-    plain = lw.fit(MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), prior=1.0,
+    plain = lw.fit(MLP.build(), network_data("categorical"), "classification", method=lw.Full(), prior=1.0,
                    tuner=lw.linear_mode())  # fmt: skip
     assert_close(fitted.log_evidence(), plain.log_evidence(), SOLVED)
 
 
 def test_data_given_to_the_tuner_come_first() -> None:
     """The mode belongs to the tuner's data, the curvature to the fit's."""
-    own = problems.split(MLP.batch(6), labels("categorical").flip(0), (2, 4))
-    fitted = lw.fit(MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), prior=1.0,
+    own = problems.split(MLP.batch(20), labels("categorical").flip(0), (2, 18))
+    fitted = lw.fit(MLP.build(), network_data("categorical"), "classification", method=lw.Full(), prior=1.0,
                     tuner=lw.linear_mode(own))  # fmt: skip
-    exact = Tangent.of("categorical", MLP.build(), MLP.batch(6), labels("categorical").flip(0))
+    exact = Tangent.of("categorical", MLP.build(), MLP.batch(20), labels("categorical").flip(0))
     vector = fitted.prior.vector
     assert float((exact.objective_slope(fitted.posterior.mode.theta, vector) / vector.sqrt()).abs().max()) <= 1e-4
 
 
 def test_the_given_precisions_are_not_where_it_starts() -> None:
     """From far below and far above: the same steps."""
-    ends = [lw.fit(MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), prior=lw.per_layer(start),
+    data = network_data("categorical")
+    ends = [lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=lw.per_layer(start),
                    tuner=lw.linear_mode()) for start in (1e-6, 1.0, 1e6)]  # fmt: skip
     for end in ends[1:]:
         assert torch.equal(end.prior.values, ends[0].prior.values)
@@ -531,7 +559,7 @@ def test_the_given_precisions_are_not_where_it_starts() -> None:
 
 
 def test_tuning_again_stays_where_it_is() -> None:
-    data = problems.batches(MLP)
+    data = network_data("categorical")
     once = lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=1.0, tuner=lw.linear_mode())
     twice = once.tuned(lw.linear_mode(data))
     assert len(twice.trace.steps) < len(once.trace.steps)
@@ -540,7 +568,7 @@ def test_tuning_again_stays_where_it_is() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [("network", "tangent"), ("tangent", "network")])
 def test_the_mean_can_be_changed_afterwards(first: str, second: str) -> None:
-    data, x = problems.batches(MLP), MLP.batch(4, seed=8)
+    data, x = network_data("categorical"), MLP.batch(4, seed=8)
     start = lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=1.0)
     changed = start.tuned(lw.linear_mode(data, mean=first)).tuned(lw.linear_mode(data, mean=second))
     straight = start.tuned(lw.linear_mode(data, mean=second))
@@ -558,13 +586,13 @@ def test_the_trace() -> None:
 
 
 def test_without_data_it_is_refused() -> None:
-    fitted = lw.fit(MLP.build(), problems.batches(MLP), "classification", prior=1.0)
+    fitted = lw.fit(MLP.build(), network_data("categorical"), "classification", prior=1.0)
     with pytest.raises(lw.UnsupportedError, match=r"needs the training data: linear_mode\(data\), or give it to fit"):
         fitted.tuned(lw.linear_mode())
 
 
 def test_what_is_no_tuner() -> None:
-    data = problems.batches(MLP)
+    data = network_data("categorical")
     fitted = lw.fit(MLP.build(), data, "classification", prior=1.0)
     for call in (lambda: fitted.tuned(lw.linear_mode),
                  lambda: lw.fit(MLP.build(), data, "classification", tuner=lw.linear_mode)):  # fmt: skip
@@ -595,7 +623,7 @@ def test_files_keep_all_of_it(method: str, mean: str, prior: str, tmp_path: Path
     assert torch.equal(loaded.predict(x).std, fitted.predict(x).std)
     drawn = [each.function_samples(x, 2, torch.Generator().manual_seed(1)) for each in (loaded, fitted)]
     assert torch.equal(drawn[0], drawn[1])
-    again = loaded.tuned(lw.linear_mode(problems.split(MLP.batch(6), labels("gaussian"), (6,)), mean=mean))
+    again = loaded.tuned(lw.linear_mode(network_data("gaussian"), mean=mean))
     assert_close(again.log_evidence(), fitted.log_evidence(), 0.35)
 
 
@@ -606,8 +634,8 @@ def test_the_model_is_not_changed(mean: str, streamed: bool, monkeypatch: pytest
         monkeypatch.setattr(tangent_model, "BYTES", 0)
     case = BY_NAME["norms"]
     model = case.build()
-    run = lambda: lw.fit(model, problems.batches(case), "classification", tuner=lw.linear_mode(mean=mean, refit=lw.Kron(),
-                         rounds=2)).predict(case.batch(3))  # fmt: skip
+    tuner = lw.linear_mode(mean=mean, refit=lw.Kron(), rounds=2)
+    run = lambda: lw.fit(model, problems.batches(case), "classification", tuner=tuner).predict(case.batch(3))
     problems.unchanged(model, run)
 
 

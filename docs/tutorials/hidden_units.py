@@ -1,0 +1,258 @@
+"""How many hidden units? The evidence says, from the training data alone.
+
+A network of one input, h hidden units and one output learns a sine from fifty noisy points. Too few units cannot bend;
+too many can follow the noise. The old remedy is a validation set. The Bayesian one needs none:
+
+- *regularisation.* ``lw.train`` with ``lw.classic`` minimises β/2 · squared error + α/2 · squared weights and learns α
+  and β on the way, by α = γ/|w|² and β = (N − γ)/SSE, with one α for each layer. γ counts the directions of weight
+  space that the data decide;
+- *comparison.* The evidence of a trained network is its fit less its complexity. A further unit always fits a little
+  better; it is worth having if it fits better by more than it costs. ``lw.compare`` ranks by that.
+
+Both are checked against what they do without: the likelihood of two thousand new points. And since one data set proves
+little, all of it is done for five of them, which differ by their noise alone; the first is drawn.
+
+The error of a small network has many minima, so every network is trained from several starts, and the one with the best
+evidence is kept. New points play no part in any choice.
+
+Run it with ``python docs/tutorials/hidden_units.py [folder]``: it prints the comparison and draws hidden_units.png. It
+takes a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import lapwing as lw
+
+INK, BAYES, PLAIN, PALE = "#333333", "#0072b2", "#d55e00", "#9a9a9a"
+HIDDEN = (1, 2, 3, 4, 6, 9, 12, 20)
+CLASSIC = 6  # hidden units of the networks in the first panel
+REACH, NOISE_STD = 3.0, 0.2
+STAR: dict[str, Any] = {"marker": "*", "markersize": 18, "markeredgecolor": "white", "zorder": 4}
+NEAR = 0.02  # nats for each new point: what counts as near the best
+
+
+def truth(x: Tensor) -> Tensor:
+    return torch.sin(2 * x)
+
+
+def noisy(x: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return truth(x) + NOISE_STD * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+def points(seed: int, n: int = 50) -> tuple[Tensor, Tensor]:
+    """Training data (n, 1): evenly spaced inputs, so that data sets differ by their noise alone."""
+    x = torch.linspace(-REACH, REACH, n, dtype=torch.float64).unsqueeze(1)
+    return x, noisy(x, seed)
+
+
+def new_points(seed: int, n: int = 2000) -> tuple[Tensor, Tensor]:
+    """Held-out data (n, 1) of the same range."""
+    generator = torch.Generator().manual_seed(10_000 + seed)
+    x = REACH * (2 * torch.rand(n, 1, generator=generator, dtype=torch.float64) - 1)
+    return x, noisy(x, 20_000 + seed)
+
+
+def network(hidden: int, start: int) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(start)
+        return nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, 1)).double()
+
+
+def regularised(x: Tensor, y: Tensor, hidden: int, recipe: lw.Recipe, restarts: int) -> lw.Fitted:
+    """The start that ends with the best evidence."""
+    found = [
+        lw.train(network(hidden, start), [(x, y)], "regression", recipe, progress=False).posterior
+        for start in range(restarts)
+    ]
+    return max(found, key=lambda posterior: float(posterior.log_evidence()))
+
+
+def unregularised(x: Tensor, y: Tensor, hidden: int, restarts: int) -> lw.Fitted:
+    """The start that ends with the smallest squared error, and nothing else; its noise is its residual."""
+    found = []
+    for start in range(restarts):
+        model = network(hidden, start)
+        optimiser = torch.optim.LBFGS(
+            model.parameters(), max_iter=1000, tolerance_grad=1e-9, tolerance_change=0.0, line_search_fn="strong_wolfe"
+        )
+
+        def closure(model: nn.Module = model, optimiser: torch.optim.LBFGS = optimiser) -> Tensor:
+            optimiser.zero_grad()
+            error = (model(x) - y).square().mean()
+            error.backward()
+            return error
+
+        optimiser.step(closure)
+        found.append((float(closure().detach()), model))
+    model = min(found, key=lambda pair: pair[0])[1]
+    return lw.fit(model, [(x, y)], "regression", method=lw.MapOnly(), progress=False)
+
+
+def log_likelihood(posterior: lw.Fitted, seed: int) -> float:
+    """Of a new point, on average."""
+    x, y = new_points(seed)
+    return float(posterior.predict(x).log_prob(y).mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """One data set: networks of every size, with their evidence and what new points say."""
+
+    seed: int
+    x: Tensor
+    y: Tensor
+    fitted: dict[int, lw.Fitted]
+
+    @cached_property
+    def compared(self) -> Any:
+        return lw.compare({str(hidden): posterior for hidden, posterior in self.fitted.items()})
+
+    @property
+    def picked(self) -> int:
+        return int(self.compared.best)
+
+    @cached_property
+    def held_out(self) -> dict[int, float]:
+        return {hidden: log_likelihood(posterior, self.seed) for hidden, posterior in self.fitted.items()}
+
+    @property
+    def lost(self) -> float:
+        """Nats for each new point by which the evidence's choice is below the best."""
+        return max(self.held_out.values()) - self.held_out[self.picked]
+
+
+def study(seed: int, hidden: Sequence[int], prior: Any, restarts: int, epochs: int) -> Study:
+    x, y = points(seed)
+    recipe = lw.classic(epochs, prior=prior)
+    fitted = {count: regularised(x, y, count, recipe, restarts) for count in hidden}
+    return Study(seed, x, y, fitted)
+
+
+def picture(studies: Sequence[Study], plain: lw.Fitted, path: Path) -> None:
+    """The classic picture; the evidence and its parts; new points; γ. The last two for all data sets."""
+    figure = Figure(figsize=(12.6, 9.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2).flatten()
+    _classic(axes[0], studies[0], plain)
+    _evidence(axes[1], studies[0])
+    _held_out(axes[2], studies)
+    _gamma(axes[3], studies)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.title.set_fontsize(10.5)
+    figure.savefig(path, dpi=150)
+
+
+def _classic(axis: Any, shown: Study, plain: lw.Fitted) -> None:
+    grid = torch.linspace(-REACH, REACH, 601, dtype=torch.float64).unsqueeze(1)
+    line = grid[:, 0].tolist()
+    cases = ((plain, PLAIN, "squared error only"), (shown.fitted[CLASSIC], BAYES, "Bayesian regularisation"))
+    for posterior, colour, label in cases:
+        found = posterior.predict(grid)
+        low, high = (bound.detach()[:, 0].tolist() for bound in found.interval(0.95))
+        axis.fill_between(line, low, high, color=colour, alpha=0.18, linewidth=0)
+        note = f"{label}: {log_likelihood(posterior, shown.seed):.2f}".replace("-", "−")
+        axis.plot(line, found.mean.detach()[:, 0].tolist(), color=colour, linewidth=2, label=note)
+    axis.plot(line, truth(grid)[:, 0].tolist(), color=INK, linewidth=1.2, linestyle=":", label="truth")
+    axis.scatter(shown.x[:, 0].tolist(), shown.y[:, 0].tolist(), s=16, color=INK, zorder=3, label="data")
+    axis.set(xlabel="x", ylabel="y", xlim=(-REACH, REACH), ylim=(-2.1, 2.9))
+    axis.set_title(f"1-{CLASSIC}-1, with 95 % bands\nin the legend: log-likelihood of a new point")
+    axis.legend(frameon=False, fontsize=9, loc="upper center", ncols=2)
+
+
+def _evidence(axis: Any, shown: Study) -> None:
+    rows = sorted(shown.compared.candidates, key=lambda row: int(row.name))
+    places = range(len(rows))
+    axis.plot(places, [row.fit for row in rows], "o--", color=PLAIN, label="fit")
+    axis.plot(places, [-row.complexity for row in rows], "s--", color=PALE, label="− complexity")
+    evidences = [row.log_evidence for row in rows]
+    axis.plot(places, evidences, "D-", color=BAYES, linewidth=2, label="log evidence, their sum")
+    best = max(places, key=lambda place: evidences[place])
+    axis.plot(best, evidences[best], color=BAYES, **STAR)
+    axis.set(xlabel="hidden units", ylabel="nats", xticks=places, xticklabels=[row.name for row in rows])
+    axis.set_title(f"evidence on the training data\nstar: its choice, {rows[best].name} hidden units")
+    axis.legend(frameon=False, fontsize=9)
+
+
+def _held_out(axis: Any, studies: Sequence[Study]) -> None:
+    for study in reversed(studies):
+        found = study.held_out
+        best = max(found.values())
+        colour, width = (BAYES, 2.0) if study is studies[0] else (PALE, 1.0)
+        axis.plot(range(len(found)), [value - best for value in found.values()], color=colour, linewidth=width)
+        place = list(found).index(study.picked)
+        axis.plot(place, found[study.picked] - best, color=colour, **STAR)
+    axis.axhspan(-NEAR, 0, color=BAYES, alpha=0.1, linewidth=0)
+    axis.set(xlabel="hidden units", ylabel="nats below the best", ylim=(-0.2, 0.01))
+    axis.set(xticks=range(len(studies[0].fitted)), xticklabels=list(studies[0].fitted))
+    axis.set_title(f"log-likelihood of a new point, {len(studies)} data sets\nstars: choices of the evidence")
+
+
+def _gamma(axis: Any, studies: Sequence[Study]) -> None:
+    for study in reversed(studies):
+        rows = sorted(study.compared.candidates, key=lambda row: row.weights)
+        colour, width = (BAYES, 2.0) if study is studies[0] else (PALE, 1.0)
+        sizes, gammas = [row.weights for row in rows], [row.gamma for row in rows]
+        axis.plot(sizes, gammas, "o-", color=colour, linewidth=width, markersize=5)
+    limit = max(gammas) + 4
+    axis.plot([0, limit], [0, limit], color=INK, linewidth=1, linestyle="--")
+    axis.annotate("γ = weights", (limit, limit), (6, -4), textcoords="offset points", va="top", fontsize=9)
+    axis.set(xlabel="weights of the network", ylabel="γ", xlim=(0, sizes[-1] + 2), ylim=(0, limit + 1))
+    axis.set_title("γ, the number of weights that the data decide\nit stops where the data are used up")
+
+
+def _summary(studies: Sequence[Study]) -> str:
+    """What the evidence takes and what new points would, data set by data set."""
+    lines = [f"data set  takes  log evidence  held-out  best  held-out  sizes within {NEAR}"]
+    for each in studies:
+        found, picked = each.held_out, each.picked
+        best = max(found, key=lambda hidden: found[hidden])
+        near = sum(value >= found[best] - NEAR for value in found.values())
+        evidence = each.compared.candidates[0].log_evidence
+        lines.append(
+            f"{each.seed:8d}  {picked:5d}  {evidence:12.2f}  {found[picked]:8.3f}  {best:4d}  {found[best]:8.3f}  "
+            f"{f'{near} of {len(found)}':>17s}"
+        )
+    near = sum(each.lost <= NEAR for each in studies)
+    mean = sum(each.lost for each in studies) / len(studies)
+    return "\n".join([*lines, f"within {NEAR} of the best: {near} of {len(studies)}; mean loss {mean:.3f}"])
+
+
+def main(
+    out: Path, hidden: Sequence[int] = HIDDEN, data_sets: int = 5, restarts: int = 4, epochs: int = 30
+) -> dict[str, list[Study]]:
+    """Print the comparisons, draw the picture, return the studies by prior. ``hidden`` must have 6 in it."""
+    priors = {"one precision for each layer": lw.per_layer(1.0), "one precision for all": lw.isotropic(1.0)}
+    seeds = range(data_sets)
+    found = {name: [study(seed, hidden, prior, restarts, epochs) for seed in seeds] for name, prior in priors.items()}
+    plain = [unregularised(*points(seed), CLASSIC, restarts) for seed in seeds]
+    shown = next(iter(found.values()))
+    print(shown[0].compared, end="\n\n")
+    print("log-likelihood of a new point:", ", ".join(f"{h}: {value:.3f}" for h, value in shown[0].held_out.items()))
+    for name, studies in found.items():
+        print(f"\n{name}\n{_summary(studies)}")
+    print(f"\n1-{CLASSIC}-1, held-out  regularised  squared error only")
+    for each, other in zip(shown, plain, strict=True):
+        print(f"data set {each.seed:<7d}  {each.held_out[CLASSIC]:11.3f}  {log_likelihood(other, each.seed):18.3f}")
+    out.mkdir(parents=True, exist_ok=True)
+    picture(shown, plain[0], out / "hidden_units.png")
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="The number of hidden units, by the evidence.")
+    parser.add_argument("out", type=Path, nargs="?", default=Path("docs/images"), help="folder for the picture")
+    main(parser.parse_args().out)

@@ -1,0 +1,78 @@
+"""Which method fits a budget, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lapwing.core.errors import UnsupportedError
+from lapwing.methods.full import Full
+from lapwing.methods.kernel_space import KernelSpace
+from lapwing.methods.kron import Kron
+from lapwing.methods.sampled import Sampled
+from lapwing.posteriors.protocols import Method
+
+RATE = 2e10  # multiplications in a second that a plain processor does; a GPU does a hundred times as many
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, and in words why it and not another."""
+
+    method: Method
+    why: str
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Pick the method: exact if it fits ``memory`` (bytes) and ``seconds``, samples of the exact posterior if they do,
+    Kronecker otherwise.
+
+    Costs are counted in multiplications and turned into seconds by a round figure, so that the same problem gets the
+    same method on every machine. ``fit(..., method="auto")`` has these defaults; ``posterior.why`` tells the reason.
+
+    >>> Auto().choose(weights=500, rows=10_000).why
+    'Full: 500 weights, 10000 rows (data times outputs); 0.0037 GiB and about 0.13 s, exact'
+    """
+
+    memory: float = 4 * 2**30
+    seconds: float = 60.0
+    num_samples: int = 64
+    gpu: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.memory > 0 or not self.seconds > 0:
+            raise UnsupportedError(f"memory is {self.memory} and seconds {self.seconds}; expected positive numbers.")
+
+    def choose(self, weights: int, rows: int) -> Choice:
+        """For P weights and n C rows."""
+        rate = RATE * (100 if self.gpu else 1)
+        blocks = 20 * 16  # vectors in a typical Krylov basis
+        options: list[tuple[Method, float, float, str]] = [
+            (Full(limit=weights), 16.0 * weights**2, float(rows) * weights**2 + 0.3 * weights**3, "exact"),
+            (
+                KernelSpace(limit=rows),
+                8.0 * rows * (weights + 2 * rows),
+                2.0 * rows**2 * weights + 9.0 * rows**3,
+                "exact",
+            ),
+        ]
+        exact = sorted(options, key=lambda option: option[2])
+        sampled = Sampled(num_samples=self.num_samples)
+        vectors = blocks + 2 * self.num_samples
+        exact.append(
+            (
+                sampled,
+                8.0 * weights * vectors,
+                2.0 * rows * weights * vectors,
+                f"{self.num_samples} samples of the exact",
+            )
+        )
+        size = f"{weights} weights, {rows} rows (data times outputs)"
+        tried: list[str] = []
+        for method, memory, work, kind in exact:
+            cost = f"{memory / 2**30:.2g} GiB and about {work / rate:.2g} s"
+            name = type(method).__name__
+            if memory <= self.memory and work / rate <= self.seconds:
+                return Choice(method, f"{name}: {size}; {cost}, {kind}" + "".join(tried))
+            tried.append(f"; {name} would take {cost}")
+        return Choice(Kron(), f"Kron: {size}" + "".join(tried))

@@ -1,0 +1,124 @@
+"""The network's own design: Rᵀ J over all data, whose Gram matrix is the GGN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data, tensors_in
+from lapwing.core.errors import DataError
+from lapwing.curvature.blockwise import in_order
+from lapwing.curvature.structures import floored
+from lapwing.curvature.sweep import Statistics, Sweep
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.linalg.design import Part
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
+
+CACHE = 2 * 2**30  # bytes of layer factors that are kept between products on a CPU; a third of what is free on a GPU
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianPart:
+    """The rows of one chunk of data: all its seeds."""
+
+    jacobians: LayerJacobians
+
+    @property
+    def rows(self) -> int:
+        return self.jacobians.batch * self.jacobians.outputs
+
+    def forward(self, v: Tensor) -> Tensor:
+        return self.jacobians.jvp(v).flatten(1)
+
+    def back(self, u: Tensor) -> Tensor:
+        return self.jacobians.vjp(u.reshape(len(u), self.jacobians.batch, self.jacobians.outputs))
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkDesign:
+    """Products with Rᵀ J at unit dispersion, for all vectors at once.
+
+    The layer-wise factors of a chunk give J v and Jᵀ u in two products for each vector and layer, half of what forward
+    and backward passes take, once the backward passes for its seeds are done. They are done once for all where the
+    factors of all data fit ``CACHE``; otherwise at every pass, streaming.
+    """
+
+    network: Network
+    likelihood: Likelihood
+    data: Data
+    held: tuple[LayerJacobians, ...] | None
+    statistics: Statistics
+    rows: int
+    curvature: str = "ggn"  # or "jacobian": J itself, without the likelihood's root
+
+    @classmethod
+    def build(
+        cls, network: Network, likelihood: Likelihood, data: Data, cache: int | None = None, curvature: str = "ggn"
+    ) -> NetworkDesign:
+        """One pass over the data: loss, counts, and the factors where they fit.
+
+        Where they do not, the data themselves are kept if they fit, so that a loader that shuffles does no harm.
+        """
+        if cache is None:
+            gpu = network.device.type == "cuda"
+            cache = torch.cuda.mem_get_info(network.device)[0] // 3 if gpu else CACHE
+        data = fixed(data, cache)
+        sweep = Sweep(network, likelihood, data, curvature, label="Jacobian")
+        kept: list[LayerJacobians] | None = []
+        rows = taken = 0
+        for jacobians in sweep:
+            rows += jacobians.batch * jacobians.outputs
+            if kept is not None:
+                kept.append(jacobians.held())
+                taken += kept[-1].nbytes
+                if taken > cache:
+                    kept = None
+        held = None if kept is None else tuple(kept)
+        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature)
+
+    @property
+    def size(self) -> int:
+        return self.network.selection.size
+
+    @property
+    def like(self) -> Tensor:
+        return torch.empty(0, dtype=self.network.dtype, device=self.network.device)
+
+    def diagonal(self) -> Tensor:
+        """Of the GGN, (P,), with dead entries raised to a thousandth of what is typical of their block."""
+        network = self.network
+        totals: list[Tensor] = [torch.zeros(b.form, dtype=torch.float64, device=network.device) for b in network.layout]
+        for part in self:
+            assert isinstance(part, JacobianPart)
+            for total, (_, jacobian) in zip(totals, part.jacobians, strict=True):
+                total += jacobian.squares().reshape(total.shape)
+        return in_order([floored(total) for total in totals], network.layout, network.selection)
+
+    def __iter__(self) -> Iterator[Part]:
+        if self.held is not None:
+            yield from (JacobianPart(jacobians) for jacobians in self.held)
+            return
+        total = 0
+        for jacobians in Sweep(self.network, self.likelihood, self.data, self.curvature, label="products"):
+            part = JacobianPart(jacobians)
+            total += part.rows
+            yield part
+        if total != self.rows:
+            raise DataError(
+                f"a pass gave {total} rows and the first one {self.rows}; expected the same data each time."
+            )
+
+
+def fixed(data: Data, most: int) -> Data:
+    """The same batches in the same order at every pass: kept in memory where they take at most so many bytes."""
+    kept, taken = [], 0
+    for batch in data.batches("reading"):
+        kept.append((batch.inputs, batch.targets))
+        taken += sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
+        if taken > most:
+            return data
+    return Data(kept, data.device, progress=data.progress)

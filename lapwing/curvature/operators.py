@@ -1,0 +1,62 @@
+"""The Jacobian and the GGN as operators: ``G @ v`` without the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import DataError, UnsupportedError
+from lapwing.linalg.design import Design, back_product, forward_product, gram_product
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """A matrix known by its products. ``op @ v`` takes a vector (n,) or the columns of a matrix (n, K), all at once.
+
+    ``kind``: "jacobian" (rows, P), "transposed" (P, rows) or "ggn" (P, P). Results are float64; products run in the
+    network's dtype. ``op.T`` is the transpose and ``op.scipy()`` a ``scipy.sparse.linalg.LinearOperator``.
+    """
+
+    design: Design
+    kind: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, size = self.design.rows, self.design.size
+        return {"jacobian": (rows, size), "transposed": (size, rows), "ggn": (size, size)}[self.kind]
+
+    @property
+    def T(self) -> Operator:  # noqa: N802
+        other = {"jacobian": "transposed", "transposed": "jacobian", "ggn": "ggn"}
+        return Operator(self.design, other[self.kind])
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        if v.ndim not in (1, 2) or v.shape[0] != self.shape[1]:
+            raise DataError(
+                f"a product of an operator {self.shape} with a tensor {tuple(v.shape)}; expected ({self.shape[1]},) or "
+                f"({self.shape[1]}, K)."
+            )
+        rows = v.reshape(v.shape[0], -1).mT.to(self.design.like.device)
+        apply = {"jacobian": forward_product, "transposed": back_product, "ggn": gram_product}[self.kind]
+        with torch.no_grad():
+            found = apply(self.design, rows.double())
+        return found.mT.reshape(self.shape[0], *v.shape[1:])
+
+    def scipy(self) -> Any:
+        """For SciPy's solvers: arrays in and out."""
+        try:
+            import numpy as np
+            from scipy.sparse.linalg import LinearOperator
+        except ImportError as error:
+            raise UnsupportedError("a SciPy view of an operator needs scipy: pip install scipy.") from error
+
+        def times(operator: Operator) -> Any:
+            return lambda v: (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
+
+        return LinearOperator(
+            self.shape, matvec=times(self), rmatvec=times(self.T), matmat=times(self), rmatmat=times(self.T),
+            dtype=np.float64,
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Symmetric operators given by their products, and the check that they are what they claim to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import NumericalError
+from lapwing.core.random import normal
+
+Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), all K at once, rows apart from each other
+
+CAUSES = (
+    "Put the network in evaluation mode (dropout and batch statistics change what it computes), take random "
+    "augmentation and shuffled drop-outs of data away, and use deterministic kernels."
+)
+
+
+def applied(product: Product, rows: Tensor) -> Tensor:
+    """The images of the rows in float64; refused where they are not finite or have another shape."""
+    image = product(rows)
+    if image.shape != rows.shape:
+        raise NumericalError(
+            f"an operator mapped rows of shape {tuple(rows.shape)} to {tuple(image.shape)}; expected the same shape."
+        )
+    if not bool(torch.isfinite(image).all()):
+        raise NumericalError("an operator's products are not finite; check the data and the weights.")
+    return image.double()
+
+
+def refuse_asymmetric(
+    product: Product,
+    size: int,
+    *,
+    generator: torch.Generator | None = None,
+    tolerance: float = 1e-4,
+    device: torch.device | None = None,
+) -> None:
+    """Raise unless u·Av = v·Au for a pair of random vectors and a second call repeats the first.
+
+    The second call gets the rows in the other order, so an operator that mixes its rows is found as well. The
+    tolerance is relative to |Au| + |Av|; two calls to the operator.
+
+    >>> a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
+    >>> refuse_asymmetric(lambda v: v @ a, 2)
+    """
+    pair = normal((2, size), generator, torch.empty(0, dtype=torch.float64, device=device))
+    first, second = applied(product, pair), applied(product, pair.flip(0)).flip(0)
+    scale = float(first.norm(dim=1).sum())
+    changed = float((first - second).norm())
+    if changed > tolerance * scale:
+        raise NumericalError(
+            f"two calls to an operator with the same rows differ by {changed / scale:.3g} of its size; expected "
+            f"{tolerance:g}. {CAUSES}"
+        )
+    gap = float((pair[0] @ first[1] - pair[1] @ first[0]).abs())
+    if gap > tolerance * scale:
+        raise NumericalError(
+            f"an operator is not symmetric: u·Av and v·Au differ by {gap / scale:.3g} of its size; expected "
+            f"{tolerance:g}. {CAUSES}"
+        )

@@ -1,0 +1,179 @@
+"""Bayesian ridge regression through products with the design alone: samples and log-determinant for any precision.
+
+A design X (rows, P) with unit noise and the prior N(0, (α D)⁻¹), D a fixed diagonal, gives the posterior precision
+XᵀX / φ + α D. In coordinates √D θ that is a shifted Gram matrix, and one Krylov basis serves every α and φ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.random import normal
+from lapwing.linalg.cg import Solution, block_conjugate_gradients
+from lapwing.linalg.design import Design, back_product, gram_product
+from lapwing.linalg.estimators import signs
+from lapwing.linalg.krylov import BlockKrylov, block_krylov
+from lapwing.linalg.operators import Product
+from lapwing.linalg.quadrature import Quadrature, lanczos_quadrature
+
+GROWTH = 4  # products by which a basis grows before it is asked again
+
+
+@dataclass(frozen=True, eq=False)
+class Logdet:
+    """An estimated log det(I + A/shift): ``value`` differentiable in the shift, ``error`` one standard error."""
+
+    value: Tensor
+    error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Ridge:
+    """A design and the noise of K samples, the same for every precision.
+
+    ``prior`` (K, P) is standard normal and ``back`` (K, P) is Xᵀ ε for standard normal ε. What has been learned about
+    the Gram matrix (a basis, quadratures) is remembered; it depends on nothing but the fields. ``bytes`` limits the
+    basis, ``width`` the rows that it starts from.
+    """
+
+    design: Design
+    scale: Tensor | None  # D, (P,); None is the identity
+    prior: Tensor
+    back: Tensor
+    seed: int = 0
+    width: int = 16
+    bytes: int = 4 * 2**30
+    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def drawn(
+        cls,
+        design: Design,
+        samples: int,
+        generator: torch.Generator | None,
+        scale: Tensor | None = None,
+        **settings: Any,
+    ) -> Ridge:
+        """With noise from the generator. Cost: one pass over the design."""
+        like = torch.empty(0, dtype=torch.float64, device=design.like.device)
+        prior = normal((samples, design.size), generator, like)
+        eps = normal((samples, design.rows), generator, like)
+        return cls(design, scale, prior, back_product(design, eps), **settings)
+
+    @property
+    def size(self) -> int:
+        return self.design.size
+
+    @property
+    def _rounding(self) -> float:
+        return 10 * float(torch.finfo(self.design.like.dtype).eps)
+
+    def _unscaled(self, rows: Tensor) -> Tensor:
+        return rows if self.scale is None else rows / self.scale.sqrt()
+
+    def product(self, v: Tensor) -> Tensor:
+        """D^-½ XᵀX D^-½ v."""
+        return self._unscaled(gram_product(self.design, self._unscaled(v)))
+
+    def samples(self, alpha: float, phi: float, tolerance: float) -> Solution:
+        """K draws from N(0, Λ⁻¹), Λ = XᵀX / φ + α D: the same noise for every α and φ.
+
+        The first come from the basis, which grows until it holds them; the others start from it and are finished by
+        conjugate gradients that it preconditions. One that does not reach the tolerance is an error.
+        """
+        shift = alpha * phi
+        basis = self._reaching(shift, tolerance)
+        count = self._based
+        found = basis.solve(_weights(count, shift, basis), shift, tolerance=tolerance, truncated=True)
+        done = count if found.converged else 0
+        rows, residuals = [found.x[:done]], [found.residuals[:done]]
+        if done < len(self.prior):
+            rhs = shift**0.5 * self.prior[done:] + self._unscaled(self.back)[done:]
+            root = self.deflating(shift)
+            more = block_conjugate_gradients(lambda v: self.product(v) + shift * v, rhs, root=root, tolerance=tolerance)
+            rows, residuals = [*rows, more.x], [*residuals, more.residuals]
+        solved = self._unscaled(torch.cat(rows) * phi**0.5)
+        return Solution(solved, torch.cat(residuals), basis.products, tolerance)
+
+    def deflating(self, shift: float) -> Product:
+        """A symmetric root of an inverse of A + shift, times the shift: right on the Ritz vectors of the basis."""
+        return _deflating(self.basis, shift)
+
+    @property
+    def _based(self) -> int:
+        """How many samples the basis starts from."""
+        return max(1, min(len(self.prior), self.width // 2))
+
+    def _reaching(self, shift: float, tolerance: float) -> BlockKrylov:
+        """The basis, grown until the first samples are solved at this shift, or it may not grow any more."""
+        found = self.basis
+        most = max(2 * self._based, self.bytes // (8 * self.size))
+        while not found.exhausted and len(found.basis) + len(found.ahead) <= most:
+            solved = found.solve(_weights(self._based, shift, found), shift, tolerance=tolerance, truncated=True)
+            if solved.converged:
+                break
+            found = found.extended(self.product, GROWTH, max_basis=most)
+        self._memo["basis"] = found
+        return found
+
+    @property
+    def basis(self) -> BlockKrylov:
+        """The Krylov basis as far as it was needed so far."""
+        if "basis" not in self._memo:
+            start = torch.cat([self.prior[: self._based], self._unscaled(self.back)[: self._based]])
+            self._memo["basis"] = block_krylov(self.product, start, GROWTH, tolerance=self._rounding)
+        basis: BlockKrylov = self._memo["basis"]
+        return basis
+
+    def logdet(self, shift: Tensor, probes: int, steps: int) -> Logdet:
+        """log det(I + A/shift), A = D^-½ XᵀX D^-½: Ritz pairs of the basis exactly, quadrature for what is left.
+
+        One run serves every shift, and the value is differentiable in it. Cost: ``steps`` products of ``probes`` rows,
+        once.
+        """
+        pairs, seen = self._quadrature(probes, steps)
+        values = pairs.to(shift).clamp_min(0)
+        low, high = seen.ends(lambda nodes: torch.log1p(nodes.clamp_min(0) / shift))
+        each = 0.5 * (low + high)
+        spread = float(each.detach().std()) / probes**0.5 if probes > 1 else float("inf")
+        bias = 0.5 * float((high - low).detach().mean().abs())
+        return Logdet(torch.log1p(values / shift).sum() + each.mean(), spread + bias)
+
+    def _quadrature(self, probes: int, steps: int) -> tuple[Tensor, Quadrature]:
+        if "quadrature" not in self._memo:
+            pairs = self.basis.pairs()
+            good = pairs.residuals <= 1e-3  # others would be counted twice, by halves
+            values, vectors = pairs.values[good], pairs.vectors[good]
+            generator = torch.Generator().manual_seed(self.seed)
+            rows = signs(probes, self.size, generator, self.prior.device)
+            for _ in range(2):
+                rows = rows - (rows @ vectors.mT) @ vectors
+            self._memo["quadrature"] = (values, lanczos_quadrature(self._away(vectors), rows, steps))
+        found: tuple[Tensor, Quadrature] = self._memo["quadrature"]
+        return found
+
+    def _away(self, vectors: Tensor) -> Product:
+        """The product on what is orthogonal to the vectors: rounding must not bring them back."""
+
+        def apply(v: Tensor) -> Tensor:
+            moved = self.product(v - (v @ vectors.mT) @ vectors)
+            return moved - (moved @ vectors.mT) @ vectors
+
+        return apply
+
+
+def _weights(count: int, shift: float, basis: BlockKrylov) -> Tensor:
+    """The right-hand sides √shift z + Xᵀε as combinations of the start block [z_1.., Xᵀε_1..]."""
+    eye = torch.eye(count, dtype=torch.float64, device=basis.basis.device)
+    return torch.cat([shift**0.5 * eye, eye], 1)
+
+
+def _deflating(basis: BlockKrylov, shift: float) -> Product:
+    """A symmetric root of an inverse of A + shift: right on the Ritz vectors, the identity elsewhere."""
+    vectors = basis.turn.mT @ basis.basis  # (d, P)
+    ratios = (shift / (basis.values.clamp_min(0) + shift)).sqrt() - 1
+    return lambda v: v + ((v @ vectors.mT) * ratios) @ vectors

@@ -1,0 +1,152 @@
+"""Bayesian linear regression on given features: a matrix, or an operator with millions of rows or columns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import DataError, NumericalError, UnsupportedError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.linalg.cg import Solution, block_conjugate_gradients
+from lapwing.linalg.design import Design, MatrixDesign, OperatorDesign, back_product, forward_product, gram_product
+from lapwing.linalg.ridge import Ridge
+from lapwing.posteriors.trace import Step, Trace
+from lapwing.predictives.normal import NormalPredictive
+
+
+def fit_linear(
+    features: Tensor | OperatorDesign,
+    targets: Tensor,
+    *,
+    precision: float | None = None,
+    noise_std: float | None = None,
+    num_samples: int = 16,
+    tolerance: float = 1e-3,
+    generator: torch.Generator | None = None,
+) -> LinearPosterior:
+    """y = X w + noise with w ~ N(0, I / precision): the posterior, by products with X alone.
+
+    ``features`` (n, P), or an ``OperatorDesign`` with its products. What is None is learned by expectation
+    maximisation: precision = γ/|w|², noise variance = SSE/(n - γ), with γ from the samples. One Krylov basis serves
+    every precision and noise.
+
+    >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).double()
+    >>> found = fit_linear(x, x.sum(1), precision=1.0, noise_std=0.1)
+    >>> found.mean.round(decimals=2)
+    tensor([1.0000, 1.0000, 1.0000], dtype=torch.float64)
+    """
+    design = MatrixDesign(features) if isinstance(features, Tensor) else features
+    y = _checked(design, targets)
+    generator = generator if generator is not None else torch.Generator().manual_seed(0)
+    ridge = Ridge.drawn(design, num_samples, generator)
+    start = LinearPosterior(ridge, y, precision or 1.0, (noise_std or float(y.std()) or 1.0) ** 2, tolerance)
+    if precision is not None and noise_std is not None:
+        return start
+    return start.tuned(precision is None, noise_std is None)
+
+
+def _checked(design: Design, targets: Tensor) -> Tensor:
+    y = targets.reshape(-1).double().to(design.like.device)
+    if len(y) != design.rows or targets.numel() != targets.shape[0]:
+        raise DataError(
+            f"{design.rows} rows of features and targets {tuple(targets.shape)}; expected ({design.rows},)."
+        )
+    if not bool(torch.isfinite(y).all()):
+        raise DataError("targets hold NaN or infinity; expected finite numbers.")
+    if not design.like.dtype.is_floating_point:
+        raise DataError(f"features are {design.like.dtype}; expected floating-point numbers.")
+    return y
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPosterior:
+    """w ~ N(mean, Λ⁻¹) with Λ = XᵀX/φ + α, known by its mean and samples."""
+
+    ridge: Ridge
+    y: Tensor
+    precision: float  # α
+    noise_variance: float  # φ
+    tolerance: float = 1e-3
+    trace: Trace | None = None
+
+    @property
+    def design(self) -> Design:
+        return self.ridge.design
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """(P,): the solution of (XᵀX + αφ) w = Xᵀ y."""
+        shift = self.precision * self.noise_variance
+        rhs = back_product(self.design, self.y[None])
+        found = block_conjugate_gradients(
+            lambda v: gram_product(self.design, v) + shift * v,
+            rhs,
+            root=self.ridge.deflating(shift),
+            tolerance=min(self.tolerance, 1e-8),
+        )
+        return found.x[0]
+
+    @cached_property
+    def solution(self) -> Solution:
+        """Samples around the mean (K, P), with the residual of each."""
+        found = self.ridge.samples(self.precision, self.noise_variance, self.tolerance)
+        return found.settled("fit_linear", "Raise the precision or the tolerance.")
+
+    def samples(self, n: int | None = None) -> Tensor:
+        """(n, P) weights; the first of those stored."""
+        count = len(self.solution.x)
+        if n is not None and n > count:
+            raise UnsupportedError(f"{n} samples were asked for and {count} are stored; raise num_samples.")
+        return self.mean + self.solution.x[:n]
+
+    @cached_property
+    def gamma(self) -> tuple[float, float]:
+        """The effective number of parameters and its standard error."""
+        each = forward_product(self.design, self.solution.x).square().sum(1) / self.noise_variance
+        error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else math.inf
+        return float(each.mean()), error
+
+    @cached_property
+    def _squared_error(self) -> float:
+        return float((self.y - forward_product(self.design, self.mean[None])[0]).square().sum())
+
+    def log_evidence(self, probes: int = 8, steps: int = 20) -> tuple[float, float]:
+        """log p(y), exact but for its log-determinant, and the standard error of that."""
+        shift = torch.tensor(self.precision * self.noise_variance, dtype=torch.float64, device=self.y.device)
+        logdet = self.ridge.logdet(shift, probes, steps)
+        n, phi = len(self.y), self.noise_variance
+        fit = self._squared_error / phi + self.precision * float(self.mean.square().sum())
+        return -0.5 * (n * math.log(2 * math.pi * phi) + float(logdet.value) + fit), 0.5 * logdet.error
+
+    def predict(self, features: Tensor) -> NormalPredictive:
+        """For rows of features (B, P): mean, and variance from the samples, with the noise."""
+        if features.shape[-1] != self.design.size:
+            raise DataError(f"features have {features.shape[-1]} columns; expected {self.design.size}.")
+        x = features.double().to(self.y.device)
+        moved = x @ self.solution.x.mT  # (B, K)
+        cov = moved.square().mean(1)[:, None, None]
+        belief = FunctionGaussian((x @ self.mean)[:, None], cov)
+        return NormalPredictive(belief, torch.full_like(belief.mean, self.noise_variance))
+
+    def tuned(self, precision: bool = True, noise: bool = True, max_steps: int = 200) -> LinearPosterior:
+        """Expectation maximisation over the precision, the noise, or both; the noise of the samples stays the same."""
+        current, steps = self, []
+        for _ in range(max_steps):
+            gamma, _ = current.gamma
+            alpha = gamma / float(current.mean.square().sum()) if precision else current.precision
+            left = max(len(self.y) - gamma, 1e-3 * len(self.y))
+            phi = current._squared_error / left if noise else current.noise_variance
+            steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma))
+            if not (math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and phi > 0):
+                raise NumericalError(f"fit_linear: precision {alpha} and noise variance {phi} after {steps[-1]}.")
+            moved = max(abs(math.log(alpha / current.precision)), abs(math.log(phi / current.noise_variance)))
+            current = replace(current, precision=alpha, noise_variance=phi)
+            if moved < 1e-4:
+                break
+        gamma, error = current.gamma
+        finding = f"gamma {gamma:.4g} ± {error:.2g}"
+        return replace(current, trace=Trace("fit_linear", "gamma", tuple(steps), (finding,)))

@@ -1,0 +1,144 @@
+"""A belief made of samples: no matrix over the weights is ever formed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Inputs
+from lapwing.core.errors import UnsupportedError
+from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.curvature.sweep import Statistics
+from lapwing.linalg.cg import Solution
+from lapwing.linalg.ridge import Logdet
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.protocols import Solver
+from lapwing.posteriors.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class SampledPosterior:
+    """theta = w̃ + z_j, with z_1 .. z_K drawn from N(0, Λ⁻¹) of the full GGN by solving one linear system for each.
+
+    The noise of the samples is fixed: another prior or noise gives the same samples moved, so that what is learned from
+    them changes smoothly. Mean, variance, covariance and function samples come from the same K vectors; predictions
+    cost one product with the Jacobian for all of them. ``solution`` says how far the systems were solved.
+    """
+
+    problem: Problem
+    solver: Solver
+    statistics: Statistics
+    theta: Tensor  # w̃, (P,)
+    trace: Trace | None = None
+
+    @cached_property
+    def solution(self) -> Solution:
+        """The samples (K, P) around nought, with the relative residual of each."""
+        with torch.no_grad():
+            return self.solver.solved(self.problem)
+
+    @property
+    def samples(self) -> Tensor:
+        return self.solution.x.to(self.theta)
+
+    def with_problem(self, problem: Problem) -> SampledPosterior:
+        return replace(self, problem=problem)
+
+    def with_trace(self, trace: Trace) -> SampledPosterior:
+        return replace(self, trace=trace)
+
+    @property
+    def noise(self) -> Tensor | None:
+        likelihood = self.problem.likelihood
+        return likelihood.dispersion if likelihood.learns_dispersion else None
+
+    def with_noise(self, noise: Tensor) -> SampledPosterior:
+        return replace(self, problem=self.problem.with_likelihood(self.problem.likelihood.with_dispersion(noise)))
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        f, moved = self._moved(x)
+        if joint:
+            flat = moved.flatten(1)
+            return FunctionGaussian(f, (flat.mT @ flat / len(flat)).reshape(*f.shape, *f.shape), joint=True)
+        return FunctionGaussian(
+            f,
+            Deferred(
+                lambda: moved.square().mean(0),
+                lambda: torch.einsum("n...c,n...d->...cd", moved, moved) / len(moved),
+            ),
+        )
+
+    def _moved(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """f and J z for every sample: (B, [T,] C) and (K, B, [T,] C)."""
+        network = self.problem.network
+        outputs, moved = [], []
+        for _, tangent in network.tangents(x):
+            outputs.append(tangent.f.to(network.dtype))
+            moved.append(network.jvp(tangent.inputs, self.samples).to(network.dtype))
+        return torch.cat(outputs), torch.cat(moved, 1)
+
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """The first n of the K stored samples, around w̃; the generator has no say."""
+        self._refuse_more(n)
+        return self.theta + self.samples[:n]
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B, [T,] C), of the first n stored samples: the same functions at whatever inputs."""
+        self._refuse_more(n)
+        f, moved = self._moved(x)
+        return f + moved[:n]
+
+    def _refuse_more(self, n: int) -> None:
+        if n > len(self.samples):
+            raise UnsupportedError(
+                f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples={n})."
+            )
+
+    def log_likelihood(self) -> Tensor:
+        """log p(D | w̃)."""
+        phi, likelihood = self.problem.likelihood.dispersion.to(self.theta.device), self.problem.likelihood
+        normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
+        return -self.statistics.loss / phi - self.statistics.data * normaliser
+
+    def log_evidence(self) -> Tensor:
+        """As for the full posterior, with the log-determinant estimated; ``evidence_error`` is its standard error."""
+        return self.log_likelihood() - 0.5 * (
+            self.problem.prior.penalty(self.theta.double()) + self.solver.logdet(self.problem).value
+        )
+
+    @property
+    def evidence_error(self) -> float:
+        return 0.5 * float(self.solver.logdet(self.problem).error)
+
+    @property
+    def centre(self) -> Tensor:
+        return self.theta.double()
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSamples:
+    """Samples from a file: without the data they answer only for the prior and noise they were solved for."""
+
+    precision: Tensor
+    dispersion: Tensor
+    solution: Solution
+    log_determinant: Logdet
+
+    def solved(self, problem: Problem) -> Solution:
+        self._refuse_other(problem)
+        return self.solution
+
+    def logdet(self, problem: Problem) -> Logdet:
+        self._refuse_other(problem)
+        return self.log_determinant
+
+    def gamma(self, problem: Problem, samples: Tensor) -> Tensor:
+        raise UnsupportedError("samples from a file have no data to compute gamma with; fit again.")
+
+    def _refuse_other(self, problem: Problem) -> None:
+        same = torch.equal(problem.prior.values.detach(), self.precision)
+        if not same or not torch.equal(problem.likelihood.dispersion.detach(), self.dispersion):
+            raise UnsupportedError("samples from a file belong to the prior and noise they were saved with; fit again.")

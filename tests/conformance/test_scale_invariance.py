@@ -1,0 +1,255 @@
+"""Predictions that do not depend on the scale of weights which the network ignores (Antorán et al. 2022, section 4).
+
+A normalised group of weights is multiplied by k, with the running statistics after it where there are any: the network
+is the same function. With one precision for each group the posterior must be the same too; with one for all it is not.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests import problems
+from tests.references import dense
+
+D = torch.float64
+KINDS = ["layer norm", "batch norm", "classifier"]
+METHODS: dict[str, Any] = {"full": lw.Full(), "kron": lw.Kron(), "ekron": lw.EKron(), "diagonal": lw.Diagonal()}
+FACTORS = [0.1, 10.0]
+TIGHT = {"tolerance": 1e-9, "max_steps": 100}
+
+
+def build(kind: str, eps: float) -> nn.Module:
+    """Two hidden layers, each with a norm before its activation."""
+    inputs, outputs = (2, 3) if kind == "classifier" else (1, 1)
+    norm = nn.BatchNorm1d if kind == "batch norm" else nn.LayerNorm
+    return nn.Sequential(
+        nn.Linear(inputs, 6), norm(6, eps=eps), nn.Tanh(), nn.Linear(6, 5), norm(5, eps=eps), nn.Tanh(),
+        nn.Linear(5, outputs),
+    ).double()  # fmt: skip
+
+
+@cache
+def state(kind: str) -> dict[str, Tensor]:
+    """Weights as they are drawn, with statistics of the inputs: no optimum of anything."""
+    torch.manual_seed(5)
+    model = build(kind, 1e-5).train()
+    for norm in (model[1], model[4]):
+        norm.momentum = 1.0
+        norm.weight.data += 0.3 * torch.randn_like(norm.weight)
+        norm.bias.data += 0.3 * torch.randn_like(norm.bias)
+    with torch.no_grad():
+        model(inputs(kind))
+    return model.state_dict()
+
+
+def inputs(kind: str) -> Tensor:
+    gen = torch.Generator().manual_seed(1)
+    shape = (120, 2) if kind == "classifier" else (50, 1)
+    return 4 * torch.rand(shape, dtype=D, generator=gen) - 2
+
+
+@cache
+@torch.enable_grad()
+def data(kind: str) -> tuple[Tensor, Tensor]:
+    """Drawn from the tangent model with every group of weights at work, so that none is left out afterwards."""
+    x, model, gen = inputs(kind), rescaled(kind, {}), torch.Generator().manual_seed(2)
+    jac = dense.jacobian(model, x, len(x))
+    with torch.no_grad():
+        h = model(x)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    names = [name[0] if name[0] in "03" else "rest" for name, size in sizes.items() for _ in range(size)]
+    for group, size in (("0", 2.0), ("3", 2.0), ("rest", 0.3)):
+        mine = jac[..., torch.tensor([name == group for name in names])]
+        part = mine @ torch.randn(mine.shape[-1], dtype=D, generator=gen)
+        h = h + part * (size / part.std())
+    if kind == "classifier":
+        return x, torch.multinomial((2 * h).softmax(-1), 1, generator=gen)[:, 0]
+    return x, h + 0.1 * torch.randn(h.shape, dtype=D, generator=gen)
+
+
+def rescaled(kind: str, factors: dict[int, float], eps: float = 0.0) -> nn.Module:
+    """The network with some layers, and the statistics after them, multiplied."""
+    model = build(kind, eps).eval()
+    model.load_state_dict(state(kind))
+    for layer, k in factors.items():
+        model[layer].weight.data *= k
+        model[layer].bias.data *= k
+        if isinstance(model[layer + 1], nn.BatchNorm1d):
+            model[layer + 1].running_mean *= k
+            model[layer + 1].running_var *= k**2
+    return model
+
+
+def new_inputs(kind: str) -> Tensor:
+    if kind == "classifier":
+        return 2 * torch.randn(9, 2, dtype=D, generator=torch.Generator().manual_seed(2))
+    return torch.linspace(-3, 3, 9, dtype=D)[:, None]
+
+
+def fitted(kind: str, model: nn.Module, method: str, prior: Any, tuner: Any) -> lw.Fitted:
+    """The noise is given, unless the tuner is to learn it."""
+    x, y = data(kind)
+    batches = problems.split(x, y, (len(x) - 8, 1, 7))
+    learned = getattr(tuner, "mean", "network") == "tangent"
+    likelihood = lw.Categorical() if kind == "classifier" else lw.Gaussian(noise_std=None if learned else 0.1)
+    return lw.fit(model, batches, likelihood, method=METHODS[method], prior=prior, tuner=tuner)
+
+
+@cache
+def original(kind: str, method: str, mean: str = "network") -> lw.Fitted:
+    return fitted(kind, rescaled(kind, {}), method, lw.per_normalised_group(), lw.linear_mode(mean=mean, **TIGHT))
+
+
+def gap(kind: str, one: lw.Fitted, other: lw.Fitted) -> tuple[float, float]:
+    """The largest change of the means, in units of the largest, and of any entry of the covariances."""
+    x = new_inputs(kind)
+    a, b = one.functions(x), other.functions(x)
+    mean = float((a.mean - b.mean).abs().max() / b.mean.abs().max())
+    scale = b.variance.amax(-1)[:, None, None]  # of the same input
+    return mean, float(((a.cov - b.cov).abs() / scale).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_the_network_is_the_same_function(kind: str, factor: float) -> None:
+    """What all this rests on."""
+    x = new_inputs(kind)
+    with torch.no_grad():
+        before = rescaled(kind, {})(x)
+        for layers in ({0: factor}, {3: factor}, {0: factor, 3: 1 / factor}):
+            assert float((rescaled(kind, layers)(x) - before).abs().max()) <= 1e-12 * float(before.abs().max())
+    x, _ = data(kind)
+    groups = lw.check(rescaled(kind, {0: factor}), x).scale_free
+    assert [group.name for group in groups] == ["0", "3"]
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_given_precisions_that_follow_the_scale(kind: str, method: str) -> None:
+    """Divided by the square of the factor: the same posterior in other units."""
+    given = {"0": 0.7, "3": 2.0, "rest": 5.0}
+    before = fitted(kind, rescaled(kind, {}), method, lw.per_normalised_group(given), None)
+    for zero, three in ((0.1, 1.0), (10.0, 0.01)):
+        moved = {"0": 0.7 / zero**2, "3": 2.0 / three**2, "rest": 5.0}
+        after = fitted(kind, rescaled(kind, {0: zero, 3: three}), method, lw.per_normalised_group(moved), None)
+        assert max(gap(kind, after, before)) <= 1e-9
+        kept = fitted(kind, rescaled(kind, {0: zero, 3: three}), method, lw.per_normalised_group(given), None)
+        assert gap(kind, kept, before)[1] > 1e-2
+
+
+MEANS = {"full": "network", "kron": "tangent"}  # under which normalised groups are at work, see below
+
+
+@pytest.mark.parametrize("layers", [{0: 0.1}, {0: 10.0}, {0: 10.0, 3: 0.1}], ids=str)
+@pytest.mark.parametrize("method", ["full", "kron"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_precision_for_each_group(kind: str, method: str, layers: dict[int, float]) -> None:
+    """Means, covariances and evidence stay; the precisions of the groups go with the inverse square."""
+    before = original(kind, method, MEANS[method])
+    assert float(before.prior.values[[0, 2]].min()) < 10  # not all of them left out
+    tuner = lw.linear_mode(mean=MEANS[method], **TIGHT)
+    after = fitted(kind, rescaled(kind, layers), method, lw.per_normalised_group(), tuner)
+    mean, covariance = gap(kind, after, before)
+    assert mean <= 1e-6
+    assert covariance <= 1e-6
+    assert float(after.log_evidence()) == pytest.approx(float(before.log_evidence()), rel=1e-6)
+    assert float(after.likelihood.dispersion) == pytest.approx(float(before.likelihood.dispersion), rel=1e-6)
+    assert after.prior.groups == ("0", "rest", "3")
+    scale = torch.tensor([layers.get(0, 1.0) ** -2, 1.0, layers.get(3, 1.0) ** -2], dtype=D)
+    assert (after.prior.values / (scale * before.prior.values) - 1).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(("method", "mean"), [("full", "tangent"), ("ekron", "tangent"), ("diagonal", "network")])
+@pytest.mark.parametrize("kind", ["layer norm", "batch norm"])
+def test_other_structures_and_means(kind: str, method: str, mean: str) -> None:
+    before = original(kind, method, mean)
+    assert float(before.prior.values[[0, 2]].min()) < 10
+    tuner = lw.linear_mode(mean=mean, **TIGHT)
+    after = fitted(kind, rescaled(kind, {0: 10.0, 3: 0.1}), method, lw.per_normalised_group(), tuner)
+    assert max(gap(kind, after, before)) <= 1e-6
+
+
+@pytest.mark.parametrize("method", ["full", "kron"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_settings_by_default(kind: str, method: str) -> None:
+    """Searches that stop early stop at the same place: each starts where the scales say."""
+    one, other = (fitted(kind, rescaled(kind, layers), method, lw.per_normalised_group(), lw.linear_mode())
+                  for layers in ({}, {0: 10.0, 3: 0.1}))  # fmt: skip
+    assert max(gap(kind, other, one)) <= 1e-4
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("method", ["full", "kron"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_g_prior(kind: str, method: str, factor: float) -> None:
+    """One number, and every weight in units of its own curvature."""
+    one, other = (fitted(kind, rescaled(kind, layers), method, lw.g_prior(), lw.linear_mode(**TIGHT))
+                  for layers in ({}, {0: factor}))  # fmt: skip
+    assert max(gap(kind, other, one)) <= 1e-6
+    assert float(other.prior.values) == pytest.approx(float(one.prior.values), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_are_enough_for_the_naive_evidence_too(kind: str) -> None:
+    tuner = lw.MaximiseEvidence(tolerance=1e-10, max_steps=300)
+    one, other = (fitted(kind, rescaled(kind, layers), "full", lw.per_normalised_group(), tuner)
+                  for layers in ({}, {0: 10.0}))  # fmt: skip
+    assert max(gap(kind, other, one)) <= 1e-6
+    assert gap(kind, one, original(kind, "full"))[1] > 1e-2  # but another answer
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("tuner", ["naive", "corrected"])
+@pytest.mark.parametrize("method", ["full", "kron"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_precision_for_all_depends_on_the_scale(kind: str, method: str, tuner: str, factor: float) -> None:
+    chosen = lw.linear_mode() if tuner == "corrected" else lw.maximise_evidence
+    one, other = (fitted(kind, rescaled(kind, layers), method, lw.isotropic(1.0), chosen)
+                  for layers in ({}, {0: factor}))  # fmt: skip
+    mean, covariance = gap(kind, other, one)
+    assert mean <= 1e-12  # the network's own
+    assert covariance > 1e-2
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-7])
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("kind", ["layer norm", "batch norm"])
+def test_eps_limits_it(kind: str, factor: float, eps: float) -> None:
+    """A norm divides by sqrt(var + eps): a group k times as small sees an eps that is k² times as large.
+
+    The outputs move by eps / var to first order, and the variances by some ten times that.
+    """
+    one, other = (rescaled(kind, layers, eps) for layers in ({}, {0: factor}))
+    with torch.no_grad():
+        seen = one[0](data(kind)[0])
+    variance = one[1].running_var if kind == "batch norm" else seen.var(1, unbiased=False)
+    allowed = 20 * eps * max(1.0, factor**-2) * float((1 / variance).max())
+    assert allowed < 0.5
+    posteriors = [
+        fitted(kind, model, "full", lw.per_normalised_group(), lw.linear_mode(**TIGHT)) for model in (other, one)
+    ]
+    assert max(gap(kind, *posteriors)) <= allowed
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_weight_norm(factor: float) -> None:
+    """Its direction parameter may have any length."""
+
+    def model(k: float) -> nn.Module:
+        torch.manual_seed(3)
+        first = nn.utils.parametrizations.weight_norm(nn.Linear(2, 7))
+        first.parametrizations.weight.original1.data *= k
+        return nn.Sequential(first, nn.Tanh(), nn.Linear(7, 3)).double().eval()
+
+    one, other = (fitted("classifier", model(k), "full", lw.per_normalised_group(), lw.linear_mode(**TIGHT))
+                  for k in (1.0, factor))  # fmt: skip
+    assert set(one.prior.groups) == {"0.parametrizations.weight.original1", "rest"}
+    assert max(gap("classifier", other, one)) <= 1e-6
+    single = [fitted("classifier", model(k), "full", lw.isotropic(1.0), lw.linear_mode()) for k in (1.0, factor)]
+    assert gap("classifier", *single)[1] > 1e-2

@@ -1,0 +1,167 @@
+"""Conjugate gradients for a block, and the residual as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import NumericalError
+from lapwing.linalg.cg import (
+    Solution,
+    block_conjugate_gradients,
+    conjugate_gradients,
+    diagonal_preconditioner,
+    diagonal_root,
+)
+from tests.tolerances import SOLVED, assert_close
+from tests.unit.linalg.spectra import Counted, D, operator, product
+
+SOLVERS = [conjugate_gradients, block_conjugate_gradients]
+
+
+def true_residuals(matrix: Tensor, found: Solution, rhs: Tensor) -> Tensor:
+    return (rhs - found.x @ matrix).norm(dim=1) / rhs.norm(dim=1)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 50])
+@pytest.mark.parametrize("kind", ["none", "diagonal", "another", "its inverse"])
+def test_a_dense_solve(rows: int, kind: str) -> None:
+    """For every right-hand side, more of them than dimensions too, whatever root is used."""
+    scale = torch.logspace(-1, 1, 40, dtype=D)
+    matrix = scale[:, None] * operator(torch.logspace(0, 2, 40, dtype=D)) * scale
+    values, vectors = torch.linalg.eigh(matrix)
+    roots = {
+        "none": None,
+        "diagonal": diagonal_root(matrix.diagonal()),
+        "another": product(operator(torch.linspace(1, 3, 40, dtype=D))),
+        "its inverse": product((vectors * values.rsqrt()) @ vectors.T),
+    }
+    rhs = torch.randn(rows, 40, dtype=D)
+    found = block_conjugate_gradients(product(matrix), rhs, root=roots[kind], tolerance=1e-10, max_iterations=2000)
+    assert float(true_residuals(matrix, found, rhs).max()) < 1.1e-10
+    assert_close(found.x * scale, torch.linalg.solve(matrix, rhs.T).T * scale, SOLVED)
+    assert found.iterations == 1 or (kind != "its inverse" and rows < 40)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_a_block_takes_fewer_iterations_than_its_rows(rows: int) -> None:
+    """One row: the same iterates. Many rows: each profits from all, here by about the width of the block."""
+    matrix, rhs = operator(torch.logspace(0, 4, 300, dtype=D)), torch.randn(rows, 300, dtype=D)
+    alone = conjugate_gradients(product(matrix), rhs, tolerance=1e-8, max_iterations=5000)
+    block = block_conjugate_gradients(product(matrix), rhs, tolerance=1e-8)
+    assert float(true_residuals(matrix, block, rhs).max()) < 1.1e-8
+    if rows == 1:
+        assert abs(block.iterations - alone.iterations) <= 0.02 * alone.iterations
+    else:
+        assert block.iterations * rows < 2 * alone.iterations
+
+
+def test_one_row_is_conjugate_gradients() -> None:
+    matrix, rhs = operator(torch.logspace(0, 3, 30, dtype=D)), torch.randn(1, 30, dtype=D)
+    for count in (1, 4, 9):
+        one, other = (
+            solve(product(matrix), rhs, tolerance=1e-14, max_iterations=count, truncated=True) for solve in SOLVERS
+        )
+        assert one.iterations == other.iterations == count
+        assert_close(one.x, other.x)
+
+
+def test_the_residuals_are_the_true_ones() -> None:
+    matrix, rhs = operator(torch.logspace(0, 3, 60, dtype=D)), torch.randn(3, 60, dtype=D)
+    root = diagonal_root(matrix.diagonal())
+    for count in (1, 4, 15):
+        found = block_conjugate_gradients(product(matrix), rhs, root=root, max_iterations=count, truncated=True)
+        assert found.iterations == count
+        assert_close(found.residuals, true_residuals(matrix, found, rhs))
+
+
+def test_dependent_rows_do_no_harm() -> None:
+    """Copies, sums, noughts, a row that is done at once, and rows of very different length."""
+    matrix = operator(torch.logspace(0, 3, 80, dtype=D))
+    rows = torch.randn(3, 80, dtype=D)
+    easy = torch.linalg.eigh(matrix)[1][:, 3][None]
+    rhs = torch.cat([rows, rows[:2], rows[:1] + rows[1:2], torch.zeros(1, 80, dtype=D), easy, 1e-9 * rows[2:] + easy])
+    rhs[3] *= 1e12
+    found = block_conjugate_gradients(product(matrix), rhs, tolerance=1e-10)
+    fewer = block_conjugate_gradients(product(matrix), torch.cat([rows, easy]), tolerance=1e-10)
+    exact = torch.linalg.solve(matrix, rhs.T).T
+    size = exact.norm(dim=1, keepdim=True).clamp_min(1e-99)
+    assert_close(found.x / size, exact / size, SOLVED)
+    assert bool((found.x[6] == 0).all())
+    assert float(found.residuals[6]) == 0
+    assert abs(found.iterations - fewer.iterations) <= 2
+
+
+@pytest.mark.parametrize("distinct", [1, 2, 7])
+def test_as_many_iterations_as_distinct_eigenvalues(distinct: int) -> None:
+    matrix = operator(torch.linspace(1, 2, distinct, dtype=D).repeat(16))
+    found = block_conjugate_gradients(product(matrix), torch.randn(4, 16 * distinct, dtype=D), tolerance=1e-11)
+    assert found.iterations == distinct
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_a_residual_that_float32_products_cannot_reach_raises(solve: type) -> None:
+    """Updated residuals fall for ever, true ones do not: the error tells the true one, and comes soon."""
+    matrix, rhs = operator(torch.linspace(1, 100, 200, dtype=D)), torch.randn(3, 200, dtype=D)
+    counted = Counted(matrix, torch.float32)
+    with pytest.raises(NumericalError, match=r"residual of .*e-0[67]; expected 1e-10\. .*float64"):
+        solve(counted, rhs, tolerance=1e-10)
+    assert counted.calls < 200
+    found = solve(product(matrix, torch.float32), rhs, tolerance=1e-5)
+    assert float(true_residuals(matrix, found, rhs).max()) < 1.2e-5
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_short_solves_are_checked_as_well(solve: type) -> None:
+    """A handful of iterations in bfloat16 look like twelve digits to the recurrence."""
+    matrix, rhs = operator(torch.linspace(1, 1.5, 50, dtype=D)), torch.randn(2, 50, dtype=D)
+    with pytest.raises(NumericalError, match=r"residual of 0\.00"):
+        solve(product(matrix, torch.bfloat16), rhs, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_a_look_at_the_residual_every_twenty_iterations(solve: type) -> None:
+    matrix, rhs = operator(torch.logspace(0, 4, 200, dtype=D)), torch.randn(2, 200, dtype=D)
+    counted = Counted(matrix)
+    found = solve(counted, rhs, tolerance=1e-8, max_iterations=3000)
+    assert found.iterations > 100
+    assert counted.calls <= found.iterations + found.iterations // 20 + 1
+
+
+def test_what_does_not_converge_raises() -> None:
+    matrix, rhs = operator(torch.logspace(0, 6, 50, dtype=D)), torch.randn(2, 50, dtype=D)
+    with pytest.raises(NumericalError, match=r"block conjugate gradients stopped after 5 iterations .* expected 1e-08"):
+        block_conjugate_gradients(product(matrix), rhs, tolerance=1e-8, max_iterations=5)
+
+
+def test_an_indefinite_operator_is_refused() -> None:
+    matrix = operator(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, -1.0], dtype=D))
+    vectors = torch.linalg.eigh(matrix)[1]
+    with pytest.raises(NumericalError, match=r"curvature -1, .* expected a positive definite operator"):
+        block_conjugate_gradients(product(matrix), vectors[:, :2].T)
+    with pytest.raises(NumericalError, match="positive definite"):  # met on the way
+        block_conjugate_gradients(product(matrix), torch.stack([vectors.sum(1), vectors[:, 1]]), tolerance=1e-12)
+    rhs = (0.1 * vectors[:, 0] + vectors[:, 1:].sum(1))[None]
+    found = block_conjugate_gradients(product(matrix), rhs, tolerance=1e-12, truncated=True)
+    assert found.iterations > 0
+    assert not found.converged
+    assert_close(found.residuals, true_residuals(matrix, found, rhs))
+
+
+def test_products_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(NumericalError, match="not finite"):
+        block_conjugate_gradients(lambda v: v * torch.nan, torch.ones(1, 4, dtype=D))
+
+
+def test_diagonal_preconditioners() -> None:
+    scale = torch.logspace(-2, 2, 40, dtype=D)
+    matrix = scale[:, None] * operator(torch.linspace(1, 4, 40, dtype=D)) * scale
+    rhs = torch.randn(3, 40, dtype=D)
+    plain = conjugate_gradients(product(matrix), rhs, max_iterations=20_000)
+    rows = conjugate_gradients(product(matrix), rhs, precondition=diagonal_preconditioner(matrix.diagonal()))
+    block = block_conjugate_gradients(product(matrix), rhs, root=diagonal_root(matrix.diagonal()))
+    assert block.iterations <= rows.iterations < plain.iterations / 4
+    for helper in (diagonal_preconditioner, diagonal_root):
+        with pytest.raises(NumericalError, match="entry of -1; expected all above zero"):
+            helper(torch.tensor([1.0, -1.0]))

@@ -1,0 +1,229 @@
+"""One Krylov space against dense solves for every shift."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import NumericalError
+from lapwing.linalg.cg import Solution, block_conjugate_gradients
+from lapwing.linalg.krylov import BlockKrylov, block_krylov
+from tests.tolerances import assert_close
+from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
+
+SHIFTS = [1e-2, 1.0, 30.0]
+
+
+def shifted(matrix: Tensor, shift: float) -> Tensor:
+    return matrix + shift * torch.eye(len(matrix), dtype=D)
+
+
+def true_residuals(matrix: Tensor, shift: float, found: Solution, rhs: Tensor) -> Tensor:
+    return (rhs - found.x @ shifted(matrix, shift)).norm(dim=1) / rhs.norm(dim=1)
+
+
+def check_basis(space: BlockKrylov, matrix: Tensor, start: Tensor) -> None:
+    """Orthonormal, holds the start, and shows the operator as it is."""
+    assert_close(space.basis @ space.basis.T, torch.eye(len(space.basis), dtype=D))
+    assert_close(space.coordinates @ space.basis, start)
+    assert_close(space.projected, space.basis @ matrix @ space.basis.T)
+    assert_close(space.turn @ torch.diag(space.values) @ space.turn.T, space.projected)
+    assert bool((space.values.diff() <= 0).all())
+
+
+@pytest.mark.parametrize("width", [1, 7, 200])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_a_full_basis_solves_every_shift(spectrum: str, width: int) -> None:
+    """To ten digits of the right-hand side's own solution; no product is taken for a solve."""
+    matrix, start = operator(SPECTRA[spectrum]), torch.randn(width, 120, dtype=D)
+    counted = Counted(matrix)
+    space = block_krylov(counted, start, 120)
+    assert space.exhausted
+    assert counted.calls == space.products
+    check_basis(space, matrix, start)
+    weights = torch.randn(3, width, dtype=D)
+    for shift in SHIFTS:
+        found = space.solve(weights, shift, tolerance=1e-10)
+        exact = torch.linalg.solve(shifted(matrix, shift), (weights @ start).T).T
+        assert float((found.x - exact).norm() / exact.norm()) < 1e-10
+    assert counted.calls == space.products
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_residuals_are_the_true_ones(spectrum: str, steps: int) -> None:
+    """By the last block alone, to twelve digits of the right-hand side; and to twelve of their own while they are
+    large."""
+    matrix, start = operator(SPECTRA[spectrum]), torch.randn(5, 120, dtype=D)
+    space, weights = block_krylov(product(matrix), start, steps), torch.randn(4, 5, dtype=D)
+    for shift in SHIFTS:
+        found = space.solve(weights, shift, truncated=True)
+        true = true_residuals(matrix, shift, found, weights @ start)
+        assert float((found.residuals - true).abs().max()) < 1e-12
+        large = true > 1e-2
+        assert bool(((found.residuals / true - 1)[large].abs() < 1e-12).all())
+
+
+def test_a_shift_for_each_row() -> None:
+    """√a z + Xᵀε for every a at once, as posterior samples need it."""
+    matrix, start = operator(SPECTRA["steep"]), torch.randn(2, 120, dtype=D)
+    space = block_krylov(product(matrix), start, 60)
+    shifts = torch.tensor(SHIFTS, dtype=D)
+    weights = torch.stack([shifts.sqrt(), torch.ones(3, dtype=D)], 1)
+    together = space.solve(weights, shifts, tolerance=1e-9)
+    for row, shift in enumerate(SHIFTS):
+        alone = space.solve(weights[row : row + 1], shift, tolerance=1e-9)
+        assert_close(together.x[row], alone.x[0])
+        assert_close(together.residuals[row : row + 1], alone.residuals)
+
+
+def test_it_is_the_best_that_block_conjugate_gradients_find() -> None:
+    """Same space, same Galerkin condition: after as many products, the same iterate."""
+    matrix, start = operator(SPECTRA["flat"]), torch.randn(4, 120, dtype=D)
+    for steps in (1, 4, 9):
+        found = block_krylov(product(matrix), start, steps).solve(torch.eye(4), 0.3, truncated=True)
+        descent = block_conjugate_gradients(
+            product(shifted(matrix, 0.3)), start, tolerance=1e-14, max_iterations=steps, truncated=True
+        )
+        assert_close(found.x, descent.x)
+        assert_close(found.residuals, descent.residuals)
+
+
+def test_extending_gives_what_a_longer_run_gives() -> None:
+    matrix, start = operator(SPECTRA["steep"]), torch.randn(3, 120, dtype=D)
+    whole, short = block_krylov(product(matrix), start, 9), block_krylov(product(matrix), start, 2)
+    kept = short.basis.clone()
+    longer = short.extended(product(matrix), 3).extended(product(matrix), 4)
+    assert torch.equal(short.basis, kept)
+    assert (short.products, longer.products, whole.products) == (2, 9, 9)
+    assert_close(longer.basis, whole.basis)
+    check_basis(longer, matrix, start)
+    weights = torch.randn(2, 3, dtype=D)
+    one, other = (space.solve(weights, 1.0, truncated=True) for space in (longer, whole))
+    assert_close(one.x, other.x)
+    assert_close(one.residuals, other.residuals)
+    ended = block_krylov(product(matrix), start, 200)
+    assert ended.extended(product(matrix), 5).products == ended.products
+
+
+def test_dependent_start_rows_are_dropped() -> None:
+    """Copies, sums, rows of noughts, and rows of very different length, which are not dependent."""
+    matrix, rows = operator(SPECTRA["steep"]), torch.randn(3, 120, dtype=D)
+    rows[2] *= 1e-9
+    start = torch.cat([rows, rows[:1], rows[:1] - 2 * rows[1:2], torch.zeros(1, 120, dtype=D)])
+    counted = Counted(matrix)
+    space = block_krylov(counted, start, 20)
+    assert len(space.basis) == 60
+    assert counted.rows == 60
+    check_basis(space, matrix, start)
+    exact = torch.linalg.solve(shifted(matrix, 1.0), start.T).T
+    found = space.solve(torch.eye(6), 1.0, tolerance=1e-8)
+    assert_close(found.x / start.norm(dim=1, keepdim=True).clamp_min(1e-99),
+                 exact / start.norm(dim=1, keepdim=True).clamp_min(1e-99), 0.5)  # fmt: skip
+    assert float(found.residuals[5]) == 0
+
+
+def test_an_operator_of_low_rank_ends_early_and_exactly() -> None:
+    matrix, start = operator(SPECTRA["low rank"]), torch.randn(8, 120, dtype=D)
+    space = block_krylov(product(matrix), start, 50)
+    assert space.exhausted
+    assert space.products <= 6
+    assert len(space.basis) == 38  # the range, and what of the start lies outside
+    assert float(space.solve(torch.eye(8), 1e-2, tolerance=1e-10).residuals.max()) < 1e-11
+
+
+@pytest.mark.parametrize("distinct", [1, 2, 5])
+def test_as_many_blocks_as_distinct_eigenvalues(distinct: int) -> None:
+    matrix = operator(torch.linspace(1, 2, distinct, dtype=D).repeat(20))
+    space = block_krylov(product(matrix), torch.randn(3, 20 * distinct, dtype=D), 50)
+    assert (space.products, len(space.basis), space.exhausted) == (distinct, 3 * distinct, True)
+
+
+def test_nothing_comes_of_nothing() -> None:
+    start = torch.randn(3, 12, dtype=D)
+    still = block_krylov(torch.zeros_like, start, 4)
+    assert (still.products, still.exhausted) == (1, True)
+    assert_close(still.solve(torch.eye(3), 2.0).x, start / 2)
+    none = block_krylov(product(operator(torch.ones(12, dtype=D))), torch.zeros(2, 12), 4)
+    found = none.solve(torch.eye(2), 1.0)
+    assert bool((found.x == 0).all())
+    assert found.converged
+    assert none.products == 0
+    assert len(none.pairs().values) == 0
+
+
+def test_a_looser_tolerance_drops_more_and_the_residual_says_so() -> None:
+    """A bound for what was dropped, never below the true residual, and not far above."""
+    matrix, start = operator(SPECTRA["steep"]), torch.randn(6, 120, dtype=D)
+    start[3] = start[2] + 1e-7 * start[4]
+    start[4] = start[1]
+    tight, loose = (block_krylov(product(matrix), start, 60, tolerance=t) for t in (1e-12, 1e-5))
+    assert len(loose.basis) < len(tight.basis)
+    found = loose.solve(torch.eye(6), 1e-2, truncated=True)
+    true = true_residuals(matrix, 1e-2, found, start)
+    assert bool((found.residuals >= true * (1 - 1e-9)).all())
+    assert 1e-8 < float(true.max()) < float(found.residuals.max()) < 1e3 * float(true.max())
+
+
+def test_float32_products() -> None:
+    """The residual is that of the measured products, rounding and all."""
+    matrix, start = operator(SPECTRA["flat"]), torch.randn(6, 120, dtype=D)
+    space = block_krylov(product(matrix, torch.float32), start, 40, tolerance=1e-6)
+    assert space.basis.dtype == D
+    assert_close(space.basis @ space.basis.T, torch.eye(len(space.basis), dtype=D))
+    found = space.solve(torch.eye(6), 0.1, tolerance=1e-5)
+    true = true_residuals(matrix, 0.1, found, start)
+    assert float(true.max()) < 2e-6
+    assert bool((found.residuals < 5 * true).all())
+    assert bool((found.residuals > true / 5).all())
+
+
+def test_max_basis_stops_before_a_block_that_does_not_fit() -> None:
+    matrix, start = operator(SPECTRA["flat"]), torch.randn(5, 120, dtype=D)
+    space = block_krylov(product(matrix), start, 50, max_basis=23)
+    assert (len(space.basis), space.products) == (20, 4)
+    assert len(space.extended(product(matrix), 50, max_basis=41).basis) == 40
+    with pytest.raises(ValueError, match="rank 5, more than a basis of 4"):
+        block_krylov(product(matrix), start, 1, max_basis=4)
+    with pytest.raises(ValueError, match="at least one step"):
+        block_krylov(product(matrix), start, 0)
+
+
+def test_ritz_pairs() -> None:
+    """Those that have converged are eigenpairs; the residuals are those of the pairs."""
+    matrix = operator(SPECTRA["steep"])
+    pairs = block_krylov(product(matrix), torch.randn(8, 120, dtype=D), 8).pairs(20)
+    residuals = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values[0]
+    assert pairs.vectors.shape == (20, 120)
+    assert float((pairs.residuals - residuals).abs().max()) < 1e-13
+    settled = pairs.residuals < 1e-10
+    assert 5 < int(settled.sum())
+    assert_close(pairs.values[settled], SPECTRA["steep"][:20][settled])
+
+
+def test_an_unconverged_solve_raises_with_its_residual() -> None:
+    matrix, start = operator(SPECTRA["steep"]), torch.randn(3, 120, dtype=D)
+    space = block_krylov(product(matrix), start, 3)
+    with pytest.raises(NumericalError, match=r"stopped after 3 iterations .* expected 1e-06\. Take more") as error:
+        space.solve(torch.eye(3), 1e-2)
+    said = re.search(r"residual of ([0-9.e+-]+);", str(error.value))
+    found = space.solve(torch.eye(3), 1e-2, truncated=True)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(float(found.residuals.max()), rel=1e-2)
+    assert not found.converged
+
+
+def test_an_indefinite_operator_is_refused_where_the_shift_does_not_lift_it() -> None:
+    matrix = operator(torch.linspace(-1, 3, 30, dtype=D))
+    space = block_krylov(product(matrix), torch.randn(4, 30, dtype=D), 20)
+    with pytest.raises(NumericalError, match=r"Ritz value of -0\.5"):
+        space.solve(torch.eye(4), 0.5)
+    assert space.solve(torch.eye(4), 1.5, tolerance=1e-10).converged
+
+
+def test_products_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(NumericalError, match="not finite"):
+        block_krylov(lambda v: v * torch.nan, torch.ones(1, 4, dtype=D), 2)

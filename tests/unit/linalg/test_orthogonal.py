@@ -1,0 +1,53 @@
+"""Orthonormal rows that reveal their rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lapwing.linalg.orthogonal import orthonormal_rows, thin_svd
+from tests.tolerances import assert_close
+
+D = torch.float64
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (1, 5), (5, 5)])
+def test_the_factors_of_rows(shape: tuple[int, int]) -> None:
+    rows = torch.randn(shape, dtype=D)
+    left, singular, right = thin_svd(rows)
+    assert_close((left * singular) @ right, rows)
+    assert_close(singular, torch.linalg.svdvals(rows))
+    mix, basis = orthonormal_rows(rows, cut=1e-12)
+    assert_close(mix @ basis, rows)
+    assert_close(basis @ basis.T, torch.eye(min(shape), dtype=D))
+
+
+def test_dependent_rows_leave() -> None:
+    rows = torch.randn(3, 20, dtype=D)
+    rows = torch.cat([rows, rows[:1] + rows[1:2], torch.zeros(1, 20, dtype=D)])
+    mix, basis = orthonormal_rows(rows, cut=1e-12)
+    assert len(basis) == 3
+    assert_close(mix[:, :3] @ basis, rows)
+    assert float(mix[:, 3:].norm()) < 1e-13
+
+
+def test_what_is_cut_is_told() -> None:
+    values = torch.tensor([1.0, 0.1, 1e-5, 1e-6], dtype=D)
+    left, right = (torch.linalg.qr(torch.randn(n, 4, dtype=D))[0] for n in (4, 12))
+    rows = (left * values) @ right.T
+    mix, basis = orthonormal_rows(rows, cut=1e-4)
+    assert len(basis) == 2
+    assert_close(mix[:, 2:].norm(dim=1), (rows - mix[:, :2] @ basis).norm(dim=1), 0.6)
+
+
+def test_little_that_is_new_is_still_orthogonal() -> None:
+    """What is left after projection is fourteen orders shorter than what was there, and its rows of odd sizes."""
+    against = torch.linalg.qr(torch.randn(50, 20, dtype=D))[0].T
+    rows = torch.randn(4, 20, dtype=D) @ against + torch.logspace(-1, -12, 4, dtype=D)[:, None] * torch.randn(4, 50)
+    for _ in range(2):
+        rows = rows - (rows @ against.T) @ against
+    mix, basis = orthonormal_rows(rows, cut=1e-14, against=against)
+    assert len(basis) == 4
+    whole = torch.cat([against, basis])
+    assert_close(whole @ whole.T, torch.eye(24, dtype=D))
+    assert_close(mix @ basis, rows)
