@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        command = {"run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised}[arguments.command]
+        command = {"run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised, "sampling": _sampling}[
+            arguments.command
+        ]
         command(arguments)
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("lapwing"):
@@ -49,12 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     normalised = commands.add_parser("normalised", help="MNIST: naive against corrected evidence, normalised networks")
     normalised.add_argument("--networks", nargs="+", metavar="NAME", help="resnet, transformer; both by default")
     normalised.add_argument("--epochs", type=_positive, default=20)
+    sampling = commands.add_parser("sampling", help="digits: noise of the gradients of samples, and γ from one sample")
+    sampling.add_argument("--draws", type=_positive, default=256, help="samples behind every number (256)")
     for command in (fashion, normalised):
         command.add_argument("--data-dir", type=Path, help="folder of the .npz files; else LAPWING_DATA")
         command.add_argument("--data", type=_positive, help="number of training images")
         command.add_argument("--seeds", type=_positive, default=3)
         command.add_argument("--device", default="cpu", help="cpu or cuda")
-    for command in (run, uci, fashion, normalised):
+    for command in (run, uci, fashion, normalised, sampling):
         command.add_argument("--out", type=Path, required=True, help="folder for what is written")
         command.add_argument("--seed", type=int, default=0)
     return parser
@@ -142,6 +146,18 @@ def _normalised(arguments: argparse.Namespace) -> None:
     pictures.distances(result, arguments.out / "normalised.png")
     _written([result], arguments.out / "normalised.json")
     print(arguments.out / "normalised.png", arguments.out / "normalised.json", sep="\n")
+
+
+def _sampling(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import sampling
+    from lapwing.reports import pictures
+    from lapwing.reports.tables import table
+
+    result = sampling.run(sampling.Sampling(draws=arguments.draws, seed=arguments.seed))
+    print(table(result), end="\n\n")
+    pictures.sampling(result, arguments.out / "sampling.png")
+    _written([result], arguments.out / "sampling.json")
+    print(arguments.out / "sampling.png", arguments.out / "sampling.json", sep="\n")
 
 
 def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:

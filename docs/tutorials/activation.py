@@ -23,6 +23,7 @@ effective_parameters.png. It takes a few minutes.
 from __future__ import annotations
 
 import argparse
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,10 +93,11 @@ def network(activation: str, layers: int, start: int) -> nn.Sequential:
     act = ACTIVATIONS[activation]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(start)
-        parts = [nn.Linear(10, HIDDEN), act()]
-        for _ in range(layers - 1):
-            parts += [nn.Linear(HIDDEN, HIDDEN), act()]
-        return nn.Sequential(*parts, nn.Linear(HIDDEN, 1)).double()
+        parts: dict[str, nn.Module] = {}
+        for i in range(1, layers + 1):
+            parts[f"hidden {i}"] = nn.Linear(HIDDEN if i > 1 else 10, HIDDEN)
+            parts[f"activation {i}"] = act()
+        return nn.Sequential(OrderedDict({**parts, "output": nn.Linear(HIDDEN, 1)})).double()
 
 
 def trained(split: Split, activation: str, restarts: int, epochs: int, layers: int = 1) -> lw.Fitted:
@@ -179,11 +181,12 @@ def _summary(studies: Sequence[Study]) -> str:
 
 
 def _depth(studies: Sequence[Study]) -> str:
-    lines = ["hidden layers: log evidence, one  two  held-out, one     two"]
+    """Whether a second hidden layer pays, by the evidence and by new rows."""
+    lines = ["hidden layers  evidence, one       two  held-out, one       two"]
     for each in studies:
-        one, two = each.fitted[each.picked].log_evidence(), each.deeper.log_evidence()
+        one, two = float(each.fitted[each.picked].log_evidence()), float(each.deeper.log_evidence())
         new = each.held_out[each.picked], each.split.log_likelihood(each.deeper)
-        lines.append(f"{each.picked:14s}  {one:15.2f}  {two:8.2f}  {new[0]:8.3f}  {new[1]:8.3f}")
+        lines.append(f"{each.picked:13s}  {one:13.2f}  {two:8.2f}  {new[0]:13.3f}  {new[1]:8.3f}")
     return "\n".join(lines)
 
 

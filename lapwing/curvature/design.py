@@ -10,11 +10,12 @@ from torch import Tensor
 
 from lapwing.core.data import Data, tensors_in
 from lapwing.core.errors import DataError
+from lapwing.core.random import normal
 from lapwing.curvature.blockwise import in_order
-from lapwing.curvature.structures import floored
+from lapwing.curvature.structures import floored_by_layer
 from lapwing.curvature.sweep import Statistics, Sweep
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.design import Part
+from lapwing.linalg.design import Part, forward_product
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
@@ -44,7 +45,8 @@ class NetworkDesign:
 
     The layer-wise factors of a chunk give J v and Jᵀ u in two products for each vector and layer, half of what forward
     and backward passes take, once the backward passes for its seeds are done. They are done once for all where the
-    factors of all data fit ``CACHE``; otherwise at every pass, streaming.
+    factors of all data fit ``CACHE``; otherwise at every pass, streaming. ``part`` is the most data in one part; None
+    leaves it to memory.
     """
 
     network: Network
@@ -54,20 +56,24 @@ class NetworkDesign:
     statistics: Statistics
     rows: int
     curvature: str = "ggn"  # or "jacobian": J itself, without the likelihood's root
+    part: int | None = None
 
     @classmethod
     def build(
-        cls, network: Network, likelihood: Likelihood, data: Data, cache: int | None = None, curvature: str = "ggn"
-    ) -> NetworkDesign:
+        cls, network: Network, likelihood: Likelihood, data: Data, cache: int | None = None, curvature: str = "ggn",
+        part: int | None = None,
+    ) -> NetworkDesign:  # fmt: skip
         """One pass over the data: loss, counts, and the factors where they fit.
 
         Where they do not, the data themselves are kept if they fit, so that a loader that shuffles does no harm.
         """
+        if part is not None and part < 1:
+            raise DataError(f"a design in parts of {part} data; expected at least one in each.")
         if cache is None:
             gpu = network.device.type == "cuda"
             cache = torch.cuda.mem_get_info(network.device)[0] // 3 if gpu else CACHE
         data = fixed(data, cache)
-        sweep = Sweep(network, likelihood, data, curvature, label="Jacobian")
+        sweep = Sweep(network, likelihood, data, curvature, label="Jacobian", part=part)
         kept: list[LayerJacobians] | None = []
         rows = taken = 0
         for jacobians in sweep:
@@ -78,7 +84,12 @@ class NetworkDesign:
                 if taken > cache:
                     kept = None
         held = None if kept is None else tuple(kept)
-        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature)
+        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature, part)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether every pass computes the parts anew, in the order of the data."""
+        return self.held is None
 
     @property
     def size(self) -> int:
@@ -89,21 +100,22 @@ class NetworkDesign:
         return torch.empty(0, dtype=self.network.dtype, device=self.network.device)
 
     def diagonal(self) -> Tensor:
-        """Of the GGN, (P,), with dead entries raised to a thousandth of what is typical of their block."""
+        """Of the GGN, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
         network = self.network
         totals: list[Tensor] = [torch.zeros(b.form, dtype=torch.float64, device=network.device) for b in network.layout]
         for part in self:
             assert isinstance(part, JacobianPart)
             for total, (_, jacobian) in zip(totals, part.jacobians, strict=True):
                 total += jacobian.squares().reshape(total.shape)
-        return in_order([floored(total) for total in totals], network.layout, network.selection)
+        return floored_by_layer(in_order(totals, network.layout, network.selection), network.selection)
 
     def __iter__(self) -> Iterator[Part]:
         if self.held is not None:
             yield from (JacobianPart(jacobians) for jacobians in self.held)
             return
         total = 0
-        for jacobians in Sweep(self.network, self.likelihood, self.data, self.curvature, label="products"):
+        sweep = Sweep(self.network, self.likelihood, self.data, self.curvature, label="products", part=self.part)
+        for jacobians in sweep:
             part = JacobianPart(jacobians)
             total += part.rows
             yield part
@@ -111,6 +123,24 @@ class NetworkDesign:
             raise DataError(
                 f"a pass gave {total} rows and the first one {self.rows}; expected the same data each time."
             )
+
+
+def refuse_reordered(design: NetworkDesign) -> None:
+    """Raise unless two passes give the same rows in the same order; what is held does. Two passes where nothing is.
+
+    The GGN is a sum and does not mind the order of the data; whatever has a number for each row does.
+    """
+    if not design.streamed:
+        return
+    like = torch.empty(0, dtype=torch.float64, device=design.like.device)
+    v = normal((1, design.size), torch.Generator().manual_seed(0), like)
+    first, second = forward_product(design, v), forward_product(design, v)
+    gap, scale = float((first - second).norm()), float(first.norm())
+    if gap > 1e-4 * scale:
+        raise DataError(
+            f"two passes over the data gave different rows, by {gap / scale:.3g} of their size; expected the same "
+            "batches in the same order. Use shuffle=False and no random augmentation."
+        )
 
 
 def fixed(data: Data, most: int) -> Data:

@@ -135,7 +135,7 @@ def block_conjugate_gradients(
         image = applied(product, moved)
         curved = half(image).double()
         inner = curved @ s.mT
-        noise = max(1e2 * EPS, 3 * float((inner - inner.mT).norm() / inner.norm()))  # the products' own accuracy
+        accuracy = max(1e2 * EPS, float((inner - inner.mT).norm() / inner.norm()) * (s.shape[1] / len(s)) ** 0.5)
         inner = 0.5 * (inner + inner.mT)
         curvatures = _curvatures(inner, s)
         largest = max(largest, float(curvatures[-1]))
@@ -149,7 +149,7 @@ def block_conjugate_gradients(
         r -= mix @ step @ image
         iterations += 1
         norm = max(norm, _norm(image, moved))
-        turn, q = _residual_basis(q - step @ curved, noise * float((step.abs() @ curved.norm(dim=1)).max()))
+        turn, q = _residual_basis(q - step @ curved, accuracy * float((step.abs() @ curved.norm(dim=1)).max()))
         mix = mix @ turn
         done = float(r.norm(dim=1).max()) <= tolerance
         if iterations % CHECKED == 0 or len(q) == 0 or (done and not truncated):

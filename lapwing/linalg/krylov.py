@@ -96,7 +96,9 @@ class BlockKrylov:
                 inside = image @ basis[:rows].mT
                 projected[new, :rows] += inside
                 image = image - inside @ basis[:rows]
-            edge, block = orthonormal_rows(image, cut=self.tolerance * scale, against=basis[:rows])
+            skew = float((projected[new, :rows] - projected[:rows, new].mT).norm())
+            cut = max(self.tolerance * scale, skew * (size / rows) ** 0.5)
+            edge, block = orthonormal_rows(image, cut=cut, against=basis[:rows])
         projected, lost = projected[:rows, :rows], lost[:rows]
         values, turn = torch.linalg.eigh(0.5 * (projected + projected.mT))
         return replace(
@@ -131,7 +133,8 @@ def block_krylov(
     """Block Lanczos from ``start`` (K, P) with full reorthogonalisation, twice; ``steps`` products of up to K rows.
 
     Directions of the start (relative to its rows) and of the images (relative to the largest) whose singular value is
-    at most ``tolerance`` add nothing and are dropped; float32 products want 1e-6. The basis is float64: d P numbers.
+    at most ``tolerance``, or the rounding of the products as their asymmetry shows it, add nothing and are dropped.
+    The basis is float64: d P numbers.
     Exact when: the space is exhausted. Reference: Golub & Underwood 1977.
 
     >>> a = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))

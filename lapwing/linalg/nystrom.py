@@ -75,7 +75,8 @@ def nystrom(
     factor = torch.linalg.cholesky(0.5 * (core + core.mT) + shift * torch.eye(width).to(core))
     half = torch.linalg.solve_triangular(factor, sketch + shift * omega, upper=False)  # halfᵀ half = Â + shift
     _, singular, vectors = thin_svd(half)
-    values, vectors = (singular.square() - shift).clamp_min(0)[:rank], vectors[:rank]
+    values, vectors = (singular.square() - shift)[:rank], vectors[:rank]
+    values = torch.where(values > shift, values, 0.0)
     error = (seen - ((tests @ vectors.mT) * values) @ vectors).norm() / seen.norm().clamp_min(1e-300)
     return Nystrom(values, vectors, float(error), 1)
 

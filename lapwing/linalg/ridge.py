@@ -6,7 +6,8 @@ XᵀX / φ + α D. In coordinates √D θ that is a shifted Gram matrix, and one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from lapwing.core.random import normal
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
-from lapwing.linalg.design import Design, back_product, gram_product
+from lapwing.linalg.design import Design, OperatorPart, Part, back_product, gram_product
 from lapwing.linalg.estimators import signs
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
 from lapwing.linalg.operators import Product
 from lapwing.linalg.quadrature import Quadrature, lanczos_quadrature
+from lapwing.linalg.stochastic import Streamed
 
+Descent = Callable[[Design, Tensor, Tensor, float], Solution]  # design, ζ, ε, shift
 GROWTH = 4  # products by which a basis grows before it is asked again
 
 
@@ -37,7 +40,7 @@ class Ridge:
 
     ``prior`` (K, P) is standard normal and ``back`` (K, P) is Xᵀ ε for standard normal ε. What has been learned about
     the Gram matrix (a basis, quadratures) is remembered; it depends on nothing but the fields. ``bytes`` limits the
-    basis, ``width`` the rows that it starts from.
+    basis, ``width`` the rows that it starts from. ``eps`` (K, rows) is ε itself, where descent needs it.
     """
 
     design: Design
@@ -47,6 +50,7 @@ class Ridge:
     seed: int = 0
     width: int = 16
     bytes: int = 4 * 2**30
+    eps: Tensor | None = None
     _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -56,13 +60,14 @@ class Ridge:
         samples: int,
         generator: torch.Generator | None,
         scale: Tensor | None = None,
+        keep: bool = False,
         **settings: Any,
     ) -> Ridge:
-        """With noise from the generator. Cost: one pass over the design."""
+        """With noise from the generator, of which ε is kept where asked for. Cost: one pass over the design."""
         like = torch.empty(0, dtype=torch.float64, device=design.like.device)
         prior = normal((samples, design.size), generator, like)
         eps = normal((samples, design.rows), generator, like)
-        return cls(design, scale, prior, back_product(design, eps), **settings)
+        return cls(design, scale, prior, back_product(design, eps), eps=eps if keep else None, **settings)
 
     @property
     def size(self) -> int:
@@ -102,6 +107,14 @@ class Ridge:
     def deflating(self, shift: float) -> Product:
         """A symmetric root of an inverse of A + shift, times the shift: right on the Ritz vectors of the basis."""
         return _deflating(self.basis, shift)
+
+    def descended(self, alpha: float, phi: float, descend: Descent) -> Solution:
+        """The same draws as ``samples``, by ``sgd`` or ``sdd`` of lapwing.linalg.stochastic."""
+        if self.eps is None:
+            raise ValueError("descent needs ε itself; expected a Ridge.drawn(..., keep=True).")
+        design = self.design if self.scale is None else ScaledDesign(self.design, self.scale.rsqrt())
+        found = descend(design, self.prior, self.eps, alpha * phi)
+        return replace(found, x=self._unscaled(found.x * phi**0.5))
 
     @property
     def _based(self) -> int:
@@ -164,6 +177,36 @@ class Ridge:
             return moved - (moved @ vectors.mT) @ vectors
 
         return apply
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledDesign:
+    """X diag(factor), for a factor (P,)."""
+
+    design: Design
+    factor: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.design.size
+
+    @property
+    def rows(self) -> int:
+        return self.design.rows
+
+    @property
+    def like(self) -> Tensor:
+        return self.design.like
+
+    @property
+    def streamed(self) -> bool:
+        return isinstance(self.design, Streamed) and self.design.streamed
+
+    def __iter__(self) -> Iterator[Part]:
+        return (self._scaled(part) for part in self.design)
+
+    def _scaled(self, part: Part) -> Part:
+        return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
 
 
 def _weights(count: int, shift: float, basis: BlockKrylov) -> Tensor:

@@ -26,7 +26,7 @@ from lapwing.linalg.design import Design, Part, back_product, gram_product
 
 OBJECTIVES = ("reduced", "classic")
 POWER = 10  # power iterations behind a step
-TAIL = 0.25  # share of the steps whose iterates are averaged by sgd
+TAIL = 0.1  # share of the steps whose iterates are averaged by sgd
 AVERAGED = 100  # the average of sdd reaches back over one in so many of its steps
 ADVICE = "Raise the epochs, lower the step, raise the prior precision, or use a Krylov solver."
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
-from lapwing.curvature.design import NetworkDesign
+from lapwing.curvature.design import NetworkDesign, refuse_reordered
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.linalg.design import back_product, kernel
@@ -41,6 +41,7 @@ class KernelSpace:
                 f"GiB and their cube in time; the limit is {self.limit}. Use Full(), Kron() or Sampled(), or raise "
                 "KernelSpace(limit=...)."
             )
+        refuse_reordered(design)
         values, vectors = eigenpairs(design)
         curvature = LowRankCurvature(values, vectors, network.layout, network.selection)
         return WeightPosterior.fitted(problem, curvature, design.statistics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,11 +16,13 @@ from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.operators import refuse_asymmetric
 from lapwing.linalg.ridge import Logdet, Ridge
+from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.gaussian import SINGLE, Prior
 
-SOLVERS = ("krylov", "cg")
+STOCHASTIC = ("sgd", "sdd")
+SOLVERS = ("krylov", "cg", *STOCHASTIC)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class Sampled:
     for every prior. ``tolerance`` is the relative residual that every sample must reach; one that does not is an
     error, not an answer. The evidence has its log-determinant by ``probes`` of ``steps`` Lanczos steps.
 
+    "sgd" and "sdd" descend on ``batch`` data at a time, for ``epochs`` passes at every precision, where a prior has one
+    number; ``objective`` is where "sgd" has the noise, "reduced" in the regulariser or "classic" in the data.
+
     Cost: one pass for the Jacobian's factors, then one product with all vectors for each block of the basis.
     Exact when: never, but variances have a relative standard error of sqrt(2 / num_samples), whatever the network.
     """
@@ -44,22 +50,32 @@ class Sampled:
     probes: int = 8
     steps: int = 20
     curvature: str = "ggn"
+    objective: str = "reduced"
+    batch: int = 128
+    epochs: int = 400
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise UnsupportedError(f"num_samples is {self.num_samples}; expected at least 1.")
         if self.solver not in SOLVERS:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
+        if self.objective not in OBJECTIVES:
+            raise UnsupportedError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}.")
+        if self.batch < 1 or self.epochs < 1:
+            raise UnsupportedError(f"batch is {self.batch} and epochs is {self.epochs}; expected at least 1 each.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> SampledPosterior:
         checked_curvature(self.curvature, ("ggn",))
         network = problem.network
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
-        design = NetworkDesign.build(network, problem.likelihood, data)
+        stochastic = self.solver in STOCHASTIC
+        if stochastic:
+            refuse_groups(self.solver, problem.prior)
+        design = NetworkDesign.build(network, problem.likelihood, data, part=self.batch if stochastic else None)
         refuse_asymmetric(lambda v: gram_product(design, v), design.size, generator=generator, device=network.device)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
-        ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, width=self.width)
+        ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, width=self.width)
         likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
         problem = problem.with_likelihood(likelihood)
         return SampledPosterior(problem, RidgeSolver(self, ridge), design.statistics, network.theta())
@@ -79,6 +95,8 @@ class RidgeSolver:
             return self.ridge.samples(float(prior.values), phi, self.settings.tolerance).settled(
                 "Sampled()", "Raise the prior precision or the tolerance."
             )
+        if self.settings.solver in STOCHASTIC:
+            return self._descended(prior, phi)
         vector = prior.vector.detach()
         unit = vector.rsqrt()
         rhs = self.ridge.prior + unit * self.ridge.back / phi**0.5
@@ -88,6 +106,22 @@ class RidgeSolver:
             tolerance=self.settings.tolerance,
         )
         return replace(found, x=found.x * unit)
+
+    def _descended(self, prior: Prior, phi: float) -> Solution:
+        """By parts of the data; their order is the same for every prior and noise, so that samples move smoothly."""
+        mine = self.settings
+        if not self._shared(prior):
+            refuse_groups(mine.solver, prior)
+            raise UnsupportedError(
+                f"the samples of {mine.solver!r} were drawn for a prior of another scale; expected the same. Fit again."
+            )
+        generator = torch.Generator().manual_seed(self.ridge.seed)
+        solve = partial(sgd, objective=mine.objective) if mine.solver == "sgd" else sdd
+        descend = partial(solve, epochs=mine.epochs, generator=generator, tolerance=mine.tolerance, truncated=True)
+        return self.ridge.descended(float(prior.values), phi, descend).settled(
+            f"Sampled(solver={mine.solver!r})",
+            "Raise epochs=... or tolerance=..., take a larger batch=..., raise the prior precision, or use 'krylov'.",
+        )
 
     def logdet(self, problem: Problem) -> Logdet:
         """Of A⁻¹ Λ, with its standard error."""
@@ -108,3 +142,12 @@ class RidgeSolver:
             return False
         mine = self.ridge.scale
         return (prior.scale is None) == (mine is None) and (mine is None or torch.equal(mine, prior.scale))  # type: ignore[arg-type]
+
+
+def refuse_groups(solver: str, prior: Prior) -> None:
+    """Descent solves for one precision; those of groups differ by orders, and its steps would suit none of them."""
+    if prior.kind not in SINGLE:
+        raise UnsupportedError(
+            f"solver {solver!r} with a prior of the kind {prior.kind!r}; expected one number for all weights "
+            f"({' or '.join(SINGLE)}). Use solver='krylov' or 'cg', which take any prior."
+        )

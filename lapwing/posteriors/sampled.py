@@ -14,6 +14,7 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
+from lapwing.networks.network import Tangent
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Solver
 from lapwing.posteriors.trace import Trace
@@ -76,9 +77,16 @@ class SampledPosterior:
         network = self.problem.network
         outputs, moved = [], []
         for _, tangent in network.tangents(x):
-            outputs.append(tangent.f.to(network.dtype))
-            moved.append(network.jvp(tangent.inputs, self.samples).to(network.dtype))
+            f = tangent.f.to(network.dtype)
+            outputs.append(f)
+            moved.append(self._along(tangent, f))
         return torch.cat(outputs), torch.cat(moved, 1)
+
+    def _along(self, tangent: Tangent, f: Tensor) -> Tensor:
+        """J z: forward mode costs two passes for each sample; the layer factors one for each output and sample."""
+        if len(self.samples) <= f[0].numel() + 1:
+            return self.problem.network.jvp(tangent.inputs, self.samples).to(f.dtype)
+        return tangent.jacobians().jvp(self.samples).reshape(len(self.samples), *f.shape)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """The first n of the K stored samples, around w̃; the generator has no say."""

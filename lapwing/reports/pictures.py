@@ -168,6 +168,30 @@ def _against_epochs(axis: Any, arrays: Mapping[str, list[float]], key: str, styl
     axis.plot(arrays["epochs"][: len(values)], values, marker="o", markersize=4.5, linewidth=1.6, **style)
 
 
+def sampling(result: Drawn, path: Path) -> None:
+    """Against γ: the variance of one objective's gradients over the other's, and how well one sample knows γ."""
+    arrays = result.arrays
+    figure, axes = _figure(1, 2, (10.4, 4.4))
+    ratio, spread = axes[0]
+    for key, colour, label in (("optimum", POSTERIOR, "at the solution"), ("start", OTHER, "at a sample of the prior")):
+        ratio.loglog(arrays["γ / nC, %"], arrays[f"L / L' at {key}"], "o-", color=colour, markersize=4.5, label=label)
+    ratio.axhline(1, color=INK, linestyle="--", linewidth=1)
+    ratio.set(title="gradients from one datum", xlabel="γ / nC, %", ylabel="variance of L over that of L'")
+    for space, colour in (("function", POSTERIOR), ("weight", PLAIN)):
+        spread.loglog(arrays["γ"], arrays[f"expected {space}, %"], color=colour, label=f"{space} space, closed form")
+        spread.loglog(arrays["γ"], arrays[f"sd {space}, %"], "o", color=colour, markersize=4.5, label="measured")
+    bound = [100 * (2 / gamma) ** 0.5 for gamma in arrays["γ"]]
+    spread.loglog(arrays["γ"], bound, color=INK, linestyle=":", label="√(2/γ)")
+    spread.axhline(10, color=INK, linestyle="--", linewidth=1)
+    spread.set(title="γ from one sample", xlabel="γ", ylabel="relative standard deviation, %")
+    for axis in (ratio, spread):
+        axis.title.set_fontsize(10)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.legend(frameon=False, fontsize=9)
+    _save(figure, path)
+
+
 def _level(axes: Any) -> None:
     """The same vertical range for all."""
     limits = [axis.get_ylim() for axis in axes]

@@ -21,7 +21,7 @@ D = torch.float64
 KINDS = ["layer norm", "batch norm", "classifier"]
 METHODS: dict[str, Any] = {"full": lw.Full(), "kron": lw.Kron(), "ekron": lw.EKron(), "diagonal": lw.Diagonal()}
 FACTORS = [0.1, 10.0]
-TIGHT = {"tolerance": 1e-9, "max_steps": 100}
+TIGHT = {"tolerance": 1e-8, "max_steps": 100}
 
 
 def build(kind: str, eps: float) -> nn.Module:
@@ -140,13 +140,13 @@ def test_given_precisions_that_follow_the_scale(kind: str, method: str) -> None:
         after = fitted(kind, rescaled(kind, {0: zero, 3: three}), method, lw.per_normalised_group(moved), None)
         assert max(gap(kind, after, before)) <= 1e-9
         kept = fitted(kind, rescaled(kind, {0: zero, 3: three}), method, lw.per_normalised_group(given), None)
-        assert gap(kind, kept, before)[1] > 1e-2
+        assert gap(kind, kept, before)[1] > 1e-3
 
 
 MEANS = {"full": "network", "kron": "tangent"}  # under which normalised groups are at work, see below
 
 
-@pytest.mark.parametrize("layers", [{0: 0.1}, {0: 10.0}, {0: 10.0, 3: 0.1}], ids=str)
+@pytest.mark.parametrize("layers", [{0: 0.1, 3: 10.0}, {0: 10.0}], ids=str)
 @pytest.mark.parametrize("method", ["full", "kron"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_precision_for_each_group(kind: str, method: str, layers: dict[int, float]) -> None:
@@ -165,8 +165,10 @@ def test_one_precision_for_each_group(kind: str, method: str, layers: dict[int, 
     assert (after.prior.values / (scale * before.prior.values) - 1).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(("method", "mean"), [("full", "tangent"), ("ekron", "tangent"), ("diagonal", "network")])
-@pytest.mark.parametrize("kind", ["layer norm", "batch norm"])
+@pytest.mark.parametrize(
+    ("kind", "method", "mean"),
+    [("batch norm", "full", "tangent"), ("layer norm", "ekron", "tangent"), ("layer norm", "diagonal", "network")],
+)
 def test_other_structures_and_means(kind: str, method: str, mean: str) -> None:
     before = original(kind, method, mean)
     assert float(before.prior.values[[0, 2]].min()) < 10
@@ -175,8 +177,7 @@ def test_other_structures_and_means(kind: str, method: str, mean: str) -> None:
     assert max(gap(kind, after, before)) <= 1e-6
 
 
-@pytest.mark.parametrize("method", ["full", "kron"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), [("layer norm", "full"), ("batch norm", "kron"), ("classifier", "full")])
 def test_the_settings_by_default(kind: str, method: str) -> None:
     """Searches that stop early stop at the same place: each starts where the scales say."""
     one, other = (fitted(kind, rescaled(kind, layers), method, lw.per_normalised_group(), lw.linear_mode())
@@ -184,15 +185,26 @@ def test_the_settings_by_default(kind: str, method: str) -> None:
     assert max(gap(kind, other, one)) <= 1e-4
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("method", ["full", "kron"])
+PAIRS = [("full", 0.1), ("full", 10.0), ("kron", 10.0)]
+
+
+@cache
+def unscaled(kind: str, method: str, prior: str, tuner: str) -> lw.Fitted:
+    return fitted(kind, rescaled(kind, {}), method, PRIORS[prior], TUNERS[tuner])
+
+
+PRIORS = {"g": lw.g_prior(), "isotropic": lw.isotropic(1.0)}
+TUNERS = {"naive": lw.maximise_evidence, "corrected": lw.linear_mode(**TIGHT)}
+
+
+@pytest.mark.parametrize(("method", "factor"), PAIRS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_g_prior(kind: str, method: str, factor: float) -> None:
     """One number, and every weight in units of its own curvature."""
-    one, other = (fitted(kind, rescaled(kind, layers), method, lw.g_prior(), lw.linear_mode(**TIGHT))
-                  for layers in ({}, {0: factor}))  # fmt: skip
-    assert max(gap(kind, other, one)) <= 1e-6
-    assert float(other.prior.values) == pytest.approx(float(one.prior.values), rel=1e-6)
+    before = unscaled(kind, method, "g", "corrected")
+    after = fitted(kind, rescaled(kind, {0: factor}), method, PRIORS["g"], TUNERS["corrected"])
+    assert max(gap(kind, after, before)) <= 1e-6
+    assert float(after.prior.values) == pytest.approx(float(before.prior.values), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,21 +216,18 @@ def test_groups_are_enough_for_the_naive_evidence_too(kind: str) -> None:
     assert gap(kind, one, original(kind, "full"))[1] > 1e-2  # but another answer
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("tuner", ["naive", "corrected"])
-@pytest.mark.parametrize("method", ["full", "kron"])
+@pytest.mark.parametrize(("method", "factor"), PAIRS)
+@pytest.mark.parametrize("tuner", list(TUNERS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_precision_for_all_depends_on_the_scale(kind: str, method: str, tuner: str, factor: float) -> None:
-    chosen = lw.linear_mode() if tuner == "corrected" else lw.maximise_evidence
-    one, other = (fitted(kind, rescaled(kind, layers), method, lw.isotropic(1.0), chosen)
-                  for layers in ({}, {0: factor}))  # fmt: skip
-    mean, covariance = gap(kind, other, one)
+    before = unscaled(kind, method, "isotropic", tuner)
+    after = fitted(kind, rescaled(kind, {0: factor}), method, PRIORS["isotropic"], TUNERS[tuner])
+    mean, covariance = gap(kind, after, before)
     assert mean <= 1e-12  # the network's own
     assert covariance > 1e-2
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-7])
-@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize(("factor", "eps"), [(10.0, 1e-5), (0.1, 1e-7)])
 @pytest.mark.parametrize("kind", ["layer norm", "batch norm"])
 def test_eps_limits_it(kind: str, factor: float, eps: float) -> None:
     """A norm divides by sqrt(var + eps): a group k times as small sees an eps that is k² times as large.

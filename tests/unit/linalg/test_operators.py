@@ -31,7 +31,7 @@ def test_an_asymmetric_operator_is_refused(size: float) -> None:
     for seed in range(20):
         with pytest.raises(NumericalError, match=r"not symmetric.*evaluation mode.*augmentation"):
             refuse_asymmetric(
-                product(matrix + skew), 120, generator=torch.Generator().manual_seed(seed), tolerance=1e-6
+                product(matrix + skew), 120, generator=torch.Generator().manual_seed(seed), tolerance=1e-9
             )
 
 
@@ -40,7 +40,7 @@ def test_an_operator_that_changes_is_refused() -> None:
     matrix = operator(SPECTRA["flat"])
 
     def dropped(rows: torch.Tensor) -> torch.Tensor:
-        keep = (torch.rand(120) < 0.99).to(D)
+        keep = (torch.rand(120) < 0.8).to(D)
         return keep * ((keep * rows) @ matrix)
 
     with pytest.raises(NumericalError, match=r"two calls.*differ.*dropout"):
