@@ -17,10 +17,12 @@ from lapwing.choice import Auto
 from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.errors import DataError, ModelError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.curvature.design import NetworkDesign
+from lapwing.curvature.design import NetworkDesign, refuse_reordered
 from lapwing.curvature.operators import Operator
 from lapwing.curvature.sweep import data_count, mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
+from lapwing.linalg.design import gram_product
+from lapwing.linalg.operators import refuse_asymmetric
 from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
@@ -326,6 +328,10 @@ class Fitted:
         self._unchanged()
         batches = data if isinstance(data, Data) else Data(data, self.network.device)
         design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
+        if kind == "jacobian":
+            refuse_reordered(design)
+        elif design.streamed:
+            refuse_asymmetric(lambda v: gram_product(design, v), design.size, device=self.network.device)
         return Operator(design, kind)
 
     @property

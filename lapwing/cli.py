@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     normalised.add_argument("--networks", nargs="+", metavar="NAME", help="resnet, transformer; both by default")
     normalised.add_argument("--epochs", type=_positive, default=20)
     sampling = commands.add_parser("sampling", help="digits: noise of the gradients of samples, and γ from one sample")
-    sampling.add_argument("--draws", type=_positive, default=256, help="samples behind every number (256)")
+    sampling.add_argument("--quick", action="store_true", help="train shortly; for trying the command out")
     for command in (fashion, normalised):
         command.add_argument("--data-dir", type=Path, help="folder of the .npz files; else LAPWING_DATA")
         command.add_argument("--data", type=_positive, help="number of training images")
@@ -153,7 +153,10 @@ def _sampling(arguments: argparse.Namespace) -> None:
     from lapwing.reports import pictures
     from lapwing.reports.tables import table
 
-    result = sampling.run(sampling.Sampling(draws=arguments.draws, seed=arguments.seed))
+    settings = sampling.Sampling(seed=arguments.seed)
+    if arguments.quick:
+        settings = replace(settings, recipe=replace(settings.recipe, epochs=100), draws=64, gradients=8)
+    result = sampling.run(settings)
     print(table(result), end="\n\n")
     pictures.sampling(result, arguments.out / "sampling.png")
     _written([result], arguments.out / "sampling.json")

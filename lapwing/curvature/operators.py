@@ -34,9 +34,11 @@ class Operator:
         return Operator(self.design, other[self.kind])
 
     def __matmul__(self, v: Tensor) -> Tensor:
-        if v.ndim not in (1, 2) or v.shape[0] != self.shape[1]:
+        good = isinstance(v, Tensor) and not v.is_complex() and v.ndim in (1, 2) and v.numel() > 0
+        if not good or v.shape[0] != self.shape[1]:
+            seen = f"a tensor {tuple(v.shape)} of {v.dtype}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
             raise DataError(
-                f"a product of an operator {self.shape} with a tensor {tuple(v.shape)}; expected ({self.shape[1]},) or "
+                f"a product of an operator {self.shape} with {seen}; expected a real tensor ({self.shape[1]},) or "
                 f"({self.shape[1]}, K)."
             )
         rows = v.reshape(v.shape[0], -1).mT.to(self.design.like.device)

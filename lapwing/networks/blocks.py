@@ -326,12 +326,12 @@ class DenseJacobian:
         return self.j.square().sum((0, 1))
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
-        rows = self.j.reshape(self.batch, tokens, -1, self.j.shape[-1])
+        rows, weights = self.j.reshape(self.batch, tokens, -1, self.j.shape[-1]), weights.reshape(-1)
         return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
 
     def cross(self, weights: Tensor) -> Tensor:
         rows = self.j.reshape(-1, self.j.shape[-1])
-        return (rows * weights) @ rows.mT
+        return (rows * weights.reshape(-1)) @ rows.mT
 
     def jvp(self, v: Tensor) -> Tensor:
         return (v.reshape(len(v), -1) @ self.j.flatten(0, 1).mT).reshape(len(v), *self.j.shape[:2])

@@ -34,8 +34,8 @@ class LayerJacobians:
         """The Jacobian itself, (B, K, P). For small networks and for tests."""
         parts: dict[str, Tensor] = {}
         for block, jacobian in self:
-            dense = jacobian.whole()
-            parts.update(block.spread(dense))
+            dense = jacobian.whole()  # flat where a linear block is held as one
+            parts.update(block.spread(dense.reshape(*dense.shape[:2], *block.form)))
         return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
 
     def double(self) -> LayerJacobians:

@@ -54,7 +54,7 @@ class PreActivation(nn.Module):
 
 def functional_batchnorm() -> nn.Module:
     model = Wrapped(
-        lambda m, x: m.head(F.relu(F.batch_norm(m.first(x), m.centre, m.spread, m.scale, m.shift))),
+        lambda m, x: m.head(F.relu(F.batch_norm(m.first(x), m.centre, m.spread, m.scale, m.shift, eps=1e-4))),
         first=nn.Linear(4, 6), scale=nn.Parameter(torch.rand(6) + 0.5), shift=nn.Parameter(torch.randn(6)),
         head=nn.Linear(6, 3),
     )  # fmt: skip

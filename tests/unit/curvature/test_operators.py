@@ -1,0 +1,237 @@
+"""Operators of a fitted posterior: the Jacobian and the GGN by their products, against dense matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapwing as lw
+from tests import problems
+from tests.cases import BY_NAME, CASES, Case, _cast
+from tests.references import dense
+from tests.tolerances import SOLVED, assert_close
+
+D = torch.float64
+SOME = ["mlp", "cnn", "lstm", "embedding", "token_level", "squeezed"]
+
+
+@pytest.fixture(params=[case.name for case in CASES])
+def case(request: pytest.FixtureRequest) -> Case:
+    return BY_NAME[request.param]
+
+
+def fitted(case: Case, dtype: torch.dtype = D, **options: Any) -> lw.Fitted:
+    options = {"method": lw.MapOnly(), "prior": 1.0, **options}
+    return lw.fit(case.build(dtype), problems.batches(case, dtype=dtype), problems.likelihood(case), **options)
+
+
+def columns(size: int, count: int = 3) -> Tensor:
+    return torch.randn(size, count, dtype=D, generator=torch.Generator().manual_seed(4))
+
+
+def test_dense_matrices(case: Case) -> None:
+    jac, ggn = problems.dense_ggn(case, case.build())
+    posterior, data = fitted(case), problems.batches(case)
+    x = jac.flatten(0, 1)
+    j, g = posterior.jacobian(data), posterior.ggn(data)
+    assert (j.shape, j.T.shape, g.shape, g.T.shape) == (x.shape, x.T.shape, ggn.shape, ggn.shape)
+    v, u = columns(x.shape[1]), columns(x.shape[0])
+    for operator, matrix, several in ((j, x, v), (j.T, x.T, u), (j.T.T, x, v), (g, ggn, v), (g.T, ggn, v)):
+        found = operator @ several
+        assert found.dtype == D
+        assert_close(found, matrix @ several)
+        assert_close(operator @ several[:, 1], matrix @ several[:, 1])
+        assert_close(operator @ several[:, :1], matrix @ several[:, :1])
+
+
+def test_float32_models_have_float64_products_of_float32_accuracy(case: Case) -> None:
+    model, inputs = case.build(torch.float32).double(), _cast(case.batch(6, torch.float32), D)
+    x = dense.by_datum(dense.jacobian(model, inputs, 6), case.outputs[-1]).flatten(0, 1)
+    posterior = fitted(case, torch.float32)
+    j = posterior.jacobian(problems.batches(case, dtype=torch.float32))
+    found = j @ columns(x.shape[1])
+    assert found.dtype == D
+    assert_close(found, x @ columns(x.shape[1]), dtype=torch.float32)
+    assert_close(j.T @ columns(x.shape[0]).float(), x.T @ columns(x.shape[0]), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_scipy_finds_the_eigenvalues(name: str) -> None:
+    case = BY_NAME[name]
+    _, ggn = problems.dense_ggn(case, case.build())
+    operator = fitted(case).ggn(problems.batches(case)).scipy()
+    assert operator.shape == ggn.shape
+    assert operator.dtype == np.float64
+    values, vectors = scipy.sparse.linalg.eigsh(operator, k=4, which="LM", v0=np.ones(len(ggn)))
+    exact = torch.linalg.eigvalsh(ggn)[-4:]
+    assert_close(torch.from_numpy(values), exact, SOLVED)
+    assert_close(ggn @ torch.from_numpy(vectors), torch.from_numpy(vectors) * exact, SOLVED)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_scipy_solves_least_squares(name: str) -> None:
+    """Products both ways: with vectors, with columns, and transposed."""
+    case = BY_NAME[name]
+    jac, _ = problems.dense_ggn(case, case.build())
+    x = jac.flatten(0, 1)
+    operator = fitted(case).jacobian(problems.batches(case)).scipy()
+    u, v = columns(x.shape[0]), columns(x.shape[1])
+    assert_close(torch.from_numpy(operator @ v.numpy()), x @ v)
+    assert_close(torch.from_numpy(operator.T @ u.numpy()), x.T @ u)
+    assert_close(torch.from_numpy(operator.rmatvec(u[:, 0].numpy())), x.T @ u[:, 0])
+    found = scipy.sparse.linalg.lsqr(operator, u[:, 0].numpy(), damp=0.3, atol=1e-14, btol=1e-14, iter_lim=2000)[0]
+    exact = torch.linalg.solve(x.T @ x + 0.09 * torch.eye(x.shape[1], dtype=D), x.T @ u[:, 0])
+    assert_close(torch.from_numpy(found), exact, SOLVED)
+
+
+def test_the_dispersion_does_not_enter() -> None:
+    case = BY_NAME["mlp"]
+    y = torch.randn(6, 3, dtype=D)
+    data = [(case.batch(6), y)]
+    posterior = lw.fit(case.build(), data, lw.Gaussian(noise_std=0.1), method=lw.MapOnly(), prior=1.0)
+    x = dense.jacobian(case.build(), case.batch(6), 6).flatten(0, 1)
+    assert_close(posterior.ggn(data) @ columns(83), x.T @ x @ columns(83))
+
+
+def test_other_data_than_those_of_the_fit() -> None:
+    case = BY_NAME["mlp"]
+    posterior = fitted(case)
+    inputs = case.batch(5, seed=8)
+    x = dense.jacobian(case.build(), inputs, 5).flatten(0, 1)
+    j = posterior.jacobian([(inputs, problems.targets(case, 5))])
+    assert j.shape == (15, 83)
+    assert_close(j @ columns(83), x @ columns(83))
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.Sampled(num_samples=2), lw.Kron()], ids=["full", "sampled", "kron"])
+def test_whatever_the_method(method: Any) -> None:
+    case = BY_NAME["mlp"]
+    _, ggn = problems.dense_ggn(case, case.build())
+    assert_close(fitted(case, method=method).ggn(problems.batches(case)) @ columns(83), ggn @ columns(83))
+
+
+@pytest.mark.parametrize("weights", [lw.last_layer, lw.subnetwork(torch.arange(0, 83, 7))], ids=["last", "some"])
+def test_some_of_the_weights(weights: Any) -> None:
+    case = BY_NAME["mlp"]
+    jac, ggn = problems.dense_ggn(case, case.build())
+    posterior = fitted(case, weights=weights)
+    chosen = torch.arange(0, 83, 7) if posterior.network.selection.index is not None else torch.arange(65, 83)
+    v = columns(len(chosen))
+    assert_close(posterior.ggn(problems.batches(case)) @ v, ggn[chosen][:, chosen] @ v)
+    assert_close(posterior.jacobian(problems.batches(case)) @ v, jac.flatten(0, 1)[:, chosen] @ v)
+
+
+def test_a_mean_elsewhere_than_at_the_weights() -> None:
+    """A tangent model evaluated at its own optimum still has the Jacobian and the GGN of w̃."""
+    case = BY_NAME["mlp"]
+    data = [(case.batch(6), torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(3)))]
+    posterior = lw.fit(case.build(), data, lw.Gaussian(), method=lw.Full(), tuner=lw.linear_mode(mean="tangent"))
+    assert posterior.network.shift is not None
+    x = dense.jacobian(case.build(), case.batch(6), 6).flatten(0, 1)
+    assert_close(posterior.jacobian(data) @ columns(83), x @ columns(83))
+    assert_close(posterior.ggn(data) @ columns(83), x.T @ x @ columns(83))
+
+
+@pytest.mark.parametrize(
+    ("vector", "seen"),
+    [
+        (torch.zeros(82), r"a tensor \(82,\) of torch.float32"),
+        (torch.zeros(3, 83), r"a tensor \(3, 83\)"),
+        (torch.zeros(()), r"a tensor \(\)"),
+        (torch.zeros(83, 2, 2), r"a tensor \(83, 2, 2\)"),
+        (torch.zeros(83, 0), r"a tensor \(83, 0\)"),
+        (torch.zeros(83, dtype=torch.complex64), "of torch.complex64"),
+        (np.zeros(83), "a ndarray"),
+    ],
+    ids=["short", "rows", "scalar", "cube", "none", "complex", "numpy"],
+)
+def test_vectors_of_another_shape_are_refused(vector: Any, seen: str) -> None:
+    operator = fitted(BY_NAME["mlp"]).ggn(problems.batches(BY_NAME["mlp"]))
+    with pytest.raises(lw.DataError, match=rf"an operator \(83, 83\) with {seen}.*expected a real tensor \(83,\)"):
+        operator @ vector
+
+
+def test_vectors_that_are_learned_get_no_graph() -> None:
+    """Products are for solvers; nothing is remembered for a backward pass."""
+    case = BY_NAME["mlp"]
+    leaf = columns(83).requires_grad_()
+    assert not (fitted(case).ggn(problems.batches(case)) @ leaf).requires_grad
+
+
+def test_a_loader_that_shuffles() -> None:
+    """Rows of one pass: J Jᵀ from two products is symmetric and has the right spectrum."""
+    case = BY_NAME["mlp"]
+    pairs = TensorDataset(case.batch(6), problems.targets(case, 6))
+    loader = DataLoader(pairs, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+    jac, ggn = problems.dense_ggn(case, case.build())
+    posterior = fitted(case)
+    j = posterior.jacobian(loader)
+    inner = j @ (j.T @ torch.eye(18, dtype=D))
+    assert_close(inner, inner.T)
+    x = jac.flatten(0, 1)
+    assert_close(torch.linalg.eigvalsh(inner), torch.linalg.eigvalsh(x @ x.T))
+    assert_close(posterior.ggn(loader) @ columns(83), ggn @ columns(83))
+
+
+class Changing:
+    """Other inputs at every pass."""
+
+    def __init__(self, case: Case, change: Any) -> None:
+        self.case, self.change, self.gen = case, change, torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.change(self.case.batch(6), problems.targets(self.case, 6), self.gen)
+
+
+CHANGES = {
+    "augmented": lambda x, y, gen: (x + 0.1 * torch.randn(x.shape, dtype=D, generator=gen), y),
+    "shuffled": lambda x, y, gen: (lambda order: (x[order], y[order]))(torch.randperm(6, generator=gen)),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"), [("augmented", "jacobian"), ("shuffled", "jacobian"), ("augmented", "ggn")]
+)
+def test_data_that_change_and_do_not_fit_are_refused(change: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["mlp"]
+    posterior = fitted(case)
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    data = Changing(case, CHANGES[change])
+    message = "two passes over the data gave different rows" if kind == "jacobian" else "two calls .* differ by"
+    with pytest.raises(lw.LapwingError, match=message):
+        getattr(posterior, kind)(data)
+
+
+def test_order_does_not_matter_to_a_streamed_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["mlp"]
+    _, ggn = problems.dense_ggn(case, case.build())
+    posterior = fitted(case)
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    assert_close(posterior.ggn(Changing(case, CHANGES["shuffled"])) @ columns(83), ggn @ columns(83))
+
+
+def test_a_model_that_has_changed_is_refused() -> None:
+    case = BY_NAME["mlp"]
+    posterior = fitted(case)
+    with torch.no_grad():
+        posterior.network.model[0].weight += 1
+    with pytest.raises(lw.ModelError):
+        posterior.ggn(problems.batches(case))
+
+
+def test_the_model_is_left_as_it_was(case: Case) -> None:
+    posterior, data = fitted(case), problems.batches(case)
+    size = posterior.network.selection.size
+
+    def run() -> None:
+        _ = posterior.ggn(data) @ columns(size)
+        _ = posterior.jacobian(data) @ columns(size)
+
+    problems.unchanged(posterior.network.model, run)
