@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -356,7 +356,16 @@ class Fitted:
         return getattr(self.posterior, "curvature", None)
 
     def with_prior(self, prior: Prior | float) -> Fitted:
-        """The same curvature under another prior: no data is touched."""
+        """The same curvature under another prior: no data is touched.
+
+        The optimum that ``linear_mode`` found belongs to the prior it was found for: the evidence is at w̃ again, and a
+        posterior whose mean is there is refused.
+        """
+        if self.network.shift is not None:
+            raise UnsupportedError(
+                "the mean of this posterior was found for its prior (linear_mode with mean='tangent'); fit again, or "
+                "tune the posterior that it came from."
+            )
         given = prior if isinstance(prior, Prior) else isotropic(prior)
         mine, names = self.prior, self.network.selection.names
         groups = dict(zip(names, mine.members, strict=True)) if mine.kind == "per_normalised_group" else None
@@ -364,6 +373,8 @@ class Fitted:
         if bound.needs_curvature and self.curvature is not None:
             bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
         moved = self.posterior.with_problem(self.problem.with_prior(bound))  # type: ignore[attr-defined]
+        if getattr(moved, "mode", None) is not None:
+            moved = replace(moved, mode=None)
         return Fitted(moved, self.fingerprint, self.why)
 
     def to(self, device: torch.device | str) -> Fitted:

@@ -39,7 +39,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.reports import pictures
 
-INK, BAYES, PALE = "#333333", "#0072b2", "#9a9a9a"
+PALE = "#9a9a9a"
+STYLES = {"tanh": ("#0072b2", "o"), "relu": ("#d55e00", "s"), "sin": ("#009e73", "^"), "identity": ("#333333", "D")}
 TRAINING, HIDDEN = 200, 6
 NEAR = 0.02  # nats for each new row: what counts as near the best
 
@@ -148,24 +149,30 @@ def picture(found: dict[str, list[Study]], path: Path) -> None:
     """For each table, evidence across and held-out likelihood up: better on one should be better on the other."""
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    markers = {"tanh": "o", "relu": "s", "sin": "^", "identity": "D"}
-    colours = {"tanh": "#0072b2", "relu": "#d55e00", "sin": "#009e73", "identity": INK}
     axes = figure.subplots(1, len(found), squeeze=False)[0]
     for axis, (table, studies) in zip(axes, found.items(), strict=True):
-        for name in ACTIVATIONS:
-            evidences = [float(each.fitted[name].log_evidence()) / TRAINING for each in studies]
-            style = {"color": colours[name], "marker": markers[name], "s": 42, "edgecolors": "white", "linewidths": 0.6}
-            axis.scatter(evidences, [each.held_out[name] for each in studies], label=name, zorder=3, **style)
         for each in studies:
-            x = float(each.fitted[each.picked].log_evidence()) / TRAINING
-            ring = {"s": 190, "facecolors": "none", "edgecolors": PALE, "linewidths": 1.4}
-            axis.scatter([x], [each.held_out[each.picked]], **ring)
-        axis.set(xlabel="log evidence for each training row", ylabel="log-likelihood of a new row")
+            _activations(axis, each)
         near = sum(each.lost <= NEAR for each in studies)
-        axis.set_title(f"{table}\nring: taken by the evidence, {near} of {len(studies)} near the best", fontsize=10.5)
+        axis.axhspan(-NEAR, 0, color=STYLES["tanh"][0], alpha=0.1, linewidth=0)
+        axis.axvline(0, color=PALE, linewidth=1, linestyle=":")
+        axis.set(xlabel="log evidence, the best is 0", ylabel="log-likelihood of a new row, the best is 0")
+        axis.set_title(f"{table}\nthe evidence's choice is near the best {near} times of {len(studies)}", fontsize=10.5)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, ncols=4, loc="outside lower center")
+    entries = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))  # one for each activation
+    figure.legend(entries.values(), entries.keys(), frameon=False, ncols=4, loc="outside lower center")
     figure.savefig(path, dpi=150)
+
+
+def _activations(axis: Any, study: Study) -> None:
+    """One split: a line through its activations, from the least evidence to the most."""
+    best = max(study.held_out.values())
+    evidences = {row.name: row.log_evidence - study.compared.candidates[0].log_evidence
+                 for row in study.compared.candidates}  # fmt: skip
+    axis.plot(list(evidences.values()), [study.held_out[name] - best for name in evidences], color=PALE, linewidth=0.8)
+    for name, (colour, marker) in STYLES.items():
+        style = {"color": colour, "marker": marker, "s": 46, "edgecolors": "white", "linewidths": 0.6, "zorder": 3}
+        axis.scatter([evidences[name]], [study.held_out[name] - best], label=name, **style)
 
 
 def _summary(studies: Sequence[Study]) -> str:

@@ -26,7 +26,7 @@ PRIORS: dict[str, Callable[[], Any]] = {
 
 
 class ResNet(nn.Module):
-    """Three residual blocks with BatchNorm; 43,762 weights."""
+    """Three residual blocks with BatchNorm; 44,014 weights."""
 
     def __init__(self, widths: tuple[int, ...] = (12, 24, 48)) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Three encoder layers over sixteen patches, LayerNorm after each part; 43,650 weights."""
+    """Three encoder layers over sixteen patches, LayerNorm after each part; 42,850 weights."""
 
     def __init__(self, width: int = 40, layers: int = 3) -> None:
         super().__init__()

@@ -181,7 +181,7 @@ def _crossings(arrays: dict[str, list[float]]) -> tuple[str, ...]:
 def crossing(x: list[float], y: list[float], level: float) -> float | None:
     """The first x at which y passes a level, on a straight line between neighbours in logarithms; None if it does not.
 
-    >>> crossing([1.0, 100.0], [4.0, 0.25], 1.0)
+    >>> round(crossing([1.0, 100.0], [4.0, 0.25], 1.0), 6)
     10.0
     """
     for (x0, y0), (x1, y1) in pairwise(zip(x, y, strict=True)):

@@ -21,9 +21,9 @@ class Gaussian:
     """y = f(x) + noise.
 
     ``noise_std=None`` finds the noise from the residuals; a number keeps it; a sequence or tensor gives one
-    for each output. ``per_output=True`` finds one for each output: its ratios are fixed before the curvature
-    is computed (one more forward pass), since a noise that differs between outputs changes the curvature
-    itself; afterwards only their common scale is cheap to change.
+    for each output. ``per_output=True`` finds one for each output. A noise that differs between outputs changes the
+    curvature itself: Full, Kron and Diagonal keep one curvature for each output and learn each noise; for other methods
+    the ratios are fixed by the residuals (one more forward pass), and only their common scale is learned.
 
     >>> Gaussian(noise_std=0.5).dispersion.item()
     0.25

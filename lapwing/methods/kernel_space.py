@@ -57,5 +57,7 @@ def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
     # Below the rounding of the kernel's entries an eigenvalue is noise, and its vector with it.
     real = values > 10 * len(values) * torch.finfo(design.like.dtype).eps * values[0].clamp_min(1e-300)
     values, turn = values[real], turn[:, real]
+    if len(values) == 0:  # the outputs do not depend on the weights: a vector of noughts stands for none
+        return values.new_zeros(1), values.new_zeros(1, design.size)
     vectors = back_product(design, turn.mT) / values.sqrt()[:, None]
     return values, vectors

@@ -45,6 +45,7 @@ class _Norm:
     seen: Tensor
     mean: str
     variance: str
+    eps: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
             scaled = {p: FACTOR * tensors[p] for p in parameters}
             buffers = dict(network.model.named_buffers())
             scaled.update({norm.mean: FACTOR * buffers[norm.mean] for norm in follow})
-            scaled.update({norm.variance: FACTOR**2 * buffers[norm.variance] for norm in follow})
+            scaled.update({norm.variance: _quadrupled(buffers[norm.variance], norm.eps) for norm in follow})
             trial = _run(network, inputs, scaled, tensors)
         change = float((trial.f - base.f).abs().max() / size)
         if change > tolerance:
@@ -114,6 +115,12 @@ def _candidates(network: Network) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield owner or block.weight, siblings
 
 
+def _quadrupled(variance: Tensor, eps: float) -> Tensor:
+    """Four times the variance, with eps taken along where it is small: a small entry must not hide a group."""
+    extra = eps if eps <= 0.1 * float(variance.median()) else 0.0
+    return FACTOR**2 * (variance + extra) - extra
+
+
 def _grew(before: _Norm, after: _Norm) -> bool:
     """Whether all that a norm sees is multiplied by the factor."""
     limit = torch.finfo(before.seen.dtype).eps ** 0.5 * float(before.seen.abs().max())
@@ -133,7 +140,7 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
             mean, variance = node._saved_running_mean, node._saved_running_var
             if {mean.data_ptr(), variance.data_ptr()} <= names.keys():
                 seen = node._saved_input.detach()
-                norms.append(_Norm(seen, names[mean.data_ptr()], names[variance.data_ptr()]))
+                norms.append(_Norm(seen, names[mean.data_ptr()], names[variance.data_ptr()], node._saved_eps))
                 inverses.append(float((1 / variance.clamp_min(1e-12)).mean()))
                 eps.append(node._saved_eps)
         elif node.name() in ("NativeLayerNormBackward0", "NativeGroupNormBackward0"):

@@ -16,7 +16,7 @@ from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.tangent_model import TangentModel, tangent_model
 from lapwing.linalg.cg import Product, conjugate_gradients
 from lapwing.posteriors.protocols import Method
-from lapwing.posteriors.trace import Step, Trace
+from lapwing.posteriors.trace import DivergedError, Step, Trace
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.tuning.coordinates import Coordinates
 from lapwing.tuning.evidence import minimise, refuse_not_finite
@@ -117,15 +117,18 @@ class LinearMode:
         best, slope = minimise(objective, coordinates.start, self.max_steps, self.tolerance)
         low, high = limits(best)
         if bool((best < low + 0.1).any()):
-            raise NumericalError(
+            _refuse(
+                coordinates,
+                steps,
                 f"linear_mode: a precision or the noise fell out of range ({steps[-1]}), where rounding would decide; "
-                "a noise far below the residuals, or none at all, does that. Give the prior, or another noise."
+                "a noise far below the residuals, or none at all, does that. Give the prior, or another noise.",
             )
         if slope > max(1e-3, 10 * self.tolerance):
-            raise NumericalError(
+            _refuse(
+                coordinates,
+                steps,
                 f"linear_mode: {self.max_steps} steps left a slope of {slope:.3g} per weight in the log evidence; "
-                "expected below 1e-3. Raise max_steps, or tighten solver_tolerance. The last steps were: "
-                + "; ".join(str(step) for step in steps[-3:])
+                "expected below 1e-3. Raise max_steps, or tighten solver_tolerance.",
             )
         there = coordinates.at(best.minimum(high))
         return replace(there, mode=solver(there, last["theta"])), steps
@@ -164,6 +167,13 @@ class Limits:
         now = x[len(self.typical) :].clamp(self.noise + low, self.noise + high)
         middle = torch.cat([self.typical + (self.noise - now).sum(), self.noise])
         return middle + low, middle + high
+
+
+def _refuse(coordinates: Coordinates, steps: list[Step], message: str) -> None:
+    """With the trace, and the posterior at the best step so far."""
+    trace = Trace("linear_mode", "log evidence at the tangent model's optimum", tuple(steps), (message,))
+    best = max(steps, key=lambda step: step.score)
+    raise DivergedError(message, trace, coordinates.finished(coordinates.position(best), trace))
 
 
 def _typical(posterior: WeightPosterior) -> Tensor:

@@ -147,7 +147,7 @@ def test_a_mean_elsewhere_than_at_the_weights() -> None:
         (torch.zeros(()), r"a tensor \(\)"),
         (torch.zeros(83, 2, 2), r"a tensor \(83, 2, 2\)"),
         (torch.zeros(83, 0), r"a tensor \(83, 0\)"),
-        (torch.zeros(83, dtype=torch.complex64), "of torch.complex64"),
+        (torch.zeros(83, dtype=torch.complex64), r"a tensor \(83,\) of torch.complex64"),
         (np.zeros(83), "a ndarray"),
     ],
     ids=["short", "rows", "scalar", "cube", "none", "complex", "numpy"],

@@ -1,0 +1,291 @@
+"""The posterior by way of the data is the full posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests import problems
+from tests.cases import BY_NAME, CASES, Case, _cast
+from tests.references import dense
+from tests.references.linear_regression import regress
+from tests.tolerances import SOLVED, assert_close, assert_within
+
+D = torch.float64
+PRIORS: dict[str, Any] = {"isotropic": lw.isotropic(0.7), "per_layer": lw.per_layer(1.5), "g": lw.g_prior(0.3)}
+SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed"]
+
+
+@pytest.fixture(params=[case.name for case in CASES])
+def case(request: pytest.FixtureRequest) -> Case:
+    return BY_NAME[request.param]
+
+
+def fitted(case: Case, method: Any, prior: Any, **options: Any) -> lw.Fitted:
+    data = options.pop("data", None) or problems.batches(case)
+    likelihood = options.pop("likelihood", None) or problems.likelihood(case)
+    return lw.fit(case.build(), data, likelihood, method=method, prior=prior, **options)
+
+
+def by_layer(model: nn.Module) -> lw.priors.gaussian.Prior:
+    """A precision of its own for every layer, from a tenth to ten."""
+    names = list(dict.fromkeys(n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad))
+    return lw.per_layer(dict(zip(names, torch.logspace(-1, 1, len(names)).tolist(), strict=True)))
+
+
+def regression(case: Case, seed: int = 3) -> list[Any]:
+    y = torch.randn(6, *case.outputs, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return problems.split(case.batch(6), y, problems.SIZES)
+
+
+def assert_same(one: lw.Fitted, full: lw.Fitted, inputs: Any) -> None:
+    """Covariances within and across inputs, evidence, the weights' own covariance, effective parameters."""
+    belief, exact = one.functions(inputs), full.functions(inputs)
+    assert_close(belief.mean, exact.mean)
+    assert_close(belief.cov, exact.cov, SOLVED)
+    assert_close(one.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
+    assert_close(one.log_evidence(), full.log_evidence(), SOLVED)
+    assert_close(covariance(one), covariance(full), SOLVED)
+    mine, theirs = one.effective_parameters(), full.effective_parameters()
+    assert mine.total == pytest.approx(theirs.total, rel=1e-8)
+    assert mine.layers == pytest.approx(theirs.layers, rel=1e-7, abs=1e-8 * theirs.total)
+
+
+def covariance(posterior: lw.Fitted) -> Tensor:
+    """Of samples: Λ^-½ of the standard basis, squared. No Monte Carlo needed."""
+    rows = posterior.posterior.precision.sample(torch.eye(posterior.network.selection.size, dtype=D))
+    return rows.T @ rows
+
+
+@pytest.mark.parametrize("kind", PRIORS)
+def test_full(case: Case, kind: str) -> None:
+    prior = by_layer(case.build()) if kind == "per_layer" else PRIORS[kind]
+    one, full = (fitted(case, method, prior) for method in (lw.KernelSpace(), lw.Full()))
+    assert_same(one, full, case.batch(3, seed=1))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_dense_matrices(name: str) -> None:
+    case = BY_NAME[name]
+    _, ggn = problems.dense_ggn(case, case.build())
+    exact = torch.linalg.inv(ggn + 0.7 * torch.eye(len(ggn), dtype=D))
+    found = fitted(case, lw.KernelSpace(), 0.7)
+    assert_close(covariance(found), exact, SOLVED)
+    inputs = case.batch(3, seed=1)
+    new = dense.by_datum(dense.jacobian(case.build(), inputs, 3), case.outputs[-1])
+    size = new.shape[0] * new.shape[1]
+    joint = found.functions(inputs, joint=True).cov.reshape(size, size)
+    assert_close(joint, dense.joint_covariance(new, exact), SOLVED)
+    gamma = (torch.eye(len(ggn), dtype=D) - 0.7 * exact).trace()
+    assert found.effective_parameters().total == pytest.approx(float(gamma), rel=1e-8)
+
+
+@pytest.mark.parametrize("name", ["mlp", "token_level", "squeezed"])
+@pytest.mark.parametrize("kind", PRIORS)
+def test_regression_with_noise_from_the_residuals(name: str, kind: str) -> None:
+    case = BY_NAME[name]
+    options: dict[str, Any] = {"data": regression(case), "likelihood": lw.Gaussian()}
+    one, full = (fitted(case, method, PRIORS[kind], **dict(options)) for method in (lw.KernelSpace(), lw.Full()))
+    assert float(one.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=1e-12)
+    assert_same(one, full, case.batch(3, seed=1))
+
+
+@pytest.mark.parametrize("std", [0.5, (0.5, 1.0, 2.0)], ids=["one", "each"])
+def test_regression_with_given_noise(std: Any) -> None:
+    case = BY_NAME["mlp"]
+    options: dict[str, Any] = {"data": regression(case), "likelihood": lw.Gaussian(noise_std=std)}
+    one, full = (fitted(case, method, 0.7, **dict(options)) for method in (lw.KernelSpace(), lw.Full()))
+    assert_same(one, full, case.batch(3, seed=1))
+
+
+@pytest.mark.parametrize(
+    "weights", [lw.last_layer, lw.named("bias"), lw.subnetwork(torch.arange(0, 83, 3))], ids=["last", "bias", "some"]
+)
+@pytest.mark.parametrize("kind", PRIORS)
+def test_some_of_the_weights(weights: Any, kind: str) -> None:
+    case = BY_NAME["mlp"]
+    one, full = (fitted(case, method, PRIORS[kind], weights=weights) for method in (lw.KernelSpace(), lw.Full()))
+    assert_same(one, full, case.batch(3, seed=1))
+
+
+def test_more_data_than_weights() -> None:
+    """The kernel is singular then, and has as many eigenvalues as there are weights."""
+    model = nn.Linear(4, 3).double()
+    x, y = torch.randn(17, 4, dtype=D), torch.randn(17, 3, dtype=D)
+    likelihood = lw.Gaussian(noise_std=0.7)
+    one, full = (lw.fit(model, [(x, y)], likelihood, method=m, prior=0.6) for m in (lw.KernelSpace(), lw.Full()))
+    assert one.curvature.values.shape == (15,)
+    assert_same(one, full, torch.randn(5, 4, dtype=D))
+
+
+def test_exact_linear_regression() -> None:
+    """At the posterior mean the evidence is the marginal likelihood, constants and all."""
+    x, new = torch.randn(6, 9, dtype=D), torch.randn(4, 9, dtype=D)
+    y = torch.randn(6, dtype=D)
+    exact = regress(x, y, torch.full((9,), 0.6, dtype=D), torch.full((6,), 0.49, dtype=D))
+    model = nn.Linear(9, 1, bias=False).double()
+    model.weight.data = exact.mean[None].clone()
+    found = lw.fit(model, [(x, y[:, None])], lw.Gaussian(noise_std=0.7), method=lw.KernelSpace(), prior=0.6)
+    assert_close(found.log_evidence(), exact.log_evidence)
+    assert_close(found.functions(new).variance[:, 0], (new @ exact.covariance * new).sum(1))
+
+
+@pytest.mark.parametrize("name", ["mlp", "token_level"])
+def test_other_priors_and_noise_without_data(name: str) -> None:
+    case = BY_NAME[name]
+    passes = []
+
+    class Counting:
+        def __iter__(self) -> Iterator[Any]:
+            passes.append(1)
+            yield from regression(case)
+
+    start = lw.fit(case.build(), Counting(), lw.Gaussian(), method=lw.KernelSpace(), prior=1.0)
+    before = len(passes)
+    options: dict[str, Any] = {"data": regression(case), "likelihood": lw.Gaussian()}
+    for prior in (20.0, by_layer(case.build()), lw.g_prior(0.3)):
+        assert_same(start.with_prior(prior), fitted(case, lw.Full(), prior, **dict(options)), case.batch(3, seed=1))
+    noisy = start.problem.with_likelihood(start.likelihood.with_dispersion(torch.tensor(4.0, dtype=D)))
+    moved = lw.Fitted(start.posterior.with_problem(noisy), start.fingerprint)
+    options["likelihood"] = lw.Gaussian(noise_std=2.0)
+    assert_close(
+        moved.functions(case.batch(3)).cov, fitted(case, lw.Full(), 1.0, **options).functions(case.batch(3)).cov, SOLVED
+    )
+    assert len(passes) == before
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+@pytest.mark.parametrize("noise", [False, True])
+def test_the_evidence_has_the_same_optimum(likelihood: str, noise: bool) -> None:
+    case = BY_NAME["mlp"]
+    options: dict[str, Any] = {}
+    if likelihood == "gaussian":
+        options = {"data": regression(case), "likelihood": lw.Gaussian()}
+    tuner = lw.MaximiseEvidence(noise=noise)
+    one, full = (fitted(case, m, None, tuner=tuner, **dict(options)) for m in (lw.KernelSpace(), lw.Full()))
+    assert float(one.prior.values) == pytest.approx(float(full.prior.values), rel=1e-6)
+    assert float(one.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=1e-6)
+    assert_close(one.log_evidence(), full.log_evidence(), SOLVED)
+
+
+@pytest.mark.parametrize("kind", PRIORS)
+def test_the_evidence_has_the_same_slope(kind: str) -> None:
+    case = BY_NAME["mlp"]
+    slopes = []
+    for method in (lw.KernelSpace(), lw.Full()):
+        start = fitted(case, method, PRIORS[kind])
+        leaf = start.prior.values.detach().log().clone().requires_grad_()
+        moved = start.problem.with_prior(start.prior.with_precision(leaf.exp()))
+        start.posterior.with_problem(moved).log_evidence().backward()
+        slopes.append(leaf.grad)
+    assert_close(slopes[0], slopes[1], SOLVED)
+
+
+def test_samples_by_monte_carlo(generator: torch.Generator) -> None:
+    case = BY_NAME["mlp"]
+    found, full = (fitted(case, m, 1.5) for m in (lw.KernelSpace(), lw.Full()))
+    inputs = case.batch(2, seed=1)
+    joint = full.functions(inputs, joint=True)
+    gap = (found.function_samples(inputs, 3000, generator) - joint.mean).flatten(1)
+    assert_within(gap[:, :, None] * gap[:, None, :], joint.cov.reshape(6, 6))
+
+
+def test_too_many_rows_are_refused() -> None:
+    """Twelve rows: six data of three classes have two each."""
+    case = BY_NAME["mlp"]
+    with pytest.raises(lw.UnsupportedError, match=r"over 12 rows .* the limit is 11. Use Full\(\), Kron\(\)"):
+        fitted(case, lw.KernelSpace(limit=11), 1.0)
+    _, ggn = problems.dense_ggn(case, case.build())
+    assert len(fitted(case, lw.KernelSpace(limit=12), 1.0).curvature.values) == int(torch.linalg.matrix_rank(ggn))
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "fisher_mc", "none"])
+def test_other_curvatures_are_refused(curvature: str) -> None:
+    with pytest.raises(lw.UnsupportedError, match=f"curvature is '{curvature}'; expected one of ggn"):
+        fitted(BY_NAME["mlp"], lw.KernelSpace(curvature=curvature), 1.0)
+
+
+@pytest.mark.parametrize("kind", PRIORS)
+def test_files(kind: str, tmp_path: Path) -> None:
+    case = BY_NAME["cnn"]
+    found = fitted(case, lw.KernelSpace(), PRIORS[kind])
+    found.save(tmp_path / "it")
+    again = lw.load(tmp_path / "it", case.build())
+    inputs = case.batch(3, seed=1)
+    assert_close(again.functions(inputs).cov, found.functions(inputs).cov)
+    assert_close(again.log_evidence(), found.log_evidence())
+    assert_close(again.with_prior(3.0).functions(inputs).cov, found.with_prior(3.0).functions(inputs).cov)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_float32(name: str) -> None:
+    case = BY_NAME[name]
+    data = problems.batches(case, dtype=torch.float32)
+    single = lw.fit(case.build(torch.float32), data, problems.likelihood(case), method=lw.KernelSpace(), prior=0.7)
+    wide = [(_cast(x, D), y) for x, y in data]
+    full = lw.fit(case.build(torch.float32).double(), wide, problems.likelihood(case), method=lw.Full(), prior=0.7)
+    inputs = case.batch(3, torch.float32, seed=1)
+    belief = single.functions(inputs)
+    assert belief.cov.dtype == torch.float32
+    assert_close(belief.cov, full.functions(_cast(inputs, D)).cov, SOLVED)
+    assert_close(single.log_evidence(), full.log_evidence(), SOLVED, dtype=torch.float32)
+
+
+def test_the_methods_name() -> None:
+    case = BY_NAME["mlp"]
+    one, other = (fitted(case, m, 1.0).functions(case.batch(3)).cov for m in ("kernel_space", lw.KernelSpace()))
+    assert torch.equal(one, other)
+
+
+def test_a_kernel_that_overflows_is_refused() -> None:
+    """Outputs and loss are finite, squares of the inputs are not."""
+    model = nn.Linear(2, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    x, y = torch.full((3, 2), 1e160, dtype=D), torch.zeros(3, 1, dtype=D)
+    with pytest.raises(lw.NumericalError, match="the kernel of the data is not finite"):
+        lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.KernelSpace(), prior=1.0)
+
+
+def test_a_network_without_slopes_has_its_prior() -> None:
+    """All inputs noughts, and so the kernel: what is left is the prior, for the evidence too."""
+    model = nn.Linear(2, 1, bias=False).double()
+    x, y = torch.zeros(3, 2, dtype=D), torch.zeros(3, 1, dtype=D)
+    found = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.KernelSpace(), prior=4.0)
+    new = torch.tensor([[1.0, 2.0]], dtype=D)
+    assert_close(found.functions(new).variance, torch.tensor([[5 / 4]], dtype=D))
+    assert_close(covariance(found), torch.eye(2, dtype=D) / 4)
+    full = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.Full(), prior=4.0)
+    assert_close(found.log_evidence(), full.log_evidence())
+
+
+def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held, or refused: the kernel has a row for every datum."""
+    case, gen = BY_NAME["mlp"], torch.Generator().manual_seed(3)
+
+    class Shuffled:
+        def __iter__(self) -> Iterator[Any]:
+            order = torch.randperm(6, generator=gen)
+            yield case.batch(6)[order], problems.targets(case, 6)[order]
+
+    fit = lambda: lw.fit(case.build(), Shuffled(), "classification", method=lw.KernelSpace(), prior=0.7)
+    assert_same(fit(), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    with pytest.raises(lw.DataError, match="two passes over the data gave different rows"):
+        fit()
+    assert_same(fitted(case, lw.KernelSpace(), 0.7), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
+
+
+def test_the_model_is_left_as_it_was(case: Case) -> None:
+    model = case.build()
+
+    def run() -> None:
+        found = lw.fit(model, problems.batches(case), problems.likelihood(case), method=lw.KernelSpace(), prior=0.7)
+        found.functions(case.batch(3, seed=1), joint=True)
+
+    problems.unchanged(model, run)
