@@ -44,6 +44,7 @@ peer:
 	$(PEER)/bin/pip uninstall --quiet --yes torchvision
 
 uci: $(READY)
+	@test -n "$(DATA)" || { echo "make uci needs the data folder: make uci DATA=DIR"; exit 1; }
 	$(BIN)/lapwing uci --data-dir "$(DATA)" --out out
 
 clean:

@@ -16,8 +16,8 @@ from lapwing.core.errors import DataError
 
 def data_folder(given: str | Path | None) -> Path:
     """The folder given, or else the one that LAPWING_DATA names."""
-    chosen = str(given or "") or os.environ.get("LAPWING_DATA")
-    if not chosen or chosen == ".":
+    chosen = given or os.environ.get("LAPWING_DATA")
+    if not chosen:
         raise DataError("no data folder: pass --data-dir DIR or set LAPWING_DATA to the folder of the .npz files.")
     folder = Path(chosen)
     if not folder.is_dir():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.random import normal
+from lapwing.core.random import normal, uniform
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import Design, OperatorPart, Part, back_product, gram_product
 from lapwing.linalg.estimators import signs
@@ -67,6 +67,8 @@ class Ridge:
         like = torch.empty(0, dtype=torch.float64, device=design.like.device)
         prior = normal((samples, design.size), generator, like)
         eps = normal((samples, design.rows), generator, like)
+        # Probes from the seed of the noise itself would be correlated with the samples that the basis starts from.
+        settings.setdefault("seed", int(uniform((1,), generator, like) * 2**53))
         return cls(design, scale, prior, back_product(design, eps), eps=eps if keep else None, **settings)
 
     @property
@@ -157,16 +159,19 @@ class Ridge:
         return Logdet(torch.log1p(values / shift).sum() + each.mean(), spread + bias)
 
     def _quadrature(self, probes: int, steps: int) -> tuple[Tensor, Quadrature]:
-        if "quadrature" not in self._memo:
+        key = f"quadrature {probes} {steps}"
+        if key not in self._memo:
             pairs = self.basis.pairs()
-            good = pairs.residuals <= 1e-3  # others would be counted twice, by halves
+            # Others would be counted twice, by halves. Relative to the value itself: what couples a pair to the rest
+            # adds its square over that value and the shift, which may be far smaller than the largest.
+            good = pairs.residuals * pairs.values[:1] <= 1e-2 * pairs.values
             values, vectors = pairs.values[good], pairs.vectors[good]
             generator = torch.Generator().manual_seed(self.seed)
             rows = signs(probes, self.size, generator, self.prior.device)
             for _ in range(2):
                 rows = rows - (rows @ vectors.mT) @ vectors
-            self._memo["quadrature"] = (values, lanczos_quadrature(self._away(vectors), rows, steps))
-        found: tuple[Tensor, Quadrature] = self._memo["quadrature"]
+            self._memo[key] = (values, lanczos_quadrature(self._away(vectors), rows, steps))
+        found: tuple[Tensor, Quadrature] = self._memo[key]
         return found
 
     def _away(self, vectors: Tensor) -> Product:

@@ -1,4 +1,4 @@
-"""Samples of ridge regression by descent on parts of the design: for designs that one may not pass over in one step.
+"""Samples of ridge regression by descent, a part of the design at a time.
 
 The system (XᵀX + s I) z = √s ζ + Xᵀ ε, for K rows of noise at once, is the minimum of two objectives with the same
 full gradient,

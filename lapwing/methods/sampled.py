@@ -57,6 +57,8 @@ class Sampled:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise UnsupportedError(f"num_samples is {self.num_samples}; expected at least 1.")
+        if self.probes < 2 or self.steps < 1:
+            raise UnsupportedError(f"probes is {self.probes} and steps is {self.steps}; expected at least 2 and 1.")
         if self.solver not in SOLVERS:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
         if self.objective not in OBJECTIVES:
@@ -128,6 +130,11 @@ class RidgeSolver:
         prior, phi = problem.prior, problem.likelihood.dispersion.to(self.ridge.prior.device)
         ridge, shift = self.ridge, prior.values * phi
         if not self._shared(prior):
+            if prior.values.requires_grad and torch.is_grad_enabled():
+                raise UnsupportedError(
+                    f"the evidence of Sampled() has no slope in a prior of the kind {prior.kind!r}; expected one "
+                    f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with sample_em()."
+                )
             ridge = replace(self.ridge, scale=prior.vector.detach(), _memo={})
             shift = phi
         return ridge.logdet(shift, self.settings.probes, self.settings.steps)
@@ -145,7 +152,7 @@ class RidgeSolver:
 
 
 def refuse_groups(solver: str, prior: Prior) -> None:
-    """Descent solves for one precision; those of groups differ by orders, and its steps would suit none of them."""
+    """Only a prior with one number for all weights is solved for by descent."""
     if prior.kind not in SINGLE:
         raise UnsupportedError(
             f"solver {solver!r} with a prior of the kind {prior.kind!r}; expected one number for all weights "

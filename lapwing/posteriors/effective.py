@@ -55,12 +55,16 @@ class EffectiveParameters:
 def effective_parameters(posterior: Any) -> EffectiveParameters:
     """γ of a posterior in weight space: P less the sum of prior precision times posterior variance.
 
-    Cost: the posterior variance of every weight. Exact for the structure that the method has.
+    Cost: the posterior variance of every weight. Exact for the structure that the method has. A posterior made of
+    samples has an estimate of its own, since with P far above γ that difference would be all noise.
     """
     problem = posterior.problem
     selection, prior = problem.network.selection, problem.prior
     with torch.no_grad():
-        each = 1 - prior.vector.detach() * posterior.precision.variances().detach().to(prior.values)
+        if hasattr(posterior, "gammas"):
+            each = posterior.gammas().to(prior.values)
+        else:
+            each = 1 - prior.vector.detach() * posterior.precision.variances().detach().to(prior.values)
     names = selection.layer_of()
     order = {name: i for i, name in enumerate(dict.fromkeys(names))}
     numbers = torch.tensor([order[name] for name in names]).repeat_interleave(torch.tensor(selection.sizes))

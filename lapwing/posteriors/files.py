@@ -223,7 +223,7 @@ def _samples(kind: dict[str, Any], tensors: dict[str, Tensor], problem: Problem,
     x, residuals = tensors["samples.x"].to(device), tensors["samples.residuals"].to(device)
     solution = Solution(x, residuals, kind["iterations"], kind["tolerance"])
     logdet = Logdet(tensors["samples.logdet"].to(device), kind["error"])
-    return StoredSamples(problem.prior.values, problem.likelihood.dispersion, solution, logdet)
+    return StoredSamples(problem.prior.vector, problem.likelihood.dispersion, solution, logdet)
 
 
 def _prior(

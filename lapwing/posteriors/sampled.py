@@ -46,6 +46,13 @@ class SampledPosterior:
         return self.solution.x.to(self.theta)
 
     def with_problem(self, problem: Problem) -> SampledPosterior:
+        prior, mine = problem.prior, self.problem.prior
+        if prior.needs_curvature:
+            if mine.scale is None:
+                raise UnsupportedError(
+                    "samples keep no curvature for a g-prior to take; fit again with prior=g_prior()."
+                )
+            problem = problem.with_prior(prior.scaled(mine.scale))
         return replace(self, problem=problem)
 
     def with_trace(self, trace: Trace) -> SampledPosterior:
@@ -100,10 +107,15 @@ class SampledPosterior:
         return f + moved[:n]
 
     def _refuse_more(self, n: int) -> None:
-        if n > len(self.samples):
+        if not 0 <= n <= len(self.samples):
             raise UnsupportedError(
-                f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples={n})."
+                f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples=...)."
             )
+
+    def gammas(self) -> Tensor:
+        """γ of every weight, (P,): the mean over the samples of z (G z) / φ, one product with the design."""
+        with torch.no_grad():
+            return self.solver.gamma(self.problem, self.samples).mean(0)
 
     def log_likelihood(self) -> Tensor:
         """log p(D | w̃)."""
@@ -130,7 +142,7 @@ class SampledPosterior:
 class StoredSamples:
     """Samples from a file: without the data they answer only for the prior and noise they were solved for."""
 
-    precision: Tensor
+    precision: Tensor  # of every weight, (P,)
     dispersion: Tensor
     solution: Solution
     log_determinant: Logdet
@@ -147,6 +159,6 @@ class StoredSamples:
         raise UnsupportedError("samples from a file have no data to compute gamma with; fit again.")
 
     def _refuse_other(self, problem: Problem) -> None:
-        same = torch.equal(problem.prior.values.detach(), self.precision)
+        same = torch.equal(problem.prior.vector.detach(), self.precision)
         if not same or not torch.equal(problem.likelihood.dispersion.detach(), self.dispersion):
             raise UnsupportedError("samples from a file belong to the prior and noise they were saved with; fit again.")

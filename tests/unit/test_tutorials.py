@@ -34,7 +34,7 @@ class Run:
     picture: Path
 
 
-def ran(name: str, folder: Path) -> Iterator[Run]:
+def ran(name: str, folder: Path, **settings: Any) -> Iterator[Run]:
     spec = importlib.util.spec_from_file_location(f"tutorial_{name}", TUTORIALS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -44,7 +44,7 @@ def ran(name: str, folder: Path) -> Iterator[Run]:
     try:
         spec.loader.exec_module(module)
         with contextlib.redirect_stdout(printed):
-            found = module.main(folder / "made")
+            found = module.main(folder / "made", **settings)
         yield Run(module, found, printed.getvalue(), folder / "made" / f"{name}.png")
     finally:
         del sys.modules[spec.name]
@@ -60,13 +60,38 @@ def logistic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     yield from ran("logistic_regression", tmp_path_factory.mktemp("logistic"))
 
 
-def assert_shown(run: Run) -> None:
-    """A picture that is not blank and stands on the page, beside the very numbers that were printed."""
-    pixels = torch.tensor(imread(run.picture))[..., :3]
+@pytest.fixture(scope="module")
+def hidden_units(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Two sizes, one data set, one start: the page has many, which take minutes."""
+    folder = tmp_path_factory.mktemp("hidden_units")
+    yield from ran("hidden_units", folder, hidden=(3, 6), data_sets=1, restarts=1, epochs=20)
+
+
+@pytest.fixture(scope="module")
+def activation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One table, one split, one start."""
+    yield from ran("activation", tmp_path_factory.mktemp("activation"), tables=("diabetes",), splits=1, restarts=1)
+
+
+def assert_drawn(picture: Path) -> None:
+    """Not blank, and on the page."""
+    pixels = torch.tensor(imread(picture))[..., :3]
     assert min(pixels.shape[:2]) > 500
     assert float((pixels < 0.98).any(-1).float().mean()) > 0.05
-    assert f"../images/{run.picture.name}" in PAGE
+    assert f"../images/{picture.name}" in PAGE
+
+
+def assert_shown(run: Run) -> None:
+    """A picture beside the very numbers that were printed."""
+    assert_drawn(run.picture)
     assert f"```text\n{run.printed}```" in PAGE
+
+
+def on_page(section: str, name: str) -> list[float]:
+    """The numbers of a row of the first table in a section of the page: evidence, fit, complexity, weights, γ, odds."""
+    _, text = PAGE.split(f"\n## {section}\n")
+    rows = (line.split() for line in text.split("```text\n")[1].splitlines())
+    return next([float(number) for number in row[1:]] for row in rows if row[:1] == [name])
 
 
 def test_density_is_shown(density: Run) -> None:
@@ -184,3 +209,82 @@ def test_training_that_does_not_converge_is_refused(logistic: Run) -> None:
     x, y = logistic.module.two_classes()
     with pytest.raises(lw.NumericalError, match="gradient of nan"):
         logistic.module.trained(x * math.nan, y, logistic.module.PRIOR_PRECISION)
+
+
+def test_hidden_units_are_shown(hidden_units: Run) -> None:
+    assert_drawn(hidden_units.picture)
+    for heading in (line for line in hidden_units.printed.splitlines() if line and not any(map(str.isdigit, line))):
+        assert heading in PAGE
+
+
+def test_a_size_has_the_numbers_of_the_page(hidden_units: Run) -> None:
+    """With three units all good starts end at the same weights, so that one of them shortly trained is enough."""
+    (study,) = hidden_units.found["one precision for each layer"]
+    row = next(row for row in study.compared.candidates if row.name == "3")
+    evidence, fit, complexity, weights, gamma, _ = on_page("The number of hidden units", "3")
+    assert row.log_evidence == pytest.approx(evidence, abs=0.1)
+    assert row.fit - row.complexity == pytest.approx(fit - complexity, abs=0.1)
+    assert row.weights == weights == 10
+    assert row.gamma == pytest.approx(gamma, abs=0.1)
+
+
+def test_regularisation_fits_worse_and_predicts_better(hidden_units: Run) -> None:
+    module = hidden_units.module
+    (study,) = hidden_units.found["one precision for each layer"]
+    plain = module.unregularised(study.x, study.y, module.CLASSIC, restarts=1)
+    mine = study.fitted[module.CLASSIC]
+    error = lambda fitted: float((fitted.predict(study.x).mean - study.y).square().mean())
+    assert error(plain) < 0.9 * error(mine)
+    assert study.held_out[module.CLASSIC] > module.log_likelihood(plain, study.seed) + 0.05
+    noise = float(mine.likelihood.dispersion) ** 0.5
+    assert noise == pytest.approx(module.NOISE_STD, rel=0.15)  # it also finds how noisy the data are
+
+
+def test_twice_the_weights_are_not_twice_the_effective_ones(hidden_units: Run) -> None:
+    (study,) = hidden_units.found["one precision for each layer"]
+    gammas = {row.name: row.gamma for row in study.compared.candidates}
+    assert gammas["6"] < 1.2 * gammas["3"]
+
+
+def test_new_points_are_new(hidden_units: Run) -> None:
+    x, y = hidden_units.module.new_points(0)
+    residual = y - hidden_units.module.truth(x)
+    assert float(residual.std()) == pytest.approx(hidden_units.module.NOISE_STD, rel=0.05)
+    assert not torch.equal(
+        residual[:50], (lambda x, y: y - hidden_units.module.truth(x))(*hidden_units.module.points(0))
+    )
+
+
+def test_activations_are_shown(activation: Run) -> None:
+    assert_drawn(activation.picture)
+    assert_drawn(activation.picture.with_name("effective_parameters.png"))
+
+
+def test_an_activation_has_the_numbers_of_the_page(activation: Run) -> None:
+    (study,) = activation.found["diabetes"]
+    assert study.picked == "identity"
+    row = study.compared.candidates[0]
+    evidence, _, _, weights, gamma, _ = on_page("An activation", "identity")
+    assert row.log_evidence == pytest.approx(evidence, abs=0.1)
+    assert row.weights == weights == 73
+    assert row.gamma == pytest.approx(gamma, abs=0.1)
+
+
+def test_a_network_without_activation_is_a_linear_regression(activation: Run) -> None:
+    """MacKay's loop for a line in ten inputs, in closed form: the same predictions, and as good on new rows."""
+    (study,) = activation.found["diabetes"]
+    split, mine = study.split, study.fitted["identity"]
+    ones = lambda x: torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    design, alpha, beta = ones(split.x), 1.0, 1.0
+    for _ in range(200):
+        covariance = torch.linalg.inv(beta * design.T @ design + alpha * torch.eye(11, dtype=design.dtype))
+        mean = beta * covariance @ design.T @ split.y
+        gamma = 11 - alpha * float(covariance.trace())
+        alpha = gamma / float(mean.square().sum())
+        beta = (len(design) - gamma) / float((design @ mean - split.y).square().sum())
+    new = ones(split.new_x)
+    std = (1 / beta + (new @ covariance * new).sum(1, keepdim=True)).sqrt()
+    exact = torch.distributions.Normal(new @ mean, std).log_prob(split.new_y).mean()
+    assert float((mine.predict(split.new_x).mean - new @ mean).abs().max()) < 0.1  # standard deviations of y
+    assert study.held_out["identity"] == pytest.approx(float(exact), abs=0.01)
+    assert mine.effective_parameters().total == pytest.approx(gamma, rel=0.1)

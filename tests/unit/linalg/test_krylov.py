@@ -168,6 +168,17 @@ def test_a_looser_tolerance_drops_more_and_the_residual_says_so() -> None:
     assert 1e-8 < float(true.max()) < float(found.residuals.max()) < 1e3 * float(true.max())
 
 
+def test_what_the_start_lost_is_in_the_residual() -> None:
+    matrix, start = operator(SPECTRA["flat"]), torch.randn(2, 120, dtype=D)
+    start[1] = start[0] + 1e-7 * start[1]
+    space = block_krylov(product(matrix), start, 120, tolerance=1e-5)
+    assert space.coordinates[:, 1:].abs().max() == 0
+    found = space.solve(torch.eye(2), 1.0, tolerance=1e-6)
+    assert_close(found.residuals, true_residuals(matrix, 1.0, found, start), 0.3)
+    with pytest.raises(NumericalError, match="Krylov"):  # what was lost is all there is
+        space.solve(torch.tensor([[1.0, -1.0]]), 1.0)
+
+
 def test_float32_products() -> None:
     """The residual is that of the measured products, rounding and all."""
     matrix, start = operator(SPECTRA["flat"]), torch.randn(6, 120, dtype=D)

@@ -1,0 +1,283 @@
+"""Ridge regression by products: samples from given noise and log-determinants, against dense matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import NumericalError
+from lapwing.linalg.design import MatrixDesign, OperatorDesign, back_product
+from lapwing.linalg.estimators import student
+from lapwing.linalg.ridge import Ridge
+from tests.references.ridge import complete, draws
+from tests.tolerances import SOLVED, assert_close, assert_within
+
+D = torch.float64
+ROWS, SIZE = 23, 31
+PRECISIONS = [(0.2, 1.0), (3.0, 0.25), (40.0, 2.0)]
+
+
+def matrix(rows: int = ROWS, size: int = SIZE, seed: int = 3) -> Tensor:
+    return torch.randn(rows, size, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+def scale(size: int = SIZE) -> Tensor:
+    return torch.logspace(-1, 1, size, dtype=D)
+
+
+def spectral(values: Tensor, rows: int = 200, seed: int = 0) -> Tensor:
+    """A design whose Gram matrix has these eigenvalues."""
+    gen = torch.Generator().manual_seed(seed)
+    left, _ = torch.linalg.qr(torch.randn(rows, len(values), dtype=D, generator=gen))
+    right, _ = torch.linalg.qr(torch.randn(len(values), len(values), dtype=D, generator=gen))
+    return left * values.sqrt() @ right.T
+
+
+def drawn(x: Tensor, samples: int = 5, seed: int = 1, **options: Any) -> Ridge:
+    return Ridge.drawn(MatrixDesign(x), samples, torch.Generator().manual_seed(seed), keep=True, **options)
+
+
+def exact(ridge: Ridge, x: Tensor, alpha: float, phi: float) -> Tensor:
+    diagonal = torch.ones(x.shape[1], dtype=D) if ridge.scale is None else ridge.scale
+    return draws(x, ridge.prior, ridge.eps, alpha * diagonal, phi)
+
+
+class Counted:
+    """A design that counts the passes over it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.design, self.passes = MatrixDesign(x), 0
+        self.rows, self.size, self.like = self.design.rows, self.design.size, self.design.like
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter(self.design)
+
+
+@pytest.mark.parametrize(("alpha", "phi"), PRECISIONS)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize("shape", [(ROWS, SIZE), (40, 9)], ids=["wide", "tall"])
+def test_samples_are_dense_solves_of_the_same_noise(
+    shape: tuple[int, int], width: int, scaled: bool, alpha: float, phi: float
+) -> None:
+    """Five samples: a basis that starts from one of them, from two, or from all."""
+    x = matrix(*shape)
+    ridge = drawn(x, width=width, scale=scale(shape[1]) if scaled else None)
+    found = ridge.samples(alpha, phi, 1e-11)
+    assert found.x.shape == (5, shape[1])
+    assert found.residuals.shape == (5,)
+    assert found.converged
+    assert_close(found.x, exact(ridge, x, alpha, phi), SOLVED)
+
+
+def test_residuals_are_what_they_say() -> None:
+    """|b - A x| / |b| in the coordinates of the prior, computed with the matrix itself."""
+    x = spectral(torch.logspace(3, -2, 60, dtype=D), 80)
+    ridge = drawn(x, samples=6, width=4, scale=scale(60))
+    found = ridge.samples(0.5, 2.0, 1e-3)
+    root = scale(60).sqrt()
+    target = ridge.prior + ridge.eps @ x / root  # √s ζ + D^-½ Xᵀ ε with a shift s of one
+    left = target - (found.x * root / 2**0.5) @ (torch.diag(1 / root) @ x.T @ x @ torch.diag(1 / root) + torch.eye(60))
+    true = left.norm(dim=1) / target.norm(dim=1)
+    assert float(true.max()) <= 1e-3
+    assert float((true - found.residuals).abs().max()) <= 0.2 * 1e-3
+    assert float(true.max()) > 1e-8  # not solved any further than was asked
+
+
+def test_complete_noise_has_the_exact_covariance() -> None:
+    x = matrix(12, 9)
+    zeta, eps = complete(x, torch.Generator().manual_seed(2))
+    design = MatrixDesign(x)
+    ridge = Ridge(design, scale(9), zeta, back_product(design, eps), width=4)
+    for alpha, phi in PRECISIONS:
+        z = ridge.samples(alpha, phi, 1e-11).x
+        covariance = torch.linalg.inv(x.T @ x / phi + alpha * torch.diag(scale(9)))
+        assert_close(z.T @ z / len(z), covariance, SOLVED)
+
+
+def test_many_samples_have_the_covariance() -> None:
+    x = matrix(5, 4)
+    z = drawn(x, samples=4000, seed=5).samples(0.7, 0.5, 1e-8).x
+    covariance = torch.linalg.inv(x.T @ x / 0.5 + 0.7 * torch.eye(4, dtype=D))
+    assert_within(z[:, :, None] * z[:, None, :], covariance)
+
+
+def test_noise_is_standard_and_kept_where_asked() -> None:
+    x = matrix()
+    ridge = drawn(x, samples=800)
+    assert ridge.prior.shape == (800, SIZE)
+    assert_within(ridge.prior.square().mean(1), torch.tensor(1.0, dtype=D))
+    assert_within(ridge.eps.square().mean(1), torch.tensor(1.0, dtype=D))
+    for rows in (ridge.prior.reshape(-1), ridge.eps.reshape(-1)):
+        assert abs(float(rows.mean())) <= 5 * len(rows) ** -0.5
+    crossed = (ridge.prior[:, :20] * ridge.eps[:, :20]).reshape(-1)
+    assert abs(float(crossed.mean())) <= 5 * len(crossed) ** -0.5
+    assert_close(ridge.back, ridge.eps @ x)
+    assert Ridge.drawn(MatrixDesign(x), 3, None).eps is None
+
+
+def test_the_generator_decides() -> None:
+    x = matrix()
+    one, same, other = (drawn(x, seed=s) for s in (1, 1, 2))
+    assert torch.equal(one.samples(1.0, 1.0, 1e-8).x, same.samples(1.0, 1.0, 1e-8).x)
+    assert not torch.equal(one.prior, other.prior)
+    shift = torch.tensor(1.0, dtype=D)
+    assert float(one.logdet(shift, 4, 3).value) == float(same.logdet(shift, 4, 3).value)
+    assert one.seed == same.seed != other.seed
+    assert drawn(x, seed=1, width=2).seed == one.seed  # settings do not enter
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_basis_for_every_precision(scaled: bool) -> None:
+    """Larger ones are free; smaller ones grow the basis that is there."""
+    x = spectral(torch.logspace(3, -3, 80, dtype=D), 90)
+    counted = Counted(x)
+    gen = torch.Generator().manual_seed(1)
+    ridge = Ridge.drawn(counted, 3, gen, scale(80) if scaled else None, keep=True, width=6)
+    ridge.samples(1.0, 1.0, 1e-6)
+    passes = counted.passes
+    assert passes > 1
+    for alpha, phi in ((1.0, 1.0), (30.0, 1.0), (0.5, 4.0)):
+        assert_close(ridge.samples(alpha, phi, 1e-6).x, exact(ridge, x, alpha, phi), 0.35)
+        assert counted.passes == passes
+    smaller = ridge.samples(1e-2, 1.0, 1e-6)
+    assert_close(smaller.x, exact(ridge, x, 1e-2, 1.0), 0.35)
+    grown = counted.passes
+    assert grown > passes
+    ridge.samples(1e-2, 1.0, 1e-6)
+    assert counted.passes == grown
+    assert smaller.iterations == grown - 1  # one was for Xᵀ ε
+
+
+def test_a_basis_that_may_not_grow_is_finished_by_conjugate_gradients() -> None:
+    x = spectral(torch.logspace(3, -3, 80, dtype=D), 90)
+    ridge = drawn(x, samples=5, width=4, bytes=8 * 80 * 20)
+    found = ridge.samples(0.1, 1.0, 1e-9)
+    assert len(ridge.basis.basis) <= 20
+    assert_close(found.x, exact(ridge, x, 0.1, 1.0), SOLVED)
+
+
+def test_operators_and_matrices_agree() -> None:
+    x = matrix()
+    functions = OperatorDesign(ROWS, SIZE, lambda v: v @ x.T, lambda u: u @ x, x[:0, 0])
+    other = Ridge.drawn(functions, 5, torch.Generator().manual_seed(1), keep=True)
+    mine = drawn(x)
+    assert_close(other.back, mine.back)
+    assert_close(other.samples(0.3, 1.0, 1e-10).x, mine.samples(0.3, 1.0, 1e-10).x, SOLVED)
+
+
+def test_float32_products() -> None:
+    """The noise is float64 all the same, and so are the samples, to the accuracy of the products."""
+    x = matrix().float()
+    ridge = Ridge.drawn(MatrixDesign(x), 5, torch.Generator().manual_seed(1), keep=True)
+    found = ridge.samples(0.5, 1.0, 1e-4)
+    assert found.x.dtype == ridge.prior.dtype == D
+    assert_close(found.x, exact(ridge, x.double(), 0.5, 1.0), SOLVED, torch.float32)
+    value = ridge.logdet(torch.tensor(0.5, dtype=D), 4, 25).value
+    assert_close(value, torch.linalg.slogdet(torch.eye(SIZE, dtype=D) + (x.double().T @ x.double()) / 0.5)[1], 0.4,
+                 torch.float32)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [2, 16])
+def test_what_cannot_be_reached_is_refused(width: int) -> None:
+    x = matrix().float()
+    ridge = Ridge.drawn(MatrixDesign(x), 5, torch.Generator().manual_seed(1), width=width)
+    with pytest.raises(NumericalError, match=r"stopped after \d+ iterations with a relative residual of .*1e-13"):
+        ridge.samples(1e-4, 1.0, 1e-13).settled("it", "")
+
+
+def logdet(values: Tensor, shift: float) -> float:
+    return float(torch.log1p(values / shift).sum())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("shift", [1e-2, 1.0, 30.0])
+def test_logdet_is_exact_once_the_space_is_exhausted(shift: float, scaled: bool) -> None:
+    x = matrix()
+    ridge = drawn(x, scale=scale() if scaled else None)
+    ridge.samples(1e-4, 1.0, 1e-12)
+    assert ridge.basis.exhausted
+    found = ridge.logdet(torch.tensor(shift, dtype=D), 2, 5)
+    unit = scale().rsqrt() if scaled else torch.ones(SIZE, dtype=D)
+    gram = unit[:, None] * (x.T @ x) * unit
+    assert float(found.value) == pytest.approx(float(torch.linalg.slogdet(torch.eye(SIZE, dtype=D) + gram / shift)[1]))
+    assert found.error <= 1e-6
+
+
+SPECTRA = {
+    "flat": torch.linspace(0.2, 5, 100, dtype=D),
+    "power": 1e4 * torch.arange(1, 101, dtype=D) ** -1.5,
+    "log": torch.logspace(4, -3, 100, dtype=D),
+    "steep": torch.logspace(6, -6, 100, dtype=D),
+}
+
+
+@pytest.mark.parametrize("solved", [False, True], ids=["before samples", "after samples"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_the_stated_error_of_the_logdet_is_honest(name: str, solved: bool) -> None:
+    """A hundred seeds, noise and probes both: Student's interval of 95 % misses no more than ten times.
+
+    And the mean over the seeds is off by no more than the bias that is stated, and five standard errors of its own.
+    """
+    x, probes, steps, shift = spectral(SPECTRA[name]), 6, 12, 0.1
+    truth = logdet(SPECTRA[name], shift)
+    gaps, errors, biases = [], [], []
+    for seed in range(100):
+        ridge = Ridge.drawn(MatrixDesign(x), 3, torch.Generator().manual_seed(seed), width=6)
+        if solved:
+            ridge.samples(shift, 1.0, 1e-2)
+        found = ridge.logdet(torch.tensor(shift, dtype=D), probes, steps)
+        _, seen = ridge._quadrature(probes, steps)
+        low, high = seen.ends(lambda nodes: torch.log1p(nodes.clamp_min(0) / shift))
+        gaps.append(float(found.value) - truth)
+        errors.append(found.error)
+        biases.append(0.5 * float((high - low).mean()))
+    gap, error = torch.tensor(gaps), torch.tensor(errors)
+    assert int((gap.abs() <= student(0.95, probes - 1) * error).sum()) >= 90
+    assert abs(float(gap.mean())) <= float(torch.tensor(biases).mean()) + 5 * float(gap.std()) / 10
+    assert float(error.mean()) <= 3 * float(gap.std()) + 2 * float(torch.tensor(biases).mean())
+
+
+@pytest.mark.parametrize("shift", [0.05, 2.0])
+def test_the_slope_of_the_logdet_equals_finite_differences(shift: float) -> None:
+    ridge = drawn(spectral(SPECTRA["log"]), samples=2, width=2)
+    at = torch.tensor(shift, dtype=D).log().requires_grad_()
+    ridge.logdet(at.exp(), 4, 6).value.backward()
+    step = 1e-4
+    of = lambda t: float(ridge.logdet((at.detach() + t * step).exp(), 4, 6).value)
+    difference = (of(-2) - 8 * of(-1) + 8 * of(1) - of(2)) / (12 * step)
+    assert float(at.grad) == pytest.approx(difference, rel=1e-7)
+
+
+def test_one_run_of_probes_serves_every_shift() -> None:
+    counted = Counted(spectral(SPECTRA["flat"]))
+    ridge = Ridge.drawn(counted, 2, torch.Generator().manual_seed(1), width=2)
+    ridge.logdet(torch.tensor(1.0, dtype=D), 4, 6)
+    passes = counted.passes
+    for shift in (1e-3, 1.0, 10.0):
+        ridge.logdet(torch.tensor(shift, dtype=D), 4, 6)
+    assert counted.passes == passes
+
+
+def test_other_probes_and_steps_are_other_estimates() -> None:
+    """Nearer to the truth with more of either."""
+    ridge, one = drawn(spectral(SPECTRA["flat"]), samples=2, width=2), torch.tensor(1.0, dtype=D)
+    few, many, short = ridge.logdet(one, 4, 12), ridge.logdet(one, 400, 12), ridge.logdet(one, 4, 1)
+    truth = logdet(SPECTRA["flat"], 1.0)
+    assert many.error < 0.3 * few.error < 0.3 * short.error
+    assert abs(float(many.value) - truth) < 4 * many.error
+    assert float(ridge.logdet(one, 4, 12).value) == float(few.value)
+
+
+def test_another_scale_is_another_ridge() -> None:
+    """The noise stays; what was learned of the old one is not used for the new one."""
+    x = matrix()
+    plain = drawn(x)
+    plain.samples(1.0, 1.0, 1e-10)
+    other = replace(plain, scale=scale(), _memo={})
+    assert_close(other.samples(1.0, 1.0, 1e-10).x, exact(other, x, 1.0, 1.0), SOLVED)
