@@ -183,10 +183,13 @@ def _evidence(axis: Any, shown: Study) -> None:
     axis.plot(places, evidences, "D-", color=BAYES, linewidth=2, label="log evidence, their sum")
     for place, value in zip(places, evidences, strict=True):
         text = f"{value:.1f}".replace("-", "−")
-        axis.annotate(text, (place, value), (0, 11), textcoords="offset points", ha="center", fontsize=8.5, color=BAYES)
+        axis.annotate(
+            text, (place, value), (0, -17), textcoords="offset points", ha="center", fontsize=8.5, color=BAYES
+        )
     best = max(places, key=lambda place: evidences[place])
     axis.plot(best, evidences[best], color=BAYES, **STAR)
     axis.set(xlabel="hidden units", ylabel="nats", xticks=places, xticklabels=[row.name for row in rows])
+    axis.margins(y=0.09)
     axis.set_title(f"evidence on the training data\nstar: its choice, {rows[best].name} hidden units")
     axis.legend(frameon=False, fontsize=9)
 
@@ -215,6 +218,7 @@ def _gamma(axis: Any, studies: Sequence[Study]) -> None:
     axis.plot([0, limit], [0, limit], color=INK, linewidth=1, linestyle="--")
     axis.annotate("all weights", (limit, limit), (7, 0), textcoords="offset points", va="center", fontsize=9)
     axis.set(xlabel="weights of the network", ylabel="γ", xlim=(0, sizes[-1] + 2), ylim=(0, 1.05 * limit))
+    axis.yaxis.get_major_locator().set_params(integer=True)
     axis.set_title(f"γ, the number of weights that the data decide, {len(studies)} data sets\nblue: the first")
 
 

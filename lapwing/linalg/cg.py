@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.errors import NumericalError
+from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.operators import Product as Product
 from lapwing.linalg.operators import applied
 from lapwing.linalg.orthogonal import orthonormal_rows
@@ -143,7 +144,7 @@ def block_conjugate_gradients(
             if truncated and iterations:
                 break
             raise _indefinite(float(curvatures[0]), largest)
-        factor = torch.linalg.cholesky(inner)
+        factor = cholesky(inner, "a block of search directions")
         step = torch.cholesky_solve(s @ q.mT, factor).mT
         x += mix @ step @ moved
         r -= mix @ step @ image

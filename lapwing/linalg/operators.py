@@ -14,7 +14,7 @@ Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), all K at onc
 
 CAUSES = (
     "Put the network in evaluation mode (dropout and batch statistics change what it computes), take random "
-    "augmentation and shuffled drop-outs of data away, and use deterministic kernels."
+    "augmentation and shuffling that drops data away, and use deterministic kernels."
 )
 
 

@@ -111,7 +111,8 @@ def test_deflation_makes_the_error_small() -> None:
         product(matrix), 120, SHIFTS, probes=20, steps=25, generator=seed(), deflate=leading(matrix, 40)
     )
     assert bool((found.error < 0.5 * plain.error).all())
-    assert bool((found.bias <= plain.bias).all())
+    assert bool((found.bias < 1e-10).all())  # the quadrature never sees what was deflated
+    assert float(plain.bias[0]) > 0.01
     assert bool(((found.value - exact(SPECTRA["steep"])).abs() < 4 * found.error).all())
 
 
@@ -169,7 +170,7 @@ def test_no_cancellation_at_large_shifts() -> None:
     """log det(A + a) less P log a would lose it all: here the value is 1e-12 of that."""
     matrix = torch.diag(SPECTRA["steep"])
     found = log_determinant(product(matrix), 120, 1e14, probes=2, steps=20, generator=seed())
-    assert float(found.value) == pytest.approx(float(SPECTRA["steep"].sum()) / 1e14, rel=1e-10)
+    assert float(found.value) == pytest.approx(float(SPECTRA["steep"].sum()) / 1e14, rel=1e-10, abs=0)
 
 
 def test_everything_deflated_and_nothing_there() -> None:

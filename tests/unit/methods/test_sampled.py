@@ -1,0 +1,592 @@
+"""Samples of the full posterior: dense solves of the same noise, Monte Carlo, evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.linalg.design import back_product
+from lapwing.linalg.estimators import student
+from lapwing.linalg.ridge import Ridge
+from tests import problems
+from tests.cases import BY_NAME, CASES, Case
+from tests.references import dense, ridge
+from tests.references.evidence import Linearised
+from tests.references.structures import floored
+from tests.tolerances import SOLVED, assert_close, assert_within
+
+D = torch.float64
+SOLVERS = ["krylov", "cg"]
+PRIORS = ["isotropic", "g", "per_layer"]
+KINDS = {"gaussian": ("mlp", 0.49), "categorical": ("cnn", 1.0), "bernoulli": ("squeezed", 1.0)}
+SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed", "dict_input"]
+
+
+def targets(case: Case, kind: str) -> Tensor:
+    gen = torch.Generator().manual_seed(3)
+    return torch.randn(6, *case.outputs, dtype=D, generator=gen) if kind == "gaussian" else problems.targets(case, 6)
+
+
+def likelihood(kind: str, phi: float) -> Any:
+    return {"gaussian": lw.Gaussian(noise_std=phi**0.5), "categorical": lw.Categorical(), "bernoulli": lw.Bernoulli()}[
+        kind
+    ]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network with its data, and the design written out."""
+
+    kind: str
+    case: Case
+    phi: float
+
+    @property
+    def data(self) -> list[Any]:
+        return problems.split(self.case.batch(6), targets(self.case, self.kind), problems.SIZES)
+
+    @property
+    def exact(self) -> Linearised:
+        return linearised(self.case.name, self.kind)
+
+    @property
+    def x(self) -> Tensor:
+        return ridge.design(self.kind, self.exact.f, self.exact.jacobian)
+
+    def precision(self, prior: str) -> Tensor:
+        """Of every weight: 0.7; 0.3 times the diagonal of the GGN, floored by layer; 0.5, 1, 2 ... for the layers."""
+        layers: dict[str, list[int]] = {}
+        start = 0
+        for name, parameter in self.case.build().named_parameters():
+            layers.setdefault(name.rpartition(".")[0], []).extend(range(start, start + parameter.numel()))
+            start += parameter.numel()
+        if prior == "isotropic":
+            return torch.full((start,), 0.7, dtype=D)
+        found = torch.zeros(start, dtype=D)
+        for number, index in enumerate(layers.values()):
+            found[index] = 0.3 * floored(self.x.square().sum(0)[index]) if prior == "g" else 0.5 * 2.0**number
+        return found
+
+    def prior(self, prior: str) -> Any:
+        if prior == "per_layer":
+            count = len({n.rpartition(".")[0] for n, _ in self.case.build().named_parameters()})
+            return lw.per_layer(0.5 * 2.0 ** torch.arange(count, dtype=D))
+        return lw.isotropic(0.7) if prior == "isotropic" else lw.g_prior(0.3)
+
+    def fit(self, method: Any, prior: str = "isotropic", **options: Any) -> lw.Fitted:
+        chosen = likelihood(self.kind, self.phi)
+        return lw.fit(self.case.build(), self.data, chosen, method=method, prior=self.prior(prior), **options)
+
+
+@lru_cache
+def linearised(name: str, kind: str) -> Linearised:
+    case = BY_NAME[name]
+    return Linearised.of(kind, case.build(), case.batch(6), targets(case, kind))
+
+
+def problem(kind: str = "gaussian") -> Problem:
+    name, phi = KINDS[kind]
+    return Problem(kind, BY_NAME[name], phi)
+
+
+def noise(x: Tensor, count: int, seed: int = 6) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(count, x.shape[1], dtype=D, generator=gen), torch.randn(count, len(x), dtype=D, generator=gen)
+
+
+def with_noise(fitted: lw.Fitted, zeta: Tensor, eps: Tensor) -> lw.Fitted:
+    """The same posterior with samples from this noise."""
+    mine = fitted.posterior.solver.ridge
+    solver = replace(
+        fitted.posterior.solver, ridge=replace(mine, prior=zeta, back=back_product(mine.design, eps), _memo={})
+    )
+    return lw.Fitted(replace(fitted.posterior, solver=solver), fitted.fingerprint)
+
+
+def moved(fitted: lw.Fitted, phi: float) -> lw.Fitted:
+    """Under another dispersion."""
+    changed = fitted.likelihood.with_dispersion(torch.tensor(phi, dtype=D))
+    return lw.Fitted(fitted.posterior.with_problem(fitted.problem.with_likelihood(changed)), fitted.fingerprint)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("count", "width"), [(3, 16), (7, 4), (60, 16)])
+def test_samples_are_dense_solves_of_the_same_noise(count: int, width: int, solver: str, prior: str, kind: str) -> None:
+    """Λ⁻¹ (A^½ ζ + Jᵀ R ε / √φ); fewer samples than the basis takes, and more."""
+    p = problem(kind)
+    zeta, eps = noise(p.x, count)
+    method = lw.Sampled(num_samples=1, solver=solver, tolerance=1e-11, width=width)
+    found = with_noise(p.fit(method, prior), zeta, eps)
+    expected = ridge.draws(p.x, zeta, eps, p.precision(prior), p.phi)
+    assert_close(found.posterior.samples, expected, SOLVED)
+    assert found.posterior.solution.residuals.shape == (count,)
+    assert float(found.posterior.solution.residuals.max()) <= 1e-11
+    theta = p.exact.theta
+    assert_close(found.weight_samples(count), theta + expected, SOLVED)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_fit_draws_its_own_noise(prior: str, solver: str, generator: torch.Generator) -> None:
+    p = problem()
+    found = p.fit(lw.Sampled(num_samples=5, solver=solver, tolerance=1e-11), prior, generator=generator).posterior
+    mine = found.solver.ridge
+    total = p.exact.ggn / p.phi + torch.diag(p.precision(prior))
+    rhs = p.precision(prior).sqrt() * mine.prior + mine.back / p.phi**0.5
+    assert_close(found.samples, torch.linalg.solve(total, rhs.T).T, SOLVED)
+    assert_close(mine.back @ torch.linalg.pinv(p.x) @ p.x, mine.back, SOLVED)  # Xᵀ of something
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("weights", [lw.last_layer, lw.subnetwork(torch.arange(0, 80, 7))], ids=["last", "some"])
+def test_some_of_the_weights(name: str, weights: Any) -> None:
+    p = Problem("categorical", BY_NAME[name], 1.0)
+    found = p.fit(lw.Sampled(num_samples=4, tolerance=1e-11), weights=weights).posterior
+    size = found.problem.network.selection.size
+    last = torch.arange(p.x.shape[1] - size, p.x.shape[1])
+    chosen = last if found.problem.network.selection.index is None else torch.arange(0, 80, 7)
+    x, mine = p.x[:, chosen], found.solver.ridge
+    total = x.T @ x + 0.7 * torch.eye(size, dtype=D)
+    assert_close(found.samples, torch.linalg.solve(total, (0.7**0.5 * mine.prior + mine.back).T).T, SOLVED)
+
+
+class Counting:
+    """Data that count the passes over them."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self.passes = data, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        yield from self.data
+
+
+@pytest.mark.parametrize("prior", ["isotropic", "g"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_precision_and_noise_touch_no_data(kind: str, prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One basis for all: not one pass more, though every product would be one."""
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    p = problem(kind)
+    data = Counting(p.data)
+    method = lw.Sampled(num_samples=1, tolerance=1e-11)
+    start = lw.fit(p.case.build(), data, likelihood(kind, p.phi), method=method, prior=p.prior(prior))
+    zeta, eps = noise(p.x, 4)
+    start = with_noise(start, zeta, eps)
+    _ = start.with_prior(lw.g_prior(1e-3) if prior == "g" else 1e-3).posterior.samples  # the basis as far as it goes
+    before = data.passes
+    make = lw.g_prior if prior == "g" else lw.isotropic
+    unit = p.precision(prior) / (0.3 if prior == "g" else 0.7)
+    for alpha, phi in ((0.05, p.phi), (0.7, p.phi), (30.0, p.phi), (2.0, 4.0), (2.0, 0.1)):
+        found = moved(start.with_prior(make(alpha)), phi).posterior.samples
+        assert_close(found, ridge.draws(p.x, zeta, eps, alpha * unit, phi), SOLVED)
+    assert data.passes == before
+
+
+def test_held_factors_are_never_read_again() -> None:
+    p = problem()
+    data = Counting(p.data)
+    start = lw.fit(p.case.build(), data, lw.Gaussian(), method=lw.Sampled(num_samples=4, tolerance=1e-8), prior=1e3)
+    before = data.passes
+    start.functions(p.case.batch(3))
+    start.with_prior(1e-4).functions(p.case.batch(3))  # needs a larger basis
+    start.with_prior(p.prior("per_layer")).functions(p.case.batch(3))
+    start.log_evidence()
+    start.tuned()
+    assert data.passes == before
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_other_kinds_of_priors_after_the_fit(solver: str) -> None:
+    """By groups, by weights, from a g-prior back to one for all: solved anew with the same noise."""
+    p = problem("categorical")
+    zeta, eps = noise(p.x, 4)
+    method = lw.Sampled(num_samples=1, solver=solver, tolerance=1e-11)
+    for first in ("isotropic", "g"):
+        start = with_noise(p.fit(method, first), zeta, eps)
+        for prior in ("per_layer", "isotropic"):
+            found = start.with_prior(p.prior(prior)).posterior.samples
+            assert_close(found, ridge.draws(p.x, zeta, eps, p.precision(prior)), SOLVED)
+        each = torch.logspace(-1, 1, p.x.shape[1], dtype=D)
+        found = start.with_prior(lw.diagonal(each)).posterior.samples
+        assert_close(found, ridge.draws(p.x, zeta, eps, each), SOLVED)
+
+
+def test_a_g_prior_needs_the_curvature_of_the_fit() -> None:
+    p = problem()
+    with pytest.raises(lw.UnsupportedError, match=r"samples keep no curvature for a g-prior.*fit again"):
+        p.fit(lw.Sampled(num_samples=2)).with_prior(lw.g_prior(1.0))
+    scaled = p.fit(lw.Sampled(num_samples=2), "g").with_prior(lw.g_prior(0.9))
+    assert_close(scaled.prior.vector, 3 * p.precision("g"))
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_many_samples_have_the_covariance_of_full(prior: str) -> None:
+    """Within and across inputs, and in the evidence's own γ."""
+    p = problem("categorical")
+    many, full = p.fit(lw.Sampled(num_samples=3000, tolerance=1e-6), prior), p.fit(lw.Full(), prior)
+    inputs = p.case.batch(2, seed=1)
+    joint = full.functions(inputs, joint=True)
+    gap = (many.function_samples(inputs, 3000) - joint.mean).flatten(1)
+    assert_within(gap[:, :, None] * gap[:, None, :], joint.cov.reshape(6, 6))
+    centred = gap.mean(0).abs() / (gap.std(0) / 3000**0.5)
+    assert float(centred.max()) <= 5
+    weights = many.posterior.samples[:, ::20]
+    exact = full.posterior.precision.solve(torch.eye(p.x.shape[1], dtype=D))[::20, ::20]
+    assert_within(weights[:, :, None] * weights[:, None, :], exact)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_complete_noise_makes_everything_exact(prior: str) -> None:
+    """As many samples as there are weights and rows, orthogonal: covariances and γ by layer are those of Full."""
+    p = problem()
+    zeta, eps = ridge.complete(p.x, torch.Generator().manual_seed(2))
+    found = with_noise(p.fit(lw.Sampled(num_samples=1, tolerance=1e-11), prior), zeta, eps)
+    full, inputs = p.fit(lw.Full(), prior), p.case.batch(3, seed=1)
+    assert_close(found.functions(inputs).cov, full.functions(inputs).cov, SOLVED)
+    assert_close(found.functions(inputs).variance, full.functions(inputs).variance, SOLVED)
+    assert_close(found.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
+    mine, theirs = found.effective_parameters(), full.effective_parameters()
+    assert mine.total == pytest.approx(theirs.total, rel=1e-8)
+    assert mine.layers == pytest.approx(theirs.layers, rel=1e-7)
+    assert_close(mine.by_precision, theirs.by_precision, SOLVED)
+
+
+@pytest.mark.parametrize("count", [2, 9], ids=["few", "many"])
+@pytest.mark.parametrize("name", SOME)
+def test_functions_are_the_tangent_of_the_samples(name: str, count: int) -> None:
+    """f + J z exactly; means, variances and covariances are those of these functions."""
+    case = BY_NAME[name]
+    posterior = lw.fit(
+        case.build(), problems.batches(case), problems.likelihood(case), method=lw.Sampled(num_samples=count), prior=1.5
+    )
+    inputs = case.batch(3, seed=1)
+    jac = dense.jacobian(case.build(), inputs, 3)
+    f = torch.cat([dense.output(case.build(), dense.one(inputs, b)) for b in range(3)]).detach()
+    z = posterior.posterior.samples
+    tangent = torch.einsum("bcp,np->nbc", jac, z).reshape(count, 3, *case.outputs)
+    assert_close(posterior.function_samples(inputs, count), f + tangent)
+    assert_close(posterior.function_samples(inputs, 1), f + tangent[:1])
+    belief = posterior.functions(inputs)
+    assert_close(belief.mean, f)
+    assert_close(belief.variance, tangent.square().mean(0))
+    assert_close(belief.cov, torch.einsum("n...c,n...d->...cd", tangent, tangent) / count)
+    flat = tangent.flatten(1)
+    joint = posterior.functions(inputs, joint=True)
+    assert joint.cov.shape == (*f.shape, *f.shape)
+    assert_close(joint.cov.reshape(flat.shape[1], -1), flat.T @ flat / count)
+    part = posterior.function_samples(problems.rows(inputs, slice(1, 3)), count)
+    assert_close(part, (f + tangent)[:, 1:])
+
+
+def test_seeds() -> None:
+    p = problem("categorical")
+    inputs = p.case.batch(2)
+    method = lw.Sampled(num_samples=3, steps=2, probes=2)
+    gens = (torch.Generator().manual_seed(s) for s in (5, 5, 6))
+    one, same, other = (p.fit(method, generator=g) for g in gens)
+    assert torch.equal(one.function_samples(inputs, 3), same.function_samples(inputs, 3))
+    assert torch.equal(one.log_evidence(), same.log_evidence())
+    assert not torch.equal(one.function_samples(inputs, 3), other.function_samples(inputs, 3))
+    by_default, again = p.fit(method), p.fit(method)
+    assert torch.equal(by_default.weight_samples(3), again.weight_samples(3))
+    gen = torch.Generator().manual_seed(1)
+    assert torch.equal(one.weight_samples(2, gen), one.weight_samples(3)[:2])  # stored: the generator has no say
+
+
+@pytest.mark.parametrize("n", [4, -1])
+def test_samples_that_are_not_there(n: int) -> None:
+    p = problem()
+    found = p.fit(lw.Sampled(num_samples=3))
+    message = rf"{n} samples were asked for and 3 are stored; fit with Sampled\(num_samples=\.\.\.\)"
+    with pytest.raises(lw.UnsupportedError, match=message):
+        found.weight_samples(n)
+    if n > 0:
+        with pytest.raises(lw.UnsupportedError, match=message):
+            found.function_samples(p.case.batch(2), n)
+
+
+@lru_cache
+def larger() -> tuple[nn.Module, Tensor, Tensor]:
+    """90 data of two outputs, 107 weights: more than a few products can show."""
+    gen = torch.Generator().manual_seed(12)
+    torch.manual_seed(12)
+    model = nn.Sequential(nn.Linear(4, 15), nn.Tanh(), nn.Linear(15, 2)).double()
+    x = torch.randn(90, 4, dtype=D, generator=gen)
+    y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1) + 0.2 * torch.randn(90, 2, dtype=D, generator=gen)
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-3)
+    for _ in range(150):
+        optimiser.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimiser.step()
+    model.zero_grad(set_to_none=True)
+    return model, x, y
+
+
+def on_larger(method: Any, prior: Any = 1.0, std: float | None = 0.3, **options: Any) -> lw.Fitted:
+    model, x, y = larger()
+    return lw.fit(model, [(x, y)], lw.Gaussian(noise_std=std), method=method, prior=prior, **options)
+
+
+@pytest.mark.parametrize(
+    ("prior", "after"), [("isotropic", False), ("isotropic", True), ("g", False), ("per_layer", False)]
+)
+def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> None:
+    """A hundred seeds: Student's interval of 95 % holds the evidence of Full 90 times or more.
+
+    Before there are samples and after, when the basis has grown. An estimate it is: with four probes no seed hits the truth. And the error is not overstated.
+    """
+    given: Any = {"isotropic": 0.5, "g": lw.g_prior(0.01), "per_layer": lw.per_layer(torch.tensor([0.5, 2.0]))}[prior]
+    method = lw.Sampled(num_samples=2, width=2, probes=4, steps=25, tolerance=0.1)
+    truth = float(on_larger(lw.Full(), given).log_evidence())
+    start = on_larger(method, given).posterior
+    design, scale = start.solver.ridge.design, start.solver.ridge.scale
+    gaps, errors = [], []
+    for seed in range(100 if prior == "isotropic" else 40):
+        drawn = Ridge.drawn(design, 2, torch.Generator().manual_seed(seed), scale, width=2)
+        found = replace(start, solver=replace(start.solver, ridge=drawn))
+        if after:
+            _ = found.samples
+        gaps.append(float(found.log_evidence()) - truth)
+        errors.append(found.evidence_error)
+    gap, error = torch.tensor(gaps), torch.tensor(errors)
+    assert float((gap.abs() <= student(0.95, 3) * error).double().mean()) >= 0.9
+    assert float(gap.abs().min()) > 0
+    assert float(gap.std()) > 1e-3
+    assert float(error.mean()) <= 3 * float(gap.square().mean().sqrt())
+
+
+def test_the_front_door_tells_the_error() -> None:
+    found = on_larger(lw.Sampled(num_samples=2, width=2, probes=4, steps=5))
+    assert found.evidence_error == found.posterior.evidence_error > 0
+    assert on_larger(lw.Full()).evidence_error == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prior", PRIORS)
+def test_the_evidence_is_that_of_full_where_the_basis_has_seen_it_all(kind: str, prior: str) -> None:
+    p = problem(kind)
+    found = p.fit(lw.Sampled(num_samples=8, tolerance=1e-10, steps=40), prior)
+    _ = found.posterior.samples
+    exact = p.exact.evidence(p.precision(prior), p.phi)
+    assert_close(found.log_evidence(), exact, 0.4)
+    assert found.evidence_error <= 1e-6 * abs(float(exact))
+
+
+def test_a_prior_mean_enters_the_evidence_alone() -> None:
+    p = problem()
+    options = {"method": lw.Sampled(num_samples=8, steps=40), "prior": lw.isotropic(0.7, mean=0.4)}
+    found = lw.fit(p.case.build(), p.data, lw.Gaussian(noise_std=0.7), **options)
+    assert_close(found.log_evidence(), p.exact.evidence(p.precision("isotropic"), p.phi, 0.4), 0.4)
+    assert torch.equal(found.posterior.samples, p.fit(options["method"]).posterior.samples)
+
+
+def slope(of: Callable[[float], float], step: float = 1e-4) -> float:
+    return (of(-2 * step) - 8 * of(-step) + 8 * of(step) - of(2 * step)) / (12 * step)
+
+
+@pytest.mark.parametrize("prior", ["isotropic", "g"])
+def test_the_gradient_of_the_evidence_equals_finite_differences(prior: str) -> None:
+    """Of the estimate itself, in the precision and in the noise."""
+    make = lw.g_prior if prior == "g" else lw.isotropic
+    start = on_larger(lw.Sampled(num_samples=2, width=2, probes=3, steps=6), make(0.5), std=None).posterior
+
+    def at(precision: Tensor, phi: Tensor) -> Tensor:
+        changed = start.problem.with_prior(start.problem.prior.with_precision(precision.exp()))
+        return start.with_problem(changed).with_noise(phi.exp()).log_evidence()
+
+    a, b = torch.tensor(-0.7, dtype=D).requires_grad_(), torch.tensor(-1.5, dtype=D).requires_grad_()
+    at(a, b).backward()
+    with torch.no_grad():
+        assert float(a.grad) == pytest.approx(slope(lambda t: float(at(a + t, b))), rel=1e-7)
+        assert float(b.grad) == pytest.approx(slope(lambda t: float(at(a, b + t))), rel=1e-7)
+
+
+def test_the_evidence_has_no_slope_in_groups() -> None:
+    """Its value it has; a tuner that would need the slope is refused and not led astray."""
+    found = on_larger(lw.Sampled(num_samples=2), lw.per_layer(1.0))
+    assert float(found.log_evidence()) < 0
+    with pytest.raises(lw.UnsupportedError, match=r"no slope in a prior of the kind 'per_layer'.*sample_em\(\)"):
+        found.tuned()
+    given = lw.per_layer(torch.ones(2, dtype=D, requires_grad=True))
+    with torch.no_grad():
+        assert float(found.with_prior(given).log_evidence()) == pytest.approx(float(found.log_evidence()), rel=1e-12)
+
+
+@pytest.mark.parametrize("noise", [False, True], ids=["noise kept", "noise learned"])
+@pytest.mark.parametrize("prior", ["isotropic", "g"])
+def test_maximise_evidence_lands_near_full(prior: str, noise: bool) -> None:
+    """By the default settings; the optimum is off by no more than the estimate of γ is."""
+    make = {"isotropic": lambda: None, "g": lambda: lw.g_prior(0.1)}[prior]
+    tuner = lw.MaximiseEvidence(noise=noise)
+    found, full = (on_larger(method, make(), std=None, tuner=tuner) for method in (lw.Sampled(), lw.Full()))
+    assert float(found.prior.values) == pytest.approx(float(full.prior.values), rel=0.1)
+    assert float(found.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=0.05)
+    assert float(found.log_evidence()) == pytest.approx(float(full.log_evidence()), abs=3 * found.evidence_error)
+    assert found.trace.tuner == "maximise_evidence"
+    assert found.posterior.samples.shape == (16, 107)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("prior", ["isotropic", "per_layer"])
+def test_a_tolerance_out_of_reach_is_an_error(solver: str, prior: str) -> None:
+    """Products in float32 and a residual of 1e-14: the residual is told, and no samples are left behind."""
+    case = BY_NAME["mlp"]
+    data = problems.batches(case, dtype=torch.float32)
+    given = lw.isotropic(1e-3) if prior == "isotropic" else lw.per_layer(1e-3)
+    method = lw.Sampled(num_samples=3, solver=solver, tolerance=1e-14)
+    found = lw.fit(case.build(torch.float32), data, "classification", method=method, prior=given)
+    for ask in (
+        lambda: found.functions(case.batch(2, torch.float32)),
+        lambda: found.weight_samples(1),
+        lambda: found.posterior.samples,
+    ):
+        with pytest.raises(lw.NumericalError, match=r"relative residual of \d\S*; expected 1e-14"):
+            ask()
+    assert "solution" not in found.posterior.__dict__
+
+
+def test_float32_is_near_float64() -> None:
+    """The same noise, drawn in float64 for both."""
+    case = BY_NAME["cnn"]
+    narrow = case.build(torch.float32)
+    data = problems.batches(case, dtype=torch.float32)
+    wide = [(x.double(), y) for x, y in data]
+    method = lw.Sampled(num_samples=6, tolerance=1e-5)
+    single, double = (
+        lw.fit(model, part, "classification", method=method, prior=0.7)
+        for model, part in ((narrow, data), (case.build(torch.float32).double(), wide))
+    )
+    inputs = case.batch(3, torch.float32, seed=1)
+    belief = single.functions(inputs)
+    assert belief.cov.dtype == single.posterior.samples.dtype == torch.float32
+    assert_close(belief.cov, double.functions(inputs.double()).cov, SOLVED)
+    assert_close(single.log_evidence(), double.log_evidence(), SOLVED, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_files(prior: str, tmp_path: Path) -> None:
+    p = problem("categorical")
+    found = p.fit(lw.Sampled(num_samples=5, steps=3, probes=3), prior)
+    found.save(tmp_path / "it")
+    again = lw.load(tmp_path / "it", p.case.build())
+    inputs = p.case.batch(3, seed=1)
+    assert_close(again.functions(inputs).cov, found.functions(inputs).cov)
+    assert_close(again.functions(inputs, joint=True).cov, found.functions(inputs, joint=True).cov)
+    assert_close(again.function_samples(inputs, 5), found.function_samples(inputs, 5))
+    assert torch.equal(again.weight_samples(5), found.weight_samples(5))
+    assert_close(again.log_evidence(), found.log_evidence())
+    assert again.evidence_error == found.evidence_error
+    assert torch.equal(again.posterior.solution.residuals, found.posterior.solution.residuals)
+    assert again.posterior.solution.iterations == found.posterior.solution.iterations
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_samples_from_a_file_answer_for_no_other_prior_or_noise(prior: str, tmp_path: Path) -> None:
+    p = problem()
+    p.fit(lw.Sampled(num_samples=3), prior).save(tmp_path / "it")
+    again = lw.load(tmp_path / "it", p.case.build())
+    value = float(again.prior.values.reshape(-1)[0])
+    others = [lw.isotropic(0.71), lw.per_layer(0.3), lw.diagonal(0.5), moved]
+    if prior == "g":
+        others.append(lw.isotropic(value))  # the same number of another kind
+    for other in others:
+        changed = moved(again, 0.5) if other is moved else again.with_prior(other)
+        for ask in (lambda c=changed: c.functions(p.case.batch(2)), lambda c=changed: c.log_evidence()):
+            with pytest.raises(lw.UnsupportedError, match="belong to the prior and noise they were saved with"):
+                ask()
+    with pytest.raises(lw.UnsupportedError, match="no data to compute gamma with"):
+        again.effective_parameters()
+    same = again.with_prior(p.prior(prior))
+    assert torch.equal(same.posterior.samples, again.posterior.samples)
+    if prior == "isotropic":  # the same precision for every weight, said in another way
+        assert torch.equal(again.with_prior(lw.diagonal(0.7)).posterior.samples, again.posterior.samples)
+
+
+class Augmented:
+    """Other inputs at every pass."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.gen = case, torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        x = self.case.batch(6)
+        yield x + 0.1 * torch.randn(x.shape, dtype=D, generator=self.gen), problems.targets(self.case, 6)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_data_that_change_are_refused_before_the_first_iteration(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are held in memory they do not change; where they are not, nothing is even drawn."""
+    case = BY_NAME["mlp"]
+    fit = lambda: lw.fit(
+        case.build(), Augmented(case), "classification", method=lw.Sampled(num_samples=2, solver=solver), prior=1.0
+    )
+    fit().functions(case.batch(2))
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    monkeypatch.setattr(Ridge, "drawn", lambda *_, **__: pytest.fail("noise was drawn"))
+    with pytest.raises(lw.NumericalError, match=r"two calls to an operator .* differ by .*augmentation"):
+        fit()
+
+
+def test_order_does_not_matter_to_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed in another order at every pass: Xᵀ ε is other noise, just as good, and each solve is right."""
+    p, gen = problem("categorical"), torch.Generator().manual_seed(3)
+
+    class Shuffled:
+        def __iter__(self) -> Iterator[Any]:
+            order = torch.randperm(6, generator=gen)
+            yield p.case.batch(6)[order], targets(p.case, p.kind)[order]
+
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    found = lw.fit(
+        p.case.build(), Shuffled(), "classification", method=lw.Sampled(num_samples=3, tolerance=1e-11), prior=0.7
+    ).posterior
+    mine, total = found.solver.ridge, p.exact.ggn + 0.7 * torch.eye(p.x.shape[1], dtype=D)
+    assert_close(found.samples, torch.linalg.solve(total, (0.7**0.5 * mine.prior + mine.back).T).T, SOLVED)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_samples": 0}, "num_samples is 0; expected at least 1"),
+        ({"solver": "lu"}, "solver is 'lu'; expected one of krylov, cg"),
+        ({"probes": 1}, "probes is 1 and steps is 20; expected at least 2 and 1"),
+        ({"steps": 0}, "probes is 8 and steps is 0; expected at least 2 and 1"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(lw.UnsupportedError, match=message):
+        lw.Sampled(**settings)
+
+
+def test_other_curvatures_are_refused() -> None:
+    with pytest.raises(lw.UnsupportedError, match="curvature is 'hessian'; expected one of ggn"):
+        problem().fit(lw.Sampled(curvature="hessian"))
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_the_model_is_left_as_it_was(name: str) -> None:
+    case = BY_NAME[name]
+    model = case.build()
+    data, inputs = problems.batches(case), case.batch(3, seed=1)
+    random = torch.get_rng_state()
+
+    def run() -> None:
+        method = lw.Sampled(num_samples=2, steps=2)
+        found = lw.fit(model, data, problems.likelihood(case), method=method, prior=1.0)
+        found.functions(inputs, joint=True)
+        found.function_samples(inputs, 2)
+        found.network_samples(inputs, 2)
+        found.log_evidence()
+
+    problems.unchanged(model, run)
+    assert torch.equal(torch.get_rng_state(), random)  # nor is the global generator touched
