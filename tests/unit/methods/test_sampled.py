@@ -343,7 +343,8 @@ def on_larger(method: Any, prior: Any = 1.0, std: float | None = 0.3, **options:
 def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> None:
     """A hundred seeds: Student's interval of 95 % holds the evidence of Full 90 times or more.
 
-    Before there are samples and after, when the basis has grown. An estimate it is: with four probes no seed hits the truth. And the error is not overstated.
+    Before there are samples and after, when the basis has grown. An estimate it is: with four probes no seed hits
+    the truth. And the error is not overstated.
     """
     given: Any = {"isotropic": 0.5, "g": lw.g_prior(0.01), "per_layer": lw.per_layer(torch.tensor([0.5, 2.0]))}[prior]
     method = lw.Sampled(num_samples=2, width=2, probes=4, steps=25, tolerance=0.1)
