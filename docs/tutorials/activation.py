@@ -157,7 +157,7 @@ def picture(found: dict[str, list[Study]], path: Path) -> None:
         axis.axhspan(-NEAR, 0, color=STYLES["tanh"][0], alpha=0.1, linewidth=0)
         axis.axvline(0, color=PALE, linewidth=1, linestyle=":")
         axis.set(xlabel="log evidence, the best is 0", ylabel="log-likelihood of a new row, the best is 0")
-        axis.set_title(f"{table}\nthe evidence's choice is near the best {near} times of {len(studies)}", fontsize=10.5)
+        axis.set_title(f"{table}\nthe evidence's choice is near the best {near} of {len(studies)} times", fontsize=10.5)
         axis.spines[["top", "right"]].set_visible(False)
     entries = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))  # one for each activation
     figure.legend(entries.values(), entries.keys(), frameon=False, ncols=4, loc="outside lower center")

@@ -16,6 +16,7 @@ from lapwing.curvature.tangent_model import TangentModel, tangent_model
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.posteriors.trace import DivergedError, Step, Trace
+from lapwing.tuning.evidence import RANGE
 from lapwing.tuning.linear_mode import ModeSolver
 
 
@@ -45,6 +46,8 @@ class SampleEM:
     def __post_init__(self) -> None:
         if self.mode not in ("tangent", "network"):
             raise UnsupportedError(f"mode is {self.mode!r}; expected 'tangent' or 'network'.")
+        if self.max_steps < 1:
+            raise UnsupportedError(f"max_steps is {self.max_steps}; expected at least 1.")
 
     def with_data(self, data: Data) -> SampleEM:
         """The same on these data, where none were given."""
@@ -63,17 +66,25 @@ class SampleEM:
                 found = ModeSolver(model, posterior.theta.double(), self.solver_tolerance)(current, theta)
                 theta, loss = found.theta, found.loss
             gammas = self._gammas(current)
-            errors.append(float(gammas.sum(1).std() / math.sqrt(len(gammas))) if len(gammas) > 1 else math.inf)
+            errors.append(_error(gammas.sum(1, keepdim=True)))
             updated = self._updated(current, gammas.mean(0), theta, float(loss))
             moved = _distance(current.problem, updated.problem)
             steps.append(_step(current.problem, float(gammas.sum(1).mean())))
-            if not math.isfinite(moved):
+            refuse_negative(gammas, steps, current)
+            low, high = (float(end) for end in updated.problem.prior.values.aminmax())
+            if not (math.isfinite(moved) and RANGE[0] < low <= high < RANGE[1]):
                 trace = Trace("sample_em", "gamma", tuple(steps))
-                raise DivergedError("sample_em: an update is not finite.", trace, current.with_trace(trace))
+                message = (
+                    f"sample_em: a prior precision ran to {high:.3g} (smallest {low:.3g}). The weights of a group "
+                )
+                message += "are all near the prior mean, or the data do not curve the loss. Give the prior."
+                raise DivergedError(message, trace, current.with_trace(trace))
             current = updated
             if moved <= self.tolerance:
                 break
-        finding = f"gamma {steps[-1].gamma:.4g} ± {errors[-1]:.2g} from {len(current.samples)} samples"
+        finding = f"gamma {steps[-1].gamma:.4g} ± {errors[-1]:.2g} from {len(gammas)} samples"
+        if gammas.shape[1] > 1:
+            finding += f", of a group ± {_error(gammas):.0%} of it or less"
         left = "" if moved <= self.tolerance else f"; a logarithm still moved by {moved:.2g} at the last step"
         return current.with_trace(Trace("sample_em", "gamma", tuple(steps), (finding + left,)))
 
@@ -102,6 +113,27 @@ class SampleEM:
             likelihood = problem.likelihood.with_dispersion(torch.tensor(phi, dtype=torch.float64).to(precision))
             problem = problem.with_likelihood(likelihood)
         return current.with_problem(problem)
+
+
+def refuse_negative(gammas: Tensor, steps: list[Step], current: SampledPosterior) -> None:
+    """γ of all weights is a sum of squares; that of a group is not, and with few samples may be anything."""
+    worst = float(gammas.mean(0).min())
+    if worst < 0:
+        trace = Trace("sample_em", "gamma", tuple(steps))
+        raise DivergedError(
+            f"sample_em: gamma of a group is {worst:.3g} from {len(gammas)} samples; expected none below zero. Raise "
+            "Sampled(num_samples=...), or use a prior with one number.",
+            trace,
+            current.with_trace(trace),
+        )
+
+
+def _error(gammas: Tensor) -> float:
+    """The standard error of the only column of (K, 1); the largest one relative to its mean of (K, groups)."""
+    if len(gammas) < 2:
+        return math.inf
+    each = gammas.std(0) / math.sqrt(len(gammas))
+    return float(each if len(each) == 1 else (each / gammas.mean(0)).max())
 
 
 def _step(problem: Problem, gamma: float) -> Step:

@@ -317,12 +317,12 @@ def test_samples_that_are_not_there(n: int) -> None:
 
 @lru_cache
 def larger() -> tuple[nn.Module, Tensor, Tensor]:
-    """90 data of two outputs, 107 weights: more than a few products can show."""
+    """50 data of two outputs, 56 weights: more than a few products can show."""
     gen = torch.Generator().manual_seed(12)
     torch.manual_seed(12)
-    model = nn.Sequential(nn.Linear(4, 15), nn.Tanh(), nn.Linear(15, 2)).double()
-    x = torch.randn(90, 4, dtype=D, generator=gen)
-    y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1) + 0.2 * torch.randn(90, 2, dtype=D, generator=gen)
+    model = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2)).double()
+    x = torch.randn(50, 3, dtype=D, generator=gen)
+    y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1) + 0.2 * torch.randn(50, 2, dtype=D, generator=gen)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-3)
     for _ in range(150):
         optimiser.zero_grad()
@@ -347,7 +347,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
     the truth. And the error is not overstated.
     """
     given: Any = {"isotropic": 0.5, "g": lw.g_prior(0.01), "per_layer": lw.per_layer(torch.tensor([0.5, 2.0]))}[prior]
-    method = lw.Sampled(num_samples=2, width=2, probes=4, steps=25, tolerance=0.1)
+    method = lw.Sampled(num_samples=2, width=2, probes=4, steps=20, tolerance=0.1)
     truth = float(on_larger(lw.Full(), given).log_evidence())
     start = on_larger(method, given).posterior
     design, scale = start.solver.ridge.design, start.solver.ridge.scale
@@ -426,15 +426,16 @@ def test_the_evidence_has_no_slope_in_groups() -> None:
 @pytest.mark.parametrize("noise", [False, True], ids=["noise kept", "noise learned"])
 @pytest.mark.parametrize("prior", ["isotropic", "g"])
 def test_maximise_evidence_lands_near_full(prior: str, noise: bool) -> None:
-    """By the default settings; the optimum is off by no more than the estimate of γ is."""
+    """With a basis that does not see it all."""
     make = {"isotropic": lambda: None, "g": lambda: lw.g_prior(0.1)}[prior]
     tuner = lw.MaximiseEvidence(noise=noise)
-    found, full = (on_larger(method, make(), std=None, tuner=tuner) for method in (lw.Sampled(), lw.Full()))
+    found, full = (on_larger(method, make(), std=None, tuner=tuner) for method in (lw.Sampled(width=4), lw.Full()))
     assert float(found.prior.values) == pytest.approx(float(full.prior.values), rel=0.1)
     assert float(found.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=0.05)
     assert float(found.log_evidence()) == pytest.approx(float(full.log_evidence()), abs=3 * found.evidence_error)
+    assert found.evidence_error > 1e-3
     assert found.trace.tuner == "maximise_evidence"
-    assert found.posterior.samples.shape == (16, 107)
+    assert found.posterior.samples.shape == (16, 56)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
