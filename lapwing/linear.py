@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lapwing.core.data import check_finite
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
@@ -39,26 +40,46 @@ def fit_linear(
     >>> [round(float(w), 2) for w in found.mean]
     [1.0, 1.0, 1.0]
     """
-    design = MatrixDesign(features) if isinstance(features, Tensor) else features
+    design = MatrixDesign(_features(features)) if isinstance(features, Tensor) else features
     y = _checked(design, targets)
+    _refuse_settings(precision, noise_std, num_samples)
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
     ridge = Ridge.drawn(design, num_samples, generator)
-    start = LinearPosterior(ridge, y, precision or 1.0, (noise_std or float(y.std()) or 1.0) ** 2, tolerance)
+    alpha, std = precision or 1.0, noise_std or float(y.square().mean().sqrt()) or 1.0  # where EM starts
+    start = LinearPosterior(ridge, y, alpha, std**2, tolerance)
     if precision is not None and noise_std is not None:
         return start
     return start.tuned(precision is None, noise_std is None)
 
 
+def _features(x: Tensor, columns: int | None = None) -> Tensor:
+    """Rows of finite numbers, of so many columns where that is known."""
+    if x.ndim != 2 or x.numel() == 0 or x.shape[1] != (columns or x.shape[1]):
+        raise DataError(f"features have the shape {tuple(x.shape)}; expected (rows, {columns or 'columns'}).")
+    if not x.dtype.is_floating_point:
+        raise DataError(f"features are {x.dtype}; expected floating-point numbers.")
+    check_finite(x, "features")
+    return x
+
+
+def _refuse_settings(precision: float | None, noise_std: float | None, num_samples: int) -> None:
+    for name, value in (("precision", precision), ("noise_std", noise_std)):
+        if value is not None and not 0 < value < math.inf:
+            raise DataError(f"{name} is {value}; expected a positive number, or None to learn it.")
+    if num_samples < 1:
+        raise DataError(f"num_samples is {num_samples}; expected at least 1.")
+
+
 def _checked(design: Design, targets: Tensor) -> Tensor:
+    if not isinstance(design, MatrixDesign | OperatorDesign):
+        raise DataError(f"features are a {type(design).__name__}; expected a tensor or an OperatorDesign.")
     y = targets.reshape(-1).double().to(design.like.device)
-    if len(y) != design.rows or targets.numel() != targets.shape[0]:
+    if len(y) != design.rows or targets.shape[:1] != (design.rows,):
         raise DataError(
             f"{design.rows} rows of features and targets {tuple(targets.shape)}; expected ({design.rows},)."
         )
     if not bool(torch.isfinite(y).all()):
         raise DataError("targets hold NaN or infinity; expected finite numbers.")
-    if not design.like.dtype.is_floating_point:
-        raise DataError(f"features are {design.like.dtype}; expected floating-point numbers.")
     return y
 
 
@@ -86,7 +107,7 @@ class LinearPosterior:
             lambda v: gram_product(self.design, v) + shift * v,
             rhs,
             root=self.ridge.deflating(shift),
-            tolerance=min(self.tolerance, 1e-8),
+            tolerance=max(min(self.tolerance, 1e-8), 30 * torch.finfo(self.design.like.dtype).eps),
         )
         return found.x[0]
 
@@ -99,7 +120,7 @@ class LinearPosterior:
     def samples(self, n: int | None = None) -> Tensor:
         """(n, P) weights; the first of those stored."""
         count = len(self.solution.x)
-        if n is not None and n > count:
+        if n is not None and not 0 <= n <= count:
             raise UnsupportedError(f"{n} samples were asked for and {count} are stored; raise num_samples.")
         return self.mean + self.solution.x[:n]
 
@@ -124,9 +145,7 @@ class LinearPosterior:
 
     def predict(self, features: Tensor) -> NormalPredictive:
         """For rows of features (B, P): mean, and variance from the samples, with the noise."""
-        if features.shape[-1] != self.design.size:
-            raise DataError(f"features have {features.shape[-1]} columns; expected {self.design.size}.")
-        x = features.double().to(self.y.device)
+        x = _features(features, self.design.size).double().to(self.y.device)
         moved = x @ self.solution.x.mT  # (B, K)
         cov = moved.square().mean(1)[:, None, None]
         belief = FunctionGaussian((x @ self.mean)[:, None], cov)
@@ -137,16 +156,22 @@ class LinearPosterior:
         current, steps = self, []
         for _ in range(max_steps):
             gamma, _ = current.gamma
-            alpha = gamma / float(current.mean.square().sum()) if precision else current.precision
+            squares = float(current.mean.square().sum())
+            alpha = current.precision if not precision else gamma / squares if squares > 0 else math.inf
             left = max(len(self.y) - gamma, 1e-3 * len(self.y))
             phi = current._squared_error / left if noise else current.noise_variance
             steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma))
-            if not (math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and phi > 0):
-                raise NumericalError(f"fit_linear: precision {alpha} and noise variance {phi} after {steps[-1]}.")
+            if not (math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and phi > 0 and gamma > 1e-6):
+                raise NumericalError(
+                    f"fit_linear: precision {alpha:.3g} and noise variance {phi:.3g} after gamma {steps[-1]}; expected an "
+                    "optimum. Features that say nothing about the targets have none, nor have targets without noise. "
+                    "Give precision=... or noise_std=...."
+                )
             moved = max(abs(math.log(alpha / current.precision)), abs(math.log(phi / current.noise_variance)))
             current = replace(current, precision=alpha, noise_variance=phi)
             if moved < 1e-4:
                 break
         gamma, error = current.gamma
         finding = f"gamma {gamma:.4g} ± {error:.2g}"
+        finding += "" if moved < 1e-4 else f"; a logarithm still moved by {moved:.2g} at the last step"
         return replace(current, trace=Trace("fit_linear", "gamma", tuple(steps), (finding,)))

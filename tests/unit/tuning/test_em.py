@@ -263,7 +263,7 @@ def test_one_sample_has_no_error_to_state() -> None:
 
 
 def test_the_trace_has_every_step() -> None:
-    found = completed(fitted(5.0, std=None)).tuned(lw.sample_em(data(), noise=True, tolerance=1e-6))
+    found = completed(fitted(5.0, std=None)).tuned(lw.sample_em(data(), noise=True, tolerance=1e-6, max_steps=500))
     trace = found.trace
     assert (trace.tuner, trace.score) == ("sample_em", "gamma")
     assert trace.steps[0].precisions == (5.0,)
