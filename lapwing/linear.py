@@ -163,7 +163,7 @@ class LinearPosterior:
             steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma))
             if not (math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and phi > 0 and gamma > 1e-6):
                 raise NumericalError(
-                    f"fit_linear: precision {alpha:.3g} and noise variance {phi:.3g} after gamma {steps[-1]}; expected an "
+                    f"fit_linear: precision {alpha:.3g} and noise variance {phi:.3g} after {steps[-1]}; expected an "
                     "optimum. Features that say nothing about the targets have none, nor have targets without noise. "
                     "Give precision=... or noise_std=...."
                 )
