@@ -13,7 +13,15 @@ from lapwing.core.data import check_finite
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
-from lapwing.linalg.design import Design, MatrixDesign, OperatorDesign, back_product, forward_product, gram_product
+from lapwing.linalg.design import (
+    Design,
+    MatrixDesign,
+    OperatorDesign,
+    back_product,
+    forward_product,
+    gram_product,
+    refuse_unpaired,
+)
 from lapwing.linalg.ridge import Ridge
 from lapwing.posteriors.trace import Step, Trace
 from lapwing.predictives.normal import NormalPredictive
@@ -42,7 +50,9 @@ def fit_linear(
     """
     design = MatrixDesign(_features(features)) if isinstance(features, Tensor) else features
     y = _checked(design, targets)
-    _refuse_settings(precision, noise_std, num_samples)
+    _refuse_settings(precision, noise_std, num_samples, tolerance)
+    if isinstance(design, OperatorDesign):
+        refuse_unpaired(design)
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
     ridge = Ridge.drawn(design, num_samples, generator)
     alpha, std = precision or 1.0, noise_std or float(y.square().mean().sqrt()) or 1.0  # where EM starts
@@ -62,17 +72,21 @@ def _features(x: Tensor, columns: int | None = None) -> Tensor:
     return x
 
 
-def _refuse_settings(precision: float | None, noise_std: float | None, num_samples: int) -> None:
+def _refuse_settings(precision: float | None, noise_std: float | None, num_samples: int, tolerance: float) -> None:
     for name, value in (("precision", precision), ("noise_std", noise_std)):
         if value is not None and not 0 < value < math.inf:
             raise DataError(f"{name} is {value}; expected a positive number, or None to learn it.")
     if num_samples < 1:
         raise DataError(f"num_samples is {num_samples}; expected at least 1.")
+    if not 0 < tolerance < 1:
+        raise DataError(f"tolerance is {tolerance}; expected a relative residual between 0 and 1.")
 
 
 def _checked(design: Design, targets: Tensor) -> Tensor:
     if not isinstance(design, MatrixDesign | OperatorDesign):
         raise DataError(f"features are a {type(design).__name__}; expected a tensor or an OperatorDesign.")
+    if not isinstance(targets, Tensor):
+        raise DataError(f"targets are a {type(targets).__name__}; expected a tensor ({design.rows},).")
     y = targets.reshape(-1).double().to(design.like.device)
     if len(y) != design.rows or targets.shape[:1] != (design.rows,):
         raise DataError(
@@ -108,8 +122,9 @@ class LinearPosterior:
             rhs,
             root=self.ridge.deflating(shift),
             tolerance=max(min(self.tolerance, 1e-8), 30 * torch.finfo(self.design.like.dtype).eps),
+            truncated=True,
         )
-        return found.x[0]
+        return found.settled("fit_linear", "Raise the precision, or give the features in float64.").x[0]
 
     @cached_property
     def solution(self) -> Solution:
@@ -137,6 +152,8 @@ class LinearPosterior:
 
     def log_evidence(self, probes: int = 8, steps: int = 20) -> tuple[float, float]:
         """log p(y), exact but for its log-determinant, and the standard error of that."""
+        if probes < 2 or steps < 1:
+            raise UnsupportedError(f"probes is {probes} and steps is {steps}; expected at least 2 and 1.")
         shift = torch.tensor(self.precision * self.noise_variance, dtype=torch.float64, device=self.y.device)
         logdet = self.ridge.logdet(shift, probes, steps)
         n, phi = len(self.y), self.noise_variance
@@ -154,6 +171,7 @@ class LinearPosterior:
     def tuned(self, precision: bool = True, noise: bool = True, max_steps: int = 200) -> LinearPosterior:
         """Expectation maximisation over the precision, the noise, or both; the noise of the samples stays the same."""
         current, steps = self, []
+        least = 1e-13 * float(self.y.square().mean())  # a noise below that of rounding
         for _ in range(max_steps):
             gamma, _ = current.gamma
             squares = float(current.mean.square().sum())
@@ -161,7 +179,8 @@ class LinearPosterior:
             left = max(len(self.y) - gamma, 1e-3 * len(self.y))
             phi = current._squared_error / left if noise else current.noise_variance
             steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma))
-            if not (math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and phi > 0 and gamma > 1e-6):
+            good = math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and gamma > 1e-6
+            if not good or not phi > least * noise:
                 raise NumericalError(
                     f"fit_linear: precision {alpha:.3g} and noise variance {phi:.3g} after {steps[-1]}; expected an "
                     "optimum. Features that say nothing about the targets have none, nor have targets without noise. "

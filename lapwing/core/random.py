@@ -19,6 +19,12 @@ def uniform(shape: tuple[int, ...], generator: torch.Generator | None, like: Ten
     return torch.rand(shape, generator=generator, dtype=like.dtype, device=_home(generator, like)).to(like.device)
 
 
+def derived(generator: torch.Generator | None, like: Tensor) -> torch.Generator:
+    """A generator seeded by a draw from this one: its numbers are not those that the same seed gave someone else."""
+    seed = int(uniform((1,), generator, like.double()) * 2**53)
+    return torch.Generator(_home(generator, like)).manual_seed(seed)
+
+
 def poisson(rate: Tensor, generator: torch.Generator | None) -> Tensor:
     """Counts with these rates."""
     return torch.poisson(rate.to(_home(generator, rate)), generator=generator).to(rate.device)

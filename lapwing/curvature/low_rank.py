@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lapwing.core.errors import UnsupportedError
 from lapwing.curvature.blockwise import BlockwisePrecision
-from lapwing.curvature.structures import DiagonalPrecision, floored_by_layer
+from lapwing.curvature.kernel import prior_precision
+from lapwing.curvature.structures import floored_by_layer
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
@@ -42,10 +43,7 @@ class LowRankPrecision:
 
     @cached_property
     def _prior_only(self) -> BlockwisePrecision:
-        inverse = self.selection.split(self.prior.vector.detach().double().reciprocal())
-        zero = self.tall.new_zeros(())
-        parts = tuple(DiagonalPrecision(block.arrange(inverse), zero) for block in self.layout)
-        return BlockwisePrecision(parts, self.layout, self.selection)
+        return prior_precision(self.prior, self.layout, self.selection)
 
     def _pulled(self, jacobian: LayerJacobians) -> Tensor:
         """L⁻¹ Wᵀ A⁻¹ Jᵀ, (r, B, K)."""

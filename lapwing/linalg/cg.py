@@ -132,13 +132,16 @@ def block_conjugate_gradients(
     s, largest = q, 0.0
     iterations, norm, before = 0, 0.0, torch.inf
     while iterations < max_iterations and len(q) and float(r.norm(dim=1).max()) > tolerance:
+        own, dependent = torch.linalg.cholesky_ex(s @ s.mT)
+        if int(dependent):  # up to rounding: search along the residuals again
+            s, own = q, torch.eye(len(q)).to(q)
         moved = half(s).double()
         image = applied(product, moved)
         curved = half(image).double()
         inner = curved @ s.mT
         accuracy = max(1e2 * EPS, float((inner - inner.mT).norm() / inner.norm()) * (s.shape[1] / len(s)) ** 0.5)
         inner = 0.5 * (inner + inner.mT)
-        curvatures = _curvatures(inner, s)
+        curvatures = _curvatures(inner, own)
         largest = max(largest, float(curvatures[-1]))
         if float(curvatures[0]) <= EPS * largest:
             if truncated and iterations:
@@ -213,9 +216,8 @@ def _residual_basis(rows: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:
     return mix[:, : len(basis)], basis
 
 
-def _curvatures(inner: Tensor, s: Tensor) -> Tensor:
-    """The operator's eigenvalues, ascending, within the span of the directions s: inner relative to s · sᵀ."""
-    factor = torch.linalg.cholesky(s @ s.mT)
+def _curvatures(inner: Tensor, factor: Tensor) -> Tensor:
+    """The operator's eigenvalues, ascending, within a span of directions s: inner relative to s · sᵀ and its factor."""
     left = torch.linalg.solve_triangular(factor, inner, upper=False)
     return torch.linalg.eigvalsh(torch.linalg.solve_triangular(factor, left.mT, upper=False))
 

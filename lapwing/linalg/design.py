@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lapwing.core.errors import DataError, NumericalError
+from lapwing.core.random import normal
+
 
 class Part(Protocol):
     """Some rows of a design, for vectors as rows."""
@@ -94,7 +97,10 @@ class OperatorPart:
 
 @dataclass(frozen=True, eq=False)
 class OperatorDesign:
-    """Products given as functions of rows of vectors: ``forward`` (n, P) -> (n, rows), ``back`` the other way."""
+    """Products given as functions of rows of vectors: ``forward`` (n, P) -> (n, rows), ``back`` the other way.
+
+    ``like`` is an empty tensor of the dtype and device that the functions take.
+    """
 
     rows: int
     size: int
@@ -103,7 +109,43 @@ class OperatorDesign:
     like: Tensor
 
     def __iter__(self) -> Iterator[Part]:
-        yield OperatorPart(self.rows, self.forward, self.back)
+        yield OperatorPart(self.rows, lambda v: self.forward(v.to(self.like)), lambda u: self.back(u.to(self.like)))
+
+
+def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
+    """Raise unless u·Xv = v·Xᵀu for chance vectors, and a second call of either product repeats the first.
+
+    The second call gets its rows in the other order, so that a product which mixes them is found as well.
+    """
+    like, gen = torch.empty(0, dtype=torch.float64, device=design.like.device), torch.Generator().manual_seed(0)
+    (part,) = design
+    v, u = normal((2, design.size), gen, like), normal((2, design.rows), gen, like)
+    forward = _repeated(part.forward, v, design.rows, "forward", tolerance)
+    back = _repeated(part.back, u, design.size, "back", tolerance)
+    gap, scale = float(((u * forward).sum(1) - (v * back).sum(1)).norm()), float(forward.norm() + back.norm())
+    if gap > tolerance * scale:
+        raise NumericalError(
+            f"back is not the transpose of forward: u·Xv and v·Xᵀu differ by {gap / scale:.3g} of their size; expected "
+            f"{tolerance:g}. Check the two functions of the OperatorDesign."
+        )
+
+
+def _repeated(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, name: str, tolerance: float) -> Tensor:
+    first = product(rows)
+    if first.shape != (len(rows), width):
+        raise DataError(
+            f"{name} of an OperatorDesign made {tuple(first.shape)} of rows {tuple(rows.shape)}; expected "
+            f"({len(rows)}, {width}): vectors are rows."
+        )
+    if not bool(torch.isfinite(first).all()):
+        raise NumericalError(f"{name} of an OperatorDesign gave NaN or infinity; expected finite numbers.")
+    gap, scale = float((first - product(rows.flip(0)).flip(0)).norm()), float(first.norm())
+    if gap > tolerance * scale:
+        raise NumericalError(
+            f"two calls of {name} of an OperatorDesign with the same rows differ by {gap / scale:.3g} of their size; "
+            f"expected {tolerance:g}: the same matrix at every call, and rows apart from each other."
+        )
+    return first.double()
 
 
 def gram_product(design: Design, v: Tensor) -> Tensor:

@@ -42,6 +42,16 @@ def gradients(raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recur
     ]
 
 
+def differentiable_gradients(raw: Tensor, nodes: list[Node], seeds: Tensor) -> list[Tensor]:
+    """The same by autograd, seed by seed, as part of a graph that leads back to the inputs."""
+    edges = [GradientEdge(node, 0) for node in nodes]
+    each = [torch.autograd.grad(raw, edges, seed, create_graph=True, allow_unused=True) for seed in seeds]
+    return [
+        seeds.new_zeros(len(seeds), *output_shape(node)) if each[0][i] is None else torch.stack([g[i] for g in each])
+        for i, node in enumerate(nodes)
+    ]
+
+
 def loops(graph: Graph, seeds: Tensor, recurrent: bool) -> bool:
     """Whether autograd must take seed by seed: it batches no recurrent, attention or sparse kernel, and convolutions
     on a CPU only slowly."""

@@ -184,13 +184,56 @@ class LinearJacobian:
 
     def cross(self, weights: Tensor) -> Tensor:
         """Σ_ij J_bkij weights_ij J_clij between all samples: (B K, B K)."""
-        batch, outputs = self.batch, self.g.shape[1]
-        total = self.a.new_zeros(batch * outputs, batch * outputs)
-        step = max(1, BYTES // (self.a.element_size() * batch * outputs * self.a.shape[-1] * self.a.shape[0]))
+        return self.between(self, weights)
+
+    def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
+        """J diag(weights) J'ᵀ between the samples of two batches, (B K, B' K'); weights of one where none are given.
+
+        Without weights a product of two Gram matrices, (a·a')(g·g') summed over positions, where that costs less than
+        this layer's Jacobians. Differentiable in the factors.
+        """
+        if not isinstance(other, LinearJacobian):
+            return _flat_between(self, other, weights)
+        if weights is None and self._grams_cost_less(other):
+            return self._grams(other)
+        return self._outer(other, weights)
+
+    def _grams_cost_less(self, other: LinearJacobian) -> bool:
+        (_, k, b, t, d_out), (_, m, c, u, _), d_in = self.g.shape, other.g.shape, self.a.shape[-1]
+        grams = b * t * c * u * (d_in + k * m * d_out)
+        return grams <= d_out * d_in * (k * b * t + m * c * u + k * b * m * c)
+
+    def _grams(self, other: LinearJacobian) -> Tensor:
+        groups, outputs, batch, positions, d_out = self.g.shape
+        _, columns, others, places, _ = other.g.shape
+        right_a = other.a.reshape(groups, others * places, -1)
+        right_g = other.g.reshape(groups, columns * others * places, d_out)
+        if positions == places == 1:
+            a = torch.bmm(self.a[:, :, 0], right_a.mT).reshape(groups, 1, batch, 1, others)
+            g = torch.bmm(self.g.reshape(groups, outputs * batch, d_out), right_g.mT)
+            found = (a * g.reshape(groups, outputs, batch, columns, others)).sum(0)
+            return found.permute(1, 0, 3, 2).reshape(batch * outputs, others * columns)
+        parts = []
+        for piece in self.pieces(3 * groups * outputs * positions * columns * others * places):
+            size = piece.batch
+            a = torch.bmm(piece.a.reshape(groups, size * positions, -1), right_a.mT)
+            g = torch.bmm(piece.g.reshape(groups, outputs * size * positions, d_out), right_g.mT)
+            product = a.reshape(groups, 1, size, positions, 1, others, places) * g.reshape(
+                groups, outputs, size, positions, columns, others, places
+            )
+            parts.append(product.sum((0, 3, 6)).permute(1, 0, 3, 2).reshape(size * outputs, others * columns))
+        return torch.cat(parts)
+
+    def _outer(self, other: LinearJacobian, weights: Tensor | None) -> Tensor:
+        """Over the Jacobians of a few outputs of the layer at a time."""
+        mine, theirs = self.batch * self.g.shape[1], other.batch * other.g.shape[1]
+        total = self.a.new_zeros(mine, theirs)
+        step = max(1, BYTES // (self.a.element_size() * (mine + theirs) * self.a.shape[-1] * self.a.shape[0]))
         for i in range(0, self.g.shape[-1], step):
-            part = LinearJacobian(self.a, self.g[..., i : i + step]).whole()
-            rows = (part * weights[:, i : i + step].sqrt()).reshape(batch * outputs, -1)
-            total.addmm_(rows, rows.mT)
+            rows = LinearJacobian(self.a, self.g[..., i : i + step]).whole()
+            last = rows if other is self else LinearJacobian(other.a, other.g[..., i : i + step]).whole()
+            rows = rows if weights is None else rows * weights[:, i : i + step]
+            total = total + rows.reshape(mine, -1) @ last.reshape(theirs, -1).mT
         return total
 
     def jvp(self, v: Tensor) -> Tensor:
@@ -286,8 +329,26 @@ class LookupJacobian:
         return parts.new_zeros(self.batch, *parts.shape[1:]).index_add_(0, self.owner, parts)
 
     def cross(self, weights: Tensor) -> Tensor:
-        rows = (self.whole() * weights.sqrt()).reshape(self.batch * self.g.shape[0], -1)
-        return rows @ rows.mT
+        return self.between(self, weights)
+
+    def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
+        """As for a linear block, over the rows of the table that either batch has."""
+        if not isinstance(other, LookupJacobian):
+            return _flat_between(self, other, weights)
+        tokens = torch.unique(torch.cat([self.token, other.token]))
+        mine = self._over(tokens)
+        theirs = mine if other is self else other._over(tokens)
+        if weights is not None:
+            mine = mine * weights[0].mT[tokens]
+        return mine.flatten(1) @ theirs.flatten(1).mT
+
+    def _over(self, tokens: Tensor) -> Tensor:
+        """The Jacobian over some rows of the table, (B K, len(tokens), d_out)."""
+        outputs, _, d_out = self.g.shape
+        place = torch.searchsorted(tokens, self.token)
+        full = self.g.new_zeros(self.batch, len(tokens), outputs, d_out)
+        full = full.index_put((self.owner, place), self.g.transpose(0, 1))
+        return full.permute(0, 2, 1, 3).reshape(-1, len(tokens), d_out)
 
     def jvp(self, v: Tensor) -> Tensor:
         picked = v[:, 0].mT[:, self.token]  # (n, U, d_out)
@@ -330,8 +391,10 @@ class DenseJacobian:
         return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
 
     def cross(self, weights: Tensor) -> Tensor:
-        rows = self.j.reshape(-1, self.j.shape[-1])
-        return (rows * weights.reshape(-1)) @ rows.mT
+        return self.between(self, weights)
+
+    def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
+        return _flat_between(self, other, weights)
 
     def jvp(self, v: Tensor) -> Tensor:
         return (v.reshape(len(v), -1) @ self.j.flatten(0, 1).mT).reshape(len(v), *self.j.shape[:2])
@@ -344,6 +407,13 @@ class DenseJacobian:
 
 
 BlockJacobian = LinearJacobian | LookupJacobian | DenseJacobian
+
+
+def _flat_between(one: BlockJacobian, other: BlockJacobian, weights: Tensor | None) -> Tensor:
+    """J diag(weights) J'ᵀ of Jacobians that are whole, or of which one is."""
+    rows = one.whole().flatten(2).flatten(0, 1)
+    last = rows if other is one else other.whole().flatten(2).flatten(0, 1)
+    return (rows if weights is None else rows * weights.reshape(-1)) @ last.mT
 
 
 def _summed_squares(g: Tensor) -> Tensor:

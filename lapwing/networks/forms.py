@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lapwing.networks.blocks import BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
-from lapwing.networks.graph import Node
+from lapwing.networks.graph import Node, saved
 
 Pattern = tuple[int, int, int]  # rows run over (outer, sample, inner)
 Factor = Callable[[Node], Tensor]
@@ -46,7 +46,7 @@ class Matmul:
     part: tuple[int, int, int] | None = None  # first, last, of how many outputs
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
-        a = per_sample(getattr(node, self.saved).detach(), 0, pattern)
+        a = per_sample(saved(node, self.saved), 0, pattern)
         g = per_sample(g, 1, pattern)
         if self.part is not None:
             first, last, total = self.part
@@ -61,7 +61,7 @@ class Convolution:
     kind: str = "rows"
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
-        x, weight, groups = node._saved_input.detach(), node._saved_weight, node._saved_groups
+        x, weight, groups = saved(node, "_saved_input"), node._saved_weight.detach(), node._saved_groups
         patches = windows(x, weight.shape[2:], node._saved_stride, node._saved_padding, node._saved_dilation)
         images, spatial = x.shape[0], g.shape[3:]
         count, dims = math.prod(spatial), len(spatial)
@@ -87,7 +87,7 @@ class TransposedConvolution:
     kind: str = "columns"
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
-        x, weight, groups = node._saved_input.detach(), node._saved_weight, node._saved_groups
+        x, weight, groups = saved(node, "_saved_input"), node._saved_weight.detach(), node._saved_groups
         images, spatial = x.shape[0], x.shape[2:]
         count, dims = math.prod(spatial), len(spatial)
         seeds = g.shape[0]
@@ -135,7 +135,8 @@ class Elementwise:
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
         if self.factor is not None:
-            g = g * self.factor(node).detach()
+            factor = self.factor(node)
+            g = g * (factor if torch.is_grad_enabled() else factor.detach())
         if self.channel:
             g = g.flatten(3).sum(-1) if g.ndim > 3 else g
             extents: tuple[int, ...] = (self.shape[0],)
@@ -167,10 +168,21 @@ def normalised(node: Node) -> Tensor:
         unit = (x - node._saved_running_mean.to(x.dtype).view(shape)) * batch_norm_scale(node).to(x.dtype).view(shape)
     elif node.name() == "NativeGroupNormBackward0":
         grouped = x.reshape(x.shape[0], node._saved_group, -1)
-        unit = ((grouped - node._saved_result1[..., None]) * node._saved_result2[..., None]).reshape(x.shape)
+        unit = _unit(grouped, node._saved_result1[..., None], node._saved_result2[..., None], (-1,)).reshape(x.shape)
     else:
-        unit = (x - node._saved_result1) * node._saved_result2
+        dims = tuple(range(-len(node._saved_normalized_shape), 0))
+        unit = _unit(x, node._saved_result1, node._saved_result2, dims)
     return unit.to(x.dtype)
+
+
+def _unit(x: Tensor, mean: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """(x - mean) scale. Where gradients are recorded mean and scale are computed anew: those that a norm keeps are
+    cut off from its input."""
+    if not torch.is_grad_enabled():
+        return (x - mean) * scale
+    variance = x.var(dims, unbiased=False, keepdim=True)
+    eps = scale.detach().square().reciprocal() - variance.detach()
+    return (x - x.mean(dims, keepdim=True)) * (variance + eps).rsqrt()
 
 
 def windows(

@@ -76,6 +76,16 @@ def plain_kernels(plain: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def twice_differentiable(wanted: bool) -> Iterator[None]:
+    """Attention in plain operations, if asked for: its fused kernels have no second derivative."""
+    if not wanted:
+        yield
+        return
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        yield
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """PyTorch's remarks on its own internals (no batching rule, no TF32) say nothing about a result."""
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Node = Any  # torch.autograd.graph.Node
@@ -107,6 +108,12 @@ class Graph:
 def leaf_name(node: Node, parameters: Mapping[int, str]) -> str | None:
     """The name of the parameter that this node accumulates into, if it does."""
     return parameters.get(id(node.variable)) if node.name() == "torch::autograd::AccumulateGrad" else None
+
+
+def saved(node: Node, name: str) -> Tensor:
+    """A tensor that a node kept: detached, or where gradients are recorded (in the inputs) as part of the graph."""
+    found: Tensor = getattr(node, name)
+    return found if torch.is_grad_enabled() else found.detach()
 
 
 def output_shape(node: Node, nr: int = 0) -> Shape:

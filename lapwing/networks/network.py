@@ -15,7 +15,7 @@ from lapwing.core.data import Inputs, check_finite, map_tensors, take
 from lapwing.core.errors import ModelError
 from lapwing.networks import graph as graphs
 from lapwing.networks import products, rules
-from lapwing.networks.backward import gradients, loops
+from lapwing.networks.backward import differentiable_gradients, gradients, loops
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian
 from lapwing.networks.budget import Footprint
 from lapwing.networks.fallback import sample_jacobians
@@ -31,6 +31,7 @@ from lapwing.networks.forward import (
     refuse_training_mode,
     refusing_changes,
     shaped,
+    twice_differentiable,
     unwrapped,
     working_dtype,
 )
@@ -49,6 +50,7 @@ class Tangent:
     raw: Tensor
     graph: graphs.Graph
     uses: rules.Uses
+    differentiable: bool = False  # whether the Jacobians carry a graph back to the inputs
 
     @property
     def own(self) -> Tensor:
@@ -93,7 +95,9 @@ class Tangent:
         if direct in nodes and self.graph.consumers[direct] <= 1:
             grads[direct] = raw_seeds.reshape(seeds.shape[0], *graphs.output_shape(direct))
         rest = [node for node in nodes if node not in grads]
-        if rest:
+        if rest and self.differentiable:
+            grads.update(zip(rest, differentiable_gradients(self.raw, rest, raw_seeds), strict=True))
+        elif rest:
             found = gradients(self.raw, self.graph, rest, raw_seeds, self.network.recurrent)
             grads.update(zip(rest, found, strict=True))
         return grads, patterns
@@ -102,8 +106,13 @@ class Tangent:
         self, block: Block, seeds: Tensor, grads: Mapping[Any, Tensor], patterns: Mapping[Any, Pattern | None]
     ) -> BlockJacobian:
         if block.kind == "opaque":
+            if self.differentiable:
+                raise ModelError(
+                    f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
+                    "inputs. Keep the inputs where they are, or leave the parameter out with named()."
+                )
             return self._fallback(block, seeds.to(self.network.dtype))
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.differentiable):
             return self._read_off(block, seeds.to(self.network.dtype), grads, patterns)
 
     def _read_off(
@@ -231,15 +240,15 @@ class Network:
         """The tangent model at theta = w̃ + shift: its outputs move, its Jacobian stays where it is."""
         return replace(self, shift=None if shift is None else shift.to(self.device, self.dtype))
 
-    def linearise(self, inputs: Inputs) -> Tangent:
-        """One forward pass with a graph."""
+    def linearise(self, inputs: Inputs, differentiable: bool = False) -> Tangent:
+        """One forward pass with a graph. ``differentiable`` keeps the way from the inputs to the Jacobians."""
         tensors = dict(self.model.named_parameters())
-        with recording(tensors, self.selection.names, self.plain):
+        with recording(tensors, self.selection.names, self.plain), twice_differentiable(differentiable):
             raw = raw_output(self.model, inputs)
         with torch.no_grad():
             graph = graphs.read(raw, raw.shape[0])
             uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)
-        return Tangent(self, inputs, raw, graph, uses)
+        return Tangent(self, inputs, raw, graph, uses, differentiable)
 
     def tangents(
         self, inputs: Inputs, seeds: int | None = None, most: int | None = None
