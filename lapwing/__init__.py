@@ -15,12 +15,14 @@ from lapwing.linalg.design import OperatorDesign
 from lapwing.linear import LinearPosterior, fit_linear
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ekron import EKron
+from lapwing.methods.ella import ELLA
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.sampled import Sampled
+from lapwing.methods.valla import VaLLA
 from lapwing.networks.selection import all_weights, last_layer, named, subnetwork
 from lapwing.posteriors.density import DensityLaplace, laplace_density
 from lapwing.posteriors.effective import EffectiveParameters
@@ -41,7 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "fit", "train", "fit_linear", "load", "check", "compare", "Fitted", "FunctionGaussian", "laplace_density",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
-    "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "MapOnly", "Auto",
+    "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "ELLA", "VaLLA", "MapOnly", "Auto",
     "all_weights", "last_layer", "named", "subnetwork",
     "isotropic", "per_layer", "diagonal", "grouped", "per_normalised_group", "g_prior",
     "maximise_evidence", "MaximiseEvidence", "fixed_point", "FixedPoint", "linear_mode", "LinearMode",

@@ -97,10 +97,10 @@ def fit(
     groups = None
     if given.kind == "per_normalised_group":
         groups = members(network, scale_free_groups(network, first.inputs))
-    problem = Problem(network, chosen, given.bound(network.selection, network.theta(), groups))
+    problem = Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
     chosen_method, why = _method(method, problem, batches)
     fitted = chosen_method.fit(problem, batches, generator)
-    if prior is None and isinstance(fitted, HasEvidence):
+    if fitted.problem.learn_prior and isinstance(fitted, HasEvidence):
         statistics = fitted.statistics  # type: ignore[attr-defined]
         fitted = started(fitted, statistics.data, statistics.outputs, network.theta())
         fitted = _on(tuner or maximise_evidence, batches)(fitted)

@@ -14,18 +14,20 @@ from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ekron import EKron
+from lapwing.methods.ella import ELLA
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.sampled import Sampled
+from lapwing.methods.valla import VaLLA
 from lapwing.networks.selection import Weights, all_weights, last_layer
 from lapwing.posteriors.protocols import Method
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
-    "kernel_space": KernelSpace, "sampled": Sampled,
+    "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA,
 }  # fmt: skip
 LIKELIHOODS = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,

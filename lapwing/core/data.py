@@ -53,7 +53,7 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def take(inputs: Inputs, size: int, rows: slice) -> Inputs:
+def take(inputs: Inputs, size: int, rows: slice | Tensor) -> Inputs:
     """Some samples of a batch of ``size``: every tensor whose first dimension is the batch is cut."""
     return map_tensors(inputs, lambda t: t[rows] if t.ndim and t.shape[0] == size else t)
 
@@ -177,6 +177,16 @@ def _joined(held: list[Batch]) -> Batch:
     if len(held) == 1:
         return held[0]
     return Batch(torch.cat([batch.inputs for batch in held]), torch.cat([batch.targets for batch in held]))
+
+
+def minibatches(data: Data, size: int, generator: torch.Generator) -> Iterator[Batch]:
+    """Batches of at most ``size`` rows without end: those of the data, each in random order and cut to size."""
+    while True:
+        for batch in data.batches("batches"):
+            count = len(batch.targets)
+            order = torch.rand(count, generator=generator, device=generator.device).argsort().to(data.device)
+            for rows in order.split(size):
+                yield Batch(take(batch.inputs, count, rows), batch.targets[rows])
 
 
 def check_finite(tree: Inputs, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,23 +20,65 @@ from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import Prior
 
 
+class Rows(Protocol):
+    """r vectors of P weights, W (r, P): stored, or given by the network itself."""
+
+    def gram(self, prior: Prior) -> Tensor:
+        """W A⁻¹ Wᵀ, (r, r), differentiable in the precisions."""
+        ...
+
+    def pulled(self, jacobian: LayerJacobians, prior: Prior) -> Tensor:
+        """W A⁻¹ Jᵀ, (r, B K)."""
+        ...
+
+    def times(self, v: Tensor) -> Tensor:
+        """v Wᵀ for v (n, P): (n, r)."""
+        ...
+
+    def combined(self, c: Tensor) -> Tensor:
+        """c W for c (n, r): (n, P)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """The vectors as they are, (r, P)."""
+
+    w: Tensor
+
+    def gram(self, prior: Prior) -> Tensor:
+        return (self.w / prior.vector.to(self.w)) @ self.w.mT
+
+    def pulled(self, jacobian: LayerJacobians, prior: Prior) -> Tensor:
+        return jacobian.jvp(self.w / prior.vector.to(self.w)).to(self.w).flatten(1)
+
+    def times(self, v: Tensor) -> Tensor:
+        return v @ self.w.mT
+
+    def combined(self, c: Tensor) -> Tensor:
+        return c @ self.w
+
+
 @dataclass(frozen=True, eq=False)
 class LowRankPrecision:
-    r"""Λ = W Wᵀ + A with W = U √(S/φ), by the Woodbury identity.
+    r"""Λ = Wᵀ W + A with W (r, P), by the Woodbury identity.
 
-    $$ \Lambda^{-1} = A^{-1} - A^{-1} W (I + W^\top A^{-1} W)^{-1} W^\top A^{-1} $$
+    $$ \Lambda^{-1} = A^{-1} - A^{-1} W^\top (I + W A^{-1} W^\top)^{-1} W A^{-1} $$
     """
 
     prior: Prior
-    tall: Tensor  # Wᵀ, (r, P)
+    rows: Rows
     layout: tuple[Block, ...]
     selection: Selection
 
     @cached_property
+    def _gram(self) -> Tensor:
+        return self.rows.gram(self.prior)
+
+    @cached_property
     def _inner(self) -> Tensor:
-        """The Cholesky factor of I + Wᵀ A⁻¹ W, (r, r)."""
-        scaled = self.tall / self.prior.vector.to(self.tall)
-        inner = torch.eye(len(self.tall), dtype=self.tall.dtype, device=self.tall.device) + scaled @ self.tall.mT
+        """The Cholesky factor of I + W A⁻¹ Wᵀ, (r, r)."""
+        inner = self._gram + torch.eye(len(self._gram), dtype=self._gram.dtype, device=self._gram.device)
         return cholesky(inner, "the low-rank part")
 
     def logdet(self) -> Tensor:
@@ -46,41 +89,42 @@ class LowRankPrecision:
         return prior_precision(self.prior, self.layout, self.selection)
 
     def _pulled(self, jacobian: LayerJacobians) -> Tensor:
-        """L⁻¹ Wᵀ A⁻¹ Jᵀ, (r, B, K)."""
-        moved = jacobian.jvp(self.tall / self.prior.vector.to(self.tall)).to(self.tall)
-        flat = moved.flatten(1)
-        return torch.linalg.solve_triangular(self._inner, flat, upper=False).reshape(moved.shape)
+        """L⁻¹ W A⁻¹ Jᵀ, (r, B K)."""
+        return torch.linalg.solve_triangular(self._inner, self.rows.pulled(jacobian, self.prior), upper=False)
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         # The difference cancels where the data leave little variance: both terms in float64.
         jacobian, dtype = jacobian.double(), jacobian.dtype
         before = self._prior_only.quadratic(jacobian, full)
-        rows = self._pulled(jacobian).permute(1, 2, 0).reshape(*before.shape[:3], -1)
+        rows = self._pulled(jacobian).mT.reshape(*before.shape[:3], -1)
         gained = rows @ rows.mT if full else rows.square().sum(-1)
         return (before - gained).to(dtype)
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
         jacobian, dtype = jacobian.double(), jacobian.dtype
         before = self._prior_only.cross(jacobian)
-        rows = self._pulled(jacobian).flatten(1).mT
+        rows = self._pulled(jacobian).mT
         return (before - rows @ rows.mT).to(dtype)
 
     def sample(self, eps: Tensor) -> Tensor:
-        """A^-½ (I - V (I - (I + s²)^-½) Vᵀ) eps with V s the singular factors of A^-½ W."""
-        root = self.prior.vector.to(self.tall).rsqrt()
-        _, singular, right = torch.linalg.svd(self.tall * root, full_matrices=False)
-        shrink = 1 - (1 + singular.square()).rsqrt()
-        eps = eps.to(self.tall)
-        return root * (eps - ((eps @ right.mT) * shrink) @ right)
+        """A^-½ (I - Yᵀ E (s (s + 1))⁻¹ Eᵀ Y) eps, with Y = W A^-½, Y Yᵀ = E (s² - 1) Eᵀ: the root of (I + Yᵀ Y)⁻¹."""
+        root = self.prior.vector.double().rsqrt()
+        values, turn = torch.linalg.eigh(self._gram)
+        s = (1 + values.clamp_min(0)).sqrt()
+        eps = eps.to(root)
+        moved = self.rows.times(eps * root) @ (turn / (s * (s + 1))) @ turn.mT
+        return root * (eps - self.rows.combined(moved) * root)
 
     def solve(self, v: Tensor) -> Tensor:
-        scaled = v.to(self.tall) / self.prior.vector.to(self.tall)
-        inner = torch.cholesky_solve((scaled @ self.tall.mT).mT, self._inner).mT
-        return (scaled - (inner @ self.tall) / self.prior.vector.to(self.tall)).to(v)
+        spread = self.prior.vector.double().reciprocal()
+        scaled = v.to(spread) * spread
+        inner = torch.cholesky_solve(self.rows.times(scaled).mT, self._inner).mT
+        return (scaled - self.rows.combined(inner) * spread).to(v)
 
     def variances(self) -> Tensor:
-        spread = 1 / self.prior.vector.to(self.tall)
-        rows = torch.linalg.solve_triangular(self._inner, self.tall * spread, upper=False)
+        spread = self.prior.vector.double().reciprocal()
+        eye = torch.eye(len(self._gram), dtype=self._gram.dtype, device=self._gram.device)
+        rows = self.rows.combined(torch.linalg.solve_triangular(self._inner, eye, upper=False)) * spread
         return spread - rows.square().sum(0)
 
 
@@ -107,7 +151,7 @@ class LowRankCurvature:
 
     def precision(self, phi: Tensor, prior: Prior) -> LowRankPrecision:
         tall = self.values.sqrt()[:, None] * self.vectors / phi.to(self.values).sqrt()
-        return LowRankPrecision(prior, tall, self.layout, self.selection)
+        return LowRankPrecision(prior, StoredRows(tall), self.layout, self.selection)
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
         """For one precision from the eigenvalues alone, since the vectors are orthonormal."""

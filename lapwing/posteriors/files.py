@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.errors import FileError, ModelError, UnsupportedError
+from lapwing.curvature.anchored import AnchoredCurvature, Anchors
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.full import FullCurvature
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.outputs import PerOutputCurvature
 from lapwing.curvature.structures import STRUCTURES
+from lapwing.curvature.subspace import SubspaceCurvature
 from lapwing.curvature.sweep import Statistics
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -41,6 +43,8 @@ from lapwing.priors.gaussian import Prior
 
 FORMAT = "lapwing-posterior-1"
 NETWORK_FIELDS = ("output_shape", "forward_mode", "recurrent")
+# These are float64 whatever the model is.
+WIDE = ("FullCurvature", "LowRankCurvature", "SubspaceCurvature", "AnchoredCurvature")
 LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian)}
 
 
@@ -198,8 +202,7 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     prior = _prior(meta, tensors, mean, selection, device)
     problem = Problem(network, _likelihood(meta, tensors, device), prior)
     statistics = Statistics(**{**meta["statistics"], "losses": tuple(meta["statistics"]["losses"])})
-    # Full and low-rank curvatures are float64 whatever the model is.
-    kept = meta["curvature"].get("part", meta["curvature"])["name"] in ("FullCurvature", "LowRankCurvature")
+    kept = meta["curvature"].get("part", meta["curvature"])["name"] in WIDE
     parts = {
         key.removeprefix("curvature."): t.to(device) if kept else moved(t)
         for key, t in tensors.items()
@@ -215,7 +218,7 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     mode = None
     if "mode.theta" in tensors:
         mode = Mode(tensors["mode.theta"].to(device), float(tensors["mode.loss"]))
-    curvature = _curvature(meta["curvature"], parts, layout, selection)
+    curvature = _curvature(meta["curvature"], parts, network)
     return WeightPosterior(problem, curvature, statistics, theta, mode), current
 
 
@@ -250,10 +253,10 @@ def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.
     return built.with_dispersion(tensors["likelihood.dispersion"].to(device))
 
 
-def _curvature(kind: dict[str, Any], parts: dict[str, Tensor], layout: tuple[Block, ...], selection: Selection) -> Any:
-    name = kind["name"]
+def _curvature(kind: dict[str, Any], parts: dict[str, Tensor], network: Network) -> Any:
+    name, layout, selection = kind["name"], network.layout, network.selection
     if name == "PerOutputCurvature":
-        each = (_curvature(kind["part"], _under(parts, i), layout, selection) for i in range(kind["outputs"]))
+        each = (_curvature(kind["part"], _under(parts, i), network) for i in range(kind["outputs"]))
         return PerOutputCurvature(tuple(each), parts["start"])
     if name == "BlockwiseCurvature":
         blocks = (STRUCTURES[structure](**_under(parts, i)) for i, structure in enumerate(kind["structures"]))
@@ -262,6 +265,11 @@ def _curvature(kind: dict[str, Any], parts: dict[str, Tensor], layout: tuple[Blo
         return FullCurvature(parts["matrix"], selection, kind["definite"])
     if name == "LowRankCurvature":
         return LowRankCurvature(parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
+    if name == "SubspaceCurvature":
+        return SubspaceCurvature(parts["directions"], parts["gram"], selection)
+    if name == "AnchoredCurvature":
+        anchors = Anchors(network, parts["inputs"], parts["outputs"])
+        return AnchoredCurvature(anchors, parts["mix"], parts.get("own"))
     raise FileError(f"the file holds the curvature {name!r}, which this version does not have.")
 
 

@@ -16,6 +16,7 @@ class Problem:
     network: Network
     likelihood: Likelihood
     prior: Prior
+    learn_prior: bool = False  # whether the precisions are to be learned; set where no prior was given
 
     def with_likelihood(self, likelihood: Likelihood) -> Problem:
         return replace(self, likelihood=likelihood)

@@ -1,0 +1,84 @@
+"""Where inducing points start: which outputs, at which inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import take
+from lapwing.core.random import uniform
+from lapwing.curvature.anchored import Anchors
+from lapwing.curvature.pool import Pool
+from lapwing.linalg.kmeans import kmeans
+from lapwing.linalg.pivoted import greedy_pivots
+from lapwing.networks.network import Network
+from lapwing.priors.gaussian import Prior
+
+STARTS = ("greedy", "kmeans", "random")
+
+
+def every_output(network: Network, pool: Pool) -> Anchors:
+    """All outputs at all inputs of the pool."""
+    outputs = torch.Size(network.output_shape).numel()
+    index = torch.arange(len(pool)).repeat_interleave(outputs)
+    return Anchors(network, pool.rows(index), torch.arange(outputs, device=network.device).repeat(len(pool)))
+
+
+def landmarks(network: Network, pool: Pool, count: int, generator: torch.Generator) -> Anchors:
+    """One random output at each of ``count`` inputs; more outputs of an input only where inputs run out."""
+    outputs = torch.Size(network.output_shape).numel()
+    order = _random((len(pool), outputs), generator).argsort(1)  # the outputs of each input in random order
+    index = torch.arange(len(pool)).repeat(outputs)[:count]  # first one of every input, then a second, ...
+    place = torch.arange(outputs).repeat_interleave(len(pool))[:count]
+    return Anchors(network, pool.rows(index), order[index, place].to(network.device))
+
+
+def placed(
+    network: Network, prior: Prior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
+) -> Anchors:
+    """``count`` points: those that leave the least variance ("greedy"), centres of the inputs, or random data."""
+    if start == "greedy":
+        return _greedy(network, prior, pool, count, candidates, generator)
+    outputs = torch.Size(network.output_shape).numel()
+    numbers = (torch.arange(count) % outputs).to(network.device)  # outputs in turn
+    if start == "kmeans" and isinstance(pool.inputs, Tensor) and pool.inputs.is_floating_point():
+        return _centres(network, pool, numbers, generator)
+    index = _random((len(pool),), generator).argsort()[:count]
+    labels = classes(pool.targets[index.to(pool.targets.device)], outputs)
+    return Anchors(network, pool.rows(index), numbers[: len(index)] if labels is None else labels)
+
+
+def _greedy(
+    network: Network, prior: Prior, pool: Pool, count: int, candidates: int, generator: torch.Generator
+) -> Anchors:
+    """Each of the largest variance that those before it leave, in the tangent kernel, among random candidates."""
+    every = every_output(network, pool)
+    some = _random((len(every),), generator).argsort()[: max(candidates, count)].to(network.device)
+    few = Anchors(network, take(every.inputs, len(every), some), every.outputs[some])
+    picked = greedy_pivots(few.kernel(prior), count)
+    return Anchors(network, take(few.inputs, len(few), picked), few.outputs[picked])
+
+
+def _centres(network: Network, pool: Pool, numbers: Tensor, generator: torch.Generator) -> Anchors:
+    """Centres of the inputs for every output; of the inputs of its class, where the targets are classes."""
+    labels = classes(pool.targets, torch.Size(network.output_shape).numel())
+    flat = pool.inputs.flatten(1)
+    found, outputs = [], []
+    for number in numbers.unique().tolist():
+        mine = flat if labels is None else flat[labels == number]
+        count = int((numbers == number).sum())
+        found.append(kmeans(mine if len(mine) else flat, count, generator))
+        outputs.append(numbers.new_full((count,), number))
+    return Anchors(network, torch.cat(found).reshape(-1, *pool.inputs.shape[1:]), torch.cat(outputs))
+
+
+def classes(targets: Tensor, outputs: int) -> Tensor | None:
+    """Class numbers, where the targets are some."""
+    flat = targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
+    if flat.is_floating_point() or flat.ndim != 1 or outputs < 2:
+        return None
+    return flat.long().clamp(0, outputs - 1)
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return uniform(shape, generator, torch.empty(0, dtype=torch.float64))

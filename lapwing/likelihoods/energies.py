@@ -1,0 +1,48 @@
+"""What data say of a Gaussian belief about the outputs: from the expected log-likelihood to the log of its mean."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lapwing.core.errors import UnsupportedError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.protocol import Likelihood
+
+
+def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
+    """Only those with a closed form or a predictive of their own."""
+    if not 0 <= alpha <= 1:
+        raise UnsupportedError(f"energy is {alpha}; expected a number between 0 and 1.")
+    if 0 < alpha < 1 and not isinstance(likelihood, Gaussian):
+        raise UnsupportedError(
+            f"energy is {alpha} for {type(likelihood).__name__}; between 0 and 1 only Gaussian() has a closed form. "
+            "Use 0 (the evidence bound) or 1 (the predictive log-likelihood)."
+        )
+
+
+def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
+    r"""(B,): $\frac1\alpha \log E\, p(y \mid f)^\alpha$ for f ~ N(mean, cov), differentiable in the covariance.
+
+    α = 1 is the log of the predictive as the likelihood itself gives it (its link included). α = 0 is the expected
+    log-likelihood, with the curvature at the mean: exact for a Gaussian.
+    """
+    if alpha == 1:
+        found: Tensor = likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y)
+        return found
+    phi = likelihood.dispersion.to(mean)
+    if alpha == 0:
+        root = likelihood.root(mean, y)
+        spread = (root.mT @ cov @ root).diagonal(dim1=-2, dim2=-1).sum(-1)
+        return -(likelihood.loss(mean, y) + 0.5 * spread) / phi - likelihood.log_normaliser(phi, mean.shape[-1])
+    assert isinstance(likelihood, Gaussian)
+    noise = likelihood.noise_variance.to(mean).expand(mean.shape[-1])
+    whole = torch.diag(noise) + alpha * cov
+    factor = torch.linalg.cholesky(whole)
+    gap = torch.linalg.solve_triangular(factor, (y - mean).unsqueeze(-1), upper=False).squeeze(-1)
+    growth = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - noise.log().sum()
+    constant = noise.log().sum() + mean.shape[-1] * math.log(2 * math.pi)
+    return -0.5 * (gap.square().sum(-1) + growth / alpha + constant)

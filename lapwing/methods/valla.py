@@ -1,0 +1,400 @@
+"""Variational inducing points for linearised Laplace (Ortega, Rodríguez-Santana, Hernández-Lobato 2024)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Batch, Data, minibatches
+from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.progress import Steps
+from lapwing.curvature.anchored import AnchoredCurvature, Anchors
+from lapwing.curvature.blockwise import in_order
+from lapwing.curvature.kernel import prior_kernel, prior_precision
+from lapwing.curvature.placing import STARTS, every_output, placed
+from lapwing.curvature.pool import Pool
+from lapwing.curvature.sweep import Statistics, Sweep, loss_only, residual_noise
+from lapwing.likelihoods.energies import energy, refuse_energy
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.linalg.variational import Inducing, positive_part
+from lapwing.linalg.whitening import smooth_whitening, whitening
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
+from lapwing.posteriors.best_state import BestState
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.trace import Step, Trace
+from lapwing.posteriors.weight_space import WeightPosterior
+
+OPTIMISERS = ("lbfgs", "adam", "none")
+
+
+@dataclass(frozen=True)
+class VaLLA:
+    r"""The posterior that ``num_inducing`` outputs of the network, at learned inputs, can tell of.
+
+    The mean stays the network's output. Given the inducing points, the covariance is in closed form; only their
+    locations (and, where no prior is given, its precision) are learned by gradient, on the bound of the evidence
+    (``energy=0``) or on the predictive log-likelihood of the training data (``energy=1``, as published; it then learns
+    prior and noise with it, and is no longer the Laplace posterior of a given prior); between the two for Gaussians.
+
+    ``start`` places the points: "greedy" takes those training outputs that leave the least variance, "kmeans" centres
+    of the inputs (of each class), "random" training data. ``optimiser``: "lbfgs" on all data, "adam" on batches of
+    ``batch_size`` (time and memory of a step do not depend on the number of data), "none"; by default "lbfgs" where the
+    data are few. With ``validation`` data the state of the best validation log-likelihood is kept, and learning ends
+    after ``patience`` checks without a better one.
+
+    Cost of a step: a backward pass over a batch for every output, a double one over the M points, their (BC, M) kernel
+    and M³. Afterwards one pass over the data (energy 0). Predictions cost a backward pass and the kernel with M points.
+    Exact when: the points are at all outputs of all data.
+    """
+
+    num_inducing: int = 100
+    energy: float = 0.0
+    start: str = "greedy"
+    optimiser: str | None = None
+    steps: int | None = None
+    learning_rate: float = 0.01
+    batch_size: int = 100
+    validation: Any = field(default=None, repr=False)
+    patience: int = 5
+    candidates: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.num_inducing < 1:
+            raise UnsupportedError(f"num_inducing is {self.num_inducing}; expected at least 1.")
+        if self.start not in STARTS:
+            raise UnsupportedError(f"start is {self.start!r}; expected one of {', '.join(STARTS)}.")
+        if self.optimiser is not None and self.optimiser not in OPTIMISERS:
+            raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
+        if self.energy > 0 and self.optimiser in ("lbfgs", "none"):
+            raise UnsupportedError('the collapsed bound belongs to energy=0; use optimiser="adam" with other energies.')
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        refuse_energy(problem.likelihood, self.energy)
+        network = problem.network
+        if problem.prior.needs_curvature:
+            raise UnsupportedError("VaLLA() has no curvature before its points; g_prior() needs one. Use Kron().")
+        if self.energy > 0 and len(network.output_shape) > 1:
+            raise UnsupportedError("energies other than 0 take outputs (B, C), not tokens (B, T, C); use energy=0.")
+        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        statistics = loss_only(network, problem.likelihood, data)
+        problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
+        if problem.learn_prior:
+            problem = problem.with_prior(started(problem, statistics))
+        rows = statistics.data * torch.Size(network.output_shape).numel()
+        if self.num_inducing >= rows:
+            pool = Pool.drawn(data, statistics.data, generator)
+            anchors, chosen = every_output(network, pool), "none" if self.energy == 0 else "adam"
+        else:
+            pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
+            anchors = placed(network, problem.prior, pool, self.num_inducing, self.start, self.candidates, generator)
+            chosen = self.optimiser or self._default(network, rows)
+        learnable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
+        learner = Learner(problem, anchors, statistics, self, learnable and self.num_inducing < rows)
+        if chosen == "lbfgs" and learnable:
+            learner = learner.by_lbfgs(data)
+        elif chosen == "adam":
+            learner = learner.by_adam(data, generator)
+        return learner.finished(data)
+
+    def _default(self, network: Network, rows: int) -> str:
+        """All data at once where their layer factors are no more than a gigabyte."""
+        held = 8.0 * rows * network.footprint.width
+        return "lbfgs" if self.energy == 0 and held < 2**30 and rows <= 20_000 else "adam"
+
+
+def started(problem: Problem, statistics: Statistics) -> Any:
+    """A precision to begin with: half of what the data could decide over the squared weights."""
+    theta = problem.network.theta().double()
+    share = 0.5 * min(1.0, statistics.data * statistics.outputs / theta.numel())
+    guess = (share * theta.numel() / theta.square().sum().clamp_min(1e-12)).clamp(1e-6, 1e8)
+    return problem.prior.with_precision(guess.expand(problem.prior.values.shape).clone())
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """Inducing points on their way: where they are, what they know, and by how much the prior variance has changed.
+
+    Kernels are computed under the prior as it came; ``log_scale`` multiplies them, so that learning it costs nothing.
+    """
+
+    problem: Problem
+    anchors: Anchors
+    statistics: Statistics
+    method: VaLLA
+    moving: bool  # whether the locations are learned
+    log_scale: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    log_noise: Tensor | None = None  # log φ, where it is learned
+    inducing: Inducing | None = None  # where no closed form gives it at the end
+    steps: tuple[Step, ...] = ()
+    findings: tuple[str, ...] = ()
+
+    @property
+    def _phi(self) -> Tensor:
+        return self.problem.likelihood.dispersion.to(self.problem.network.device).double()
+
+    def _penalty(self) -> Tensor:
+        prior = self.problem.prior
+        return prior.penalty(self.problem.network.theta().double()).double().detach()
+
+    def by_lbfgs(self, data: Data) -> Learner:
+        """Locations and prior on the collapsed bound, with the layer factors of all data kept."""
+        sweep = Sweep(self.problem.network, self.problem.likelihood, data, label="inducing points")
+        parts = [jacobians.held().double().held() for jacobians in sweep]
+        prior = self.problem.prior
+        before = sum(float(_spread(part, self)) for part in parts)
+        phi, penalty, learn = self._phi, self._penalty(), self.problem.learn_prior
+        z = self.anchors.inputs.detach().clone().requires_grad_()
+        scale = torch.zeros((), dtype=torch.float64, device=z.device, requires_grad=learn)
+        steps, total = [], self.method.steps or 300
+        bar = Steps(total, "inducing points", data.progress)
+
+        def objective() -> Tensor:
+            jacobian = self.anchors.differentiable(z)
+            white = smooth_whitening(prior_kernel(jacobian, prior))
+            rows = torch.cat([prior_kernel(part, prior, jacobian) for part in parts]) @ white
+            s = scale.exp()
+            eye = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
+            factor = torch.linalg.cholesky(eye + s / phi * (rows.mT @ rows))
+            value = 0.5 * s / phi * (before - rows.square().sum()) + factor.diagonal().log().sum()
+            return value + 0.5 * penalty / s if learn else value
+
+        variables = [z, scale] if learn else [z]
+        optimiser = torch.optim.LBFGS(
+            variables, max_iter=1, max_eval=25, history_size=50, line_search_fn="strong_wolfe", tolerance_grad=0.0,
+            tolerance_change=0.0,
+        )  # fmt: skip
+        best, kept, still = math.inf, (z.detach().clone(), scale.detach().clone()), 0
+
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            value = objective()
+            value.backward()
+            return value
+
+        with torch.inference_mode(False), torch.enable_grad():
+            for _ in bar:
+                value = float(optimiser.step(closure))
+                if not math.isfinite(value):
+                    break
+                steps.append(self._step(-value, scale.detach(), None))
+                bar.show(objective=value)
+                still = still + 1 if value > best - 1e-7 * (1 + abs(best)) else 0
+                if value < best:
+                    best, kept = value, (z.detach().clone(), scale.detach().clone())
+                if still >= 5:
+                    break
+            last = float(objective())
+            if last < best:
+                best, kept = last, (z.detach().clone(), scale.detach().clone())
+        finding = "" if still >= 5 else f"{total} steps did not end the search; the bound still rises"
+        return replace(self, anchors=self.anchors.at(kept[0]), log_scale=kept[1], steps=tuple(steps),
+                       findings=(finding,) if finding else ())  # fmt: skip
+
+    def by_adam(self, data: Data, generator: torch.Generator) -> Learner:
+        """Locations, prior and noise on batches; what the points know by natural gradients."""
+        return Stochastic.of(self, data, generator).run()
+
+    def _step(self, score: float, scale: Tensor, noise: Tensor | None) -> Step:
+        values = (self.problem.prior.values.detach().double() / scale.exp()).reshape(-1).tolist()
+        phi = self._phi if noise is None else noise.exp()
+        return Step(score, tuple(values) if len(values) <= 16 else (values[0],), (float(phi),))
+
+    def finished(self, data: Data) -> WeightPosterior:
+        """The posterior: what the points know in closed form by one pass over the data, or as it was learned."""
+        prior = self.problem.prior
+        moved = prior.with_precision(prior.values.detach() / self.log_scale.exp().to(prior.values))
+        likelihood = self.problem.likelihood
+        if self.log_noise is not None:
+            likelihood = likelihood.with_dispersion(self.log_noise.exp().detach())
+        problem = replace(self.problem, prior=moved, likelihood=likelihood)
+        if self.inducing is None:
+            white = whitening(self.anchors.kernel(problem.prior))
+            known, own = _known(problem, data, self.anchors, white)
+            values, turn = torch.linalg.eigh(known)
+            mix = white @ (turn * values.clamp_min(0).sqrt())
+        else:
+            white = smooth_whitening(self.anchors.kernel(problem.prior))
+            known = self.inducing.precision - torch.eye(len(white), dtype=white.dtype, device=white.device)
+            values, turn = torch.linalg.eigh(known)
+            mix = white @ (turn * values.clamp_min(0).sqrt()) * likelihood.dispersion.to(white).sqrt()
+            own = None
+            problem = replace(problem, learn_prior=False)
+        curvature = AnchoredCurvature(self.anchors, mix, own)
+        trace = Trace("VaLLA", "bound" if self.method.energy == 0 else "energy", self.steps, self.findings)
+        found = WeightPosterior(problem, curvature, self.statistics, problem.network.theta())
+        return found.with_trace(trace) if self.steps else found
+
+
+def _spread(part: LayerJacobians, learner: Learner) -> Tensor:
+    """The trace of the prior covariance of a batch's seeded outputs."""
+    network = learner.problem.network
+    return prior_precision(learner.problem.prior, network.layout, network.selection).quadratic(part, False).sum()
+
+
+def _known(problem: Problem, data: Data, anchors: Anchors, white: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ T Tᵀ over the data at unit dispersion (r, r), and the diagonal of the GGN (P,): one pass."""
+    network = problem.network
+    known = white.new_zeros(white.shape[1], white.shape[1])
+    own: list[Tensor] | None = None
+    for jacobians in Sweep(network, problem.likelihood, data, label="inducing points"):
+        rows = anchors.against(jacobians, problem.prior) @ white
+        known += rows.mT @ rows
+        squares = [part.squares().double() for _, part in jacobians]
+        own = squares if own is None else [a + b for a, b in zip(own, squares, strict=True)]
+    assert own is not None
+    return known, in_order([s.reshape(b.form) for s, b in zip(own, network.layout, strict=True)],
+                           network.layout, network.selection)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Stochastic:
+    """Learning on batches. The only part of this file with a state: Adam has one."""
+
+    learner: Learner
+    data: Data
+    generator: torch.Generator
+    z: Tensor
+    log_scale: Tensor
+    log_noise: Tensor | None
+    inducing: Inducing
+
+    @classmethod
+    def of(cls, learner: Learner, data: Data, generator: torch.Generator) -> Stochastic:
+        problem, method = learner.problem, learner.method
+        device = problem.network.device
+        z = learner.anchors.inputs
+        if learner.moving:
+            z = z.detach().clone().requires_grad_()
+        scale = torch.zeros((), dtype=torch.float64, device=device, requires_grad=problem.learn_prior)
+        noise = None
+        if method.energy > 0 and problem.likelihood.learns_dispersion:
+            noise = problem.likelihood.dispersion.detach().double().log().to(device).requires_grad_()
+        inducing = Inducing.before_data(len(learner.anchors), torch.empty(0, device=device))
+        return cls(learner, data, generator, z, scale, noise, inducing)
+
+    def run(self) -> Learner:
+        learner, method = self.learner, self.learner.method
+        groups = []
+        if learner.moving:
+            spread = self.z.detach().double().std(0).mean().clamp_min(1e-6)
+            groups.append({"params": [self.z], "lr": float(method.learning_rate * spread)})
+        rest = [t for t in (self.log_scale, self.log_noise) if t is not None and t.requires_grad]
+        groups += [{"params": rest, "lr": 3 * method.learning_rate}] if rest else []
+        optimiser = torch.optim.Adam(groups) if groups else None
+        total = method.steps or (500 if groups else 50)
+        watch = self._watch(total)
+        bar, steps = Steps(total, "inducing points", self.data.progress), []
+        batches = minibatches(self.data, method.batch_size, self.generator)
+        with torch.inference_mode(False):
+            for step in bar:
+                value, divergence = self.step(next(batches), optimiser, 1.0 if step == 0 else max(0.1, 1 / (step + 1)))
+                if not math.isfinite(value):
+                    raise NumericalError(
+                        f"VaLLA: the objective is {value} at step {step}; expected a number. Lower learning_rate, or "
+                        "give prior and noise."
+                    )
+                steps.append(learner._step(-value, self.log_scale.detach(), self.log_noise))
+                bar.show(objective=value, KL=divergence)
+                if watch is not None and watch.ended(step):
+                    break
+        state = watch.best if watch is not None else self.state()
+        return replace(learner, anchors=learner.anchors.at(state.z), log_scale=state.log_scale,
+                       log_noise=state.log_noise, inducing=state.inducing if method.energy > 0 else None,
+                       steps=tuple(steps))  # fmt: skip
+
+    def _watch(self, total: int) -> BestState[Snapshot] | None:
+        method = self.learner.method
+        if method.validation is None:
+            return None
+        held = Data(method.validation, self.learner.problem.network.device, self.data.target_key)
+        return BestState(lambda: self.log_likelihood(held), self.state, max(1, total // 20), method.patience)
+
+    def state(self) -> Snapshot:
+        noise = None if self.log_noise is None else self.log_noise.detach().clone()
+        z = self.z.detach().clone() if isinstance(self.z, Tensor) else self.z
+        return Snapshot(z, self.log_scale.detach().clone(), noise, self.inducing)
+
+    def likelihood(self) -> Likelihood:
+        likelihood = self.learner.problem.likelihood
+        return likelihood if self.log_noise is None else likelihood.with_dispersion(self.log_noise.exp())
+
+    def step(self, batch: Batch, optimiser: torch.optim.Optimizer | None, length: float) -> tuple[float, float]:
+        """One natural-gradient step on what the points know, and one of Adam on the rest; objective and KL before."""
+        problem, method = self.learner.problem, self.learner.method
+        share = self.learner.statistics.data / len(batch.targets)
+        with torch.enable_grad():
+            if self.learner.moving:
+                points: tuple[LayerJacobians, ...] = (self.learner.anchors.differentiable(self.z),)
+                white = smooth_whitening(prior_kernel(points[0], problem.prior))
+            else:
+                points = self.learner.anchors.parts
+                white = smooth_whitening(self.learner.anchors.kernel(problem.prior))
+            likelihood = self.likelihood()
+            f, y, before, rows = self._rows(batch, points, white)
+            s = self.log_scale.exp()
+            cov = self.inducing.left(s * before, s.sqrt() * rows)
+            watched = cov.detach().requires_grad_()
+            weights = torch.autograd.grad(
+                energy(likelihood, method.energy, f, watched, y).sum(), watched, retain_graph=False
+            )[0]
+            value = -share * energy(likelihood, method.energy, f, cov, y).sum() + self.inducing.divergence()
+            if problem.learn_prior and method.energy == 0:
+                value = value + 0.5 * self.learner._penalty() / s
+            if optimiser is not None:
+                optimiser.zero_grad()
+                value.backward()
+                optimiser.step()
+        with torch.no_grad():
+            omega = positive_part(-2 * weights)
+            scaled = rows.detach() * s.detach().sqrt()
+            gained = share * torch.einsum("bcr,bcd,bds->rs", scaled, omega, scaled)
+            divergence = float(self.inducing.divergence())
+            self.inducing = self.inducing.updated(gained, length)
+        return float(value.detach()), divergence
+
+    def _rows(
+        self, batch: Batch, points: tuple[LayerJacobians, ...], white: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """f (B, C), checked targets, prior covariance (B, C, C) and whitened rows (B, C, r) of a batch."""
+        problem = self.learner.problem
+        network = problem.network
+        precision = prior_precision(problem.prior, network.layout, network.selection)
+        outputs, before, rows = [], [], []
+        for _, tangent in network.tangents(batch.inputs):
+            seeded = tangent.jacobians().double()
+            outputs.append(tangent.f.double())
+            before.append(precision.quadratic(seeded).squeeze(1))
+            rows.append(torch.cat([prior_kernel(seeded, problem.prior, part) for part in points], 1) @ white)
+        f = torch.cat(outputs)
+        y = problem.likelihood.targets(f, batch.targets)
+        return f, y, torch.cat(before), torch.cat(rows).reshape(len(f), f.shape[-1], -1)
+
+    def log_likelihood(self, data: Data) -> float:
+        """Of held-out data under the predictive, for each datum."""
+        learner, total, count = self.learner, 0.0, 0
+        with torch.no_grad():
+            anchors = learner.anchors.at(self.z.detach() if isinstance(self.z, Tensor) else self.z)
+            white = smooth_whitening(anchors.kernel(learner.problem.prior))
+            s = self.log_scale.exp()
+            for batch in data.batches("validation"):
+                f, y, before, rows = self._rows(batch, anchors.parts, white)
+                cov = self.inducing.left(s * before, s.sqrt() * rows)
+                found = self.likelihood().predict(FunctionGaussian(f, cov)).log_prob(y)
+                total, count = total + float(found.sum()), count + len(f)
+        return total / count
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What is learned, as it was at one step."""
+
+    z: Any
+    log_scale: Tensor
+    log_noise: Tensor | None
+    inducing: Inducing

@@ -1,0 +1,45 @@
+"""The best state on held-out data, and when to stop looking for a better one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+S = TypeVar("S")
+
+
+@dataclass(eq=False)
+class BestState(Generic[S]):
+    """Looks at a score every so many steps and keeps the state that had the best one.
+
+    >>> scores = iter([1.0, 3.0, 2.0, 2.5])
+    >>> watch = BestState(lambda: next(scores), lambda: "state", every=1, patience=2)
+    >>> [watch.ended(step) for step in range(4)], watch.score
+    ([False, False, False, True], 3.0)
+    """
+
+    evaluate: Callable[[], float]  # higher is better
+    snapshot: Callable[[], S]
+    every: int
+    patience: int
+    score: float = -math.inf
+    kept: S | None = None
+    waited: int = 0
+
+    def ended(self, step: int) -> bool:
+        """Whether ``patience`` looks in a row found nothing better."""
+        if (step + 1) % self.every:
+            return False
+        score = self.evaluate()
+        if score > self.score:
+            self.score, self.kept, self.waited = score, self.snapshot(), 0
+            return False
+        self.waited += 1
+        return self.waited >= self.patience
+
+    @property
+    def best(self) -> S:
+        """The state with the best score; the present one where none was looked at or none was a number."""
+        return self.snapshot() if self.kept is None else self.kept

@@ -1,0 +1,189 @@
+"""Which method a budget gets, and whether the reason says so."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.choice import RATE, Choice
+from tests import problems
+from tests.cases import BY_NAME
+
+D = torch.float64
+GIB = 2**30
+EXACTNESS = {lw.Full: 2, lw.KernelSpace: 2, lw.Sampled: 1, lw.Kron: 0}
+
+
+def named(choice: Choice) -> str:
+    return type(choice.method).__name__
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "expected"),
+    [
+        (500, 10_000, lw.Full(limit=500)),
+        (10_000, 5_000, lw.Full(limit=10_000)),  # half the time that the kernel takes
+        (2_000, 50, lw.KernelSpace(limit=50)),  # both fit, and this one is cheaper
+        (100_000, 100, lw.KernelSpace(limit=100)),
+        (100_000, 5_000, lw.Sampled(num_samples=64)),
+        (1_000_000, 500, lw.KernelSpace(limit=500)),
+        (1_000_000, 600, lw.Sampled(num_samples=64)),
+        (10_000_000, 100, lw.Kron()),
+        (100_000, 1_000_000, lw.Kron()),
+    ],
+)
+def test_the_defaults(weights: int, rows: int, expected: Any) -> None:
+    assert lw.Auto().choose(weights, rows).method == expected
+
+
+def test_the_number_of_samples_is_passed_on() -> None:
+    assert lw.Auto(num_samples=7).choose(100_000, 5_000).method == lw.Sampled(num_samples=7)
+    assert lw.Auto(num_samples=2000).choose(100_000, 5_000).method == lw.Kron()  # they cost time as well
+
+
+def test_a_gpu_has_more_in_the_same_time() -> None:
+    slow, fast = (lw.Auto(seconds=1.0, gpu=gpu).choose(5_000, 50_000) for gpu in (False, True))
+    assert (named(slow), named(fast)) == ("Kron", "Full")
+
+
+COST = re.compile(r"(\S+) GiB and about (\S+) s")
+REJECTED = re.compile(r"; (\w+) would take (\S+) GiB and about (\S+) s")
+SIZES = list(itertools.product((40, 3_000, 60_000, 5_000_000), (12, 900, 40_000)))
+MEMORY = [0.01 * GIB, 0.2 * GIB, 4 * GIB, 60 * GIB, math.inf]
+SECONDS = [0.01, 1.0, 60.0, 1e4, math.inf]
+
+
+@pytest.mark.parametrize(("weights", "rows"), SIZES)
+def test_a_larger_budget_is_never_less_exact(weights: int, rows: int) -> None:
+    rank = {
+        (m, s): EXACTNESS[type(lw.Auto(memory=m, seconds=s).choose(weights, rows).method)]
+        for m, s in itertools.product(MEMORY, SECONDS)
+    }
+    for (m, s), mine in rank.items():
+        for (more, longer), theirs in rank.items():
+            assert theirs >= mine or more < m or longer < s
+    assert rank[math.inf, math.inf] == 2
+
+
+def test_the_grid_has_every_method() -> None:
+    """So that the property above says something."""
+    budgets = itertools.product(MEMORY, SECONDS, SIZES)
+    found = {type(lw.Auto(memory=m, seconds=s).choose(*size).method) for m, s, size in budgets}
+    assert found == set(EXACTNESS)
+
+
+@pytest.mark.parametrize(("weights", "rows"), SIZES)
+def test_what_was_rejected_costs_more_than_there_is(weights: int, rows: int) -> None:
+    """By the numbers that the reason gives, up to their rounding; and what was chosen fits."""
+    for memory, seconds in itertools.product(MEMORY[:-1], SECONDS[:-1]):
+        choice = lw.Auto(memory=memory, seconds=seconds).choose(weights, rows)
+        assert choice.why.startswith(f"{named(choice)}: {weights} weights, {rows} rows (data times outputs)")
+        rejected = REJECTED.findall(choice.why)
+        for name, bytes_, time in rejected:
+            assert name != named(choice)
+            assert float(bytes_) * GIB > 0.94 * memory or float(time) > 0.94 * seconds
+        if named(choice) == "Kron":
+            assert {name for name, _, _ in rejected} == {"Full", "KernelSpace", "Sampled"}
+        else:
+            bytes_, time = COST.search(choice.why).groups()
+            assert float(bytes_) * GIB < 1.06 * memory
+            assert float(time) < 1.06 * seconds
+        if named(choice) == "Sampled":
+            assert {name for name, _, _ in rejected} == {"Full", "KernelSpace"}
+            assert "samples of the exact" in choice.why
+
+
+def test_the_costs_are_those_of_the_algorithms() -> None:
+    """Full: H and a factor, P² each, and n P² + P³/3. Kernel: n vectors of P and two n². Samples: the basis."""
+    p, n = 20_000, 7_000
+    why = lw.Auto(memory=1.0).choose(p, n).why
+    told = {name: (float(memory) * GIB, float(time) * RATE) for name, memory, time in REJECTED.findall(why)}
+    assert told["Full"] == pytest.approx((16 * p**2, n * p**2 + 0.3 * p**3), rel=0.06)
+    assert told["KernelSpace"] == pytest.approx((8 * n * (p + 2 * n), 2 * n**2 * p + 9 * n**3), rel=0.06)
+    assert told["Sampled"] == pytest.approx((8 * p * 448, 2 * n * p * 448), rel=0.06)
+
+
+@lru_cache
+def setting() -> tuple[nn.Module, Tensor, Tensor]:
+    """303 weights and 600 rows: exact costs 1.5 MB, samples of it 1.1 MB."""
+    torch.manual_seed(4)
+    return nn.Linear(100, 3).double(), torch.randn(200, 100, dtype=D), torch.randn(200, 3, dtype=D)
+
+
+CHOSEN = {
+    "Full": (lw.Auto(), lw.Full(), 200),
+    "KernelSpace": (lw.Auto(), lw.KernelSpace(), 20),
+    "Sampled": (lw.Auto(memory=1.2e6), lw.Sampled(num_samples=64), 200),
+    "Kron": (lw.Auto(memory=1e5), lw.Kron(), 200),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_posterior_is_that_of_the_method(name: str) -> None:
+    auto, method, count = CHOSEN[name]
+    model, x, y = setting()
+    found, other = (
+        lw.fit(model, [(x[:count], y[:count])], lw.Gaussian(), method=m, generator=torch.Generator().manual_seed(3))
+        for m in (auto, method)
+    )
+    assert found.why.startswith(f"{name}: 303 weights, {3 * count} rows")
+    assert other.why == ""
+    assert type(found.posterior) is type(other.posterior)
+    assert type(found.curvature) is type(other.curvature)
+    assert torch.equal(found.functions(x[:5]).cov, other.functions(x[:5]).cov)
+    assert torch.equal(found.prior.values, other.prior.values)
+    assert torch.equal(found.log_evidence(), other.log_evidence())
+
+
+def test_its_name_has_the_defaults() -> None:
+    model, x, y = setting()
+    one, other = (lw.fit(model, [(x, y)], lw.Gaussian(), method=m, prior=1.0) for m in ("auto", lw.Auto()))
+    assert one.why == other.why == lw.Auto().choose(303, 600).why
+    assert torch.equal(one.functions(x[:5]).cov, other.functions(x[:5]).cov)
+
+
+def test_the_reason_stays() -> None:
+    model, x, y = setting()
+    found = lw.fit(model, [(x, y)], lw.Gaussian(), method="auto", prior=1.0)
+    assert found.with_prior(2.0).why == found.tuned().why == found.why != ""
+
+
+def test_some_of_the_weights_are_counted_alone() -> None:
+    case = BY_NAME["mlp"]
+    fit = lambda weights: lw.fit(
+        case.build(), problems.batches(case), "classification", method="auto", weights=weights, prior=1.0
+    )
+    assert fit(None).why.startswith("KernelSpace: 83 weights, 18 rows")
+    assert fit(lw.last_layer).why.startswith("Full: 18 weights, 18 rows")
+
+
+def test_every_token_is_a_datum() -> None:
+    case = BY_NAME["token_level"]
+    found = lw.fit(case.build(), problems.batches(case), "classification", method="auto", prior=1.0)
+    assert found.why.startswith("Full: 123 weights, 72 rows")  # six inputs, four tokens, three classes
+
+
+@pytest.mark.parametrize("name", ["memory", "seconds"])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, -math.inf])
+def test_budgets_that_are_refused(name: str, value: float) -> None:
+    with pytest.raises(lw.UnsupportedError, match=rf"{name} (is )?{value}.*expected positive numbers"):
+        lw.Auto(**{name: value})
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(lw.UnsupportedError, match="num_samples is 0; expected at least 1"):
+        lw.Auto(num_samples=0).choose(500, 10_000)
+
+
+def test_the_class_is_no_method() -> None:
+    model, x, y = setting()
+    with pytest.raises(lw.UnsupportedError, match=r"method is the class Auto; expected an object: Auto\(\)"):
+        lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Auto)  # type: ignore[arg-type]

@@ -1,0 +1,475 @@
+"""Linear models by products alone, against closed form."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.linalg.design import MatrixDesign, back_product
+from lapwing.linalg.estimators import student
+from lapwing.linalg.ridge import Ridge
+from tests.references.ridge import Linear, complete, draws
+from tests.tolerances import SOLVED, assert_close, assert_within
+
+D = torch.float64
+CLOSE = 0.52  # of the rounding unit: 7e-9 in float64
+SHAPES = {"tall": (90, 30), "wide": (25, 70), "square": (30, 30)}
+GIVEN: dict[str, Any] = {"precision": 0.7, "noise_std": 0.4}
+ALPHA, PHI = 0.7, 0.16
+
+
+def seed(number: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def problem(shape: str | tuple[int, int] = "tall", noise: float = 0.3, number: int = 1) -> Linear:
+    """Features of unequal size, weights of unit variance."""
+    rows, size = SHAPES[shape] if isinstance(shape, str) else shape
+    gen = seed(number)
+    x = torch.randn(rows, size, dtype=D, generator=gen) * torch.logspace(0.3, -0.7, size, dtype=D)
+    signal = x @ torch.randn(size, dtype=D, generator=gen)
+    return Linear(x, signal + noise * torch.randn(rows, dtype=D, generator=gen))
+
+
+def operator(x: Tensor) -> lw.OperatorDesign:
+    return lw.OperatorDesign(*x.shape, lambda v: v @ x.T, lambda u: u @ x, x[:0, 0])
+
+
+def noise(x: Tensor, samples: int, number: int = 0) -> Ridge:
+    """The noise of a fit with this seed, ε and all."""
+    return Ridge.drawn(MatrixDesign(x), samples, seed(number), keep=True)
+
+
+def completed(exact: Linear, precision: float = 1.0, variance: float = 1.0) -> lw.LinearPosterior:
+    """With noise whose second moments are exact: γ from these samples is γ itself."""
+    design = MatrixDesign(exact.x)
+    zeta, eps = complete(exact.x, seed(2))
+    return lw.LinearPosterior(Ridge(design, None, zeta, back_product(design, eps)), exact.y, precision, variance, 1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("alpha", "std"), [(0.7, 0.4), (0.01, 1.0), (30.0, 0.1)])
+def test_the_mean_is_ridge_regression(shape: str, alpha: float, std: float) -> None:
+    exact = problem(shape)
+    found = lw.fit_linear(exact.x, exact.y, precision=alpha, noise_std=std, tolerance=1e-12)
+    assert found.mean.shape == (exact.x.shape[1],)
+    assert_close(found.mean, exact.mean(alpha, std**2), CLOSE)
+    assert (found.precision, found.noise_variance) == (alpha, pytest.approx(std**2))
+    assert found.trace is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("samples", [1, 5, 40])
+def test_samples_are_dense_solves_of_the_same_noise(shape: str, samples: int) -> None:
+    """Fewer than the basis starts from, and more."""
+    exact = problem(shape)
+    found = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=samples, tolerance=1e-12, generator=seed(8))
+    mine = noise(exact.x, samples, 8)
+    assert torch.equal(mine.prior, found.ridge.prior)
+    expected = draws(exact.x, mine.prior, mine.eps, torch.full((exact.x.shape[1],), ALPHA, dtype=D), PHI)
+    assert_close(found.solution.x, expected, CLOSE)
+    assert_close(found.samples(), exact.mean(ALPHA, PHI) + expected, CLOSE)
+    assert torch.equal(found.samples(1), found.samples()[:1])
+    assert float(found.solution.residuals.max()) <= 1e-12
+
+
+def test_samples_of_many_weights() -> None:
+    exact = problem((500, 2000))
+    found = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=12, tolerance=1e-12)
+    mine = noise(exact.x, 12)
+    expected = draws(exact.x, mine.prior, mine.eps, torch.full((2000,), ALPHA, dtype=D), PHI)
+    assert_close(found.solution.x, expected, CLOSE)
+
+
+def test_many_samples_have_the_covariance() -> None:
+    exact = problem((9, 6))
+    gap = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=4000).samples() - exact.mean(ALPHA, PHI)
+    assert_within(gap[:, :, None] * gap[:, None, :], exact.covariance(ALPHA, PHI))
+    assert float((gap.mean(0).abs() / (gap.std(0) / 4000**0.5)).max()) <= 5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_complete_noise_predicts_exactly(shape: str) -> None:
+    exact = problem(shape)
+    new = problem(shape, number=7).x[:5]
+    found = completed(exact, ALPHA, PHI).predict(new)
+    variance = (new @ exact.covariance(ALPHA, PHI) * new).sum(1, keepdim=True)
+    assert_close(found.mean, (new @ exact.mean(ALPHA, PHI))[:, None], SOLVED)
+    assert_close(found.epistemic, variance, SOLVED)
+    assert_close(found.variance, variance + PHI, SOLVED)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_variance_comes_nearer_with_more_samples(shape: str) -> None:
+    """By the root of their number: √(2/K) of it."""
+    exact = problem(shape)
+    new = problem(shape, number=7).x
+    variance = (new @ exact.covariance(ALPHA, PHI) * new).sum(1)
+    for samples in (30, 3000):
+        found = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=samples).predict(new).epistemic[:, 0]
+        gap = float((found / variance - 1).square().mean().sqrt())
+        assert 0.3 * (2 / samples) ** 0.5 < gap < 2 * (2 / samples) ** 0.5
+
+
+@pytest.mark.parametrize("shape", ["tall", "square"])
+@pytest.mark.parametrize("start", [(1.0, 1.0), (50.0, 0.01)])
+def test_with_exact_gamma_the_optimum_is_that_of_the_evidence(shape: str, start: tuple[float, float]) -> None:
+    """Steps end where a logarithm moves by less than 1e-4."""
+    exact = problem(shape, noise=1.0)
+    alpha, phi = exact.optimum()
+    found = completed(exact, *start).tuned()
+    assert (found.precision, found.noise_variance) == pytest.approx((alpha, phi), rel=2e-3)
+    best = exact.log_evidence(found.precision, found.noise_variance)
+    for other in ((alpha * 1.05, phi), (alpha / 1.05, phi), (alpha, phi * 1.05), (alpha, phi / 1.05)):
+        assert exact.log_evidence(*other) < best
+    assert found.gamma[0] == pytest.approx(exact.gamma(found.precision, found.noise_variance), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_precision_for_a_given_noise(shape: str) -> None:
+    exact = problem(shape)
+    found = completed(exact, 1.0, 0.09).tuned(noise=False)
+    assert found.noise_variance == 0.09
+    assert found.precision == pytest.approx(exact.optimum(0.09)[0], rel=1e-3)
+    front = lw.fit_linear(exact.x, exact.y, noise_std=0.3, num_samples=400)
+    assert front.noise_variance == pytest.approx(0.09, rel=1e-12)
+    assert front.precision == pytest.approx(exact.optimum(0.09)[0], rel=0.1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_noise_for_a_given_precision(shape: str) -> None:
+    """Where the slope of the evidence in the noise is nought, by its values a hundredth to either side."""
+    exact = problem(shape, noise=2.0)
+    found = completed(exact, 1.5, 1.0).tuned(precision=False)
+    assert found.precision == 1.5
+    lower, at, upper = (exact.log_evidence(1.5, found.noise_variance * f) for f in (0.99, 1.0, 1.01))
+    assert at > max(lower, upper)
+    front = lw.fit_linear(exact.x, exact.y, precision=1.5, num_samples=400)
+    assert front.precision == 1.5
+    gamma, error = front.gamma
+    assert front.noise_variance == pytest.approx(found.noise_variance, rel=4 * error / (len(exact.y) - gamma))
+
+
+def test_few_samples_come_near() -> None:
+    exact = problem((400, 60))
+    alpha, phi = exact.optimum()
+    found = lw.fit_linear(exact.x, exact.y)
+    assert found.precision == pytest.approx(alpha, rel=0.15)
+    assert found.noise_variance == pytest.approx(phi, rel=0.05)
+    assert len(found.samples()) == 16
+
+
+def test_the_trace_has_every_step() -> None:
+    exact = problem()
+    found = lw.fit_linear(exact.x, exact.y, num_samples=100)
+    trace = found.trace
+    assert (trace.tuner, trace.score) == ("fit_linear", "gamma")
+    assert trace.steps[0].precisions == (1.0,)
+    assert trace.steps[0].noise == pytest.approx((float(exact.y.square().mean()),))
+    last = trace.steps[-1]
+    assert last.precisions[0] == pytest.approx(found.precision, rel=1e-4)
+    assert last.noise[0] == pytest.approx(found.noise_variance, rel=1e-4)
+    value, error = re.fullmatch(r"gamma (\S+) ± (\S+)", trace.findings[0]).groups()
+    assert (float(value), float(error)) == pytest.approx(found.gamma, rel=0.05)
+
+
+def test_steps_that_run_out_are_said() -> None:
+    exact = problem()
+    found = lw.fit_linear(exact.x, exact.y, **GIVEN).tuned(max_steps=1)
+    assert re.search(r"; a logarithm still moved by \d\S* at the last step", found.trace.findings[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gamma_and_its_error(shape: str) -> None:
+    """From complete noise exactly; from chance noise within its own error, over fifty seeds."""
+    exact = problem(shape)
+    truth = exact.gamma(ALPHA, PHI)
+    assert completed(exact, ALPHA, PHI).gamma[0] == pytest.approx(truth, rel=1e-8)
+    held = 0
+    for number in range(50):
+        value, error = lw.fit_linear(exact.x, exact.y, **GIVEN, generator=seed(number)).gamma
+        held += abs(value - truth) <= student(0.95, 15) * error
+    assert held >= 44
+    assert lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=1).gamma[1] == math.inf
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before samples", "after samples"])
+@pytest.mark.parametrize("shape", ["tall", "square"])
+def test_the_evidence_is_within_its_error(shape: str, after: bool) -> None:
+    """Forty seeds, noise and probes both: 38 or more of Student's intervals of 99 % hold the exact value.
+
+    Of 95 % would be a matter of luck. An estimate it is, and its error is not overstated.
+    """
+    exact = problem(shape)
+    truth, gaps, errors = exact.log_evidence(ALPHA, PHI), [], []
+    for number in range(40):
+        found = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=2, tolerance=0.3, generator=seed(number))
+        if after:
+            found.samples()
+        value, error = found.log_evidence(probes=8, steps=25)
+        gaps.append(value - truth)
+        errors.append(error)
+    gap, error = torch.tensor(gaps), torch.tensor(errors)
+    assert int((gap.abs() <= student(0.99, 7) * error).sum()) >= 38
+    assert float(gap.abs().min()) > 1e-6
+    assert float(error.mean()) <= 1.5 * float(gap.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_evidence_is_exact_where_the_basis_has_seen_it_all(shape: str) -> None:
+    exact = problem(shape)
+    found = lw.fit_linear(exact.x, exact.y, **GIVEN, tolerance=1e-12)
+    found.samples()
+    value, error = found.log_evidence()
+    assert value == pytest.approx(exact.log_evidence(ALPHA, PHI), rel=1e-8)
+    assert error <= 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_operators_and_matrices_agree(shape: str) -> None:
+    exact = problem(shape, noise=1.0)
+    settings: dict[str, Any] = {"noise_std": 1.0, "tolerance": 1e-10}
+    one, other = (lw.fit_linear(each, exact.y, **settings) for each in (exact.x, operator(exact.x)))
+    assert other.precision == pytest.approx(one.precision, rel=1e-7)
+    assert_close(other.mean, one.mean, SOLVED)
+    assert_close(other.samples(), one.samples(), SOLVED)
+    assert other.log_evidence() == pytest.approx(one.log_evidence(), rel=1e-6, abs=1e-6)
+    assert_close(other.predict(exact.x[:3]).variance, one.predict(exact.x[:3]).variance, SOLVED)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("make", [lambda x: x, operator], ids=["matrix", "operator"])
+def test_float32_features(make: Any, shape: str) -> None:
+    """The products are; what is made of them is float64."""
+    narrow = problem(shape).x.float()
+    exact = Linear(narrow.double(), problem(shape).y)
+    found = lw.fit_linear(make(narrow), exact.y.float(), **GIVEN, tolerance=1e-5)
+    mine = noise(exact.x, 16)
+    expected = draws(exact.x, mine.prior, mine.eps, torch.full((narrow.shape[1],), ALPHA, dtype=D), PHI)
+    assert found.mean.dtype == found.samples().dtype == D
+    assert_close(found.mean, exact.mean(ALPHA, PHI), SOLVED, torch.float32)
+    assert_close(found.solution.x, expected, SOLVED, torch.float32)
+    assert found.predict(narrow[:3]).variance.dtype == D
+    assert found.log_evidence()[0] == pytest.approx(exact.log_evidence(ALPHA, PHI), abs=4 * found.log_evidence()[1] + 1)
+
+
+class Sparse:
+    """20,000 rows of 2,000 columns, eight numbers in each row; remembers the most vectors that it was given."""
+
+    def __init__(self) -> None:
+        gen = seed(3)
+        index = torch.stack([torch.arange(20_000).repeat_interleave(8), torch.randint(2000, (160_000,), generator=gen)])
+        values = torch.randn(160_000, dtype=D, generator=gen)
+        self.x = torch.sparse_coo_tensor(index, values, (20_000, 2000), check_invariants=True).coalesce()
+        self.y = self.x @ (0.5 * torch.randn(2000, dtype=D, generator=gen)) + 0.5 * torch.randn(20_000, dtype=D)
+        self.transposed, self.most = self.x.T.coalesce(), 0
+
+    def forward(self, v: Tensor) -> Tensor:
+        self.most = max(self.most, len(v))
+        return (self.x @ v.T).T
+
+    def back(self, u: Tensor) -> Tensor:
+        self.most = max(self.most, len(u))
+        return (self.transposed @ u.T).T
+
+
+def test_a_sparse_operator_is_never_formed() -> None:
+    """Both hyperparameters as they were drawn, 4 and 0.25; mean and samples those of a dense solve."""
+    mine = Sparse()
+    design = lw.OperatorDesign(20_000, 2000, mine.forward, mine.back, mine.y[:0])
+    found = lw.fit_linear(design, mine.y, num_samples=8, tolerance=1e-8)
+    value, error = found.log_evidence(probes=4, steps=10)
+    assert mine.most <= 16
+    assert found.precision == pytest.approx(4, rel=0.15)
+    assert found.noise_variance == pytest.approx(0.25, rel=0.05)
+    gram = (mine.transposed @ mine.x).to_dense()
+    factor = torch.linalg.cholesky(gram / found.noise_variance + found.precision * torch.eye(2000, dtype=D))
+    solve = lambda rows: torch.cholesky_solve(rows.T, factor).T
+    moment = mine.transposed @ mine.y / found.noise_variance
+    assert_close(found.mean, solve(moment[None])[0], 0.4)
+    rhs = found.precision**0.5 * found.ridge.prior + found.ridge.back / found.noise_variance**0.5
+    assert_close(found.solution.x, solve(rhs), 0.4)
+    logdet = 2 * float(factor.diagonal().log().sum()) - 2000 * math.log(found.precision)
+    fit = float(mine.y.square().sum()) / found.noise_variance - float(moment @ found.mean)
+    exact = -0.5 * (20_000 * math.log(2 * math.pi * found.noise_variance) + logdet + fit)
+    assert abs(value - exact) <= student(0.95, 3) * error
+    assert error < 0.01 * abs(exact)
+
+
+def test_seeds() -> None:
+    exact = problem()
+    one, same, other = (lw.fit_linear(exact.x, exact.y, generator=seed(n)) for n in (1, 1, 2))
+    assert (one.precision, one.noise_variance) == (same.precision, same.noise_variance)
+    assert torch.equal(one.samples(), same.samples())
+    assert one.log_evidence(4, 4) == same.log_evidence(4, 4)
+    assert one.precision != other.precision
+    assert not torch.equal(one.samples(), other.samples())
+    by_default, again = (lw.fit_linear(exact.x, exact.y) for _ in range(2))
+    assert torch.equal(by_default.samples(), again.samples())
+
+
+def test_features_from_the_seed_of_the_noise() -> None:
+    """Were ζ the first rows of the features, γ would be off and the precision would run away."""
+    gen = seed(0)
+    x = torch.randn(60, 200, dtype=D, generator=gen)
+    y = x @ torch.randn(200, dtype=D, generator=gen) + torch.randn(60, dtype=D, generator=gen)
+    for generator in (None, seed(0)):
+        found = lw.fit_linear(x, y, noise_std=1.0, num_samples=64, generator=generator)
+        overlap = (found.ridge.prior[:60] * x).sum(1) / (found.ridge.prior[:60].norm(dim=1) * x.norm(dim=1))
+        assert float(overlap.abs().max()) < 0.4
+        assert found.precision == pytest.approx(Linear(x, y).optimum(1.0)[0], rel=0.1)
+
+
+def test_targets_may_be_a_column() -> None:
+    exact = problem()
+    one, other = (lw.fit_linear(exact.x, y, **GIVEN) for y in (exact.y, exact.y[:, None]))
+    assert torch.equal(one.mean, other.mean)
+
+
+def test_features_that_say_nothing_leave_the_prior() -> None:
+    exact = Linear(torch.zeros(7, 4, dtype=D), torch.arange(7, dtype=D))
+    found = lw.fit_linear(exact.x, exact.y, precision=4.0, noise_std=1.0)
+    assert bool((found.mean == 0).all())
+    assert_close(found.solution.x, found.ridge.prior / 2)
+    assert found.log_evidence() == (pytest.approx(exact.log_evidence(4.0, 1.0)), 0)
+
+
+OPTIMUM = r"expected an optimum\. .* Give precision=\.\.\. or noise_std=\.\.\."
+
+
+@pytest.mark.parametrize("y", [torch.zeros(90, dtype=D), problem(noise=0.0).y], ids=["noughts", "without noise"])
+def test_targets_without_an_optimum_are_refused(y: Tensor) -> None:
+    with pytest.raises(lw.NumericalError, match=rf"noise variance \S+ after .* at precision .*; {OPTIMUM}"):
+        lw.fit_linear(problem().x, y)
+
+
+def test_features_without_an_optimum_are_refused() -> None:
+    with pytest.raises(lw.NumericalError, match=f"precision inf .* gamma 0; {OPTIMUM}"):
+        lw.fit_linear(torch.zeros(90, 30, dtype=D), problem().y)
+
+
+def bad(x: Tensor, value: float) -> Tensor:
+    x = x.clone()
+    x.view(-1)[3] = value
+    return x
+
+
+X, Y = problem().x, problem().y
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (X[0], r"features have the shape \(30,\); expected \(rows, columns\)"),
+        (X[None], r"features have the shape \(1, 90, 30\)"),
+        (X[:0], r"features have the shape \(0, 30\)"),
+        (X[:, :0], r"features have the shape \(90, 0\)"),
+        (X.long(), "features are torch.int64; expected floating-point numbers"),
+        (X.to(torch.complex128), "features are torch.complex128; expected floating-point"),
+        (bad(X, math.nan), "features: 1 of 2700 entries are NaN or infinite"),
+        (bad(X, math.inf), "features: 1 of 2700 entries are NaN or infinite"),
+        (X.numpy(), "features are a ndarray; expected a tensor or an OperatorDesign"),
+        (X.tolist(), "features are a list; expected a tensor or an OperatorDesign"),
+    ],
+)
+def test_features_that_are_refused(features: Any, message: str) -> None:
+    with pytest.raises(lw.DataError, match=message):
+        lw.fit_linear(features, Y, **GIVEN)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (Y[:-1], r"90 rows of features and targets \(89,\); expected \(90,\)"),
+        (Y[None], r"90 rows of features and targets \(1, 90\); expected \(90,\)"),
+        (torch.stack([Y, Y], 1), r"90 rows of features and targets \(90, 2\)"),
+        (bad(Y, math.nan), "targets hold NaN or infinity; expected finite numbers"),
+        (bad(Y, -math.inf), "targets hold NaN or infinity"),
+        (Y.numpy(), r"targets are a ndarray; expected a tensor \(90,\)"),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda x: x, operator], ids=["matrix", "operator"])
+def test_targets_that_are_refused(make: Any, targets: Any, message: str) -> None:
+    with pytest.raises(lw.DataError, match=message):
+        lw.fit_linear(make(X), targets, **GIVEN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": 0.0}, "precision is 0.0; expected a positive number, or None to learn it"),
+        ({"precision": -1.0}, "precision is -1.0"),
+        ({"precision": math.inf}, "precision is inf"),
+        ({"noise_std": 0.0}, "noise_std is 0.0; expected a positive number, or None to learn it"),
+        ({"noise_std": math.nan}, "noise_std is nan"),
+        ({"num_samples": 0}, "num_samples is 0; expected at least 1"),
+        ({"tolerance": 0.0}, "tolerance is 0.0; expected a relative residual between 0 and 1"),
+        ({"tolerance": math.nan}, "tolerance is nan"),
+        ({"tolerance": 1.0}, "tolerance is 1.0"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(lw.DataError, match=message):
+        lw.fit_linear(X, Y, **settings)
+
+
+def test_questions_that_are_refused() -> None:
+    found = lw.fit_linear(X, Y, **GIVEN, num_samples=3)
+    for n in (4, -1):
+        with pytest.raises(lw.UnsupportedError, match=f"{n} samples were asked for and 3 are stored; raise num_sam"):
+            found.samples(n)
+    assert found.samples(0).shape == (0, 30)
+    for new, message in ((X[:, :-1], r"shape \(90, 29\); expected \(rows, 30\)"), (X[0], r"shape \(30,\)"),
+                         (bad(X, math.nan), "NaN or infinite"), (X[:0], r"shape \(0, 30\)")):  # fmt: skip
+        with pytest.raises(lw.DataError, match=message):
+            found.predict(new)
+    for probes, steps in ((1, 5), (4, 0)):
+        with pytest.raises(lw.UnsupportedError, match=f"probes is {probes} and steps is {steps}; expected at least"):
+            found.log_evidence(probes, steps)
+
+
+class Random:
+    """Dropout on the features: other products at every call."""
+
+    def forward(self, v: Tensor) -> Tensor:
+        return v @ (X * (torch.rand(90, 30) < 0.9)).T
+
+
+OPERATORS: dict[str, tuple[Any, Any, str]] = {
+    "not the transpose": (lambda v: v @ X.T, lambda u: u @ X.flip(1), "back is not the transpose of forward.* differ"),
+    "twice the transpose": (lambda v: v @ X.T, lambda u: 2 * u @ X, "back is not the transpose of forward"),
+    "a thousandth off": (lambda v: v @ X.T, lambda u: 1.003 * u @ X, "back is not the transpose of forward"),
+    "random": (Random().forward, lambda u: u @ X, "two calls of forward .* with the same rows differ by"),
+    "mixed rows": (lambda v: v @ X.T, lambda u: u.cumsum(0) @ X, "two calls of back .* rows apart from each other"),
+    "columns": (lambda v: X @ v.T, lambda u: u @ X, r"forward .* made \(90, 2\) of rows \(2, 30\); expected \(2, 90\)"),
+    "one alone": (lambda v: v @ X.T, lambda u: u[0] @ X, r"back .* made \(30,\) of rows \(2, 90\); expected \(2, 30\)"),
+    "not finite": (lambda v: v @ X.T / 0, lambda u: u @ X, "forward of an OperatorDesign gave NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_that_are_not_what_they_claim_are_refused(name: str) -> None:
+    """Before there is any noise, and so before the first iteration."""
+    forward, back, message = OPERATORS[name]
+    generator = seed(1)
+    before = generator.get_state()
+    with pytest.raises(lw.LapwingError, match=message):
+        lw.fit_linear(lw.OperatorDesign(90, 30, forward, back, X[:0, 0]), Y, **GIVEN, generator=generator)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_residual_above_the_tolerance_is_an_error() -> None:
+    """Products in float32 and a residual of 1e-12; or a precision too small for the mean."""
+    found = lw.fit_linear(X.float(), Y, precision=1e-4, noise_std=0.1, tolerance=1e-12)
+    with pytest.raises(lw.NumericalError, match=r"stopped after \d+ iterations with a relative residual of .*1e-12"):
+        found.samples()
+    steep = X * torch.logspace(4, -4, 30, dtype=D)
+    found = lw.fit_linear(steep.float(), Y, precision=1e-12, noise_std=0.1)
+    with pytest.raises(lw.NumericalError, match=r"fit_linear stopped after \d+ .* residual of \S+; .* in float64"):
+        _ = found.mean
