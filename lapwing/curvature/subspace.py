@@ -24,6 +24,7 @@ class SubspacePrecision:
 
     directions: Tensor
     inner: Tensor  # the Cholesky factor of G
+    before: Tensor  # that of D A Dᵀ
     log_determinant: Tensor
 
     def logdet(self) -> Tensor:
@@ -54,6 +55,11 @@ class SubspacePrecision:
     def variances(self) -> Tensor:
         return torch.linalg.solve_triangular(self.inner, self.directions, upper=False).square().sum(0)
 
+    def decided(self, precision: Tensor) -> Tensor:
+        """γ of every weight, (P,), under prior precisions (P,): what the prior allows it less what the data leave."""
+        allowed = torch.linalg.solve_triangular(self.before, self.directions, upper=False).square().sum(0)
+        return precision.to(allowed) * (allowed - self.variances())
+
 
 @dataclass(frozen=True, eq=False)
 class SubspaceCurvature:
@@ -70,8 +76,9 @@ class SubspaceCurvature:
     def precision(self, phi: Tensor, prior: Prior) -> SubspacePrecision:
         before = self._prior(prior)
         inner = cholesky(self.gram / phi.to(self.gram) + before, "the subspace")
-        outside = prior.logdet().double() - 2 * cholesky(before, "the subspace").diagonal().log().sum()
-        return SubspacePrecision(self.directions, inner, outside + 2 * inner.diagonal().log().sum())
+        root = cholesky(before, "the subspace")
+        outside = prior.logdet().double() - 2 * root.diagonal().log().sum()
+        return SubspacePrecision(self.directions, inner, root, outside + 2 * inner.diagonal().log().sum())
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
         """Of H/φ + A with no curvature outside the directions; from eigenvalues where there is one precision."""

@@ -179,7 +179,7 @@ class Learner:
 
         with torch.inference_mode(False), torch.enable_grad():
             for _ in bar:
-                value = float(optimiser.step(closure))
+                value = float(optimiser.step(closure).detach())
                 if not math.isfinite(value):
                     break
                 steps.append(self._step(-value, scale.detach(), None))
@@ -189,7 +189,7 @@ class Learner:
                     best, kept = value, (z.detach().clone(), scale.detach().clone())
                 if still >= 5:
                     break
-            last = float(objective())
+            last = float(objective().detach())
             if last < best:
                 best, kept = last, (z.detach().clone(), scale.detach().clone())
         finding = "" if still >= 5 else f"{total} steps did not end the search; the bound still rises"

@@ -63,6 +63,8 @@ def effective_parameters(posterior: Any) -> EffectiveParameters:
     with torch.no_grad():
         if hasattr(posterior, "gammas"):
             each = posterior.gammas().to(prior.values)
+        elif hasattr(posterior.precision, "decided"):  # weights that the posterior holds fast are not decided by data
+            each = posterior.precision.decided(prior.vector.detach()).detach().to(prior.values)
         else:
             each = 1 - prior.vector.detach() * posterior.precision.variances().detach().to(prior.values)
     names = selection.layer_of()

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import scipy.sparse
 import torch
 from torch import Tensor
 
@@ -152,8 +153,7 @@ def test_a_noise_for_a_given_precision(shape: str) -> None:
     assert at > max(lower, upper)
     front = lw.fit_linear(exact.x, exact.y, precision=1.5, num_samples=400)
     assert front.precision == 1.5
-    gamma, error = front.gamma
-    assert front.noise_variance == pytest.approx(found.noise_variance, rel=4 * error / (len(exact.y) - gamma))
+    assert front.noise_variance == pytest.approx(found.noise_variance, rel=0.3 if shape == "wide" else 0.1)
 
 
 def test_few_samples_come_near() -> None:
@@ -200,25 +200,27 @@ def test_gamma_and_its_error(shape: str) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before samples", "after samples"])
-@pytest.mark.parametrize("shape", ["tall", "square"])
-def test_the_evidence_is_within_its_error(shape: str, after: bool) -> None:
-    """Forty seeds, noise and probes both: 38 or more of Student's intervals of 99 % hold the exact value.
+@pytest.mark.parametrize("shape", [(160, 100), (100, 160)], ids=["tall", "wide"])
+def test_the_evidence_is_within_its_error(shape: tuple[int, int], after: bool) -> None:
+    """Forty seeds, noise and probes both: Student's interval of 95 % holds the exact value in 38 or more.
 
-    Of 95 % would be a matter of luck. An estimate it is, and its error is not overstated.
+    An estimate it is, and its error is not overstated.
     """
     exact = problem(shape)
-    truth, gaps, errors = exact.log_evidence(ALPHA, PHI), [], []
+    truth, gaps, errors = exact.log_evidence(5.0, 1.0), [], []
     for number in range(40):
-        found = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=2, tolerance=0.3, generator=seed(number))
+        found = lw.fit_linear(
+            exact.x, exact.y, precision=5.0, noise_std=1.0, num_samples=2, tolerance=0.3, generator=seed(number)
+        )
         if after:
             found.samples()
-        value, error = found.log_evidence(probes=8, steps=25)
+        value, error = found.log_evidence(probes=8, steps=15)
         gaps.append(value - truth)
         errors.append(error)
-    gap, error = torch.tensor(gaps), torch.tensor(errors)
-    assert int((gap.abs() <= student(0.99, 7) * error).sum()) >= 38
+    gap, stated = torch.tensor(gaps), torch.tensor(errors)
+    assert int((gap.abs() <= student(0.95, 7) * stated).sum()) >= 38
     assert float(gap.abs().min()) > 1e-6
-    assert float(error.mean()) <= 1.5 * float(gap.square().mean().sqrt())
+    assert float(stated.mean()) <= 1.5 * float(gap.square().mean().sqrt())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -256,7 +258,7 @@ def test_float32_features(make: Any, shape: str) -> None:
     assert_close(found.mean, exact.mean(ALPHA, PHI), SOLVED, torch.float32)
     assert_close(found.solution.x, expected, SOLVED, torch.float32)
     assert found.predict(narrow[:3]).variance.dtype == D
-    assert found.log_evidence()[0] == pytest.approx(exact.log_evidence(ALPHA, PHI), abs=4 * found.log_evidence()[1] + 1)
+    assert found.log_evidence()[0] == pytest.approx(exact.log_evidence(ALPHA, PHI), rel=1e-4)
 
 
 class Sparse:
@@ -264,40 +266,40 @@ class Sparse:
 
     def __init__(self) -> None:
         gen = seed(3)
-        index = torch.stack([torch.arange(20_000).repeat_interleave(8), torch.randint(2000, (160_000,), generator=gen)])
-        values = torch.randn(160_000, dtype=D, generator=gen)
-        self.x = torch.sparse_coo_tensor(index, values, (20_000, 2000), check_invariants=True).coalesce()
-        self.y = self.x @ (0.5 * torch.randn(2000, dtype=D, generator=gen)) + 0.5 * torch.randn(20_000, dtype=D)
-        self.transposed, self.most = self.x.T.coalesce(), 0
+        columns = torch.randint(2000, (160_000,), generator=gen).numpy()
+        values = torch.randn(160_000, dtype=D, generator=gen).numpy()
+        self.x = scipy.sparse.csr_matrix((values, columns, range(0, 160_001, 8)), shape=(20_000, 2000))
+        w, rest = (torch.randn(n, dtype=D, generator=gen) for n in (2000, 20_000))
+        self.most = 0
+        self.y = self.forward(0.5 * w[None])[0] + 0.5 * rest
 
     def forward(self, v: Tensor) -> Tensor:
         self.most = max(self.most, len(v))
-        return (self.x @ v.T).T
+        return torch.from_numpy(self.x @ v.T.numpy()).T
 
     def back(self, u: Tensor) -> Tensor:
         self.most = max(self.most, len(u))
-        return (self.transposed @ u.T).T
+        return torch.from_numpy(self.x.T @ u.T.numpy()).T
 
 
 def test_a_sparse_operator_is_never_formed() -> None:
-    """Both hyperparameters as they were drawn, 4 and 0.25; mean and samples those of a dense solve."""
+    """Both hyperparameters as they were drawn, 4 and 0.25; mean, samples and evidence those of a dense solve."""
     mine = Sparse()
     design = lw.OperatorDesign(20_000, 2000, mine.forward, mine.back, mine.y[:0])
-    found = lw.fit_linear(design, mine.y, num_samples=8, tolerance=1e-8)
+    found = lw.fit_linear(design, mine.y, num_samples=8, tolerance=1e-7)
     value, error = found.log_evidence(probes=4, steps=10)
     assert mine.most <= 16
-    assert found.precision == pytest.approx(4, rel=0.15)
-    assert found.noise_variance == pytest.approx(0.25, rel=0.05)
-    gram = (mine.transposed @ mine.x).to_dense()
-    factor = torch.linalg.cholesky(gram / found.noise_variance + found.precision * torch.eye(2000, dtype=D))
+    alpha, phi = found.precision, found.noise_variance
+    assert (alpha, phi) == (pytest.approx(4, rel=0.15), pytest.approx(0.25, rel=0.05))
+    gram = torch.from_numpy((mine.x.T @ mine.x).toarray())
+    factor = torch.linalg.cholesky(gram / phi + alpha * torch.eye(2000, dtype=D))
     solve = lambda rows: torch.cholesky_solve(rows.T, factor).T
-    moment = mine.transposed @ mine.y / found.noise_variance
-    assert_close(found.mean, solve(moment[None])[0], 0.4)
-    rhs = found.precision**0.5 * found.ridge.prior + found.ridge.back / found.noise_variance**0.5
-    assert_close(found.solution.x, solve(rhs), 0.4)
-    logdet = 2 * float(factor.diagonal().log().sum()) - 2000 * math.log(found.precision)
-    fit = float(mine.y.square().sum()) / found.noise_variance - float(moment @ found.mean)
-    exact = -0.5 * (20_000 * math.log(2 * math.pi * found.noise_variance) + logdet + fit)
+    moment = mine.back(mine.y[None]) / phi
+    assert_close(found.mean, solve(moment)[0], 0.4)
+    assert_close(found.solution.x, solve(alpha**0.5 * found.ridge.prior + found.ridge.back / phi**0.5), 0.4)
+    logdet = 2 * float(factor.diagonal().log().sum()) - 2000 * math.log(alpha)
+    fit = float(mine.y.square().sum()) / phi - float(moment[0] @ found.mean)
+    exact = -0.5 * (20_000 * math.log(2 * math.pi * phi) + logdet + fit)
     assert abs(value - exact) <= student(0.95, 3) * error
     assert error < 0.01 * abs(exact)
 
@@ -444,7 +446,7 @@ class Random:
 OPERATORS: dict[str, tuple[Any, Any, str]] = {
     "not the transpose": (lambda v: v @ X.T, lambda u: u @ X.flip(1), "back is not the transpose of forward.* differ"),
     "twice the transpose": (lambda v: v @ X.T, lambda u: 2 * u @ X, "back is not the transpose of forward"),
-    "a thousandth off": (lambda v: v @ X.T, lambda u: 1.003 * u @ X, "back is not the transpose of forward"),
+    "hardly off": (lambda v: v @ X.T, lambda u: 1.003 * u @ X, "back is not the transpose of forward"),
     "random": (Random().forward, lambda u: u @ X, "two calls of forward .* with the same rows differ by"),
     "mixed rows": (lambda v: v @ X.T, lambda u: u.cumsum(0) @ X, "two calls of back .* rows apart from each other"),
     "columns": (lambda v: X @ v.T, lambda u: u @ X, r"forward .* made \(90, 2\) of rows \(2, 30\); expected \(2, 90\)"),

@@ -1,0 +1,330 @@
+"""A linear bandit with Thompson sampling, on ``lw.fit_linear``.
+
+A bandit has many arms. Pulling one gives its reward and noise; the sum over all pulls counts. The reward is linear in
+features of the arm, with weights that nobody knows, so that every pull tells something about every arm. Pulls come in
+batches: the rewards of a batch are seen when all of it is done.
+
+- *greedy* takes the arm that is best under the mean of the posterior, for the whole batch;
+- *Thompson sampling* draws one set of weights from the posterior for each pull and takes the arm that is best under
+  it. Arms that might be the best are pulled as often as they might be, which is just what samples can do and a mean
+  cannot. Nothing else is needed: no variance of any arm, no covariance between arms;
+- *exact* is the same with samples of the exact posterior over all arms, by matrices.
+
+``lw.fit_linear`` has the mean and the samples by products with the features alone. Two bandits show it:
+
+- *twenty features*: five hundred arms with random features, weights from the prior. Small enough that every strategy
+  can be repeated for many bandits. One more strategy does not know the prior precision and the noise, and learns them;
+- *a hundred thousand features*: arms are points of a square, and the reward is a smooth function of the point. A model
+  that is linear in random Fourier features (Rahimi and Recht 2007) can follow it. The features of the pulls are an
+  ``lw.OperatorDesign``, computed when they are needed and thrown away. The covariance of the weights would have 10¹⁰
+  entries, 80 GB. For a check there is the Gaussian process whose kernel the features approximate; it works with
+  matrices of arms and pulls, which are few here.
+
+Every strategy starts with the same batch of random arms and meets the same noise.
+
+Run it with ``python docs/tutorials/bandit.py [folder]``: it prints the regrets and draws bandit.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import lapwing as lw
+
+INK, PALE = "#333333", "#9a9a9a"
+STYLES = {
+    "uniform": (PALE, "-"), "greedy": ("#d55e00", "-"), "Thompson": ("#0072b2", "-"),
+    "Thompson, learned": ("#009e73", "-."), "exact Thompson": (INK, ":"),
+}  # fmt: skip
+SCALE = 0.2  # length over which the smooth reward changes
+
+
+@dataclass(frozen=True, eq=False)
+class Bandit:
+    """Arms with their features, and what each is worth. The prior precision of the weights is one."""
+
+    value: Tensor  # (A,), the reward of every arm but for the noise
+    features: Callable[[Tensor], Tensor | lw.OperatorDesign]  # those of some arms, by their numbers
+    scores: Callable[[Tensor], Tensor]  # of all arms under weights (S, P): (S, A)
+    root: Tensor  # (A, R), of the prior covariance of the values, for the exact posterior
+    noise_std: float
+    places: Tensor | None = None  # (A, 2), where arms are points
+
+    def posterior(self, pulls: Tensor, rewards: Tensor, samples: int, generator: torch.Generator) -> lw.LinearPosterior:
+        """Given precision and noise. The generator goes on, so that every round has new samples."""
+        features, noise = self.features(pulls), self.noise_std
+        return lw.fit_linear(
+            features, rewards, precision=1.0, noise_std=noise, num_samples=samples, generator=generator
+        )
+
+
+def linear(seed: int, arms: int = 500, columns: int = 20) -> Bandit:
+    """Arms and weights from a normal distribution."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(arms, columns, generator=generator, dtype=torch.float64) / columns**0.5
+    weights = torch.randn(columns, generator=generator, dtype=torch.float64)
+    return Bandit(matrix @ weights, lambda pulls: matrix[pulls], lambda drawn: drawn @ matrix.mT, matrix, 0.5)
+
+
+@dataclass(frozen=True, eq=False)
+class Fourier:
+    """√(2/P) cos(ω·x + b) with random ω (2, P) and b (P,): x·x' of two points is nearly exp(−|x − x'|²/2s²)."""
+
+    frequencies: Tensor
+    phases: Tensor
+
+    @classmethod
+    def drawn(cls, columns: int, generator: torch.Generator) -> Fourier:
+        return cls(
+            torch.randn(2, columns, generator=generator) / SCALE,
+            2 * math.pi * torch.rand(columns, generator=generator),
+        )
+
+    def __call__(self, points: Tensor) -> Tensor:
+        waves = torch.addmm(self.phases, points.to(self.phases), self.frequencies).cos_()
+        return waves.mul_((2 / len(self.phases)) ** 0.5)
+
+    def forward(self, points: Tensor, v: Tensor) -> Tensor:
+        """X v for rows v (S, P), sixty-four rows of X at a time: (S, n)."""
+        v = v.to(self.phases)
+        return torch.cat([v @ self(part).mT for part in points.split(64)], 1)
+
+    def back(self, points: Tensor, u: Tensor) -> Tensor:
+        """Xᵀ u for rows u (S, n): (S, P)."""
+        total = self.phases.new_zeros(len(u), len(self.phases))
+        for part, weight in zip(points.split(64), u.to(total).split(64, 1), strict=True):
+            total.addmm_(weight, self(part))
+        return total
+
+    def design(self, points: Tensor) -> lw.OperatorDesign:
+        """The features of these points by their products; ``like`` says that these are float32."""
+        return lw.OperatorDesign(
+            rows=len(points),
+            size=len(self.phases),
+            forward=lambda v: self.forward(points, v),
+            back=lambda u: self.back(points, u),
+            like=self.phases[:0],
+        )
+
+
+def smooth(seed: int, arms: int = 1000, columns: int = 100_000) -> Bandit:
+    """Points of a square. Values come from the Gaussian process itself, not from the features."""
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.rand(arms, 2, generator=generator, dtype=torch.float64)
+    kernel = (-0.5 * torch.cdist(points, points).square() / SCALE**2).exp()
+    root = torch.linalg.cholesky(kernel + 1e-8 * torch.eye(arms, dtype=torch.float64))
+    value = root @ torch.randn(arms, generator=generator, dtype=torch.float64)
+    features = Fourier.drawn(columns, generator)
+    return Bandit(
+        value,
+        lambda pulls: features.design(points[pulls]),
+        lambda drawn: features.forward(points, drawn).double(),
+        root,
+        0.3,
+        points,
+    )
+
+
+Strategy = Callable[[Bandit, Tensor, Tensor, int, torch.Generator], Tensor]  # pulls and rewards so far: the next batch
+
+
+def uniform(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, len(bandit.value), (batch,), generator=generator)
+
+
+def greedy(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    found = bandit.posterior(pulls, rewards, 1, generator)
+    return bandit.scores(found.mean[None]).argmax(1).expand(batch)
+
+
+def thompson(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    found = bandit.posterior(pulls, rewards, batch, generator)
+    return bandit.scores(found.samples()).argmax(1)
+
+
+def learned(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    """Precision and noise by expectation maximisation, from two pulls for each feature on. Before: one for both.
+
+    With fewer pulls than features the weights can explain every reward, and there is no noise to be found.
+    """
+    features = bandit.features(pulls)
+    given = None if len(pulls) >= 2 * bandit.root.shape[1] else 1.0
+    found = lw.fit_linear(
+        features, rewards, precision=given, noise_std=given, num_samples=batch, generator=generator
+    )
+    return bandit.scores(found.samples()).argmax(1)
+
+
+def exact(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    """Values from the prior, moved to where the rewards want them (Matheron's rule)."""
+    prior = torch.randn(batch, bandit.root.shape[1], generator=generator, dtype=torch.float64) @ bandit.root.mT
+    noise = bandit.noise_std * torch.randn(batch, len(pulls), generator=generator, dtype=torch.float64)
+    rows = bandit.root[pulls]
+    kernel = rows @ rows.mT + bandit.noise_std**2 * torch.eye(len(pulls), dtype=torch.float64)
+    moved = torch.linalg.solve(kernel, (rewards - prior[:, pulls] - noise).mT).mT
+    return (prior + moved @ rows @ bandit.root.mT).argmax(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """What was pulled and seen."""
+
+    bandit: Bandit
+    pulls: Tensor  # (T,)
+    rewards: Tensor  # (T,)
+
+    @cached_property
+    def regret(self) -> Tensor:
+        """By how much each pull was worse than the best arm, (T,), the noise left out."""
+        return self.bandit.value.max() - self.bandit.value[self.pulls]
+
+
+def play(bandit: Bandit, strategy: Strategy, batch: int, rounds: int, seed: int) -> Played:
+    """A batch at random, then batches by the strategy."""
+    generator = torch.Generator().manual_seed(10_000 + seed)
+    noise = bandit.noise_std * torch.randn(rounds, batch, generator=generator, dtype=torch.float64)
+    pulls = uniform(bandit, torch.empty(0), torch.empty(0), batch, generator)
+    rewards = bandit.value[pulls] + noise[0]
+    for errors in noise[1:]:
+        more = strategy(bandit, pulls, rewards, batch, generator)
+        pulls, rewards = torch.cat([pulls, more]), torch.cat([rewards, bandit.value[more] + errors])
+    return Played(bandit, pulls, rewards)
+
+
+Results = Mapping[str, list[Played]]  # by strategy, a game for each seed
+
+
+def compared(
+    make: Callable[[int], Bandit], strategies: Mapping[str, Strategy], batch: int, rounds: int, seeds: int
+) -> Results:
+    bandits = [make(seed) for seed in range(seeds)]
+    return {
+        name: [play(bandit, strategy, batch, rounds, seed) for seed, bandit in enumerate(bandits)]
+        for name, strategy in strategies.items()
+    }
+
+
+def table(found: Results, batch: int) -> str:
+    """Regret in all: mean over the bandits, its standard error, the worst; and for each pull of the last batch."""
+    lines = [f"{'':17s}  regret  ± error   worst  last batch, each pull"]
+    for name, games in found.items():
+        regrets = torch.stack([game.regret for game in games])
+        total = regrets.sum(1)
+        error = float(total.std()) / len(total) ** 0.5 if len(total) > 1 else math.inf
+        last = float(regrets[:, -batch:].mean())
+        lines.append(f"{name:17s}  {float(total.mean()):6.1f}  {error:7.1f}  {float(total.max()):6.1f}  {last:21.3f}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What the rewards of a game tell about the model: by products with the features, and exactly."""
+
+    posterior: lw.LinearPosterior
+    gamma: float  # of the Gaussian process
+    log_evidence: float
+
+
+def known(game: Played) -> Known:
+    bandit, pulls = game.bandit, game.pulls
+    posterior = bandit.posterior(pulls, game.rewards, 64, torch.Generator().manual_seed(0))
+    kernel = bandit.root[pulls] @ bandit.root[pulls].mT
+    noise = bandit.noise_std**2 * torch.eye(len(pulls), dtype=torch.float64)
+    gamma = float(torch.linalg.solve(kernel + noise, kernel).trace())
+    process = torch.distributions.MultivariateNormal(torch.zeros_like(game.rewards), kernel + noise)
+    return Known(posterior, gamma, float(process.log_prob(game.rewards)))
+
+
+def picture(small: Results, large: Results, batches: tuple[int, int], path: Path) -> None:
+    """Regret against pulls for both bandits; where two strategies pulled in the square."""
+    figure = Figure(figsize=(12.0, 10.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2).flatten()
+    features = ("20 features, 500 arms", "100,000 features, points of a square")
+    for axis, found, batch, title in zip(axes, (small, large), batches, features, strict=False):
+        _regret(axis, found, batch)
+        axis.set_title(f"{title}\nmean over {len(found['greedy'])} bandits, and two standard errors", fontsize=10.5)
+    for axis, name in zip(axes[2:], ("greedy", "Thompson"), strict=True):
+        marks = _pulled(axis, large[name][0], STYLES[name][0])
+        total = float(large[name][0].regret.sum())
+        axis.set_title(f"the first bandit of the square: pulls of {name}\nregret {total:.1f}", fontsize=10.5)
+    figure.colorbar(marks, ax=list(axes[2:]), label="reward of the arm, without noise", shrink=0.9)
+    figure.savefig(path, dpi=150)
+
+
+def _regret(axis: Any, found: Results, batch: int) -> None:
+    for name, games in found.items():
+        colour, line = STYLES[name]
+        sums = torch.stack([game.regret for game in games]).cumsum(1)
+        mean, error = sums.mean(0), 2 * sums.std(0, correction=min(1, len(sums) - 1)) / len(sums) ** 0.5
+        places = range(1, len(mean) + 1)
+        axis.fill_between(
+            places, (mean - error).tolist(), (mean + error).tolist(), color=colour, alpha=0.15, linewidth=0
+        )
+        axis.plot(places, mean.tolist(), color=colour, linestyle=line, linewidth=2, label=name)
+    top = 1.3 * max(float(game.regret.sum()) for game in found["Thompson"])
+    others = torch.stack([game.regret.sum() for game in found["greedy"]]).mean()
+    axis.set(xlabel="pulls", ylabel="cumulative regret", xlim=(0, len(mean)), ylim=(0, max(top, 1.3 * float(others))))
+    axis.axvline(batch, color=PALE, linewidth=1, linestyle="--")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
+
+
+def _pulled(axis: Any, game: Played, colour: str) -> Any:
+    """All arms by their value; a ring around what was pulled, the larger the more often; a star at the best."""
+    places, value = game.bandit.places, game.bandit.value
+    if places is None:
+        raise ValueError("these arms have no places; expected a bandit of points.")
+    x, y = places.mT.tolist()
+    marks = axis.scatter(x, y, c=value.tolist(), s=16, cmap="Greys", linewidths=0)
+    for arm, count in zip(*(part.tolist() for part in game.pulls.unique(return_counts=True)), strict=True):
+        size = 24 + 12 * count
+        axis.scatter(x[arm], y[arm], s=size, facecolors="none", edgecolors=colour, linewidths=1.4, zorder=3)
+    best = int(value.argmax())
+    axis.plot(x[best], y[best], "*", color="#e69f00", markersize=15, markeredgecolor="white", zorder=4)
+    axis.set(xlabel="$x_1$", ylabel="$x_2$", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    return marks
+
+
+def main(
+    out: Path,
+    seeds: tuple[int, int] = (40, 5),
+    rounds: tuple[int, int] = (30, 9),
+    batches: tuple[int, int] = (10, 16),
+    columns: int = 100_000,
+) -> tuple[Results, Results, Known]:
+    """Print the regrets, draw the picture, return the games of both bandits and what is known of a last one."""
+    strategies: dict[str, Strategy] = {
+        "uniform": uniform, "greedy": greedy, "Thompson": thompson, "exact Thompson": exact,
+    }  # fmt: skip
+    small = compared(linear, {**strategies, "Thompson, learned": learned}, batches[0], rounds[0], seeds[0])
+    print(f"20 features, 500 arms: {rounds[0]} batches of {batches[0]} pulls, {seeds[0]} bandits")
+    print(table(small, batches[0]))
+    large = compared(lambda seed: smooth(seed, columns=columns), strategies, batches[1], rounds[1], seeds[1])
+    print(f"\n{columns:,} features, 1,000 arms: {rounds[1]} batches of {batches[1]} pulls, {seeds[1]} bandits")
+    print(table(large, batches[1]))
+    found = known(large["Thompson"][0])
+    (gamma, gamma_error), (evidence, evidence_error) = found.posterior.gamma, found.posterior.log_evidence()
+    print(f"\nafter {len(large['Thompson'][0].pulls)} pulls   by products  ± error   exact")
+    print(f"gamma              {gamma:11.2f}  {gamma_error:7.2f}  {found.gamma:6.2f}")
+    print(f"log evidence       {evidence:11.2f}  {evidence_error:7.2f}  {found.log_evidence:6.2f}")
+    out.mkdir(parents=True, exist_ok=True)
+    picture(small, large, batches, out / "bandit.png")
+    return small, large, found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A linear bandit with Thompson sampling.")
+    parser.add_argument("out", type=Path, nargs="?", default=Path("docs/images"), help="folder for the picture")
+    main(parser.parse_args().out)
