@@ -16,6 +16,7 @@ from lapwing.linear import LinearPosterior, fit_linear
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ekron import EKron
 from lapwing.methods.ella import ELLA
+from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
@@ -43,7 +44,8 @@ __version__ = "0.1.0"
 __all__ = [
     "fit", "train", "fit_linear", "load", "check", "compare", "Fitted", "FunctionGaussian", "laplace_density",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
-    "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "ELLA", "VaLLA", "MapOnly", "Auto",
+    "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "MapOnly", "Auto",
+    "ELLA", "VaLLA", "FMGP",
     "all_weights", "last_layer", "named", "subnetwork",
     "isotropic", "per_layer", "diagonal", "grouped", "per_normalised_group", "g_prior",
     "maximise_evidence", "MaximiseEvidence", "fixed_point", "FixedPoint", "linear_mode", "LinearMode",

@@ -15,6 +15,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ekron import EKron
 from lapwing.methods.ella import ELLA
+from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
@@ -27,7 +28,7 @@ from lapwing.posteriors.protocols import Method
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
-    "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA,
+    "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP,
 }  # fmt: skip
 LIKELIHOODS = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,

@@ -107,13 +107,14 @@ class Fourier:
             total.addmm_(weight, self(part))
         return total
 
-    def design(self, points: Tensor) -> lw.OperatorDesign:
-        """The features of these points by their products; ``like`` says that these are float32."""
+    def design(self, points: Tensor, pulls: Tensor) -> lw.OperatorDesign:
+        """A row for each pull; arms that were pulled often are computed once. ``like`` says that these are float32."""
+        arms, which = pulls.unique(return_inverse=True)
         return lw.OperatorDesign(
-            rows=len(points),
+            rows=len(pulls),
             size=len(self.phases),
-            forward=lambda v: self.forward(points, v),
-            back=lambda u: self.back(points, u),
+            forward=lambda v: self.forward(points[arms], v)[:, which],
+            back=lambda u: self.back(points[arms], u.new_zeros(len(u), len(arms)).index_add_(1, which, u)),
             like=self.phases[:0],
         )
 
@@ -128,7 +129,7 @@ def smooth(seed: int, arms: int = 1000, columns: int = 100_000) -> Bandit:
     features = Fourier.drawn(columns, generator)
     return Bandit(
         value,
-        lambda pulls: features.design(points[pulls]),
+        lambda pulls: features.design(points, pulls),
         lambda drawn: features.forward(points, drawn).double(),
         root,
         0.3,
@@ -160,20 +161,26 @@ def learned(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generato
     """
     features = bandit.features(pulls)
     given = None if len(pulls) >= 2 * bandit.root.shape[1] else 1.0
-    found = lw.fit_linear(
-        features, rewards, precision=given, noise_std=given, num_samples=batch, generator=generator
-    )
+    found = lw.fit_linear(features, rewards, precision=given, noise_std=given, num_samples=batch, generator=generator)
     return bandit.scores(found.samples()).argmax(1)
 
 
 def exact(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Values from the prior, moved to where the rewards want them (Matheron's rule)."""
+    """Thompson sampling with values from the prior, moved to where the rewards want them (Matheron's rule)."""
     prior = torch.randn(batch, bandit.root.shape[1], generator=generator, dtype=torch.float64) @ bandit.root.mT
     noise = bandit.noise_std * torch.randn(batch, len(pulls), generator=generator, dtype=torch.float64)
+    return (prior + conditional_mean(bandit, pulls, rewards - prior[:, pulls] - noise)).argmax(1)
+
+
+def exact_greedy(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    return conditional_mean(bandit, pulls, rewards[None]).argmax(1).expand(batch)
+
+
+def conditional_mean(bandit: Bandit, pulls: Tensor, rewards: Tensor) -> Tensor:
+    """Of the values of all arms, (S, A), after rewards (S, n)."""
     rows = bandit.root[pulls]
     kernel = rows @ rows.mT + bandit.noise_std**2 * torch.eye(len(pulls), dtype=torch.float64)
-    moved = torch.linalg.solve(kernel, (rewards - prior[:, pulls] - noise).mT).mT
-    return (prior + moved @ rows @ bandit.root.mT).argmax(1)
+    return torch.linalg.solve(kernel, rewards.mT).mT @ rows @ bandit.root.mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,98 +236,108 @@ def table(found: Results, batch: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What the rewards of a game tell about the model: by products with the features, and exactly."""
+    """What the rewards of a game tell about the model: by products, and exactly from the kernel of its features."""
 
     posterior: lw.LinearPosterior
-    gamma: float  # of the Gaussian process
+    gamma: float
     log_evidence: float
 
 
 def known(game: Played) -> Known:
     bandit, pulls = game.bandit, game.pulls
     posterior = bandit.posterior(pulls, game.rewards, 64, torch.Generator().manual_seed(0))
-    kernel = bandit.root[pulls] @ bandit.root[pulls].mT
-    noise = bandit.noise_std**2 * torch.eye(len(pulls), dtype=torch.float64)
-    gamma = float(torch.linalg.solve(kernel + noise, kernel).trace())
-    process = torch.distributions.MultivariateNormal(torch.zeros_like(game.rewards), kernel + noise)
-    return Known(posterior, gamma, float(process.log_prob(game.rewards)))
+    eye = torch.eye(len(pulls), dtype=torch.float64)
+    design = bandit.features(pulls)
+    rows = design if isinstance(design, Tensor) else design.back(eye)
+    kernel = (rows @ rows.mT).double()
+    covariance = kernel + bandit.noise_std**2 * eye
+    gamma = float(torch.linalg.solve(covariance, kernel).trace())
+    exactly = torch.distributions.MultivariateNormal(torch.zeros_like(game.rewards), covariance)
+    return Known(posterior, gamma, float(exactly.log_prob(game.rewards)))
 
 
-def picture(small: Results, large: Results, batches: tuple[int, int], path: Path) -> None:
+def picture(small: Results, large: Results, path: Path) -> None:
     """Regret against pulls for both bandits; where two strategies pulled in the square."""
-    figure = Figure(figsize=(12.0, 10.0), layout="constrained")
+    figure = Figure(figsize=(11.6, 10.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2).flatten()
-    features = ("20 features, 500 arms", "100,000 features, points of a square")
-    for axis, found, batch, title in zip(axes, (small, large), batches, features, strict=False):
-        _regret(axis, found, batch)
+    titles = ("20 features, 500 arms", "100,000 features, points of a square")
+    for axis, found, title in zip(axes, (small, large), titles, strict=False):
+        _regret(axis, found)
         axis.set_title(f"{title}\nmean over {len(found['greedy'])} bandits, and two standard errors", fontsize=10.5)
     for axis, name in zip(axes[2:], ("greedy", "Thompson"), strict=True):
-        marks = _pulled(axis, large[name][0], STYLES[name][0])
-        total = float(large[name][0].regret.sum())
-        axis.set_title(f"the first bandit of the square: pulls of {name}\nregret {total:.1f}", fontsize=10.5)
-    figure.colorbar(marks, ax=list(axes[2:]), label="reward of the arm, without noise", shrink=0.9)
+        game = large[name][0]
+        marks = _pulled(axis, game, STYLES[name][0])
+        note = f"first bandit of the square, {name}: regret {float(game.regret.sum()):.1f}"
+        axis.set_title(f"{note}\nrings: pulls, larger where there are more; star: the best arm", fontsize=10.5)
+    figure.colorbar(marks, ax=axes[3], label="reward of the arm, without noise", shrink=0.9)
     figure.savefig(path, dpi=150)
 
 
-def _regret(axis: Any, found: Results, batch: int) -> None:
+def _regret(axis: Any, found: Results) -> None:
+    """Uniform pulls leave the panel: they would hide the rest."""
     for name, games in found.items():
         colour, line = STYLES[name]
         sums = torch.stack([game.regret for game in games]).cumsum(1)
         mean, error = sums.mean(0), 2 * sums.std(0, correction=min(1, len(sums) - 1)) / len(sums) ** 0.5
-        places = range(1, len(mean) + 1)
-        axis.fill_between(
-            places, (mean - error).tolist(), (mean + error).tolist(), color=colour, alpha=0.15, linewidth=0
-        )
+        places, low, high = range(1, len(mean) + 1), (mean - error).tolist(), (mean + error).tolist()
+        axis.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.plot(places, mean.tolist(), color=colour, linestyle=line, linewidth=2, label=name)
-    top = 1.3 * max(float(game.regret.sum()) for game in found["Thompson"])
+    top = 1.4 * max(float(game.regret.sum()) for game in found["Thompson"])
     others = torch.stack([game.regret.sum() for game in found["greedy"]]).mean()
     axis.set(xlabel="pulls", ylabel="cumulative regret", xlim=(0, len(mean)), ylim=(0, max(top, 1.3 * float(others))))
-    axis.axvline(batch, color=PALE, linewidth=1, linestyle="--")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
 
 
 def _pulled(axis: Any, game: Played, colour: str) -> Any:
-    """All arms by their value; a ring around what was pulled, the larger the more often; a star at the best."""
     places, value = game.bandit.places, game.bandit.value
     if places is None:
         raise ValueError("these arms have no places; expected a bandit of points.")
     x, y = places.mT.tolist()
-    marks = axis.scatter(x, y, c=value.tolist(), s=16, cmap="Greys", linewidths=0)
+    low, high = float(value.min()), float(value.max())
+    marks = axis.scatter(x, y, c=value.tolist(), s=14, cmap="Greys", vmin=low - 0.3 * (high - low), linewidths=0)
     for arm, count in zip(*(part.tolist() for part in game.pulls.unique(return_counts=True)), strict=True):
-        size = 24 + 12 * count
-        axis.scatter(x[arm], y[arm], s=size, facecolors="none", edgecolors=colour, linewidths=1.4, zorder=3)
+        size = 45 * count**0.6
+        axis.scatter(x[arm], y[arm], s=size, facecolors="none", edgecolors=colour, linewidths=1.6, zorder=3)
     best = int(value.argmax())
     axis.plot(x[best], y[best], "*", color="#e69f00", markersize=15, markeredgecolor="white", zorder=4)
-    axis.set(xlabel="$x_1$", ylabel="$x_2$", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    axis.set(xlabel="$x_1$", ylabel="$x_2$", xlim=(-0.04, 1.04), ylim=(-0.04, 1.04), aspect="equal")
     return marks
 
 
 def main(
     out: Path,
-    seeds: tuple[int, int] = (40, 5),
+    seeds: tuple[int, int, int] = (40, 6, 200),
     rounds: tuple[int, int] = (30, 9),
     batches: tuple[int, int] = (10, 16),
     columns: int = 100_000,
 ) -> tuple[Results, Results, Known]:
-    """Print the regrets, draw the picture, return the games of both bandits and what is known of a last one."""
+    """Print the regrets, draw the picture, return the games of both bandits and what is known after one of them.
+
+    ``seeds``: how many bandits of either kind, and how many of the second for the Gaussian process alone.
+    """
     strategies: dict[str, Strategy] = {
         "uniform": uniform, "greedy": greedy, "Thompson": thompson, "exact Thompson": exact,
     }  # fmt: skip
     small = compared(linear, {**strategies, "Thompson, learned": learned}, batches[0], rounds[0], seeds[0])
     print(f"20 features, 500 arms: {rounds[0]} batches of {batches[0]} pulls, {seeds[0]} bandits")
     print(table(small, batches[0]))
-    large = compared(lambda seed: smooth(seed, columns=columns), strategies, batches[1], rounds[1], seeds[1])
+    square = lambda seed: smooth(seed, columns=columns)
+    large = compared(square, strategies, batches[1], rounds[1], seeds[1])
     print(f"\n{columns:,} features, 1,000 arms: {rounds[1]} batches of {batches[1]} pulls, {seeds[1]} bandits")
     print(table(large, batches[1]))
+    many = compared(square, {"exact greedy": exact_greedy, "exact Thompson": exact}, batches[1], rounds[1], seeds[2])
+    print(f"\nthe same by the Gaussian process alone, {seeds[2]} bandits")
+    print(table(many, batches[1]))
     found = known(large["Thompson"][0])
     (gamma, gamma_error), (evidence, evidence_error) = found.posterior.gamma, found.posterior.log_evidence()
-    print(f"\nafter {len(large['Thompson'][0].pulls)} pulls   by products  ± error   exact")
-    print(f"gamma              {gamma:11.2f}  {gamma_error:7.2f}  {found.gamma:6.2f}")
-    print(f"log evidence       {evidence:11.2f}  {evidence_error:7.2f}  {found.log_evidence:6.2f}")
+    print(f"\nafter the {len(large['Thompson'][0].pulls)} pulls of Thompson on the first")
+    print("              by products  ± error   exact")
+    print(f"gamma         {gamma:11.2f}  {gamma_error:7.2f}  {found.gamma:6.2f}")
+    print(f"log evidence  {evidence:11.2f}  {evidence_error:7.2f}  {found.log_evidence:6.2f}")
     out.mkdir(parents=True, exist_ok=True)
-    picture(small, large, batches, out / "bandit.png")
+    picture(small, large, out / "bandit.png")
     return small, large, found
 
 

@@ -34,12 +34,14 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import refuse_training_mode, unwrapped, working_dtype
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
+from lapwing.posteriors.function_space import FunctionPosterior, Sight
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Posterior
 from lapwing.posteriors.sampled import SampledPosterior, StoredSamples
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.gaussian import Prior
+from lapwing.priors.kernels import FreeKernel
 
 FORMAT = "lapwing-posterior-1"
 NETWORK_FIELDS = ("output_shape", "forward_mode", "recurrent")
@@ -51,7 +53,7 @@ LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson
 def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> None:
     """Write the posterior; the model itself is not written."""
     save_file = _safetensors().torch.save_file
-    if not isinstance(posterior, WeightPosterior | PointPosterior | SampledPosterior):
+    if not isinstance(posterior, WeightPosterior | PointPosterior | SampledPosterior | FunctionPosterior):
         raise UnsupportedError(f"{type(posterior).__name__} cannot be saved; fit it again where it is needed.")
     problem = posterior.problem
     network, prior, likelihood = problem.network, problem.prior, problem.likelihood
@@ -89,6 +91,12 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         tensors["samples.x"], tensors["samples.residuals"] = posterior.solution.x, posterior.solution.residuals
         tensors["samples.logdet"] = logdet.value.detach()
         kind["error"] = logdet.error
+    if isinstance(posterior, FunctionPosterior):
+        kind = {"name": "function space", **posterior.settings}
+        own = {"points": posterior.points, "numbers": posterior.numbers, "mix": posterior.mix}
+        tensors.update({"process." + key: t for key, t in (own | posterior.kernel.tensors()).items()})
+        if posterior.sight.last is not None:
+            kind["last"] = _described(posterior.sight.last)
     meta = {
         "format": FORMAT,
         "likelihood": {"name": type(likelihood).__name__, "settings": likelihood.settings()},
@@ -97,10 +105,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
             "mean": None if isinstance(prior.mean, Tensor) else prior.mean,
             "members": prior.members,
         },
-        "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
-        "layout": [asdict(block) for block in network.layout],
-        "network": {name: getattr(network, name) for name in NETWORK_FIELDS},
-        "footprint": asdict(network.footprint),
+        **_described(network),
         "statistics": asdict(posterior.statistics),
         "curvature": kind,
         "fingerprint": {**asdict(fingerprint), "quick": ()},
@@ -110,6 +115,26 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
     if not Path(path).parent.is_dir():
         raise FileError(f"the folder {Path(path).parent} does not exist; create it first.")
     save_file(plain, str(path), metadata={"lapwing": text, "sha256": _digest(text, plain)})
+
+
+def _described(network: Network) -> dict[str, Any]:
+    """What is needed besides the model to have the network again."""
+    return {
+        "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
+        "layout": [asdict(block) for block in network.layout],
+        "network": {name: getattr(network, name) for name in NETWORK_FIELDS},
+        "footprint": asdict(network.footprint),
+    }
+
+
+def _network(model: nn.Module, meta: dict[str, Any], index: Tensor | None) -> Network:
+    """The inverse of ``_described``."""
+    stored = meta["selection"]
+    selection = Selection(tuple(stored["names"]), tuple(tuple(s) for s in stored["shapes"]), index)
+    layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in meta["layout"])
+    fields = {name: meta["network"][name] for name in NETWORK_FIELDS}
+    fields["output_shape"] = tuple(fields["output_shape"])
+    return Network(model, selection, layout, footprint=Footprint(**meta["footprint"]), **fields)
 
 
 def _kind(curvature: Any) -> dict[str, Any]:
@@ -188,18 +213,10 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     def moved(t: Tensor) -> Tensor:
         return t.to(device, dtype if t.is_floating_point() and t.ndim else t.dtype)
 
-    selection = Selection(
-        tuple(meta["selection"]["names"]),
-        tuple(tuple(s) for s in meta["selection"]["shapes"]),
-        tensors.get("selection.index"),
-    )
-    layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in meta["layout"])
-    fields = {name: meta["network"][name] for name in NETWORK_FIELDS}
-    fields["output_shape"] = tuple(fields["output_shape"])
-    network = Network(model, selection, layout, footprint=Footprint(**meta["footprint"]), **fields)
+    network = _network(model, meta, tensors.get("selection.index"))
     network = network.shifted(tensors.get("network.shift"))
     mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
-    prior = _prior(meta, tensors, mean, selection, device)
+    prior = _prior(meta, tensors, mean, network.selection, device)
     problem = Problem(network, _likelihood(meta, tensors, device), prior)
     statistics = Statistics(**{**meta["statistics"], "losses": tuple(meta["statistics"]["losses"])})
     kept = meta["curvature"].get("part", meta["curvature"])["name"] in WIDE
@@ -212,6 +229,8 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     current = Fingerprint.of(model)
     if meta["curvature"]["name"] == "none":
         return PointPosterior(problem, statistics, theta), current
+    if meta["curvature"]["name"] == "function space":
+        return _function_space(meta["curvature"], tensors, problem, statistics, theta), current
     if meta["curvature"]["name"] == "samples":
         stored = _samples(meta["curvature"], tensors, problem, device)
         return SampledPosterior(problem, stored, statistics, theta), current
@@ -220,6 +239,16 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
         mode = Mode(tensors["mode.theta"].to(device), float(tensors["mode.loss"]))
     curvature = _curvature(meta["curvature"], parts, network)
     return WeightPosterior(problem, curvature, statistics, theta, mode), current
+
+
+def _function_space(
+    kind: dict[str, Any], tensors: dict[str, Tensor], problem: Problem, statistics: Statistics, theta: Tensor
+) -> FunctionPosterior:
+    own = {key.removeprefix("process."): t.to(theta.device) for key, t in tensors.items() if key.startswith("process.")}
+    last = _network(problem.network.model, kind["last"], None) if kind["features"] else None
+    kernel = FreeKernel(kind["kind"], own["log_lengths"], own["mixing"])
+    sight = Sight(problem.network, last)
+    return FunctionPosterior(problem, sight, kernel, own["points"], own["numbers"], own["mix"], statistics, theta)
 
 
 def _samples(kind: dict[str, Any], tensors: dict[str, Tensor], problem: Problem, device: torch.device) -> StoredSamples:

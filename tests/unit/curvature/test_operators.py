@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from lapwing.linalg.cg import Product, conjugate_gradients, diagonal_preconditioner
+from lapwing.linalg.nystrom import nystrom
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, _cast
 from tests.references import dense
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64
-SOME = ["mlp", "cnn", "lstm", "embedding", "token_level", "squeezed"]
+SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed"]
 
 
 @pytest.fixture(params=[case.name for case in CASES])
@@ -51,6 +53,35 @@ def test_dense_matrices(case: Case) -> None:
         assert_close(operator @ several[:, :1], matrix @ several[:, :1])
 
 
+@pytest.mark.parametrize("cache", [2**30, 0], ids=["held", "streamed"])
+@pytest.mark.parametrize("name", SOME)
+def test_two_calls_agree_to_the_bit(name: str, cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", cache)
+    case = BY_NAME[name]
+    posterior, data = fitted(case), problems.batches(case)
+    j = posterior.jacobian(data)
+    for operator in (j, j.T, posterior.ggn(data)):
+        several = columns(operator.shape[1], 5)
+        assert torch.equal(operator @ several, operator @ several)
+
+
+def test_one_pass_for_all_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    case, passes = BY_NAME["attention"], []
+
+    class Counting:
+        def __iter__(self) -> Iterator[Any]:
+            passes.append(1)
+            yield from problems.batches(case)
+
+    posterior = fitted(case)
+    j = posterior.jacobian(Counting())
+    for operator in (j, j.T, posterior.ggn(Counting())):
+        before = len(passes)
+        _ = operator @ columns(operator.shape[1], 7)
+        assert len(passes) == before + 1
+
+
 def test_float32_models_have_float64_products_of_float32_accuracy(case: Case) -> None:
     model, inputs = case.build(torch.float32).double(), _cast(case.batch(6, torch.float32), D)
     x = dense.by_datum(dense.jacobian(model, inputs, 6), case.outputs[-1]).flatten(0, 1)
@@ -76,6 +107,20 @@ def test_scipy_finds_the_eigenvalues(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOME)
+def test_scipy_solves_by_conjugate_gradients(name: str) -> None:
+    case = BY_NAME[name]
+    _, ggn = problems.dense_ggn(case, case.build())
+    size = len(ggn)
+    operator = fitted(case).ggn(problems.batches(case)).scipy()
+    damped = operator + scipy.sparse.linalg.aslinearoperator(0.3 * scipy.sparse.identity(size))
+    rhs = columns(size, 1)[:, 0]
+    found, failed = scipy.sparse.linalg.cg(damped, rhs.numpy(), rtol=1e-12)
+    assert failed == 0
+    exact = torch.linalg.solve(ggn + 0.3 * torch.eye(size, dtype=D), rhs)
+    assert_close(torch.from_numpy(found), exact, SOLVED)
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_scipy_solves_least_squares(name: str) -> None:
     """Products both ways: with vectors, with columns, and transposed."""
     case = BY_NAME[name]
@@ -89,6 +134,48 @@ def test_scipy_solves_least_squares(name: str) -> None:
     found = scipy.sparse.linalg.lsqr(operator, u[:, 0].numpy(), damp=0.3, atol=1e-14, btol=1e-14, iter_lim=2000)[0]
     exact = torch.linalg.solve(x.T @ x + 0.09 * torch.eye(x.shape[1], dtype=D), x.T @ u[:, 0])
     assert_close(torch.from_numpy(found), exact, SOLVED)
+
+
+def classifier() -> tuple[nn.Module, list[Any]]:
+    """160 weights after some steps of training, and inputs of unequal size."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+    x, y = torch.randn(150, 8, dtype=D) * torch.logspace(0.7, -0.7, 8, dtype=D), torch.randint(0, 4, (150,))
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.03)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return model, [(x, y)]
+
+
+def test_preconditioners_solve_the_same_system_in_fewer_iterations() -> None:
+    """None, the diagonal, Nyström's, and posteriors of the same network and prior, up to the posterior itself."""
+    model, data = classifier()
+    fit = lambda method: lw.fit(model, data, "classification", method=method, prior=0.05)
+    g = fit(lw.MapOnly()).ggn(data)
+    eye = torch.eye(160, dtype=D)
+    matrix, rhs = g @ eye + 0.05 * eye, columns(160, 4).T
+    ggn = lambda rows: (g @ rows.T).T
+    inverses: dict[str, Product | None] = {
+        "none": None,
+        "diagonal": diagonal_preconditioner(matrix.diagonal()),
+        "kron": fit(lw.Kron()).posterior.settled.solve,
+        "ekron": fit(lw.EKron()).posterior.settled.solve,
+        "nystrom": nystrom(ggn, 160, 60, generator=torch.Generator().manual_seed(1)).preconditioner(0.05),
+        "full": fit(lw.Full()).posterior.settled.solve,
+    }
+    exact, took = torch.linalg.solve(matrix, rhs.T).T, {}
+    for name, inverse in inverses.items():
+        found = conjugate_gradients(
+            lambda v: ggn(v) + 0.05 * v, rhs, precondition=inverse, tolerance=1e-11, max_iterations=2000
+        )
+        assert_close(found.x, exact, SOLVED)
+        took[name] = found.iterations
+    assert took["full"] == 1
+    assert took["diagonal"] < 0.8 * took["none"]
+    assert max(took["kron"], took["ekron"]) < 0.6 * took["none"]
+    assert took["nystrom"] < 0.4 * took["none"]
 
 
 def test_the_dispersion_does_not_enter() -> None:
@@ -207,6 +294,26 @@ def test_data_that_change_and_do_not_fit_are_refused(change: str, kind: str, mon
     message = "two passes over the data gave different rows" if kind == "jacobian" else "two calls .* differ by"
     with pytest.raises(lw.LapwingError, match=message):
         getattr(posterior, kind)(data)
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+def test_a_loader_that_leaves_data_out_by_chance_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["mlp"]
+    pairs = TensorDataset(case.batch(6), problems.targets(case, 6))
+    loader = DataLoader(pairs, batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(1))
+    posterior = fitted(case)
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    with pytest.raises(lw.LapwingError, match="gave different rows|two calls to an operator .* differ by"):
+        getattr(posterior, kind)(loader)
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+@pytest.mark.parametrize("name", ["conv_zoo", "resnet_batchnorm"])  # dropout, batch norm
+def test_training_mode_is_refused(name: str, kind: str) -> None:
+    posterior = fitted(BY_NAME[name])
+    posterior.network.model.train()
+    with pytest.raises(lw.ModelError, match="training mode"):
+        getattr(posterior, kind)(problems.batches(BY_NAME[name]))
 
 
 def test_order_does_not_matter_to_a_streamed_ggn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,22 @@ def test_a_row_that_is_done_does_not_hold_up_the_others(dtype: torch.dtype) -> N
     assert beside.iterations <= alone.iterations + 1
 
 
+def test_directions_that_become_dependent_are_given_up() -> None:
+    """More rows than dimensions and a root that is right but for rounding: solved, or said not to be."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        low = operator(torch.cat([torch.logspace(3, 0, 25, dtype=D), torch.zeros(35, dtype=D)]))
+        values, vectors = torch.linalg.eigh(low)
+        ratios = (1e-6 / (values[35:] + 1e-6)).sqrt() - 1
+        root = lambda v, r=ratios, u=vectors[:, 35:]: v + ((v @ u) * r) @ u.T
+        matrix, rhs = low + 1e-6 * torch.eye(60, dtype=D), torch.randn(80, 60, dtype=D)
+        try:
+            found = block_conjugate_gradients(product(matrix), rhs, root=root, tolerance=1e-10, max_iterations=150)
+        except NumericalError:
+            continue
+        assert float(true_residuals(matrix, found, rhs).max()) < 1e-6  # the rounding of x times the matrix
+
+
 @pytest.mark.parametrize("distinct", [1, 2, 7])
 def test_as_many_iterations_as_distinct_eigenvalues(distinct: int) -> None:
     matrix = operator(torch.linspace(1, 2, distinct, dtype=D).repeat(16))

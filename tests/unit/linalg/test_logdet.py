@@ -93,6 +93,19 @@ def test_intervals_hold_the_value_as_often_as_they_say(deflated: int) -> None:
         assert bool(((count - 200 * level).abs() <= slack).all()), (level, count)
 
 
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_stated_interval_holds_the_value_95_times_in_a_hundred(spectrum: str) -> None:
+    """At every shift of one run, whether probes or quadrature make the error."""
+    matrix, true = operator(SPECTRA[spectrum]), exact(SPECTRA[spectrum])
+    held = torch.zeros(3)
+    for number in range(100):
+        found = log_determinant(product(matrix), 120, SHIFTS, probes=12, steps=14, generator=seed(number))
+        low, high = found.interval()
+        held += (low <= true) & (true <= high)
+        assert bool((found.error > 1e-4 * true).all())
+    assert bool((held >= 95).all()), held
+
+
 @pytest.mark.parametrize("steps", [2, 5, 10])
 def test_a_quadrature_with_few_steps_says_so(steps: int) -> None:
     """The bias holds what the nodes miss: the interval is wide, and right."""

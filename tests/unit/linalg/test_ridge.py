@@ -132,6 +132,15 @@ def test_the_generator_decides() -> None:
     assert drawn(x, seed=1, width=2).seed == one.seed  # settings do not enter
 
 
+def test_noise_is_not_what_the_seed_gave_someone_else() -> None:
+    """A design that was drawn from the same seed has nothing to do with the noise."""
+    x = matrix(seed=1)
+    ridge = drawn(x, samples=ROWS, seed=1)
+    cosines = (ridge.prior * x).sum(1) / (ridge.prior.norm(dim=1) * x.norm(dim=1))
+    assert float(cosines.abs().max()) < 0.8
+    assert float(cosines.abs().mean()) < 0.3
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_one_basis_for_every_precision(scaled: bool) -> None:
     """Larger ones are free; smaller ones grow the basis that is there."""

@@ -135,6 +135,22 @@ def test_samples_are_dense_solves_of_the_same_noise(count: int, width: int, solv
     assert_close(found.weight_samples(count), theta + expected, SOLVED)
 
 
+@pytest.mark.parametrize("prior", [lw.isotropic(0.5), lw.per_layer(0.5)], ids=["isotropic", "per_layer"])
+def test_samples_of_2935_weights(prior: Any) -> None:
+    """By a basis, and by conjugate gradients."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 27), nn.Tanh(), nn.Linear(27, 1)).double()
+    x, y = torch.randn(150, 20, dtype=D), torch.randn(150, 1, dtype=D)
+    method = lw.Sampled(num_samples=1, tolerance=1e-12)
+    start = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=0.3), method=method, prior=prior)
+    jac = dense.jacobian(model, x, 150).flatten(0, 1)
+    zeta, eps = noise(jac, 6)
+    assert jac.shape == (150, 2935)
+    expected = ridge.draws(jac, zeta, eps, torch.full((2935,), 0.5, dtype=D), 0.09)
+    gap = with_noise(start, zeta, eps).posterior.samples - expected
+    assert float(gap.abs().max()) <= 1e-8 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("prior", PRIORS)
 def test_a_fit_draws_its_own_noise(prior: str, solver: str, generator: torch.Generator) -> None:

@@ -13,6 +13,7 @@ from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.curvature.design import NetworkDesign
 from lapwing.linalg.design import forward_product
+from lapwing.linalg.stochastic import Perturbed, gradient
 from lapwing.methods.sampled import Sampled
 from lapwing.networks.network import Network
 from tests.tolerances import SOLVED, assert_close
@@ -54,6 +55,18 @@ def samples(method: Any, prior: Any) -> torch.Tensor:
 def test_every_solver_gives_the_same_samples(settings: dict[str, Any], kind: str) -> None:
     expected = samples(Sampled(num_samples=3, tolerance=1e-12), PRIORS[kind]())
     assert_close(samples(Sampled(num_samples=3, **settings), PRIORS[kind]()), expected, SOLVED)
+
+
+@pytest.mark.parametrize("part", [1, 4, None])
+def test_both_objectives_of_a_network_have_the_same_gradient(part: int | None) -> None:
+    """To 1e-12, over all data, in parts of whatever size; away from the solution."""
+    net, data = problem()
+    network = Network.build(net, data[0][0])
+    design = NetworkDesign.build(network, lw.Gaussian(noise_std=0.5), Data(data, CPU), part=part)
+    zeta, eps, z = (torch.randn(3, n, dtype=D) for n in (design.size, design.rows, design.size))
+    one, other = (gradient(Perturbed(design, zeta, eps, 0.7), z, each) for each in ("reduced", "classic"))
+    assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
+    assert float(other.norm()) > 1
 
 
 @pytest.mark.parametrize("objective", ["reduced", "classic"])

@@ -1,0 +1,264 @@
+"""A Gaussian process with a kernel of its own around the network's output (Ortega et al. 2024)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data
+from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.progress import Steps
+from lapwing.core.random import uniform
+from lapwing.curvature.placing import classes
+from lapwing.curvature.sweep import Statistics, counted, residual_noise
+from lapwing.likelihoods.energies import energy
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.linalg.kmeans import kmeans
+from lapwing.linalg.variational import Inducing, positive_part
+from lapwing.linalg.whitening import smooth_whitening
+from lapwing.networks.features import last_layer_network
+from lapwing.posteriors.best_state import BestState
+from lapwing.posteriors.function_space import FunctionPosterior, Sight
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.trace import Step, Trace
+from lapwing.priors.kernels import KERNELS, FreeKernel
+
+
+@dataclass(frozen=True)
+class FMGP:
+    """A sparse Gaussian process whose mean is the network: cheap error bars without Jacobians.
+
+    The kernel is free: "rbf" on the inputs with a length for every dimension, or "features", linear in what the last
+    layer sees; by default "rbf" for regression and "features" for classification. Kernel, inducing points and noise are
+    learned on the predictive log-likelihood of the training data, together with a second process that has the same
+    kernel and covariance but a mean of its own: without it nothing would tie the kernel to the data. The prior over
+    weights has no say. It is no Laplace posterior: error bars come from distances, not from curvature.
+
+    Cost: one forward pass over the data, whose features and outputs are kept (n (D + C) numbers), then ``steps`` steps
+    of B C M² + M³ without the network. Predictions cost a forward pass.
+    """
+
+    num_inducing: int = 100
+    kernel: str | None = None
+    steps: int = 1000
+    learning_rate: float = 0.01
+    batch_size: int = 100
+    validation: Any = field(default=None, repr=False)
+    patience: int = 5
+
+    def __post_init__(self) -> None:
+        if self.num_inducing < 1 or self.steps < 1:
+            raise UnsupportedError(f"num_inducing is {self.num_inducing} and steps {self.steps}; expected at least 1.")
+        if self.kernel is not None and self.kernel not in KERNELS:
+            raise UnsupportedError(f"kernel is {self.kernel!r}; expected one of {', '.join(KERNELS)}.")
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> FunctionPosterior:
+        network = problem.network
+        if len(network.output_shape) > 1:
+            raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C); use Kron().")
+        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        first = next(iter(data.batches("first batch"))).inputs
+        discrete = hasattr(problem.likelihood, "link") or network.output_shape[-1] > 1
+        kind = self.kernel or ("features" if discrete else "rbf")
+        if kind == "rbf" and not (isinstance(first, Tensor) and first.is_floating_point()):
+            raise UnsupportedError("the rbf kernel needs inputs that are one tensor of numbers; use kernel='features'.")
+        sight = Sight(network, last_layer_network(network, first) if kind == "features" else None)
+        table, statistics = Table.read(problem.likelihood, sight, data)
+        problem = replace(problem, learn_prior=False)
+        problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
+        held = None
+        if self.validation is not None:
+            source = Data(self.validation, network.device, data.target_key)
+            held, _ = Table.read(problem.likelihood, sight, source)
+        learning = Learning.of(self, problem.likelihood, kind, table, held, generator)
+        state, steps = learning.run(data.progress)
+        return _finished(problem, sight, state, statistics, steps)
+
+
+def _finished(
+    problem: Problem, sight: Sight, state: State, statistics: Statistics, steps: tuple[Step, ...]
+) -> FunctionPosterior:
+    likelihood = problem.likelihood
+    if state.log_noise is not None:
+        problem = problem.with_likelihood(likelihood.with_dispersion(state.log_noise.exp()))
+    white = smooth_whitening(state.kernel.points(state.points, state.numbers))
+    values, turn = torch.linalg.eigh(state.inducing.decided)
+    mix = white @ (turn * values.clamp_min(0).sqrt())
+    theta = problem.network.theta()
+    trace = Trace("FMGP", "objective", steps)
+    return FunctionPosterior(problem, sight, state.kernel, state.points, state.numbers, mix, statistics, theta, trace)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Features (n, D), outputs (n, C) and targets of all data: the network is not needed after that."""
+
+    seen: Tensor
+    f: Tensor
+    y: Tensor
+
+    @classmethod
+    def read(cls, likelihood: Likelihood, sight: Sight, data: Data) -> tuple[Table, Statistics]:
+        seen, outputs, targets, loss, count = [], [], [], 0.0, 0
+        for batch in data.batches("features"):
+            u, f = sight(batch.inputs)
+            y = likelihood.targets(f, batch.targets)
+            y = y.double() if y.is_floating_point() else y
+            loss += float(likelihood.loss(f, y).sum())
+            count += int(likelihood.count(f, y))
+            seen.append(u)
+            outputs.append(f)
+            targets.append(y)
+        found = cls(torch.cat(seen), torch.cat(outputs), torch.cat(targets))
+        if not bool(torch.isfinite(found.f).all()):
+            raise NumericalError("the outputs of the network are not finite; check the data and the network.")
+        return found, Statistics(loss, counted(count), found.f.shape[-1])
+
+    def rows(self, index: Tensor) -> Table:
+        return Table(self.seen[index], self.f[index], self.y[index])
+
+    def __len__(self) -> int:
+        return len(self.f)
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """All that is learned."""
+
+    kernel: FreeKernel
+    points: Tensor
+    numbers: Tensor
+    mean: Tensor  # of the second process, whitened, (M,)
+    log_noise: Tensor | None
+    inducing: Inducing
+
+    @property
+    def free(self) -> list[Tensor]:
+        """What Adam moves."""
+        found = [self.kernel.log_lengths, self.kernel.mixing, self.points, self.mean]
+        return found if self.log_noise is None else [*found, self.log_noise]
+
+    def copied(self) -> State:
+        still = lambda t: t.detach().clone()
+        kernel = FreeKernel(self.kernel.kind, still(self.kernel.log_lengths), still(self.kernel.mixing))
+        noise = None if self.log_noise is None else still(self.log_noise)
+        return State(kernel, still(self.points), self.numbers, still(self.mean), noise, self.inducing)
+
+    def whitened(self, table: Table) -> tuple[Tensor, Tensor]:
+        """Prior covariance (B, C, C) and whitened rows (B, C, M) of some data."""
+        white = smooth_whitening(self.kernel.points(self.points, self.numbers), jitter=1e-6)
+        return self.kernel.own(table.seen), self.kernel.between(table.seen, self.points, self.numbers) @ white
+
+    def likelihood(self, given: Likelihood) -> Likelihood:
+        return given if self.log_noise is None else given.with_dispersion(self.log_noise.exp())
+
+
+@dataclass(eq=False)
+class Learning:
+    """Adam on the kernel, the points and the noise; natural gradients on what the points know."""
+
+    method: FMGP
+    given: Likelihood
+    table: Table
+    held: Table | None
+    generator: torch.Generator
+    state: State
+    shift: Tensor  # what is taken off the targets before the second process sees them
+
+    @classmethod
+    def of(
+        cls, method: FMGP, likelihood: Likelihood, kind: str, table: Table, held: Table | None,
+        generator: torch.Generator,
+    ) -> Learning:  # fmt: skip
+        outputs, count = table.f.shape[-1], min(method.num_inducing, len(table))
+        numbers = (torch.arange(count, device=table.f.device) % outputs).sort().values
+        labels = classes(table.y, outputs)
+        some = uniform((len(table),), generator, torch.empty(0, dtype=torch.float64)).argsort()[: max(2000, count)]
+        few = table.rows(some.to(table.f.device))
+        centres = []
+        for number in numbers.unique().tolist():
+            mine = few.seen if labels is None else few.seen[classes(few.y, outputs) == number]
+            centres.append(kmeans(mine if len(mine) else few.seen, int((numbers == number).sum()), generator))
+        points = torch.cat(centres)
+        points = points + 1e-3 * few.seen.std() * torch.randn(
+            points.shape, generator=generator, dtype=torch.float64
+        ).to(points)  # centres that fall on one another would make the kernel singular
+        spread = few.seen.std(0).clamp_min(1e-3 * few.seen.std().clamp_min(1e-12))
+        lengths = spread * math.sqrt(few.seen.shape[1]) if kind == "rbf" else spread.mean().reshape(1)
+        size = table.f.std(0).clamp_min(1e-3) if likelihood.learns_dispersion else torch.ones_like(table.f[0])
+        kernel = FreeKernel(kind, lengths.log().requires_grad_(), torch.diag(0.3 * size).requires_grad_())
+        noise = None
+        if likelihood.learns_dispersion:
+            gap = (table.f - table.y.reshape(table.f.shape)).square().mean().clamp_min(1e-12)
+            noise = gap.log().requires_grad_()
+        state = State(
+            kernel, points.requires_grad_(), numbers, torch.zeros(count).to(points).requires_grad_(), noise,
+            Inducing.before_data(count, points),
+        )  # fmt: skip
+        shift = table.f.mean(0) if likelihood.learns_dispersion else torch.zeros_like(table.f[0])
+        return cls(method, likelihood, table, held, generator, state, shift)
+
+    def run(self, progress: bool) -> tuple[State, tuple[Step, ...]]:
+        method = self.method
+        optimiser = torch.optim.Adam(
+            [
+                {"params": [self.state.points], "lr": float(method.learning_rate * self.table.seen.std())},
+                {"params": [t for t in self.state.free if t is not self.state.points], "lr": method.learning_rate},
+            ]
+        )
+        watch = None
+        if self.held is not None:
+            every = max(1, method.steps // 20)
+            watch = BestState(self._held_out, lambda: self.state.copied(), every, method.patience)
+        bar, steps = Steps(method.steps, "fixed-mean process", progress), []
+        with torch.inference_mode(False), torch.enable_grad():
+            for step in bar:
+                value = self._step(optimiser, 1.0 if step == 0 else max(0.05, 1 / (step + 1)))
+                if not math.isfinite(value):
+                    raise NumericalError(
+                        f"FMGP: the objective is {value} at step {step}; expected a number. Lower learning_rate."
+                    )
+                noise = () if self.state.log_noise is None else (float(self.state.log_noise.detach().exp()),)
+                steps.append(Step(-value, (), noise))
+                bar.show(objective=value, KL=float(self.state.inducing.divergence()))
+                if watch is not None and watch.ended(step):
+                    break
+        return (self.state.copied() if watch is None else watch.best), tuple(steps)
+
+    def _step(self, optimiser: torch.optim.Optimizer, length: float) -> float:
+        table, state = self.table, self.state
+        draw = uniform((self.method.batch_size,), self.generator, torch.empty(0, dtype=torch.float64))
+        part = table.rows((draw * len(table)).long().to(table.f.device))
+        share = len(table) / len(part)
+        before, rows = state.whitened(part)
+        cov = state.inducing.left(before, rows)
+        likelihood = state.likelihood(self.given)
+        own = rows @ state.mean + self.shift  # what the second process expects
+        watched = cov.detach().requires_grad_()
+        gains = sum(energy(likelihood, 1.0, mean, watched, part.y).sum() for mean in (part.f, own.detach()))
+        assert isinstance(gains, Tensor)
+        weights = torch.autograd.grad(gains, watched)[0]
+        energies = sum(energy(likelihood, 1.0, mean, cov, part.y).sum() for mean in (part.f, own))
+        divergence = 2 * state.inducing.divergence() + 0.5 * state.mean.square().sum()
+        value = divergence - share * energies
+        optimiser.zero_grad()
+        value.backward()
+        optimiser.step()
+        with torch.no_grad():  # both processes share the covariance: the average of what the two say
+            omega, still = positive_part(-weights), rows.detach()
+            gained = share * torch.einsum("bcr,bcd,bds->rs", still, omega, still)
+            self.state = replace(state, inducing=state.inducing.updated(gained, length))
+        return float(value.detach())
+
+    def _held_out(self) -> float:
+        assert self.held is not None
+        with torch.no_grad():
+            before, rows = self.state.whitened(self.held)
+            cov = self.state.inducing.left(before, rows)
+            belief = FunctionGaussian(self.held.f, cov)
+            return float(self.state.likelihood(self.given).predict(belief).log_prob(self.held.y).mean())
