@@ -16,10 +16,10 @@ from lapwing.likelihoods.protocol import Likelihood
 def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
     """Only those with a closed form or a predictive of their own."""
     if not 0 <= alpha <= 1:
-        raise UnsupportedError(f"energy is {alpha}; expected a number between 0 and 1.")
+        raise UnsupportedError(f"alpha is {alpha}; expected a number between 0 and 1.")
     if 0 < alpha < 1 and not isinstance(likelihood, Gaussian):
         raise UnsupportedError(
-            f"energy is {alpha} for {type(likelihood).__name__}; between 0 and 1 only Gaussian() has a closed form. "
+            f"alpha is {alpha} for {type(likelihood).__name__}; between 0 and 1 only Gaussian() has a closed form. "
             "Use 0 (the evidence bound) or 1 (the predictive log-likelihood)."
         )
 

@@ -39,7 +39,7 @@ class VaLLA:
 
     The mean stays the network's output. Given the inducing points, the covariance is in closed form; only their
     locations (and, where no prior is given, its precision) are learned by gradient, on the bound of the evidence
-    (``energy=0``) or on the predictive log-likelihood of the training data (``energy=1``, as published; it then learns
+    (``alpha=0``) or on the predictive log-likelihood of the training data (``alpha=1``, as published; it then learns
     prior and noise with it, and is no longer the Laplace posterior of a given prior); between the two for Gaussians.
 
     ``start`` places the points: "greedy" takes those training outputs that leave the least variance, "kmeans" centres
@@ -49,12 +49,12 @@ class VaLLA:
     after ``patience`` checks without a better one.
 
     Cost of a step: a backward pass over a batch for every output, a double one over the M points, their (BC, M) kernel
-    and M³. Afterwards one pass over the data (energy 0). Predictions cost a backward pass and the kernel with M points.
+    and M³. Afterwards one pass over the data (alpha 0). Predictions cost a backward pass and the kernel with M points.
     Exact when: the points are at all outputs of all data.
     """
 
     num_inducing: int = 100
-    energy: float = 0.0
+    alpha: float = 0.0
     start: str = "greedy"
     optimiser: str | None = None
     steps: int | None = None
@@ -71,16 +71,16 @@ class VaLLA:
             raise UnsupportedError(f"start is {self.start!r}; expected one of {', '.join(STARTS)}.")
         if self.optimiser is not None and self.optimiser not in OPTIMISERS:
             raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
-        if self.energy > 0 and self.optimiser in ("lbfgs", "none"):
-            raise UnsupportedError('the collapsed bound belongs to energy=0; use optimiser="adam" with other energies.')
+        if self.alpha > 0 and self.optimiser in ("lbfgs", "none"):
+            raise UnsupportedError('the collapsed bound belongs to alpha=0; use optimiser="adam" with others.')
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        refuse_energy(problem.likelihood, self.energy)
+        refuse_energy(problem.likelihood, self.alpha)
         network = problem.network
         if problem.prior.needs_curvature:
             raise UnsupportedError("VaLLA() has no curvature before its points; g_prior() needs one. Use Kron().")
-        if self.energy > 0 and len(network.output_shape) > 1:
-            raise UnsupportedError("energies other than 0 take outputs (B, C), not tokens (B, T, C); use energy=0.")
+        if self.alpha > 0 and len(network.output_shape) > 1:
+            raise UnsupportedError("alpha other than 0 takes outputs (B, C), not tokens (B, T, C); use alpha=0.")
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
         statistics = loss_only(network, problem.likelihood, data)
         problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
@@ -89,7 +89,7 @@ class VaLLA:
         rows = statistics.data * torch.Size(network.output_shape).numel()
         if self.num_inducing >= rows:
             pool = Pool.drawn(data, statistics.data, generator)
-            anchors, chosen = every_output(network, pool), "none" if self.energy == 0 else "adam"
+            anchors, chosen = every_output(network, pool), "none" if self.alpha == 0 else "adam"
         else:
             pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
             anchors = placed(network, problem.prior, pool, self.num_inducing, self.start, self.candidates, generator)
@@ -105,7 +105,7 @@ class VaLLA:
     def _default(self, network: Network, rows: int) -> str:
         """All data at once where their layer factors are no more than a gigabyte."""
         held = 8.0 * rows * network.footprint.width
-        return "lbfgs" if self.energy == 0 and held < 2**30 and rows <= 20_000 else "adam"
+        return "lbfgs" if self.alpha == 0 and held < 2**30 and rows <= 20_000 else "adam"
 
 
 def started(problem: Problem, statistics: Statistics) -> Any:
@@ -152,7 +152,7 @@ class Learner:
         z = self.anchors.inputs.detach().clone().requires_grad_()
         scale = torch.zeros((), dtype=torch.float64, device=z.device, requires_grad=learn)
         steps, total = [], self.method.steps or 300
-        bar = Steps(total, "inducing points", data.progress)
+        bar, shown = Steps(total, "inducing points", data.progress), {"KL": 0.0}
 
         def objective() -> Tensor:
             jacobian = self.anchors.differentiable(z)
@@ -161,7 +161,10 @@ class Learner:
             s = scale.exp()
             eye = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
             factor = torch.linalg.cholesky(eye + s / phi * (rows.mT @ rows))
-            value = 0.5 * s / phi * (before - rows.square().sum()) + factor.diagonal().log().sum()
+            logdet = factor.diagonal().log().sum()
+            with torch.no_grad():
+                shown["KL"] = float(logdet - 0.5 * (len(eye) - torch.cholesky_inverse(factor).diagonal().sum()))
+            value = 0.5 * s / phi * (before - rows.square().sum()) + logdet
             return value + 0.5 * penalty / s if learn else value
 
         variables = [z, scale] if learn else [z]
@@ -183,7 +186,7 @@ class Learner:
                 if not math.isfinite(value):
                     break
                 steps.append(self._step(-value, scale.detach(), None))
-                bar.show(objective=value)
+                bar.show(objective=value, **shown)
                 still = still + 1 if value > best - 1e-7 * (1 + abs(best)) else 0
                 if value < best:
                     best, kept = value, (z.detach().clone(), scale.detach().clone())
@@ -226,7 +229,7 @@ class Learner:
             own = None
             problem = replace(problem, learn_prior=False)
         curvature = AnchoredCurvature(self.anchors, mix, own)
-        trace = Trace("VaLLA", "bound" if self.method.energy == 0 else "energy", self.steps, self.findings)
+        trace = Trace("VaLLA", "bound" if self.method.alpha == 0 else "energy", self.steps, self.findings)
         found = WeightPosterior(problem, curvature, self.statistics, problem.network.theta())
         return found.with_trace(trace) if self.steps else found
 
@@ -273,7 +276,7 @@ class Stochastic:
             z = z.detach().clone().requires_grad_()
         scale = torch.zeros((), dtype=torch.float64, device=device, requires_grad=problem.learn_prior)
         noise = None
-        if method.energy > 0 and problem.likelihood.learns_dispersion:
+        if method.alpha > 0 and problem.likelihood.learns_dispersion:
             noise = problem.likelihood.dispersion.detach().double().log().to(device).requires_grad_()
         inducing = Inducing.before_data(len(learner.anchors), torch.empty(0, device=device))
         return cls(learner, data, generator, z, scale, noise, inducing)
@@ -305,7 +308,7 @@ class Stochastic:
                     break
         state = watch.best if watch is not None else self.state()
         return replace(learner, anchors=learner.anchors.at(state.z), log_scale=state.log_scale,
-                       log_noise=state.log_noise, inducing=state.inducing if method.energy > 0 else None,
+                       log_noise=state.log_noise, inducing=state.inducing if method.alpha > 0 else None,
                        steps=tuple(steps))  # fmt: skip
 
     def _watch(self, total: int) -> BestState[Snapshot] | None:
@@ -341,10 +344,10 @@ class Stochastic:
             cov = self.inducing.left(s * before, s.sqrt() * rows)
             watched = cov.detach().requires_grad_()
             weights = torch.autograd.grad(
-                energy(likelihood, method.energy, f, watched, y).sum(), watched, retain_graph=False
+                energy(likelihood, method.alpha, f, watched, y).sum(), watched, retain_graph=False
             )[0]
-            value = -share * energy(likelihood, method.energy, f, cov, y).sum() + self.inducing.divergence()
-            if problem.learn_prior and method.energy == 0:
+            value = -share * energy(likelihood, method.alpha, f, cov, y).sum() + self.inducing.divergence()
+            if problem.learn_prior and method.alpha == 0:
                 value = value + 0.5 * self.learner._penalty() / s
             if optimiser is not None:
                 optimiser.zero_grad()
