@@ -141,15 +141,21 @@ class AnchoredCurvature:
         return AnchoredRows(self.anchors, self.mix).combined(torch.eye(self.mix.shape[1]).to(self.mix)).square().sum(0)
 
     def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+        """With the bound on what is missing; refused where the curvature was learned and is no part of H."""
+        if self.own is None:
+            raise UnsupportedError(
+                "what these inducing points know was learned by predicting (alpha above 0) and has no evidence; compare "
+                "it on held-out data, or fit VaLLA(alpha=0)."
+            )
         phi = phi.to(self.mix)
         if prior.kind in SINGLE and prior.scale is None:  # from eigenvalues alone
             alpha = prior.values.double()
             found = self.selection.size * alpha.log() + torch.log1p(self.values / (phi * alpha)).sum()
-            missing = None if self.own is None else (self.own.double().sum() - self.values.sum()) / alpha
+            missing = (self.own.double().sum() - self.values.sum()) / alpha
         else:
             found = self.precision(phi, prior).logdet()
-            missing = None if self.own is None else ((self.own.double() - self.shown) / prior.vector).sum()
-        return found if missing is None else found + missing.clamp_min(0) / phi
+            missing = ((self.own.double() - self.shown) / prior.vector).sum()
+        return found + missing.clamp_min(0) / phi
 
     def diagonal(self) -> Tensor:
         return floored_by_layer(self.shown if self.own is None else self.own.double(), self.selection)

@@ -186,4 +186,4 @@ def test_no_samples_are_refused() -> None:
 def test_the_class_is_no_method() -> None:
     model, x, y = setting()
     with pytest.raises(lw.UnsupportedError, match=r"method is the class Auto; expected an object: Auto\(\)"):
-        lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Auto)  # type: ignore[arg-type]
+        lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Auto)

@@ -303,7 +303,7 @@ def test_a_loader_that_leaves_data_out_by_chance_is_refused(kind: str, monkeypat
     loader = DataLoader(pairs, batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(1))
     posterior = fitted(case)
     monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
-    with pytest.raises(lw.LapwingError, match="gave different rows|two calls to an operator .* differ by"):
+    with pytest.raises(lw.LapwingError, match=r"gave different rows|two calls to an operator .* differ by"):
         getattr(posterior, kind)(loader)
 
 
