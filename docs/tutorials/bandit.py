@@ -61,12 +61,12 @@ class Bandit:
     noise_std: float
     places: Tensor | None = None  # (A, 2), where arms are points
 
-    def posterior(self, pulls: Tensor, rewards: Tensor, samples: int, generator: torch.Generator) -> lw.LinearPosterior:
-        """Given precision and noise. The generator goes on, so that every round has new samples."""
-        features, noise = self.features(pulls), self.noise_std
-        return lw.fit_linear(
-            features, rewards, precision=1.0, noise_std=noise, num_samples=samples, generator=generator
-        )
+    def posterior(
+        self, pulls: Tensor, rewards: Tensor, samples: int, generator: torch.Generator, **given: float | None
+    ) -> lw.LinearPosterior:
+        """With the true precision and noise, or those given. The generator goes on: every round has new samples."""
+        settings = {"precision": 1.0, "noise_std": self.noise_std, **given}
+        return lw.fit_linear(self.features(pulls), rewards, num_samples=samples, generator=generator, **settings)
 
 
 def linear(seed: int, arms: int = 500, columns: int = 20) -> Bandit:
@@ -159,9 +159,8 @@ def learned(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generato
 
     With fewer pulls than features the weights can explain every reward, and there is no noise to be found.
     """
-    features = bandit.features(pulls)
-    given = None if len(pulls) >= 2 * bandit.root.shape[1] else 1.0
-    found = lw.fit_linear(features, rewards, precision=given, noise_std=given, num_samples=batch, generator=generator)
+    guess = None if len(pulls) >= 2 * bandit.root.shape[1] else 1.0
+    found = bandit.posterior(pulls, rewards, batch, generator, precision=guess, noise_std=guess)
     return bandit.scores(found.samples()).argmax(1)
 
 
@@ -256,6 +255,16 @@ def known(game: Played) -> Known:
     return Known(posterior, gamma, float(exactly.log_prob(game.rewards)))
 
 
+def found_out(games: list[Played]) -> str:
+    """Precision and noise that all rewards of a game lead to: mean and standard deviation over the games."""
+    generator, given = torch.Generator().manual_seed(0), {"precision": None, "noise_std": None}
+    found = [game.bandit.posterior(game.pulls, game.rewards, 16, generator, **given) for game in games]
+    precision = torch.tensor([each.precision for each in found])
+    noise = torch.tensor([each.noise_variance**0.5 for each in found])
+    parts = [f"{float(values.mean()):.2f} ± {float(values.std(correction=0)):.2f}" for values in (precision, noise)]
+    return f"learned at the end: precision {parts[0]} (true: 1), noise {parts[1]} (true: {games[0].bandit.noise_std})"
+
+
 def picture(small: Results, large: Results, path: Path) -> None:
     """Regret against pulls for both bandits; where two strategies pulled in the square."""
     figure = Figure(figsize=(11.6, 10.0), layout="constrained")
@@ -295,8 +304,9 @@ def _pulled(axis: Any, game: Played, colour: str) -> Any:
     if places is None:
         raise ValueError("these arms have no places; expected a bandit of points.")
     x, y = places.mT.tolist()
-    low, high = float(value.min()), float(value.max())
-    marks = axis.scatter(x, y, c=value.tolist(), s=14, cmap="Greys", vmin=low - 0.3 * (high - low), linewidths=0)
+    low = float(value.quantile(0.02))
+    shade: dict[str, Any] = {"cmap": "Greys", "vmin": low, "edgecolors": PALE, "linewidths": 0.4}
+    marks = axis.scatter(x, y, c=value.tolist(), s=18, **shade)
     for arm, count in zip(*(part.tolist() for part in game.pulls.unique(return_counts=True)), strict=True):
         size = 45 * count**0.6
         axis.scatter(x[arm], y[arm], s=size, facecolors="none", edgecolors=colour, linewidths=1.6, zorder=3)
@@ -308,7 +318,7 @@ def _pulled(axis: Any, game: Played, colour: str) -> Any:
 
 def main(
     out: Path,
-    seeds: tuple[int, int, int] = (40, 6, 200),
+    seeds: tuple[int, int, int] = (20, 4, 100),
     rounds: tuple[int, int] = (30, 9),
     batches: tuple[int, int] = (10, 16),
     columns: int = 100_000,
@@ -323,6 +333,7 @@ def main(
     small = compared(linear, {**strategies, "Thompson, learned": learned}, batches[0], rounds[0], seeds[0])
     print(f"20 features, 500 arms: {rounds[0]} batches of {batches[0]} pulls, {seeds[0]} bandits")
     print(table(small, batches[0]))
+    print(found_out(small["Thompson, learned"]))
     square = lambda seed: smooth(seed, columns=columns)
     large = compared(square, strategies, batches[1], rounds[1], seeds[1])
     print(f"\n{columns:,} features, 1,000 arms: {rounds[1]} batches of {batches[1]} pulls, {seeds[1]} bandits")

@@ -144,8 +144,8 @@ class AnchoredCurvature:
         """With the bound on what is missing; refused where the curvature was learned and is no part of H."""
         if self.own is None:
             raise UnsupportedError(
-                "what these inducing points know was learned by predicting (alpha above 0) and has no evidence; compare "
-                "it on held-out data, or fit VaLLA(alpha=0)."
+                "what these inducing points know was learned by predicting (alpha above 0) and has no evidence; "
+                "compare it on held-out data, or fit VaLLA(alpha=0)."
             )
         phi = phi.to(self.mix)
         if prior.kind in SINGLE and prior.scale is None:  # from eigenvalues alone
