@@ -14,10 +14,13 @@ from lapwing.likelihoods.poisson import Poisson
 from lapwing.linalg.design import OperatorDesign
 from lapwing.linear import LinearPosterior, fit_linear
 from lapwing.methods.diagonal import Diagonal
+from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron
 from lapwing.methods.ella import ELLA
+from lapwing.methods.ensemble import Ensemble
 from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
+from lapwing.methods.hfl import HFL
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
@@ -45,7 +48,7 @@ __all__ = [
     "fit", "train", "fit_linear", "load", "check", "compare", "Fitted", "FunctionGaussian", "laplace_density",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "MapOnly", "Auto",
-    "ELLA", "VaLLA", "FMGP",
+    "ELLA", "VaLLA", "FMGP", "HFL", "Ensemble", "MCDropout",
     "all_weights", "last_layer", "named", "subnetwork",
     "isotropic", "per_layer", "diagonal", "grouped", "per_normalised_group", "g_prior",
     "maximise_evidence", "MaximiseEvidence", "fixed_point", "FixedPoint", "linear_mode", "LinearMode",

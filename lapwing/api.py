@@ -23,6 +23,7 @@ from lapwing.curvature.sweep import data_count, mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.operators import refuse_asymmetric
+from lapwing.methods.kron import Kron
 from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
@@ -42,10 +43,13 @@ from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import (
     HasEvidence,
     HasFunctionSamples,
+    HasVarianceOf,
     HasWeightSamples,
     Method,
     NeedsData,
+    NeedsPrior,
     Posterior,
+    Reweightable,
 )
 from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior, isotropic
@@ -99,14 +103,21 @@ def fit(
         groups = members(network, scale_free_groups(network, first.inputs))
     problem = Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
     chosen_method, why = _method(method, problem, batches)
+    if problem.learn_prior and isinstance(chosen_method, NeedsPrior):
+        problem = replace(_tuned(Kron().fit(problem, batches, generator), tuner, batches).problem, learn_prior=False)
     fitted = chosen_method.fit(problem, batches, generator)
     if fitted.problem.learn_prior and isinstance(fitted, HasEvidence):
-        statistics = fitted.statistics  # type: ignore[attr-defined]
-        fitted = started(fitted, statistics.data, statistics.outputs, network.theta())
-        fitted = _on(tuner or maximise_evidence, batches)(fitted)
-    elif tuner is not None:
+        fitted = _tuned(fitted, tuner, batches)
+    elif tuner is not None and not isinstance(chosen_method, NeedsPrior):
         fitted = _on(tuner, batches)(fitted)
     return Fitted(fitted, Fingerprint.of(network.model), why)
+
+
+def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
+    """With the prior learned, from a start near the optimum."""
+    statistics = posterior.statistics
+    begun = started(posterior, statistics.data, statistics.outputs, posterior.problem.network.theta())
+    return _on(tuner or maximise_evidence, data)(begun)
 
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:
@@ -309,6 +320,20 @@ class Fitted:
         self._with(HasEvidence, "evidence")
         return effective_parameters(self.posterior)
 
+    @outside_autocast
+    def variance_of(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+        """The posterior variance of a scalar function of the weights, given them by name: a weight, a layer's norm.
+
+        To first order in the function for a belief about the weights; by a push for ``HFL``.
+
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> posterior = fit(nn.Linear(1, 1), [(x, x)], "regression", prior=1.0)
+        >>> bool(posterior.variance_of(lambda w: w["weight"][0, 0]) > 0)
+        True
+        """
+        self._unchanged()
+        return self._with(HasVarianceOf, "variance of functions of the weights").variance_of(function)
+
     @property
     def trace(self) -> Trace | None:
         """What the tuner did: every value it tried, with its evidence or score."""
@@ -366,15 +391,17 @@ class Fitted:
                 "the mean of this posterior was found for its prior (linear_mode with mean='tangent'); fit again, or "
                 "tune the posterior that it came from."
             )
+        if not isinstance(self.posterior, Reweightable):
+            raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
         given = prior if isinstance(prior, Prior) else isotropic(prior)
         mine, names = self.prior, self.network.selection.names
         groups = dict(zip(names, mine.members, strict=True)) if mine.kind == "per_normalised_group" else None
         bound = given.bound(self.network.selection, self.network.theta(), groups)
         if bound.needs_curvature and self.curvature is not None:
             bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
-        moved = self.posterior.with_problem(self.problem.with_prior(bound))  # type: ignore[attr-defined]
+        moved = self.posterior.with_problem(self.problem.with_prior(bound))
         if getattr(moved, "mode", None) is not None:
-            moved = replace(moved, mode=None)
+            moved = replace(moved, mode=None)  # type: ignore[type-var]
         return Fitted(moved, self.fingerprint, self.why)
 
     def to(self, device: torch.device | str) -> Fitted:

@@ -13,10 +13,13 @@ from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
+from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron
 from lapwing.methods.ella import ELLA
+from lapwing.methods.ensemble import Ensemble
 from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
+from lapwing.methods.hfl import HFL
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
@@ -28,7 +31,8 @@ from lapwing.posteriors.protocols import Method
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
-    "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP,
+    "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP, "hfl": HFL,
+    "ensemble": Ensemble, "dropout": MCDropout,
 }  # fmt: skip
 LIKELIHOODS = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,

@@ -65,7 +65,7 @@ class Bandit:
         self, pulls: Tensor, rewards: Tensor, samples: int, generator: torch.Generator, **given: float | None
     ) -> lw.LinearPosterior:
         """With the true precision and noise, or those given. The generator goes on: every round has new samples."""
-        settings = {"precision": 1.0, "noise_std": self.noise_std, **given}
+        settings: dict[str, Any] = {"precision": 1.0, "noise_std": self.noise_std, **given}
         return lw.fit_linear(self.features(pulls), rewards, num_samples=samples, generator=generator, **settings)
 
 
@@ -222,14 +222,18 @@ def compared(
 
 
 def table(found: Results, batch: int) -> str:
-    """Regret in all: mean over the bandits, its standard error, the worst; and for each pull of the last batch."""
-    lines = [f"{'':17s}  regret  ± error   worst  last batch, each pull"]
+    """Regret in all: mean over the bandits, its standard error, the worst; for each pull of the last batch; and on how
+    many bandits it is above that of Thompson sampling.
+    """
+    lines = [f"{'':17s}  regret  ± error   worst  last batch, each  above Thompson"]
+    thompson = torch.stack([game.regret.sum() for game in found.get("Thompson", found["exact Thompson"])])
     for name, games in found.items():
         regrets = torch.stack([game.regret for game in games])
         total = regrets.sum(1)
         error = float(total.std()) / len(total) ** 0.5 if len(total) > 1 else math.inf
-        last = float(regrets[:, -batch:].mean())
-        lines.append(f"{name:17s}  {float(total.mean()):6.1f}  {error:7.1f}  {float(total.max()):6.1f}  {last:21.3f}")
+        last, above = float(regrets[:, -batch:].mean()), f"{int((total > thompson).sum())} of {len(total)}"
+        numbers = f"{float(total.mean()):6.1f}  {error:7.1f}  {float(total.max()):6.1f}  {last:16.3f}"
+        lines.append(f"{name:17s}  {numbers}  {above:>14s}")
     return "\n".join(lines)
 
 
@@ -265,12 +269,12 @@ def found_out(games: list[Played]) -> str:
     return f"learned at the end: precision {parts[0]} (true: 1), noise {parts[1]} (true: {games[0].bandit.noise_std})"
 
 
-def picture(small: Results, large: Results, path: Path) -> None:
+def picture(small: Results, large: Results, columns: int, path: Path) -> None:
     """Regret against pulls for both bandits; where two strategies pulled in the square."""
     figure = Figure(figsize=(11.6, 10.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2).flatten()
-    titles = ("20 features, 500 arms", "100,000 features, points of a square")
+    titles = ("20 features, 500 arms", f"{columns:,} features, points of a square")
     for axis, found, title in zip(axes, (small, large), titles, strict=False):
         _regret(axis, found)
         axis.set_title(f"{title}\nmean over {len(found['greedy'])} bandits, and two standard errors", fontsize=10.5)
@@ -348,7 +352,7 @@ def main(
     print(f"gamma         {gamma:11.2f}  {gamma_error:7.2f}  {found.gamma:6.2f}")
     print(f"log evidence  {evidence:11.2f}  {evidence_error:7.2f}  {found.log_evidence:6.2f}")
     out.mkdir(parents=True, exist_ok=True)
-    picture(small, large, out / "bandit.png")
+    picture(small, large, columns, out / "bandit.png")
     return small, large, found
 
 

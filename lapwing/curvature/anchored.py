@@ -108,7 +108,8 @@ class AnchoredCurvature:
     r"""H ≈ J_Zᵀ mix mixᵀ J_Z at unit dispersion, with a bound on what that leaves out.
 
     ``own`` (P,) is the diagonal of the whole H, where it is known. Then the log-determinant has the trace of what is
-    missing added, which makes the evidence a lower bound of the exact one (Titsias 2009):
+    missing added, which makes the evidence a lower bound of the exact one (Titsias 2009), under the prior that ``mix``
+    was found for and multiples of it; under other ratios between the weights' precisions it is an approximation:
 
     $$ \log\det(A + H/\varphi) \le \log\det(A + \tilde H/\varphi) + \operatorname{tr} A^{-1} (H - \tilde H)/\varphi $$
     """

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A network and how it is trained: Adam with L2 decay, its learning rate falling to zero by a cosine.
+    """A network and how it is trained: Adam with L2 decay, its learning rate ``falling`` to zero by a cosine or constant.
 
     Training ends after ``epochs`` or ``max_steps``, whichever comes first; the rate follows the same clock.
     Rate and epochs are those, of ten pairs, with the lowest mean validation error of the plain network over the
@@ -34,6 +34,7 @@ class Recipe:
     batch_size: int = 128
     learning_rate: float = 1e-2
     weight_decay: float = 1e-5
+    falling: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ def optimise(
         if step % epoch == 0:
             order = torch.randperm(len(x), generator=generator).to(x.device).split(recipe.batch_size)
         rows = order[step % epoch]
-        for group in optimiser.param_groups:
+        for group in optimiser.param_groups if recipe.falling else ():
             group["lr"] = recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimiser.zero_grad()
         loss(model(x[rows]), y[rows]).backward()

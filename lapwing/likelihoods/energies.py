@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import UnsupportedError
+from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.protocol import Likelihood
@@ -22,6 +22,10 @@ def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
             f"alpha is {alpha} for {type(likelihood).__name__}; between 0 and 1 only Gaussian() has a closed form. "
             "Use 0 (the evidence bound) or 1 (the predictive log-likelihood)."
         )
+    if alpha == 1 and getattr(likelihood, "link", "") == "mc":
+        raise UnsupportedError(
+            "a predictive made of draws (link='mc') has no slope to learn by; use link='probit' or 'bridge'."
+        )
 
 
 def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
@@ -31,6 +35,9 @@ def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: T
     log-likelihood, with the curvature at the mean: exact for a Gaussian.
     """
     if alpha == 1:
+        ignored = getattr(likelihood, "ignore_index", None)
+        if ignored is not None and bool((y == ignored).any()):
+            raise DataError("some targets are ignored ones, which the predictive has no say on; leave those data out.")
         found: Tensor = likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y)
         return found
     phi = likelihood.dispersion.to(mean)

@@ -16,7 +16,7 @@ from lapwing.core.progress import Steps
 from lapwing.core.random import uniform
 from lapwing.curvature.placing import classes
 from lapwing.curvature.sweep import Statistics, counted, residual_noise
-from lapwing.likelihoods.energies import energy
+from lapwing.likelihoods.energies import energy, refuse_energy
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.kmeans import kmeans
 from lapwing.linalg.variational import Inducing, positive_part
@@ -52,12 +52,16 @@ class FMGP:
     patience: int = 5
 
     def __post_init__(self) -> None:
-        if self.num_inducing < 1 or self.steps < 1:
-            raise UnsupportedError(f"num_inducing is {self.num_inducing} and steps {self.steps}; expected at least 1.")
+        for name in ("num_inducing", "steps", "batch_size", "patience"):
+            if getattr(self, name) < 1:
+                raise UnsupportedError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        if not self.learning_rate > 0:
+            raise UnsupportedError(f"learning_rate is {self.learning_rate}; expected a positive number.")
         if self.kernel is not None and self.kernel not in KERNELS:
             raise UnsupportedError(f"kernel is {self.kernel!r}; expected one of {', '.join(KERNELS)}.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> FunctionPosterior:
+        refuse_energy(problem.likelihood, 1.0)
         network = problem.network
         if len(network.output_shape) > 1:
             raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C); use Kron().")
@@ -86,7 +90,7 @@ def _finished(
     likelihood = problem.likelihood
     if state.log_noise is not None:
         problem = problem.with_likelihood(likelihood.with_dispersion(state.log_noise.exp()))
-    white = smooth_whitening(state.kernel.points(state.points, state.numbers))
+    white = state.whitening()
     values, turn = torch.linalg.eigh(state.inducing.decided)
     mix = white @ (turn * values.clamp_min(0).sqrt())
     theta = problem.network.theta()
@@ -149,10 +153,14 @@ class State:
         noise = None if self.log_noise is None else still(self.log_noise)
         return State(kernel, still(self.points), self.numbers, still(self.mean), noise, self.inducing)
 
+    def whitening(self) -> Tensor:
+        """(M, M). What the points know is in these coordinates: those of another jitter would be others."""
+        return smooth_whitening(self.kernel.points(self.points, self.numbers), jitter=1e-6)
+
     def whitened(self, table: Table) -> tuple[Tensor, Tensor]:
         """Prior covariance (B, C, C) and whitened rows (B, C, M) of some data."""
-        white = smooth_whitening(self.kernel.points(self.points, self.numbers), jitter=1e-6)
-        return self.kernel.own(table.seen), self.kernel.between(table.seen, self.points, self.numbers) @ white
+        rows = self.kernel.between(table.seen, self.points, self.numbers) @ self.whitening()
+        return self.kernel.own(table.seen), rows
 
     def likelihood(self, given: Likelihood) -> Likelihood:
         return given if self.log_noise is None else given.with_dispersion(self.log_noise.exp())
@@ -185,29 +193,30 @@ class Learning:
             mine = few.seen if labels is None else few.seen[classes(few.y, outputs) == number]
             centres.append(kmeans(mine if len(mine) else few.seen, int((numbers == number).sum()), generator))
         points = torch.cat(centres)
-        points = points + 1e-3 * few.seen.std() * torch.randn(
-            points.shape, generator=generator, dtype=torch.float64
-        ).to(points)  # centres that fall on one another would make the kernel singular
-        spread = few.seen.std(0).clamp_min(1e-3 * few.seen.std().clamp_min(1e-12))
+        scale = few.seen.std(correction=0)
+        noise = torch.randn(points.shape, generator=generator, dtype=torch.float64).to(points)
+        points = points + 1e-3 * scale * noise  # centres that fall on one another would make the kernel singular
+        spread = few.seen.std(0, correction=0).clamp_min(1e-3 * scale.clamp_min(1e-12))
         lengths = spread * math.sqrt(few.seen.shape[1]) if kind == "rbf" else spread.mean().reshape(1)
-        size = table.f.std(0).clamp_min(1e-3) if likelihood.learns_dispersion else torch.ones_like(table.f[0])
+        # Logits are about nought and of the order of one; other outputs have the targets' own place and scale.
+        logits = hasattr(likelihood, "link")
+        size = torch.ones_like(table.f[0]) if logits else table.f.std(0, correction=0).clamp_min(1e-3)
         kernel = FreeKernel(kind, lengths.log().requires_grad_(), torch.diag(0.3 * size).requires_grad_())
-        noise = None
+        log_noise = None
         if likelihood.learns_dispersion:
-            gap = (table.f - table.y.reshape(table.f.shape)).square().mean().clamp_min(1e-12)
-            noise = gap.log().requires_grad_()
+            log_noise = likelihood.dispersion.detach().to(points).log().requires_grad_()
         state = State(
-            kernel, points.requires_grad_(), numbers, torch.zeros(count).to(points).requires_grad_(), noise,
+            kernel, points.requires_grad_(), numbers, torch.zeros(count).to(points).requires_grad_(), log_noise,
             Inducing.before_data(count, points),
         )  # fmt: skip
-        shift = table.f.mean(0) if likelihood.learns_dispersion else torch.zeros_like(table.f[0])
+        shift = torch.zeros_like(table.f[0]) if logits else table.f.mean(0)
         return cls(method, likelihood, table, held, generator, state, shift)
 
     def run(self, progress: bool) -> tuple[State, tuple[Step, ...]]:
         method = self.method
         optimiser = torch.optim.Adam(
             [
-                {"params": [self.state.points], "lr": float(method.learning_rate * self.table.seen.std())},
+                {"params": [self.state.points], "lr": float(method.learning_rate * self.table.seen.std(correction=0))},
                 {"params": [t for t in self.state.free if t is not self.state.points], "lr": method.learning_rate},
             ]
         )

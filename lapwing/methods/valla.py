@@ -65,14 +65,22 @@ class VaLLA:
     candidates: int = 1000
 
     def __post_init__(self) -> None:
-        if self.num_inducing < 1:
-            raise UnsupportedError(f"num_inducing is {self.num_inducing}; expected at least 1.")
+        for name in ("num_inducing", "steps", "batch_size", "patience", "candidates"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UnsupportedError(f"{name} is {value}; expected at least 1.")
+        if not self.learning_rate > 0:
+            raise UnsupportedError(f"learning_rate is {self.learning_rate}; expected a positive number.")
+        if not 0 <= self.alpha <= 1:
+            raise UnsupportedError(f"alpha is {self.alpha}; expected a number between 0 and 1.")
         if self.start not in STARTS:
             raise UnsupportedError(f"start is {self.start!r}; expected one of {', '.join(STARTS)}.")
         if self.optimiser is not None and self.optimiser not in OPTIMISERS:
             raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
         if self.alpha > 0 and self.optimiser in ("lbfgs", "none"):
             raise UnsupportedError('the collapsed bound belongs to alpha=0; use optimiser="adam" with others.')
+        if self.validation is not None and self.optimiser in ("lbfgs", "none"):
+            raise UnsupportedError('only optimiser="adam" looks at validation data; leave them out, or use it.')
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         refuse_energy(problem.likelihood, self.alpha)
@@ -86,16 +94,15 @@ class VaLLA:
         problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
         if problem.learn_prior:
             problem = problem.with_prior(started(problem, statistics))
-        rows = statistics.data * torch.Size(network.output_shape).numel()
+        pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
+        rows = pool.total * torch.Size(network.output_shape).numel()
         if self.num_inducing >= rows:
-            pool = Pool.drawn(data, statistics.data, generator)
             anchors, chosen = every_output(network, pool), "none" if self.alpha == 0 else "adam"
         else:
-            pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
             anchors = placed(network, problem.prior, pool, self.num_inducing, self.start, self.candidates, generator)
             chosen = self.optimiser or self._default(network, rows)
         learnable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
-        learner = Learner(problem, anchors, statistics, self, learnable and self.num_inducing < rows)
+        learner = Learner(problem, anchors, statistics, self, pool.total, learnable and self.num_inducing < rows)
         if chosen == "lbfgs" and learnable:
             learner = learner.by_lbfgs(data)
         elif chosen == "adam":
@@ -103,9 +110,10 @@ class VaLLA:
         return learner.finished(data)
 
     def _default(self, network: Network, rows: int) -> str:
-        """All data at once where their layer factors are no more than a gigabyte."""
+        """All data at once where their layer factors are no more than a gigabyte, and no validation data are given."""
         held = 8.0 * rows * network.footprint.width
-        return "lbfgs" if self.alpha == 0 and held < 2**30 and rows <= 20_000 else "adam"
+        few = held < 2**30 and rows <= 20_000
+        return "lbfgs" if few and self.alpha == 0 and self.validation is None else "adam"
 
 
 def started(problem: Problem, statistics: Statistics) -> Any:
@@ -127,6 +135,7 @@ class Learner:
     anchors: Anchors
     statistics: Statistics
     method: VaLLA
+    samples: int  # how many there are in all, ignored ones included
     moving: bool  # whether the locations are learned
     log_scale: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     log_noise: Tensor | None = None  # log φ, where it is learned
@@ -177,7 +186,7 @@ class Learner:
         def closure() -> Tensor:
             optimiser.zero_grad()
             value = objective()
-            value.backward()
+            value.backward(inputs=variables)  # and not into the weights, which the graph holds too
             return value
 
         with torch.inference_mode(False), torch.enable_grad():
@@ -205,7 +214,7 @@ class Learner:
 
     def _step(self, score: float, scale: Tensor, noise: Tensor | None) -> Step:
         values = (self.problem.prior.values.detach().double() / scale.exp()).reshape(-1).tolist()
-        phi = self._phi if noise is None else noise.exp()
+        phi = self._phi if noise is None else noise.detach().exp()
         return Step(score, tuple(values) if len(values) <= 16 else (values[0],), (float(phi),))
 
     def finished(self, data: Data) -> WeightPosterior:
@@ -285,8 +294,8 @@ class Stochastic:
         learner, method = self.learner, self.learner.method
         groups = []
         if learner.moving:
-            spread = self.z.detach().double().std(0).mean().clamp_min(1e-6)
-            groups.append({"params": [self.z], "lr": float(method.learning_rate * spread)})
+            spread = float(self.z.detach().double().std(0, correction=0).mean())
+            groups.append({"params": [self.z], "lr": method.learning_rate * (spread or 1.0)})
         rest = [t for t in (self.log_scale, self.log_noise) if t is not None and t.requires_grad]
         groups += [{"params": rest, "lr": 3 * method.learning_rate}] if rest else []
         optimiser = torch.optim.Adam(groups) if groups else None
@@ -330,7 +339,7 @@ class Stochastic:
     def step(self, batch: Batch, optimiser: torch.optim.Optimizer | None, length: float) -> tuple[float, float]:
         """One natural-gradient step on what the points know, and one of Adam on the rest; objective and KL before."""
         problem, method = self.learner.problem, self.learner.method
-        share = self.learner.statistics.data / len(batch.targets)
+        share = self.learner.samples / len(batch.targets)
         with torch.enable_grad():
             if self.learner.moving:
                 points: tuple[LayerJacobians, ...] = (self.learner.anchors.differentiable(self.z),)
@@ -351,12 +360,13 @@ class Stochastic:
                 value = value + 0.5 * self.learner._penalty() / s
             if optimiser is not None:
                 optimiser.zero_grad()
-                value.backward()
+                moved = [t for group in optimiser.param_groups for t in group["params"]]
+                value.backward(inputs=moved)  # and not into the weights, which the graph holds too
                 optimiser.step()
         with torch.no_grad():
             omega = positive_part(-2 * weights)
             scaled = rows.detach() * s.detach().sqrt()
-            gained = share * torch.einsum("bcr,bcd,bds->rs", scaled, omega, scaled)
+            gained = share * torch.einsum("...cr,...cd,...ds->rs", scaled, omega, scaled)
             divergence = float(self.inducing.divergence())
             self.inducing = self.inducing.updated(gained, length)
         return float(value.detach()), divergence
@@ -364,7 +374,7 @@ class Stochastic:
     def _rows(
         self, batch: Batch, points: tuple[LayerJacobians, ...], white: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """f (B, C), checked targets, prior covariance (B, C, C) and whitened rows (B, C, r) of a batch."""
+        """f (B, [T,] C), checked targets, prior covariance (B, [T,] C, C) and whitened rows (B, [T,] C, r)."""
         problem = self.learner.problem
         network = problem.network
         precision = prior_precision(problem.prior, network.layout, network.selection)
@@ -372,11 +382,11 @@ class Stochastic:
         for _, tangent in network.tangents(batch.inputs):
             seeded = tangent.jacobians().double()
             outputs.append(tangent.f.double())
-            before.append(precision.quadratic(seeded).squeeze(1))
+            before.append(precision.quadratic(seeded).reshape(*tangent.f.shape, -1))
             rows.append(torch.cat([prior_kernel(seeded, problem.prior, part) for part in points], 1) @ white)
         f = torch.cat(outputs)
         y = problem.likelihood.targets(f, batch.targets)
-        return f, y, torch.cat(before), torch.cat(rows).reshape(len(f), f.shape[-1], -1)
+        return f, y, torch.cat(before), torch.cat(rows).reshape(*f.shape, -1)
 
     def log_likelihood(self, data: Data) -> float:
         """Of held-out data under the predictive, for each datum."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from typing import Any
@@ -229,6 +229,17 @@ class Network:
         tensors = dict(self.model.named_parameters())
         full = torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.selection.names])
         return self.selection.picked(full)
+
+    def slope(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+        """The gradient of a scalar function of the selected parameters by name, (P,)."""
+        tensors = dict(self.model.named_parameters())
+        with torch.enable_grad():
+            leaves = {name: tensors[name].detach().to(self.dtype).requires_grad_() for name in self.selection.names}
+            value = function(leaves)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise ModelError(f"the function of the weights gives {value!r:.80}; expected a tensor of one number.")
+            grads = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+        return self.selection.picked(torch.cat([grad.reshape(-1) for grad in grads]))
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """The output f (B, [T,] C), no graph; of the tangent model where it is shifted."""

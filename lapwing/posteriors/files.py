@@ -34,15 +34,20 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import refuse_training_mode, unwrapped, working_dtype
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
+from lapwing.posteriors.amortised import PushedWeights
 from lapwing.posteriors.function_space import FunctionPosterior, Sight
+from lapwing.posteriors.linearised import LinearisedResponse
+from lapwing.posteriors.members import Masks, MembersPosterior, Networks
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Posterior
+from lapwing.posteriors.response import ResponsePosterior
 from lapwing.posteriors.sampled import SampledPosterior, StoredSamples
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.gaussian import Prior
 from lapwing.priors.kernels import FreeKernel
 
+SAVED = WeightPosterior | PointPosterior | SampledPosterior | FunctionPosterior | PushedWeights | MembersPosterior
 FORMAT = "lapwing-posterior-1"
 NETWORK_FIELDS = ("output_shape", "forward_mode", "recurrent")
 # These are float64 whatever the model is.
@@ -53,7 +58,14 @@ LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson
 def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> None:
     """Write the posterior; the model itself is not written."""
     save_file = _safetensors().torch.save_file
-    if not isinstance(posterior, WeightPosterior | PointPosterior | SampledPosterior | FunctionPosterior):
+    if isinstance(posterior, ResponsePosterior | LinearisedResponse):
+        raise UnsupportedError(
+            "this HFL posterior re-optimises on its data at every prediction, and a file does not hold those; fit it "
+            "again where it is needed, or save HFL(mode='pretrained')."
+        )
+    if isinstance(posterior, MembersPosterior) and isinstance(posterior.members, Networks):
+        raise UnsupportedError("an ensemble is its networks, which a file does not hold; save those and fit again.")
+    if not isinstance(posterior, SAVED):
         raise UnsupportedError(f"{type(posterior).__name__} cannot be saved; fit it again where it is needed.")
     problem = posterior.problem
     network, prior, likelihood = problem.network, problem.prior, problem.likelihood
@@ -91,6 +103,12 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         tensors["samples.x"], tensors["samples.residuals"] = posterior.solution.x, posterior.solution.residuals
         tensors["samples.logdet"] = logdet.value.detach()
         kind["error"] = logdet.error
+    if isinstance(posterior, PushedWeights):
+        kind = {"name": "pushed weights", "variant": posterior.variant, "scale": posterior.scale}
+        tensors["pushed.moved"], tensors["pushed.strength"] = posterior.moved, posterior.strength
+    if isinstance(posterior, MembersPosterior):
+        assert isinstance(posterior.members, Masks)
+        kind = {"name": "dropout", "count": posterior.members.count, "seed": posterior.members.seed}
     if isinstance(posterior, FunctionPosterior):
         kind = {"name": "function space", **posterior.settings}
         own = {"points": posterior.points, "numbers": posterior.numbers, "mix": posterior.mix}
@@ -229,6 +247,14 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     current = Fingerprint.of(model)
     if meta["curvature"]["name"] == "none":
         return PointPosterior(problem, statistics, theta), current
+    if meta["curvature"]["name"] == "dropout":
+        masks = Masks.of(model, meta["curvature"]["count"], meta["curvature"]["seed"])
+        return MembersPosterior(problem, masks, statistics, theta), current
+    if meta["curvature"]["name"] == "pushed weights":
+        kind = meta["curvature"]
+        moved_weights, strength = tensors["pushed.moved"].to(theta), tensors["pushed.strength"].to(theta)
+        pushed = PushedWeights(problem, moved_weights, strength, kind["variant"], statistics, theta, kind["scale"])
+        return pushed, current
     if meta["curvature"]["name"] == "function space":
         return _function_space(meta["curvature"], tensors, problem, statistics, theta), current
     if meta["curvature"]["name"] == "samples":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -110,6 +111,21 @@ class NeedsData(Protocol):
     """A tuner that passes over the training data; ``fit`` gives them where they were not given before."""
 
     def with_data(self, data: Data) -> Any: ...
+
+
+@runtime_checkable
+class NeedsPrior(Protocol):
+    """A method that has no evidence to learn a prior with; ``fit`` learns one beforehand where none is given."""
+
+    @property
+    def needs_prior(self) -> bool: ...
+
+
+@runtime_checkable
+class HasVarianceOf(Protocol):
+    """Knows how far a scalar function of the weights is undecided."""
+
+    def variance_of(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor: ...
 
 
 @runtime_checkable

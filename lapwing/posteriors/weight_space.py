@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -186,6 +187,11 @@ class WeightPosterior:
         eps = normal((n, len(self.theta)), generator, self.theta)
         with torch.no_grad():
             return self.settled.sample(eps).to(self.theta)
+
+    def variance_of(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+        """Of a scalar function of the weights by name, to first order: ∇gᵀ Λ⁻¹ ∇g."""
+        slope = self.problem.network.slope(function)
+        return (self.settled.solve(slope.unsqueeze(0))[0] * slope).sum()
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, [T,] C) of the tangent model: one draw of the weights for all inputs."""

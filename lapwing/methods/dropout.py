@@ -1,0 +1,39 @@
+"""Dropout left on while predicting (Gal & Ghahramani 2016)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lapwing.core.data import Data
+from lapwing.core.errors import UnsupportedError
+from lapwing.curvature.sweep import loss_only, residual_noise
+from lapwing.posteriors.members import Masks, MembersPosterior
+from lapwing.posteriors.problem import Problem
+
+
+@dataclass(frozen=True)
+class MCDropout:
+    """The spread of ``samples`` forward passes under random dropout masks, each with the seed ``seed + k``.
+
+    For networks trained with ``nn.Dropout`` (one by ``F.dropout`` inside ``forward`` is not seen). The mean is that of
+    the passes; the noise of a regression is the residual of the network without dropout. The model is not changed.
+
+    Cost: nothing to fit; a prediction takes ``samples`` forward passes.
+    """
+
+    samples: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 2:
+            raise UnsupportedError(f"samples is {self.samples}; expected at least 2: one has no spread.")
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
+        network = problem.network
+        members = Masks.of(network.model, self.samples, self.seed)
+        statistics = loss_only(network, problem.likelihood, data)
+        likelihood = residual_noise(problem.likelihood, statistics, network.device)
+        problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
+        return MembersPosterior(problem, members, statistics, network.theta())

@@ -1,0 +1,92 @@
+"""Several networks trained apart: a baseline that is hard to beat and costs a training for each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from lapwing.core.data import Data, check_finite
+from lapwing.core.errors import ModelError, UnsupportedError
+from lapwing.curvature.sweep import Statistics, counted, residual_noise
+from lapwing.networks.forward import refuse_training_mode
+from lapwing.posteriors.members import MembersPosterior, Networks
+from lapwing.posteriors.problem import Problem
+
+Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """A deep ensemble (Lakshminarayanan et al. 2017): the model and others, their spread as error bars.
+
+    Give the other trained ``models``, or ``train``, which gets a copy of the model with new random weights and a seed
+    and returns it trained; then there are ``members`` in all. The mean is that of the members and not the model's own
+    output. The noise of a regression is the residual of that mean.
+
+    Cost: a training for each member; a prediction takes a forward pass for each.
+    """
+
+    models: Sequence[nn.Module] = field(default=(), repr=False)
+    train: Train | None = field(default=None, repr=False)
+    members: int = 5
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
+        network = problem.network
+        models = [network.model, *self.models]
+        if self.train is not None:
+            first = generator.initial_seed() if generator is not None else 0
+            for seed in range(first + 1, first + self.members - len(models) + 1):
+                models.append(self.train(renewed(network.model, seed), seed))
+        if len(models) < 2:
+            raise UnsupportedError(
+                "Ensemble() has one network; expected others: models=[...], or train=... to make them."
+            )
+        for model in models:
+            if not isinstance(model, nn.Module):
+                raise ModelError(f"a member is a {type(model).__name__}; expected a trained torch.nn.Module.")
+            refuse_training_mode(model)
+        found = Networks(tuple(models))
+        statistics = of_mean(problem, found, data)
+        likelihood = residual_noise(problem.likelihood, statistics, network.device)
+        problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
+        return MembersPosterior(problem, found, statistics, network.theta())
+
+
+def renewed(model: nn.Module, seed: int) -> nn.Module:
+    """A copy with new random weights, by each module's own ``reset_parameters``."""
+    copied = copy.deepcopy(model)
+    bare = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for name, module in copied.named_modules():
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if reset is not None:
+                reset()
+            elif any(True for _ in module.parameters(recurse=False)):
+                bare.append(name or type(module).__name__)
+    if bare:
+        raise UnsupportedError(
+            f"{', '.join(bare)}: no reset_parameters() to draw new weights with; give trained models=[...] instead."
+        )
+    return copied
+
+
+def of_mean(problem: Problem, members: Networks, data: Data) -> Statistics:
+    """Loss and counts of the members' mean."""
+    likelihood, loss, count = problem.likelihood, 0.0, 0
+    for batch in data.batches("loss"):
+        each = members(batch.inputs).double()
+        if each.shape[2:] != problem.network.output_shape:
+            raise ModelError(
+                f"a member gives outputs of the shape {tuple(each.shape[2:])}; expected {problem.network.output_shape}."
+            )
+        check_finite(each, "outputs of a member")
+        f = each.mean(0)
+        y = likelihood.targets(f, batch.targets)
+        loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
+        count += int(likelihood.count(f, y))
+    return Statistics(loss, counted(count), problem.network.output_shape[-1])

@@ -1,0 +1,309 @@
+"""Hessian-free Laplace: variance as the response of a prediction to a small push (McInerney & Kallus 2024)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data, Inputs, minibatches
+from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.progress import Steps
+from lapwing.core.random import normal
+from lapwing.curvature.design import NetworkDesign, refuse_reordered
+from lapwing.curvature.objective import Objective
+from lapwing.curvature.sweep import Statistics, Sweep, loss_only, residual_noise
+from lapwing.linalg.newton import newton
+from lapwing.networks.forward import batch_size
+from lapwing.posteriors.amortised import VARIANTS, PushedWeights
+from lapwing.posteriors.linearised import LinearisedResponse
+from lapwing.posteriors.problem import Problem
+from lapwing.posteriors.response import TOLERANCE, Hessian, Push, Read, Responder, Response, ResponsePosterior
+
+MODES = ("nonlinear", "linearised", "pretrained")
+SOLVERS = ("newton", "adam")
+WIDE = 1_000_000  # weights up to which everything runs in float64
+EXACT = 20_000  # weights up to which Newton steps are the default
+
+HFLPosterior = ResponsePosterior | LinearisedResponse | PushedWeights
+
+
+@dataclass(frozen=True)
+class HFL:
+    """Error bars by fine-tuning: push the regularised loss a little towards a prediction and see how far it moves.
+
+    "nonlinear": every prediction is pushed up and down by ``lam`` (None: chosen, and halved until two estimates
+    agree) and the network re-optimised; the response is the variance of Laplace with the *full Hessian*, not the GGN.
+    The weights must be at a minimum of the loss under this prior (``drift``: how many posterior standard deviations
+    they may be away from it). "linearised": the same for the tangent model, one block solve without ``lam``; equals
+    ``Full``.
+    "pretrained": one push of the average prediction over ``evaluation`` inputs (the training inputs where None), then
+    scores anywhere for one more forward pass. Those are no variances (see ``variant`` in ``PushedWeights``);
+    ``calibration`` data fit their scale, and ``variant="random"`` with ``pushes`` random pushes estimates variances.
+
+    ``solver``: "newton" with all data (a Hessian up to 2,048 weights, block CG above), or "adam" with ``steps`` steps
+    on batches, pushes and an unpushed twin side by side on the same batches. Works in float64 up to a million weights.
+
+    Cost of a prediction: nonlinear, for each output some tens of gradients over all data; linearised, one product with
+    the GGN for each iteration and all outputs together; pretrained, one forward pass more.
+    """
+
+    mode: str = "nonlinear"
+    lam: float | None = None
+    solver: str | None = None
+    tolerance: float | None = None
+    steps: int = 1000
+    learning_rate: float = 1e-3
+    batch_size: int = 128
+    dtype: torch.dtype | None = None
+    drift: float = 1.0
+    variant: str = "mean"
+    pushes: int = 32
+    evaluation: Any = field(default=None, repr=False)
+    calibration: Any = field(default=None, repr=False)
+    needs_prior: bool = field(default=True, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("mode", self.mode, MODES), ("variant", self.variant, VARIANTS)):
+            if value not in known:
+                raise UnsupportedError(f"{name} is {value!r}; expected one of {', '.join(known)}.")
+        if self.solver is not None and self.solver not in SOLVERS:
+            raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
+        if self.lam is not None and not 0 < self.lam < math.inf:
+            raise UnsupportedError(f"lam is {self.lam}; expected a positive number, or None to have it chosen.")
+        if self.pushes < 1 or self.steps < 1:
+            raise UnsupportedError(f"pushes is {self.pushes} and steps {self.steps}; expected at least 1 of each.")
+        if self.dtype is not None and self.dtype not in TOLERANCE:
+            raise UnsupportedError(f"dtype is {self.dtype}; expected torch.float64 or torch.float32.")
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> HFLPosterior:
+        network = problem.network
+        if problem.prior.needs_curvature:
+            raise UnsupportedError("HFL() forms no curvature, and g_prior() needs one; use Kron() or Full().")
+        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        if self.mode == "linearised":
+            design = NetworkDesign.build(network, problem.likelihood, data)
+            refuse_reordered(design)
+            likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
+            tolerance = self.tolerance or (1e-10 if network.dtype == torch.float64 else 1e-5)
+            problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
+            return LinearisedResponse(problem, design, design.statistics, network.theta(), tolerance)
+        statistics = loss_only(network, problem.likelihood, data)
+        problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
+        problem = replace(problem, learn_prior=False)
+        objective = Objective.build(
+            network, problem.likelihood, problem.prior, data, self._dtype(network.selection.size)
+        )
+        tolerance = self.tolerance or TOLERANCE[objective.dtype]
+        responder, findings = self._responder(objective, data, tolerance, generator)
+        if self.mode == "nonlinear":
+            return ResponsePosterior(problem, responder, statistics, network.theta(), self.lam, findings)
+        return self._pretrained(problem, responder, data, statistics, findings, generator)
+
+    def _dtype(self, weights: int) -> torch.dtype:
+        return self.dtype or (torch.float64 if weights <= WIDE else torch.float32)
+
+    def _responder(
+        self, objective: Objective, data: Data, tolerance: float, generator: torch.Generator
+    ) -> tuple[Any, tuple[str, ...]]:
+        """What re-optimises, around the minimum."""
+        solver = self.solver or ("newton" if objective.size <= EXACT else "adam")
+        if solver == "adam":
+            return FineTuner(objective, self, data, generator, tolerance), ()
+        minimum, decrements = settled(objective)
+        away = math.sqrt(max(decrements[0], 0.0))
+        if decrements[-1] > 1e-10 * max(1.0, decrements[0]) and decrements[-1] > 1e-12:
+            raise NumericalError(
+                "HFL: the weights are at no minimum of their regularised loss, and Newton's steps find none (it would "
+                f"still fall by {0.5 * decrements[-1]:.3g}). Train the network to convergence with this prior as "
+                "weight decay, raise the prior precision, or use HFL(mode='linearised')."
+            )
+        if away > self.drift:
+            raise NumericalError(
+                f"HFL: the weights are {away:.2g} posterior standard deviations from the minimum of their regularised "
+                f"loss; expected at most {self.drift:g}. The response would be that of another network: train this one "
+                "further with this prior as weight decay, allow it with HFL(drift=...), or use HFL(mode='linearised')."
+            )
+        findings: tuple[str, ...] = ()
+        if away > 0.01:
+            findings = (
+                f"the weights are {away:.2g} posterior standard deviations from the minimum of their regularised loss; "
+                "the error bars are those at the minimum",
+            )
+        centred = objective.moved(minimum)
+        return Responder(centred, Hessian(centred), tolerance), findings
+
+    def _pretrained(
+        self, problem: Problem, responder: Any, data: Data, statistics: Statistics, findings: tuple[str, ...],
+        generator: torch.Generator,
+    ) -> PushedWeights:  # fmt: skip
+        objective = responder.objective
+        if self.variant == "random":
+            force = random_forces(problem, data, self.pushes, generator).to(objective.centre)
+            push, read, count = (lambda d: force), (lambda d: d), self.pushes
+        else:
+            inputs = self._evaluation(problem, data)
+            push, read, count = averaged(objective, inputs, self.variant == "absolute"), (lambda d: d), 1
+        found = self._pushed(responder, push, read, count)
+        theta = problem.network.theta()
+        moved = found.cov * found.strength[:, None]  # half the way between the two pushes: drift cancels
+        posterior = PushedWeights(
+            problem, moved.to(theta), found.strength.to(theta), self.variant, statistics, theta, 1.0, findings
+        )
+        if self.calibration is None:
+            return posterior
+        held = Data(self.calibration, problem.network.device, data.target_key)
+        return posterior.scaled(fitted_scale(posterior, held))
+
+    def _pushed(self, responder: Any, push: Push, read: Read, count: int) -> Response:
+        """With λ as given; else so small that the network can follow."""
+        tolerance = max(responder.tolerance, 1e-2)
+        if self.lam is not None:
+            return responder.respond(push, read, count, self.lam).settled(tolerance)  # type: ignore[no-any-return]
+        strength = self._strength(responder, push, count)
+        for _ in range(8):
+            found: Response = responder.respond(push, read, count, strength)
+            if isinstance(responder, FineTuner) or float(found.missing.nan_to_num(math.inf).max()) <= tolerance:
+                break
+            strength /= 4
+        return found.settled(tolerance)
+
+    def _strength(self, responder: Any, push: Push, count: int) -> float:
+        """One λ for all: it moves the pushed average by a hundredth of its standard deviation."""
+        objective = responder.objective
+        start = torch.zeros(count, objective.size).to(objective.centre)
+        slopes = push(start)
+        spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1).max()  # under the prior, at most
+        if isinstance(responder, Responder):
+            spread = (slopes * responder.hessian.solve(slopes)).sum(1).max().double()
+        return float(0.01 / spread.sqrt().clamp_min(1e-30))
+
+    def _evaluation(self, problem: Problem, data: Data) -> list[Inputs]:
+        if self.evaluation is None:
+            return [batch.inputs for batch in data.batches("evaluation")]
+        if isinstance(self.evaluation, Tensor):
+            return [self.evaluation.to(problem.network.device)]
+        return list(self.evaluation)
+
+
+def settled(objective: Objective) -> tuple[Tensor, list[float]]:
+    """The minimum that the weights belong to, as a step from them, and the decrements on the way."""
+    start = torch.zeros_like(objective.centre)
+    last: dict[str, Any] = {}
+
+    def solve(d: Tensor, rows: Tensor) -> Tensor:
+        last["hessian"] = Hessian(objective.moved(d))
+        solved: Tensor = last["hessian"].solve(rows)
+        return solved
+
+    tolerance = 1e-18 if objective.dtype == torch.float64 else 1e-9
+    return newton(objective.gradient, solve, start, tolerance=tolerance)
+
+
+def averaged(objective: Objective, inputs: list[Inputs], absolute: bool) -> Push:
+    """∇ of the average over inputs of Σ_c f_c, or of Σ_c |f_c|."""
+    parts = [objective.cast(part) for part in inputs]
+    total = sum(batch_size(part) for part in parts)
+
+    def push(d: Tensor) -> Tensor:
+        gradient = torch.zeros_like(d)
+        for part in parts:
+            size = lambda row, x=part: (
+                (objective.run(row, x).abs() if absolute else objective.run(row, x)).sum() / total
+            )
+            gradient = gradient + objective.each(torch.func.grad(size), d, batch_size(part))
+        return gradient
+
+    return push
+
+
+def random_forces(problem: Problem, data: Data, count: int, generator: torch.Generator) -> Tensor:
+    """ξ ~ N(0, G/φ + A), (count, P): the posterior answers to them with draws of its own, H⁻¹ ξ."""
+    network, likelihood = problem.network, problem.likelihood
+    theta = network.theta().double()
+    total = normal((count, len(theta)), generator, theta) * problem.prior.vector.detach().to(theta).sqrt()
+    phi = likelihood.dispersion.detach().to(theta)
+    for jacobians in Sweep(network, likelihood, data, label="random pushes"):
+        eps = normal((count, jacobians.batch, jacobians.outputs), generator, theta)
+        total = total + jacobians.vjp(eps).to(theta) / phi.sqrt()
+    return total
+
+
+def fitted_scale(posterior: PushedWeights, data: Data) -> float:
+    """The factor on the variances under which held-out data are likeliest: golden section on its logarithm."""
+    kept = []
+    for batch in data.batches("calibration"):
+        belief = posterior(batch.inputs)
+        y = posterior.problem.likelihood.targets(belief.mean, batch.targets)
+        kept.append((belief.mean, belief.cov, y))
+
+    def cost(log_scale: float) -> float:
+        factor = math.exp(log_scale)
+        predicted = (posterior.problem.likelihood.predict(FunctionGaussian(f, factor * cov)).log_prob(y)
+                     for f, cov, y in kept)  # fmt: skip
+        return -sum(float(part.sum()) for part in predicted)
+
+    start = min((k / 2 for k in range(-24, 41)), key=cost)
+    low, high, ratio = start - 0.5, start + 0.5, (math.sqrt(5) - 1) / 2
+    for _ in range(30):
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, b) if cost(a) < cost(b) else (a, high)
+    return math.exp(0.5 * (low + high))
+
+
+@dataclass(frozen=True, eq=False)
+class FineTuner:
+    """Pushes up, pushes down and an unpushed twin, fine-tuned together by Adam on the same batches.
+
+    What is left undone is judged by how the response grew over the last half of the steps.
+    """
+
+    objective: Objective
+    method: HFL
+    data: Data
+    generator: torch.Generator
+    tolerance: float
+    progress: bool = False
+
+    def respond(self, push: Push, read: Read, count: int, strength: float | None = None) -> Response:
+        objective, method = self.objective, self.method
+        start = torch.zeros(count, objective.size).to(objective.centre)
+        if strength is None:
+            slopes = push(start)
+            spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1)
+            lam = (0.1 / spread.sqrt()).to(start)
+        else:
+            lam = torch.full((count,), strength).to(start)
+        d = torch.zeros(2 * count + 1, objective.size).to(start)
+        signs = torch.cat([lam, -lam, lam.new_zeros(1)])[:, None]
+        first, second = torch.zeros_like(d), torch.zeros_like(d)
+        batches = minibatches(
+            self.data, method.batch_size, torch.Generator().manual_seed(self.generator.initial_seed())
+        )
+        half = None
+        for step in Steps(method.steps, "fine-tuning", self.data.progress):
+            batch = next(batches)
+            f = objective.outputs(d[-1:], batch.inputs)[0]
+            targets = objective.cast(objective.likelihood.targets(f, batch.targets))
+            slope = objective.gradient(d, (replace(batch, inputs=objective.cast(batch.inputs), targets=targets),))
+            slope[:count] -= signs[:count] * push(d[:count])
+            slope[count:-1] -= signs[count:-1] * push(d[count:-1])
+            first, second = 0.9 * first + 0.1 * slope, 0.999 * second + 0.001 * slope.square()
+            rate = method.learning_rate * 0.5 * (1 + math.cos(math.pi * step / method.steps))
+            unbiased = (second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12
+            d = d - rate * first / (1 - 0.9 ** (step + 1)) / unbiased
+            if step == method.steps // 2:
+                half = self._difference(read, d, lam)
+        found = self._difference(read, d, lam)
+        assert half is not None
+        size = found.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
+        missing = (found - half).abs().flatten(1).amax(1) / size
+        return Response(found, lam, torch.full_like(lam, torch.nan), missing, torch.zeros_like(lam), method.steps)
+
+    def _difference(self, read: Read, d: Tensor, lam: Tensor) -> Tensor:
+        up, down = read(d[: len(lam)]), read(d[len(lam) : 2 * len(lam)])
+        return (up - down) / (2 * lam).reshape(-1, *[1] * (up.ndim - 1))

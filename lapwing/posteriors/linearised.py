@@ -1,0 +1,82 @@
+"""The response of the tangent model to a push: one linear system for each output, no push strength."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Inputs
+from lapwing.core.errors import UnsupportedError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.curvature.design import NetworkDesign
+from lapwing.curvature.sweep import Statistics
+from lapwing.linalg.cg import Solution, block_conjugate_gradients
+from lapwing.linalg.design import gram_product
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.problem import Problem
+
+ROWS = 256  # outputs solved for at once
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedResponse:
+    """f(x) ~ N(network output, J Λ⁻¹ Jᵀ) with Λ = G/φ + A, by block conjugate gradients for the rows of J at x.
+
+    The tangent model's loss is quadratic, so its response to a push is the same whatever the strength, and equal to the
+    GGN-Laplace variance. Needs the data at every prediction.
+    """
+
+    problem: Problem
+    design: NetworkDesign
+    statistics: Statistics
+    theta: Tensor
+    tolerance: float
+    max_iterations: int = 2000
+
+    def with_problem(self, problem: Problem) -> LinearisedResponse:
+        if problem.prior.needs_curvature:
+            raise UnsupportedError("HFL(mode='linearised') keeps no curvature for a g-prior to take; use Full().")
+        return replace(self, problem=problem)
+
+    def solved(self, rows: Tensor) -> Solution:
+        """Λ⁻¹ times every row (K, P), with residuals; in units of the prior, where most directions need no work."""
+        root = self.problem.prior.vector.detach().double().rsqrt()
+        phi = self.problem.likelihood.dispersion.detach().to(root)
+        product = lambda v: root * gram_product(self.design, root * v) / phi + v
+        found = block_conjugate_gradients(
+            product, rows.double() * root, tolerance=self.tolerance, max_iterations=self.max_iterations
+        )
+        return replace(found, x=found.x * root)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        network = self.problem.network
+        if joint:
+            tangent = network.linearise(x)
+            f = tangent.f.to(network.dtype)
+            rows = _flat(tangent.jacobians())
+            cov = torch.cat([self.solved(part).x for part in rows.split(ROWS)]) @ rows.mT
+            return FunctionGaussian(f, (0.5 * (cov + cov.mT)).reshape(*f.shape, *f.shape).to(f), joint=True)
+        outputs = torch.Size(network.output_shape).numel()
+        means, covs = [], []
+        for _, tangent in network.tangents(x, most=max(1, ROWS // outputs)):
+            jacobians = tangent.jacobians()
+            rows = _flat(jacobians)
+            solved = self.solved(rows).x.unflatten(0, (jacobians.batch, jacobians.tokens, -1))
+            own = rows.unflatten(0, (jacobians.batch, jacobians.tokens, -1))
+            cov = own @ solved.mT
+            f = tangent.f.to(network.dtype)
+            means.append(f)
+            covs.append((0.5 * (cov + cov.mT)).to(f) if f.ndim == 3 else (0.5 * (cov + cov.mT)).squeeze(1).to(f))
+        return FunctionGaussian(torch.cat(means), torch.cat(covs))
+
+    def variance_of(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+        """Of a scalar function of the weights by name, to first order."""
+        slope = self.problem.network.slope(function).double()
+        return self.solved(slope.unsqueeze(0)).x[0] @ slope
+
+
+def _flat(jacobians: LayerJacobians) -> Tensor:
+    return jacobians.whole().double().flatten(0, 1)

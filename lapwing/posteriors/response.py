@@ -1,0 +1,231 @@
+"""Error bars as the response of a prediction to a small push of the objective (McInerney & Kallus 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Inputs, take
+from lapwing.core.errors import NumericalError
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.curvature.objective import Objective, Weights, flat_gradient
+from lapwing.curvature.sweep import Statistics
+from lapwing.linalg.cg import block_conjugate_gradients
+from lapwing.linalg.cholesky import not_definite
+from lapwing.linalg.newton import Pushed, pushed
+from lapwing.networks.forward import batch_size
+from lapwing.posteriors.problem import Problem
+
+DENSE = 2048  # weights up to which the Hessian is formed
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # of the variances
+
+
+@dataclass(frozen=True, eq=False)
+class Hessian:
+    """The Hessian of the objective at its centre, to solve with: factorised where it is small, else by block CG."""
+
+    objective: Objective
+
+    @cached_property
+    def _factor(self) -> Tensor | None:
+        if self.objective.size > DENSE:
+            return None
+        eye = torch.eye(self.objective.size, dtype=self.objective.dtype, device=self.objective.centre.device)
+        matrix = self.objective.curved(eye).double()
+        factor, info = torch.linalg.cholesky_ex(0.5 * (matrix + matrix.mT))
+        if int(info) == 0:
+            return factor
+        smallest = float(torch.linalg.eigvalsh(0.5 * (matrix + matrix.mT))[0])
+        raise NumericalError(
+            not_definite("the trained weights", smallest) + " The network is at no minimum of its regularised loss: "
+            "train it further with this prior as weight decay, or use HFL(mode='linearised')."
+        )
+
+    def solve(self, rows: Tensor) -> Tensor:
+        """H⁻¹ times every row, (K, P)."""
+        factor = self._factor
+        if factor is not None:
+            return torch.cholesky_solve(rows.double().mT, factor).mT.to(rows)
+        found = block_conjugate_gradients(self.objective.curved, rows, tolerance=1e-4, max_iterations=2000)
+        return found.x.to(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """What pushes did: covariances of the pushed functionals with all outputs, and how far to trust them."""
+
+    cov: Tensor  # of functional k with what was read off, (K, ...)
+    strength: Tensor  # λ, (K,)
+    residuals: Tensor  # of the worse of the two signs, (K,)
+    missing: Tensor  # share of the response that one more step would add, (K,)
+    change: Tensor  # between the last two strengths, relative, (K,)
+    steps: int
+
+    def settled(self, tolerance: float) -> Response:
+        """Itself; an error with what is missing where the answer is not finished."""
+        rest = torch.maximum(self.missing, self.change)
+        bad = ~(rest <= tolerance)
+        if not bool(bad.any()):
+            return self
+        worst = int(rest.nan_to_num(torch.inf).argmax())
+        raise NumericalError(
+            f"HFL: {int(bad.sum())} of {len(bad)} responses are not finished; the worst (push {worst}, strength "
+            f"{float(self.strength[worst]):.3g}) is off by about {float(rest[worst]):.2g} of its value after "
+            f"{self.steps} steps (relative residual {float(self.residuals[worst]):.2g}); expected {tolerance:g}. The "
+            "push leaves the basin of the minimum, or steps ran out: give a smaller lam, more steps, or use "
+            "HFL(mode='linearised')."
+        )
+
+
+Push = Callable[[Tensor], Tensor]  # ∇g_k at every row k of d, (K, P) -> (K, P)
+Read = Callable[[Tensor], Tensor]  # what is read off at every row of d, (K, P) -> (K, ...)
+
+
+@dataclass(frozen=True, eq=False)
+class Responder:
+    """Pushes the minimum of an objective, with central differences: (g(θ_λ) - g(θ_-λ)) / 2λ."""
+
+    objective: Objective
+    hessian: Hessian
+    tolerance: float
+    max_steps: int = 50
+
+    def respond(self, push: Push, read: Read, count: int, strength: float | None = None) -> Response:
+        """The responses to ``count`` pushes; λ is chosen where none is given.
+
+        Chosen: the first one moves a prediction by a hundredth of its standard deviation; it is halved until two
+        estimates agree, and what their difference says about λ² is taken off.
+        """
+        start = torch.zeros(count, self.objective.size).to(self.objective.centre)
+        slopes = push(start)
+        first = (slopes * self.hessian.solve(slopes)).sum(1)  # the variance to first order
+        if bool((first <= 0).any()):
+            raise NumericalError(
+                f"HFL: a variance came out as {float(first.min()):.3g}; expected above nought. The network is at no "
+                "minimum of its regularised loss: train it further with this prior, or use HFL(mode='linearised')."
+            )
+        if strength is not None:
+            self._refuse_strength(strength, first, read(start[:1]))
+            lam = torch.full_like(first, strength)
+            found, ends = self._at(push, read, lam, start)
+            return Response(found, lam, ends.residuals, ends.missing, torch.zeros_like(lam), ends.steps)
+        return self._refined(push, read, 0.01 / first.sqrt(), start, self._floor(first, read(start[:1])))
+
+    def _refined(self, push: Push, read: Read, lam: Tensor, start: Tensor, floor: Tensor) -> Response:
+        """λ halved for every push until two estimates agree."""
+        raw, ends = self._at(push, read, lam, start)
+        found, total, change = raw, ends.steps, torch.full_like(lam, torch.inf)
+        for _ in range(16):
+            going = (torch.maximum(change, ends.missing) > 0.3 * self.tolerance) & (lam / 2 > floor)
+            if not bool(going.any()):
+                break
+            lam = torch.where(going, lam / 2, lam)
+            finer, ends = self._at(push, read, lam, start)
+            total += ends.steps
+            gap = (finer - raw) / 3  # the error falls with λ²
+            size = finer.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
+            change = torch.where(going, gap.abs().flatten(1).amax(1) / size, change)
+            found = torch.where(going.reshape(-1, *[1] * (finer.ndim - 1)), finer + gap, found)
+            raw = finer
+        return Response(found, lam, ends.residuals, ends.missing, change, total)
+
+    def _at(self, push: Push, read: Read, lam: Tensor, start: Tensor) -> tuple[Tensor, Pushed]:
+        both = torch.cat([lam, -lam])
+        twice = lambda d: torch.cat([push(half) for half in d.chunk(2)])
+        inner = max(1e-2 * self.tolerance, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)
+        ends = pushed(
+            self.objective.gradient, twice, self.hessian.solve, both, torch.cat([start, start]),
+            tolerance=min(inner, self.tolerance), max_steps=self.max_steps,
+        )  # fmt: skip
+        up, down = ends.d.chunk(2)
+        scale = (2 * lam).reshape(-1, *[1] * (read(start[:1]).ndim - 1))
+        worst = lambda t: torch.maximum(*t.chunk(2))
+        found = replace(ends, d=up, residuals=worst(ends.residuals), missing=worst(ends.missing))
+        return (read(up) - read(down)) / scale, found
+
+    def _floor(self, first: Tensor, value: Tensor) -> Tensor:
+        """The smallest λ whose difference is above rounding."""
+        eps = torch.finfo(first.dtype).eps
+        return eps * value.abs().max().clamp_min(1.0) / (self.tolerance * first)
+
+    def _refuse_strength(self, strength: float, first: Tensor, value: Tensor) -> None:
+        low, high = float(self._floor(first, value).max()), float(first.rsqrt().min())
+        if not low <= strength <= high:
+            raise NumericalError(
+                f"HFL: lam is {strength:.3g}; expected between {low:.2g} (below that a difference in {first.dtype} "
+                f"is rounding) and {high:.2g} (above it a prediction moves by more than its standard deviation). Leave "
+                "lam out to have it chosen."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class ResponsePosterior:
+    """f(x) ~ N(network output, response to pushes of f(x)): the variance of Laplace with the full Hessian.
+
+    ``responder`` holds the objective with its data, so this posterior cannot be saved. Every prediction re-optimises:
+    ``respond`` gives the details that ``functions`` sums up.
+    """
+
+    problem: Problem
+    responder: Responder
+    statistics: Statistics
+    theta: Tensor
+    strength: float | None = None
+    findings: tuple[str, ...] = ()
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        network = self.problem.network
+        f = network(x).to(network.dtype)
+        found = self.respond(x, joint).settled(self.responder.tolerance)
+        size = f[0].numel()
+        if joint:
+            cov = found.cov.reshape(f.numel(), f.numel())
+            return FunctionGaussian(f, (0.5 * (cov + cov.mT)).reshape(*f.shape, *f.shape).to(f), joint=True)
+        cov = found.cov.reshape(len(f), size, size)
+        cov = 0.5 * (cov + cov.mT)
+        return FunctionGaussian(f, _tokens(cov, f).to(f))
+
+    def respond(self, x: Inputs, joint: bool = False) -> Response:
+        """A push of every output at every input, read off at that input (or, joint, at all): (B C, ...)."""
+        objective = self.responder.objective
+        x = objective.cast(x)
+        size, outputs = batch_size(x), torch.Size(self.problem.network.output_shape).numel()
+        index = torch.arange(size, device=objective.centre.device).repeat_interleave(outputs)
+        inputs = take(x, size, index)
+        eye = torch.eye(outputs).to(objective.centre)
+        seeds = eye.repeat(size, 1).reshape(-1, *self.problem.network.output_shape)
+        push = lambda d: objective.slopes(d, inputs, seeds)
+        everywhere = lambda d: objective.outputs(d, x).flatten(1)
+        read = everywhere if joint else lambda d: self._own(d, inputs)
+        return self.responder.respond(push, read, len(index), self.strength)
+
+    def _own(self, d: Tensor, inputs: Inputs) -> Tensor:
+        """f(x_k) at row k: (K, C)."""
+        count = batch_size(inputs)
+        if len(d) != count:  # one row stands for all
+            d = d.expand(count, -1)
+        return self.responder.objective.each_output(d, inputs).flatten(1)
+
+    def variance_of(self, function: Callable[[Weights], Tensor]) -> Tensor:
+        """Of a scalar function of the weights by name, through the same push."""
+        return self.respond_to(function).settled(self.responder.tolerance).cov.reshape(())
+
+    def respond_to(self, function: Callable[[Weights], Tensor]) -> Response:
+        """The response of a scalar function of the weights to a push of it."""
+        objective = self.responder.objective
+        push = lambda d: torch.stack([flat_gradient(objective, function, row) for row in d])
+        read = lambda d: torch.stack([torch.as_tensor(function(objective.weights(row))).reshape(1) for row in d])
+        return self.responder.respond(push, read, 1, self.strength)
+
+
+def _tokens(cov: Tensor, f: Tensor) -> Tensor:
+    """(B, T C, T C) as the covariance of every token, (B, T, C, C)."""
+    if f.ndim == 2:
+        return cov
+    batch, tokens, classes = f.shape
+    whole = cov.reshape(batch, tokens, classes, tokens, classes)
+    return whole.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
