@@ -24,7 +24,7 @@ def pooled() -> nn.Module:
     """Convolutions, BatchNorm and both kinds of pooling."""
     return nn.Sequential(
         nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 2),
-        nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 3),
+        nn.AvgPool2d((1, 2)), nn.Flatten(), nn.Linear(4, 3),
     )  # fmt: skip
 
 

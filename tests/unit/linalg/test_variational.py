@@ -1,0 +1,89 @@
+"""A Gaussian over whitened inducing variables, against plain Gaussian algebra."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal, kl_divergence
+
+import lapwing as lw
+from lapwing.linalg.variational import Inducing, positive_part
+from tests.tolerances import SOLVED, assert_close
+
+D = torch.float64
+EYE = torch.eye(4, dtype=D)
+
+
+def gained(seed: int = 0, size: int = 4) -> Tensor:
+    rows = torch.randn(9, size, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return rows.T @ rows
+
+
+def test_before_the_data_it_is_the_prior() -> None:
+    start = Inducing.before_data(4, torch.empty(0))
+    assert torch.equal(start.precision, EYE)
+    assert float(start.divergence()) == 0
+    assert float(start.decided.abs().max()) == 0
+    prior = torch.rand(3, 2, 2, dtype=D)
+    assert torch.equal(start.left(prior, torch.randn(3, 2, 4, dtype=D)), prior)
+
+
+def test_divergence_is_that_of_two_normals() -> None:
+    found = Inducing(EYE + gained())
+    zero = torch.zeros(4, dtype=D)
+    exact = kl_divergence(MultivariateNormal(zero, precision_matrix=EYE + gained()), MultivariateNormal(zero, EYE))
+    assert_close(found.divergence(), exact)
+
+
+def test_what_the_data_take_away() -> None:
+    found = Inducing(EYE + gained())
+    assert_close(found.decided, EYE - torch.linalg.inv(EYE + gained()))
+    rows, prior = torch.randn(5, 3, 4, dtype=D), torch.rand(5, 3, 3, dtype=D)
+    expected = torch.stack([p - r @ (EYE - torch.linalg.inv(EYE + gained())) @ r.T for p, r in zip(prior, rows)])
+    assert_close(found.left(prior, rows), expected)
+
+
+@pytest.mark.parametrize("step", [1.0, 0.3])
+def test_steps_average_precisions(step: float) -> None:
+    """Natural gradients: the new precision is the old one and the optimum's, averaged."""
+    before = Inducing(EYE + gained(1))
+    after = before.updated(gained(2), step)
+    assert_close(after.precision, (1 - step) * (EYE + gained(1)) + step * (EYE + gained(2)))
+
+
+def test_one_step_of_length_one_forgets_the_start() -> None:
+    one, other = (Inducing(EYE + gained(seed)).updated(gained(9), 1.0).precision for seed in (1, 2))
+    assert torch.equal(one, other)
+
+
+def test_averaged_steps_of_batches_are_one_step_on_all() -> None:
+    """Lengths 1, 1/2, 1/3 ... weigh every batch alike."""
+    found = Inducing.before_data(4, torch.empty(0))
+    parts = [gained(seed) for seed in range(5)]
+    for i, part in enumerate(parts):
+        found = found.updated(len(parts) * part, 1 / (i + 1))
+    assert_close(found.precision, EYE + torch.stack(parts).sum(0))
+
+
+def test_the_step_is_the_natural_gradient() -> None:
+    """Of E[log p] - KL in the expectation parameter S: the slope is ½ (old precision - target)."""
+    s = torch.linalg.inv(EYE + gained(1)).requires_grad_()
+    value = -0.5 * (gained(2) * s).sum() - 0.5 * (s.diagonal().sum() - torch.linalg.slogdet(s)[1])
+    (slope,) = torch.autograd.grad(value, s)
+    moved = Inducing(EYE + gained(1)).updated(gained(2), 0.1)
+    assert_close(moved.precision, EYE + gained(1) - 2 * 0.1 * slope, SOLVED)
+
+
+def test_a_precision_that_is_none_is_refused() -> None:
+    with pytest.raises(lw.NumericalError, match="the inducing variables is not positive definite"):
+        Inducing(-EYE).divergence()
+
+
+def test_positive_part() -> None:
+    basis = torch.linalg.qr(torch.randn(2, 3, 3, dtype=D))[0]
+    values = torch.tensor([[2.0, -1.0, 0.5], [-1.0, -2.0, -3.0]], dtype=D)
+    found = positive_part((basis * values.unsqueeze(-2)) @ basis.mT)
+    assert_close(found, (basis * values.clamp_min(0).unsqueeze(-2)) @ basis.mT)
+    skew = torch.randn(3, 3, dtype=D)
+    assert_close(positive_part(skew), positive_part(0.5 * (skew + skew.T)))

@@ -1,0 +1,95 @@
+"""Coordinates in which a kernel is the identity."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.linalg.whitening import smooth_whitening, whitening
+from tests.tolerances import SOLVED, assert_close
+
+D = torch.float64
+
+
+def kernel(size: int, rank: int, seed: int = 0) -> Tensor:
+    rows = torch.randn(size, rank, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return rows @ rows.T
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 1), (7, 9), (7, 7), (7, 4), (7, 1)])
+def test_the_kernel_becomes_the_identity(size: int, rank: int) -> None:
+    """In as many coordinates as the kernel has directions."""
+    matrix = kernel(size, rank)
+    white = whitening(matrix)
+    assert white.shape == (size, min(size, rank))
+    assert_close(white.T @ matrix @ white, torch.eye(min(size, rank), dtype=D))
+    assert_close(white @ white.T, torch.linalg.pinv(matrix, rtol=1e-10, hermitian=True), SOLVED)
+
+
+def test_equal_points_count_once() -> None:
+    """Two rows that are the same have one direction between them; nothing is divided by rounding."""
+    matrix = kernel(5, 9)
+    twice = matrix[[0, 1, 2, 2, 3, 4, 0]][:, [0, 1, 2, 2, 3, 4, 0]]
+    white = whitening(twice)
+    assert white.shape == (7, 5)
+    spread = torch.zeros(7, 5, dtype=D)
+    spread[[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 2, 3, 4, 0]] = 1
+    told = white.T @ spread @ matrix  # K_xZ white, for x the five points themselves
+    assert_close(told.T @ told, matrix, SOLVED)
+    assert float(white.abs().max()) < 1e2 * float(whitening(matrix).abs().max())
+
+
+def test_single_precision_is_widened() -> None:
+    assert whitening(kernel(4, 6).float()).dtype == D
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (torch.full((2, 2), float("nan")), "not finite; check the inputs"),
+        (torch.full((2, 2), float("inf")), "not finite; check the inputs"),
+        (torch.zeros(3, 3), "nought: no output there depends on the weights"),
+    ],
+)
+def test_kernels_that_are_none(matrix: Tensor, message: str) -> None:
+    with pytest.raises(lw.NumericalError, match=message):
+        whitening(matrix)
+
+
+@pytest.mark.parametrize("jitter", [1e-9, 1e-3])
+def test_the_smooth_one_has_a_little_on_the_diagonal(jitter: float) -> None:
+    matrix = kernel(6, 8)
+    white = smooth_whitening(matrix, jitter)
+    raised = matrix + jitter * matrix.diagonal().mean() * torch.eye(6, dtype=D)
+    assert_close(white @ white.T, torch.linalg.inv(raised), SOLVED)
+    assert_close(white, white.triu())
+
+
+def test_the_smooth_one_never_tells_more_than_there_is() -> None:
+    """Singular: K_xZ white whiteᵀ K_Zx stays below the variance at x, and near it."""
+    matrix = kernel(8, 3)
+    told = matrix @ smooth_whitening(matrix)
+    left = matrix - told @ told.T
+    assert float(torch.linalg.eigvalsh(left).min()) >= -1e-12 * float(matrix.diagonal().max())
+    assert float(left.diagonal().max()) <= 1e-6 * float(matrix.diagonal().max())
+
+
+def test_the_smooth_one_has_slopes() -> None:
+    rows = torch.randn(4, 6, dtype=D, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda r: smooth_whitening(r @ r.T), (rows,))
+    same = torch.randn(1, 6, dtype=D).expand(3, 6).clone().requires_grad_()  # three equal points
+    (slope,) = torch.autograd.grad((rows.detach() @ same.T @ smooth_whitening(same @ same.T)).square().sum(), same)
+    assert bool(torch.isfinite(slope).all())
+
+
+def test_jitter_grows_until_it_is_enough() -> None:
+    matrix = kernel(6, 8)
+    values, vectors = torch.linalg.eigh(matrix)
+    values[0] = -1e-8 * float(matrix.diagonal().mean())
+    white = smooth_whitening(vectors @ torch.diag(values) @ vectors.T)
+    assert bool(torch.isfinite(white).all())
+    values[0] = -0.5 * values[-1]
+    with pytest.raises(lw.NumericalError, match=r"6 inducing points is not positive definite .* Compute in float64"):
+        smooth_whitening(vectors @ torch.diag(values) @ vectors.T)

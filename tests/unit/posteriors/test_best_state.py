@@ -1,0 +1,86 @@
+"""The best state on held-out data."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lapwing.posteriors.best_state import BestState
+
+
+class Course:
+    """Scores as they come, and the number of the last one looked at as the state."""
+
+    def __init__(self, *scores: float) -> None:
+        self.scores, self.seen = scores, -1
+
+    def look(self) -> float:
+        self.seen += 1
+        return self.scores[self.seen]
+
+    def state(self) -> int:
+        return self.seen
+
+
+def watching(course: Course, every: int = 1, patience: int = 2) -> BestState[int]:
+    return BestState(course.look, course.state, every, patience)
+
+
+def run(watch: BestState[int], steps: int) -> int:
+    """How many steps were taken."""
+    for step in range(steps):
+        if watch.ended(step):
+            return step + 1
+    return steps
+
+
+def test_later_states_that_are_worse_are_not_kept() -> None:
+    watch = watching(Course(1.0, 3.0, 2.0, 1.0, 0.5), patience=9)
+    assert run(watch, 5) == 5
+    assert (watch.best, watch.score) == (1, 3.0)
+
+
+def test_it_ends_when_patience_does() -> None:
+    """Looks in a row: a better one starts the count anew."""
+    watch = watching(Course(1.0, 0.0, 2.0, 0.0, 1.9, 9.0))
+    assert run(watch, 6) == 5
+    assert watch.best == 2
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_patience(patience: int) -> None:
+    assert run(watching(Course(5.0, *[0.0] * 9), patience=patience), 10) == 1 + patience
+
+
+def test_an_equal_score_is_no_better_one() -> None:
+    watch = watching(Course(1.0, 1.0, 1.0))
+    assert run(watch, 3) == 3
+    assert watch.best == 0
+
+
+def test_it_looks_only_every_so_often() -> None:
+    course = Course(1.0, 2.0, 3.0)
+    watch = watching(course, every=4)
+    looks = []
+    for step in range(11):
+        before = course.seen
+        assert not watch.ended(step)
+        looks += [step] if course.seen > before else []
+    assert looks == [3, 7]
+    assert watch.best == 1
+
+
+def test_scores_that_are_no_numbers_are_never_the_best() -> None:
+    watch = watching(Course(math.nan, 1.0, math.nan, math.nan))
+    assert run(watch, 4) == 4
+    assert (watch.best, watch.score) == (1, 1.0)
+
+
+def test_without_a_look_the_present_state_is_the_best() -> None:
+    course = Course(1.0)
+    watch = watching(course, every=10)
+    assert not watch.ended(0)
+    course.seen = 7
+    assert watch.best == 7
+    assert run(watching(Course(math.nan, math.nan)), 2) == 2
