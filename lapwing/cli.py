@@ -21,10 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        command = {"run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised, "sampling": _sampling}[
-            arguments.command
-        ]
-        command(arguments)
+        COMMANDS[arguments.command](arguments)
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("lapwing"):
             raise
@@ -53,12 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     normalised.add_argument("--epochs", type=_positive, default=20)
     sampling = commands.add_parser("sampling", help="digits: noise of the gradients of samples, and γ from one sample")
     sampling.add_argument("--quick", action="store_true", help="train shortly; for trying the command out")
-    for command in (fashion, normalised):
+    images = commands.add_parser("images", help="one network for images, every method: likelihood, calibration, OOD")
+    images.add_argument("--network", default="mlp", help="mlp (Fashion-MNIST), resnet20, 32, 44 or 56 (CIFAR-10)")
+    images.add_argument("--methods", nargs="+", metavar="NAME", help="what to compare; everything by default")
+    images.add_argument("--steps", type=_positive, default=500, help="learning steps of VaLLA (500)")
+    images.add_argument("--test", type=_positive, help="number of test images")
+    for command in (fashion, normalised, images):
         command.add_argument("--data-dir", type=Path, help="folder of the .npz files; else LAPWING_DATA")
         command.add_argument("--data", type=_positive, help="number of training images")
         command.add_argument("--seeds", type=_positive, default=3)
         command.add_argument("--device", default="cpu", help="cpu or cuda")
-    for command in (run, uci, fashion, normalised, sampling):
+    for command in (run, uci, fashion, normalised, sampling, images):
         command.add_argument("--out", type=Path, required=True, help="folder for what is written")
         command.add_argument("--seed", type=int, default=0)
     return parser
@@ -163,6 +165,23 @@ def _sampling(arguments: argparse.Namespace) -> None:
     print(arguments.out / "sampling.png", arguments.out / "sampling.json", sep="\n")
 
 
+def _images(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import images
+    from lapwing.experiments.data import data_folder
+    from lapwing.reports.tables import table
+
+    settings = images.ImageTable(
+        data_dir=data_folder(arguments.data_dir), network=arguments.network, steps=arguments.steps,
+        methods=_known(arguments.methods, tuple(images.METHODS), "--methods"), data=arguments.data, test=arguments.test,
+        seeds=arguments.seeds, device=arguments.device, seed=arguments.seed,
+    )  # fmt: skip
+    result = images.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
+    print(table(result), end="\n\n")
+    path = arguments.out / f"images_{arguments.network}.json"
+    _written([result], path)
+    print(path)
+
+
 def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
     unknown = sorted(set(given or ()) - set(known))
     if unknown:
@@ -173,3 +192,8 @@ def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tupl
 def _written(results: Sequence[Result], path: Path) -> None:
     documents = {result.experiment: json.loads(result.to_json()) for result in results}
     path.write_text(json.dumps(documents, indent=1) + "\n", encoding="utf-8")
+
+
+COMMANDS = {
+    "run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised, "sampling": _sampling, "images": _images,
+}  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.core.errors import DataError
@@ -47,6 +48,12 @@ class Images:
         x, x_test = (t.float().unsqueeze(1) / 255 for t in (x, x_test))
         mean, std = x.mean(), x.std()
         return cls(((x - mean) / std, y.long()), ((x_test - mean) / std, y_test.long()))
+
+
+def digits_like(folder: Path, name: str, device: torch.device) -> Tensor:
+    """The test images of NAME.npz as colour images of 32 pixels, standardised: strange to a network for photographs."""
+    grey = Images.read(folder, name, device).test[0]
+    return F.interpolate(grey, (32, 32), mode="bilinear", align_corners=False).expand(-1, 3, -1, -1).contiguous()
 
 
 @dataclass(frozen=True, eq=False)

@@ -340,9 +340,9 @@ TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Targets:
-    """Functions that no smooth kernel holds, with noise and a gap in the data, learned by two kinds of network.
+    """Functions with a jump or kinks, which no smooth kernel holds; with noise and a gap, learned by two networks.
 
-    Inputs are uniform on [-reach, reach] without the gap; the new points are uniform on all of it.
+    ELLA has as many landmarks as directions, ``points``. Inputs are uniform on [-reach, reach] without the gap; the new points are uniform on all of it.
     """
 
     recipe: Recipe = RECIPE
@@ -354,7 +354,7 @@ class Targets:
     gap: tuple[float, float] = (0.5, 1.75)
     margin: float = 1.5
     grid: int = 200
-    points: int = 20
+    points: tuple[int, ...] = (20, 40)
     seed: int = 0
 
 
@@ -363,6 +363,7 @@ def run_targets(settings: Targets, report: Report = lambda line: None) -> Result
     begun = time.perf_counter()
     rows: list[Row] = []
     arrays: dict[str, list[float]] = {}
+    notes: list[str] = []
     for name, target in TARGETS.items():
         generator = torch.Generator().manual_seed(settings.seed)
         x, y = _noisy(target, settings, settings.data, generator, gap=True)
@@ -379,9 +380,10 @@ def run_targets(settings: Targets, report: Report = lambda line: None) -> Result
                 rows.append(Row(label, scores, group))
                 drawn[f"{label}/std"] = variance.sqrt()
             arrays |= {f"{group}/{key}": array.detach().reshape(-1).tolist() for key, array in drawn.items()}
+            notes.append(f"{group}: γ {task.full.effective_parameters().total:.1f}")
             report(f"{group}: {time.perf_counter() - begun:.0f} s")
     seconds = {"total": time.perf_counter() - begun}
-    return Result("inducing, other targets", plain(settings), settings.seed, tuple(rows), seconds, arrays)
+    return Result("inducing, other targets", plain(settings), settings.seed, tuple(rows), seconds, arrays, tuple(notes))
 
 
 def _noisy(
@@ -395,12 +397,11 @@ def _noisy(
 
 
 def _compared(task: _Task, settings: Targets) -> dict[str, lw.Fitted]:
-    count, seed = settings.points, settings.seed
-    return {
-        "Full": task.full,
-        f"VaLLA({count})": task.fit(lw.VaLLA(count), seed)[0],
-        f"ELLA({count}, {count})": task.fit(lw.ELLA(count, count), seed)[0],
-    }
+    found = {"Full": task.full}
+    for count in settings.points:
+        for method in (lw.VaLLA(count), lw.ELLA(count, count)):
+            found[f"{type(method).__name__}({count})"] = task.fit(method, settings.seed)[0]
+    return found
 
 
 def _on_new_points(fitted: lw.Fitted, x: Tensor, y: Tensor, gap: tuple[float, float]) -> dict[str, float]:

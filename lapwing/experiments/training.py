@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A network and how it is trained: Adam with L2 decay, its learning rate ``falling`` to zero by a cosine or constant.
+    """A network and how it is trained: Adam with L2 decay, its learning rate falling to zero by a cosine, or constant.
 
     Training ends after ``epochs`` or ``max_steps``, whichever comes first; the rate follows the same clock.
     Rate and epochs are those, of ten pairs, with the lowest mean validation error of the plain network over the

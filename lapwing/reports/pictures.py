@@ -192,6 +192,102 @@ def sampling(result: Drawn, path: Path) -> None:
     _save(figure, path)
 
 
+def inducing(result: Drawn, path: Path) -> None:
+    """Bands of every method around those of the exact posterior; and KL against the number of points, by start."""
+    names = [key.removesuffix("/std") for key in result.arrays if key.endswith("/std")]
+    figure, axes = _figure(2, 3, (14.4, 7.6))
+    reach = 1.05 * _reach(result.arrays, "mean", "exact/std")
+    panels = [axes[row][column] for row in (0, 1) for column in (0, 1)]
+    for axis, name in zip(panels, names, strict=True):
+        _against_exact(axis, result.arrays, name)
+        axis.set(xlabel="x", ylabel="y", ylim=(-reach, reach))
+        axis.set_title(name, fontsize=10)
+    _points_against_error(axes[0][2], result.arrays, "as started")
+    _points_against_error(axes[1][2], result.arrays, "learned")
+    _level([axes[0][2], axes[1][2]])
+    figure.legend(*_once(panels), frameon=False, ncols=5, fontsize=9, loc="outside lower center")
+    _save(figure, path)
+
+
+def _against_exact(axis: Any, arrays: Mapping[str, list[float]], name: str) -> None:
+    grid = arrays["grid"]
+    _band(axis, arrays, "exact/std", TOTAL, "exact, two standard deviations")
+    if name != "exact":
+        for sign, label in ((-1, "the method, two standard deviations"), (1, None)):
+            edge = [m + sign * 2 * s for m, s in zip(arrays["mean"], arrays[f"{name}/std"], strict=True)]
+            axis.plot(grid, edge, color=POSTERIOR, linewidth=1.4, label=label)
+        bottom = [0.03] * len(arrays[f"{name}/points"])  # on the lower edge, whatever the range is
+        axis.plot(
+            arrays[f"{name}/points"], bottom, "|", color=POSTERIOR, markersize=11, label="inducing points",
+            transform=axis.get_xaxis_transform(),
+        )  # fmt: skip
+    axis.plot(grid, arrays["mean"], color=INK, linewidth=1.4, label="mean")
+    axis.scatter(arrays["x"], arrays["y"], s=5, color=PLAIN, zorder=3, label="data")
+    axis.set_xlim(grid[0], grid[-1])
+
+
+def _band(axis: Any, arrays: Mapping[str, list[float]], key: str, colour: str, label: str, group: str = "") -> None:
+    mean, std = arrays[f"{group}mean"], arrays[f"{group}{key}"]
+    low, high = ([m + sign * 2 * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+    axis.fill_between(arrays[f"{group}grid"], low, high, color=colour, linewidth=0, label=label)
+
+
+def _reach(arrays: Mapping[str, list[float]], mean: str, std: str) -> float:
+    return max(abs(m) + 2 * s for m, s in zip(arrays[mean], arrays[std], strict=True))
+
+
+def _points_against_error(axis: Any, arrays: Mapping[str, list[float]], label: str) -> None:
+    """The median over draws, and bars from the least to the largest."""
+    sizes = arrays["sizes"]
+    colours = {"greedy": POSTERIOR, "kmeans": OTHER, "random": PLAIN, "Nyström": INK}
+    starts = list(dict.fromkeys(key.split("/")[1] for key in arrays if key.startswith(f"{label}/")))
+    for place, start in enumerate(starts):
+        draws = [sorted(arrays[f"{label}/{start}/{size:.0f}"]) for size in sizes]
+        middle = [each[len(each) // 2] for each in draws]
+        bars = [[m - each[0] for m, each in zip(middle, draws)], [each[-1] - m for m, each in zip(middle, draws)]]
+        shifted = [size * 1.02 ** (place - 1) for size in sizes]  # bars side by side
+        axis.errorbar(
+            shifted, middle, yerr=bars, color=colours[start], marker="o", markersize=4, linewidth=1.4, capsize=2,
+            label=start,
+        )  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="number of points", ylabel="KL from exact, nats")
+    axis.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
+    axis.minorticks_off()
+    axis.set_title(f"points {label}: median and range of draws", fontsize=10)
+    axis.legend(frameon=False, fontsize=9, loc="lower left")
+
+
+def inducing_targets(result: Drawn, path: Path) -> None:
+    """For every target and network: the band of Full, and the edges of those of the others."""
+    groups = list(dict.fromkeys(row.group for row in result.rows))
+    names = list(dict.fromkeys(row.name for row in result.rows))[1:3]
+    figure, axes = _figure(-(-len(groups) // 2), 2, (12.4, 0.6 + 3.9 * -(-len(groups) // 2)))
+    for axis, group in zip(axes.flat, groups):
+        arrays = result.arrays
+        grid, mean = arrays[f"{group}/grid"], arrays[f"{group}/mean"]
+        _band(axis, arrays, "Full/std", TOTAL, "Full, two standard deviations", f"{group}/")
+        for name, colour in zip(names, (POSTERIOR, OTHER)):
+            for sign, label in ((-1, name), (1, None)):
+                edge = [m + sign * 2 * s for m, s in zip(mean, arrays[f"{group}/{name}/std"], strict=True)]
+                axis.plot(grid, edge, color=colour, linewidth=1.4, label=label)
+        axis.plot(grid, mean, color=INK, linewidth=1.2, label="mean")
+        axis.plot(grid, arrays[f"{group}/truth"], color=INK, linestyle=":", linewidth=1.2, label="truth")
+        axis.scatter(arrays[f"{group}/x"], arrays[f"{group}/y"], s=5, color=PLAIN, zorder=3, label="data")
+        axis.set(xlabel="x", ylabel="y", xlim=(grid[0], grid[-1]), ylim=(-2, 3))
+        axis.set_title(group, fontsize=10)
+    figure.legend(*_once(axes.flat), frameon=False, ncols=6, fontsize=9, loc="outside lower center")
+    _save(figure, path)
+
+
+def _once(axes: Any) -> tuple[list[Any], list[str]]:
+    """Every entry of the legends of some axes once."""
+    shown: dict[str, Any] = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    return list(shown.values()), list(shown)
+
+
 def _level(axes: Any) -> None:
     """The same vertical range for all."""
     limits = [axis.get_ylim() for axis in axes]

@@ -73,6 +73,13 @@ def activation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     yield from ran("activation", tmp_path_factory.mktemp("activation"), tables=("diabetes",), splits=1, restarts=1)
 
 
+@pytest.fixture(scope="module")
+def bandit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Few bandits, short games, fewer columns: the page has more of each, which takes a minute."""
+    settings = {"seeds": (5, 2, 3), "rounds": (12, 8), "batches": (10, 8), "columns": 3000}
+    yield from ran("bandit", tmp_path_factory.mktemp("bandit"), **settings)
+
+
 def assert_drawn(picture: Path) -> None:
     """Not blank, and on the page."""
     pixels = torch.tensor(imread(picture))[..., :3]
@@ -286,3 +293,92 @@ def test_a_network_without_activation_is_a_linear_regression(activation: Run) ->
     assert float((mine.predict(split.new_x).mean - new @ mean).abs().max()) < 0.1  # standard deviations of y
     assert study.held_out["identity"] == pytest.approx(float(exact), abs=0.01)
     assert mine.effective_parameters().total == pytest.approx(gamma, rel=0.1)
+
+
+def test_bandits_are_shown(bandit: Run) -> None:
+    assert_drawn(bandit.picture)
+    for heading in (line for line in bandit.printed.splitlines() if line and not any(map(str.isdigit, line))):
+        assert heading in PAGE
+
+
+def test_thompson_sampling_has_the_regret_of_the_page(bandit: Run) -> None:
+    module = bandit.module
+    found = module.compared(module.linear, {"Thompson": module.thompson}, 10, 30, 20)
+    total = torch.stack([game.regret.sum() for game in found["Thompson"]])
+    row = next(line.split() for line in PAGE.splitlines() if line.startswith("Thompson   "))
+    assert float(total.mean()) == pytest.approx(float(row[1]), rel=0.05)
+    assert float(total.std()) / 20**0.5 == pytest.approx(float(row[2]), rel=0.3)
+
+
+def test_strategies_meet_the_same_bandit(bandit: Run) -> None:
+    """The same first batch and the same noise; greedy takes one arm for a batch."""
+    for found, batch in zip(bandit.found[:2], (10, 8), strict=True):
+        for games in zip(*found.values(), strict=True):
+            noises = [game.rewards - game.bandit.value[game.pulls] for game in games]
+            for game, noise in zip(games, noises, strict=True):
+                assert torch.equal(game.pulls[:batch], games[0].pulls[:batch])
+                assert_close(noise, noises[0])
+                assert float(game.regret.min()) >= 0
+        greedy = found["greedy"][0].pulls.reshape(-1, batch)[1:]
+        assert bool((greedy == greedy[:, :1]).all())
+
+
+def test_thompson_sampling_is_better_than_chance(bandit: Run) -> None:
+    for found in bandit.found[:2]:
+        regret = {name: float(sum(game.regret.sum() for game in games)) for name, games in found.items()}
+        assert regret["Thompson"] < 0.6 * regret["uniform"]
+
+
+def test_arms_are_pulled_as_often_as_they_are_the_best(bandit: Run) -> None:
+    """By samples of ``fit_linear``, by the exact posterior over arms, and by that over weights."""
+    module, generator, count = bandit.module, torch.Generator().manual_seed(0), 4000
+    small = module.linear(3, arms=6, columns=3)
+    pulls = torch.tensor([0, 1])
+    rewards = small.value[pulls] + 0.5 * torch.randn(2, generator=generator, dtype=torch.float64)
+    arms = small.features(torch.arange(6))
+    covariance = torch.linalg.inv(arms[pulls].T @ arms[pulls] / 0.25 + torch.eye(3, dtype=torch.float64))
+    weights = torch.distributions.MultivariateNormal(covariance @ arms[pulls].T @ rewards / 0.25, covariance)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = [(weights.sample((count,)) @ arms.T).argmax(1)]
+    drawn += [play(small, pulls, rewards, count, generator) for play in (module.thompson, module.exact)]
+    shares = torch.stack([each.bincount(minlength=6) / count for each in drawn])
+    assert float(shares.max()) < 0.8  # several arms may be the best
+    assert float((shares - shares[0]).abs().max()) < 0.05
+
+
+def test_the_mean_of_the_features_is_that_of_the_process(bandit: Run) -> None:
+    module, generator = bandit.module, torch.Generator().manual_seed(0)
+    for made, gap in ((module.linear(0), 1e-6), (module.smooth(0, arms=300, columns=30_000), 0.1)):
+        pulls = torch.randint(0, len(made.value), (40,), generator=generator)
+        exact = module.conditional_mean(made, pulls, made.value[pulls][None])
+        found = made.posterior(pulls, made.value[pulls], 1, generator).mean
+        assert float((made.scores(found[None]) - exact).abs().max()) < gap
+
+
+def test_fourier_features_are_an_operator(bandit: Run) -> None:
+    module, generator = bandit.module, torch.Generator().manual_seed(0)
+    features = module.Fourier.drawn(20_000, generator)
+    points = torch.rand(50, 2, generator=generator, dtype=torch.float64)
+    pulls = torch.randint(0, 50, (90,), generator=generator)  # some arms several times
+    design, matrix = features.design(points, pulls), features(points[pulls])
+    v, u = (torch.randn(3, count, generator=generator) for count in (20_000, 90))
+    assert_close(design.forward(v), v @ matrix.T)
+    assert_close(design.back(u), u @ matrix)
+    kernel = (-0.5 * torch.cdist(points[pulls], points[pulls]).square() / module.SCALE**2).exp()
+    assert float((matrix @ matrix.T - kernel).abs().max()) < 5 / 20_000**0.5
+
+
+def test_what_rewards_tell_is_within_its_errors(bandit: Run) -> None:
+    known = bandit.found[2]
+    for (value, error), exact in (
+        (known.posterior.gamma, known.gamma),
+        (known.posterior.log_evidence(), known.log_evidence),
+    ):
+        assert abs(value - exact) < 4 * error + 1e-3
+
+
+def test_the_noise_of_a_bandit_is_found(bandit: Run) -> None:
+    line = next(line for line in bandit.printed.splitlines() if line.startswith("learned at the end"))
+    noise = float(line.split("noise ")[1].split()[0])
+    assert noise == pytest.approx(0.5, abs=0.08)

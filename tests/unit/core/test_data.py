@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, map_tensors, take, tensors_in
+from lapwing.core.data import Batch, Data, map_tensors, minibatches, take, tensors_in
 from lapwing.core.errors import DataError
 
 X, Y = torch.randn(5, 3), torch.arange(5)
@@ -100,3 +101,42 @@ def test_only_what_has_the_batch_is_cut() -> None:
     assert torch.equal(cut[0], X[1:3])
     assert cut[1] is shared
     assert torch.equal(cut[2], Y[1:3])
+
+
+# Mini-batches without end.
+
+
+def drawn(source: Any, size: int, count: int, seed: int = 0) -> list[Batch]:
+    return list(islice(minibatches(Data(source, CPU), size, torch.Generator().manual_seed(seed)), count))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_a_pass_of_minibatches_has_every_row_once(size: int) -> None:
+    per_pass = -(-5 // size)
+    found = drawn([(X, Y)], size, 2 * per_pass)
+    for half in (found[:per_pass], found[per_pass:]):
+        assert sorted(torch.cat([batch.targets for batch in half]).tolist()) == [0, 1, 2, 3, 4]
+    assert all(len(batch.targets) <= size for batch in found)
+    for batch in found:
+        assert torch.equal(batch.inputs, X[batch.targets])
+
+
+def test_minibatches_stay_within_the_batches_of_the_data() -> None:
+    """Those of a loader are cut, never joined: no more than one of them is held."""
+    found = drawn([(X[:2], Y[:2]), (X[2:], Y[2:])], 2, 3)
+    assert [len(batch.targets) for batch in found] == [2, 2, 1]
+    assert sorted(found[0].targets.tolist()) == [0, 1]
+    assert sorted(torch.cat([b.targets for b in found[1:]]).tolist()) == [2, 3, 4]
+
+
+def test_minibatches_come_in_random_order() -> None:
+    one, two, other = ([b.targets.tolist() for b in drawn([(X, Y)], 2, 12, seed)] for seed in (1, 1, 2))
+    assert one == two
+    assert one != other
+    assert one[:3] != one[3:6] or one[3:6] != one[6:9]
+
+
+def test_minibatches_of_several_tensors() -> None:
+    for batch in drawn([((X, {"more": X + 1}), Y)], 2, 3):
+        assert torch.equal(batch.inputs[0], X[batch.targets])
+        assert torch.equal(batch.inputs[1]["more"], X[batch.targets] + 1)

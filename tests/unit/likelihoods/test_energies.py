@@ -58,7 +58,7 @@ def by_quadrature(alpha: float, mean: Tensor, cov: Tensor, y: Tensor, std: Tenso
 @pytest.mark.parametrize(("outputs", "noise"), [(1, "one"), (2, "one"), (2, "each")])
 def test_gaussian_is_the_integral(outputs: int, noise: str, alpha: float) -> None:
     """1/α log E p(y | f)^α, or E log p(y | f)."""
-    mean, cov = belief(outputs)
+    mean, cov = belief(outputs, 0.5)
     likelihood = lw.Gaussian(noise_std=STDS[noise])
     found = energy(likelihood, alpha, mean, cov, normal_targets(outputs))
     std = torch.tensor(STDS[noise], dtype=D)
