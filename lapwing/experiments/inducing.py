@@ -288,7 +288,7 @@ def _learned_as_published(task: _Task, settings: Inducing, report: Report) -> di
         begun = time.perf_counter()
         rows = rows or list(torch.randperm(len(task.x), generator=generator).split(settings.recipe.batch_size))
         optimiser.zero_grad()
-        model.objective(rows.pop()).backward()
+        model.objective(rows.pop()).backward(inputs=[model.z, model.factor])  # and not into the network's weights
         optimiser.step()
         spent += time.perf_counter() - begun
         if step % 1000 == 0:
@@ -306,7 +306,7 @@ def _bands(task: _Task, settings: Inducing, published: _State) -> dict[str, list
     drawn = Pool.drawn(Data((task.x, task.y), task.x.device), count, pool).inputs  # those that ELLA took
     found = {
         "exact": (task.exact, None),
-        "Nyström": (task.variance(ella), drawn),
+        f"Nyström, {count} landmarks": (task.variance(ella), drawn),
         f"VaLLA as published, {settings.shown:,} iterations": (published.variance, published.points),
         f"VaLLA({count})": (task.variance(valla), valla.curvature.anchors.inputs),
     }

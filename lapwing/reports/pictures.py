@@ -196,11 +196,12 @@ def inducing(result: Drawn, path: Path) -> None:
     """Bands of every method around those of the exact posterior; and KL against the number of points, by start."""
     names = [key.removesuffix("/std") for key in result.arrays if key.endswith("/std")]
     figure, axes = _figure(2, 3, (14.4, 7.6))
-    reach = 1.05 * _reach(result.arrays, "mean", "exact/std")
+    low, high = _two_deviations(result.arrays, "exact/std", "")
+    room = 0.05 * (max(high) - min(low))
     panels = [axes[row][column] for row in (0, 1) for column in (0, 1)]
     for axis, name in zip(panels, names, strict=True):
         _against_exact(axis, result.arrays, name)
-        axis.set(xlabel="x", ylabel="y", ylim=(-reach, reach))
+        axis.set(xlabel="x", ylabel="y", ylim=(min(low) - room, max(high) + room))
         axis.set_title(name, fontsize=10)
     _points_against_error(axes[0][2], result.arrays, "as started")
     _points_against_error(axes[1][2], result.arrays, "learned")
@@ -213,9 +214,7 @@ def _against_exact(axis: Any, arrays: Mapping[str, list[float]], name: str) -> N
     grid = arrays["grid"]
     _band(axis, arrays, "exact/std", TOTAL, "exact, two standard deviations")
     if name != "exact":
-        for sign, label in ((-1, "the method, two standard deviations"), (1, None)):
-            edge = [m + sign * 2 * s for m, s in zip(arrays["mean"], arrays[f"{name}/std"], strict=True)]
-            axis.plot(grid, edge, color=POSTERIOR, linewidth=1.4, label=label)
+        _edges(axis, arrays, f"{name}/std", POSTERIOR, "the method, two standard deviations")
         bottom = [0.03] * len(arrays[f"{name}/points"])  # on the lower edge, whatever the range is
         axis.plot(
             arrays[f"{name}/points"], bottom, "|", color=POSTERIOR, markersize=11, label="inducing points",
@@ -227,13 +226,19 @@ def _against_exact(axis: Any, arrays: Mapping[str, list[float]], name: str) -> N
 
 
 def _band(axis: Any, arrays: Mapping[str, list[float]], key: str, colour: str, label: str, group: str = "") -> None:
-    mean, std = arrays[f"{group}mean"], arrays[f"{group}{key}"]
-    low, high = ([m + sign * 2 * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+    low, high = _two_deviations(arrays, key, group)
     axis.fill_between(arrays[f"{group}grid"], low, high, color=colour, linewidth=0, label=label)
 
 
-def _reach(arrays: Mapping[str, list[float]], mean: str, std: str) -> float:
-    return max(abs(m) + 2 * s for m, s in zip(arrays[mean], arrays[std], strict=True))
+def _edges(axis: Any, arrays: Mapping[str, list[float]], key: str, colour: str, label: str, group: str = "") -> None:
+    low, high = _two_deviations(arrays, key, group)
+    axis.plot(arrays[f"{group}grid"], low, color=colour, linewidth=1.4, label=label)
+    axis.plot(arrays[f"{group}grid"], high, color=colour, linewidth=1.4)
+
+
+def _two_deviations(arrays: Mapping[str, list[float]], key: str, group: str) -> tuple[list[float], list[float]]:
+    mean, std = (torch.tensor(arrays[f"{group}{name}"]) for name in ("mean", key))
+    return (mean - 2 * std).tolist(), (mean + 2 * std).tolist()
 
 
 def _points_against_error(axis: Any, arrays: Mapping[str, list[float]], label: str) -> None:
@@ -258,25 +263,30 @@ def _points_against_error(axis: Any, arrays: Mapping[str, list[float]], label: s
 
 
 def inducing_targets(result: Drawn, path: Path) -> None:
-    """For every target and network: the band of Full, and the edges of those of the others."""
+    """The band of Full and the edges of those of the others; a line for every target, a column for every size."""
     groups = list(dict.fromkeys(row.group for row in result.rows))
-    names = list(dict.fromkeys(row.name for row in result.rows))[1:3]
-    figure, axes = _figure(-(-len(groups) // 2), 2, (12.4, 0.6 + 3.9 * -(-len(groups) // 2)))
-    for axis, group in zip(axes.flat, groups):
-        arrays = result.arrays
-        grid, mean = arrays[f"{group}/grid"], arrays[f"{group}/mean"]
-        _band(axis, arrays, "Full/std", TOTAL, "Full, two standard deviations", f"{group}/")
-        for name, colour in zip(names, (POSTERIOR, OTHER)):
-            for sign, label in ((-1, name), (1, None)):
-                edge = [m + sign * 2 * s for m, s in zip(mean, arrays[f"{group}/{name}/std"], strict=True)]
-                axis.plot(grid, edge, color=colour, linewidth=1.4, label=label)
-        axis.plot(grid, mean, color=INK, linewidth=1.2, label="mean")
-        axis.plot(grid, arrays[f"{group}/truth"], color=INK, linestyle=":", linewidth=1.2, label="truth")
-        axis.scatter(arrays[f"{group}/x"], arrays[f"{group}/y"], s=5, color=PLAIN, zorder=3, label="data")
-        axis.set(xlabel="x", ylabel="y", xlim=(grid[0], grid[-1]), ylim=(-2, 3))
-        axis.set_title(group, fontsize=10)
+    names = list(dict.fromkeys(row.name for row in result.rows))[1:]
+    sizes = list(dict.fromkeys(name.split("(")[1] for name in names))
+    figure, axes = _figure(len(groups), len(sizes), (6.2 * len(sizes), 0.6 + 3.0 * len(groups)))
+    for line, group in zip(axes, groups, strict=True):
+        for axis, size in zip(line, sizes, strict=True):
+            shown = [name for name in names if name.endswith(size)]
+            _against_full(axis, result.arrays, group, shown)
+            axis.set_title(f"{group}: {' and '.join(shown)}", fontsize=10)
     figure.legend(*_once(axes.flat), frameon=False, ncols=6, fontsize=9, loc="outside lower center")
     _save(figure, path)
+
+
+def _against_full(axis: Any, arrays: Mapping[str, list[float]], group: str, names: Sequence[str]) -> None:
+    grid, y = arrays[f"{group}/grid"], arrays[f"{group}/y"]
+    _band(axis, arrays, "Full/std", TOTAL, "Full, two standard deviations", f"{group}/")
+    for name, colour in zip(names, (POSTERIOR, OTHER), strict=True):
+        _edges(axis, arrays, f"{name}/std", colour, name.split("(")[0], f"{group}/")
+    axis.plot(grid, arrays[f"{group}/mean"], color=INK, linewidth=1.2, label="mean")
+    axis.plot(grid, arrays[f"{group}/truth"], color=INK, linestyle=":", linewidth=1.2, label="truth")
+    axis.scatter(arrays[f"{group}/x"], y, s=4, color=PLAIN, zorder=3, label="data")
+    room = 0.6 * (max(y) - min(y))
+    axis.set(xlabel="x", ylabel="y", xlim=(grid[0], grid[-1]), ylim=(min(y) - room, max(y) + room))
 
 
 def _once(axes: Any) -> tuple[list[Any], list[str]]:
