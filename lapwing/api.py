@@ -126,7 +126,8 @@ def _method(method: Method | Auto | str | None, problem: Problem, data: Data) ->
     if not isinstance(auto, Auto):
         return method_named(auto), ""
     rows = data_count(problem.network, problem.likelihood, data) * problem.network.output_shape[-1]
-    found = auto.choose(problem.network.selection.size, rows)
+    selection = problem.network.selection
+    found = auto.choose(selection.size, rows, selection.index is not None)
     return found.method, found.why
 
 

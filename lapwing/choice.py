@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lapwing.core.errors import UnsupportedError
+from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
@@ -43,8 +44,8 @@ class Auto:
         if not self.memory > 0 or not self.seconds > 0:
             raise UnsupportedError(f"memory is {self.memory} and seconds {self.seconds}; expected positive numbers.")
 
-    def choose(self, weights: int, rows: int) -> Choice:
-        """For P weights and n C rows."""
+    def choose(self, weights: int, rows: int, single: bool = False) -> Choice:
+        """For P weights and n C rows; ``single`` where they are picked one by one, and have no Kronecker structure."""
         rate = RATE * (100 if self.gpu else 1)
         blocks = 20 * 16  # vectors in a typical Krylov basis
         options: list[tuple[Method, float, float, str]] = [
@@ -75,4 +76,5 @@ class Auto:
             if memory <= self.memory and work / rate <= self.seconds:
                 return Choice(method, f"{name}: {size}; {cost}, {kind}" + "".join(tried))
             tried.append(f"; {name} would take {cost}")
-        return Choice(Kron(), f"Kron: {size}" + "".join(tried))
+        last: Method = Diagonal() if single else Kron()
+        return Choice(last, f"{type(last).__name__}: {size}" + "".join(tried))

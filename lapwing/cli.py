@@ -50,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     normalised.add_argument("--epochs", type=_positive, default=20)
     sampling = commands.add_parser("sampling", help="digits: noise of the gradients of samples, and γ from one sample")
     sampling.add_argument("--quick", action="store_true", help="train shortly; for trying the command out")
+    inducing = commands.add_parser(
+        "inducing", help="functions of one input: inducing points against the exact posterior"
+    )
+    inducing.add_argument("--data-dir", type=Path, help="folder of toy1d.npz; else LAPWING_DATA")
+    inducing.add_argument("--quick", action="store_true", help="small networks, few steps; for trying the command out")
     images = commands.add_parser("images", help="one network for images, every method: likelihood, calibration, OOD")
     images.add_argument("--network", default="mlp", help="mlp (Fashion-MNIST), resnet20, 32, 44 or 56 (CIFAR-10)")
     images.add_argument("--methods", nargs="+", metavar="NAME", help="what to compare; everything by default")
@@ -60,9 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--data", type=_positive, help="number of training images")
         command.add_argument("--seeds", type=_positive, default=3)
         command.add_argument("--device", default="cpu", help="cpu or cuda")
-    for command in (run, uci, fashion, normalised, sampling, images):
+    for command in (run, uci, fashion, normalised, sampling, inducing, images):
         command.add_argument("--out", type=Path, required=True, help="folder for what is written")
         command.add_argument("--seed", type=int, default=0)
+    inducing.set_defaults(seed=2147483647)  # of the published task
     return parser
 
 
@@ -182,6 +188,30 @@ def _images(arguments: argparse.Namespace) -> None:
     print(path)
 
 
+def _inducing(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import inducing
+    from lapwing.experiments.data import data_folder
+    from lapwing.reports import pictures
+    from lapwing.reports.tables import table
+
+    settings = inducing.Inducing(data_folder(arguments.data_dir), seed=arguments.seed)
+    targets = inducing.Targets(seed=arguments.seed)
+    if arguments.quick:
+        recipe = replace(settings.recipe, hidden=(10, 10), max_steps=300)
+        settings = replace(settings, recipe=recipe, draws=2, published=(20, 40), shown=40, sizes=(3, 8), starts=1,
+                           networks=1, steps=20)  # fmt: skip
+        targets = replace(targets, recipe=recipe, test=200)
+    report = lambda line: print(line, file=sys.stderr)
+    results = [inducing.run(settings, report), inducing.run_targets(targets, report)]
+    for result in results:
+        print(table(result), end="\n\n")
+    paths = [arguments.out / name for name in ("inducing.png", "inducing_targets.png", "inducing.json")]
+    pictures.inducing(results[0], paths[0])
+    pictures.inducing_targets(results[1], paths[1])
+    _written(results, paths[2])
+    print(*paths, sep="\n")
+
+
 def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
     unknown = sorted(set(given or ()) - set(known))
     if unknown:
@@ -196,4 +226,5 @@ def _written(results: Sequence[Result], path: Path) -> None:
 
 COMMANDS = {
     "run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised, "sampling": _sampling, "images": _images,
+    "inducing": _inducing,
 }  # fmt: skip

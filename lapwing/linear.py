@@ -54,7 +54,7 @@ def fit_linear(
     if isinstance(design, OperatorDesign):
         refuse_unpaired(design)
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
-    ridge = Ridge.drawn(design, num_samples, generator)
+    ridge = Ridge.drawn(design, num_samples, generator, keep=True)
     alpha, std = precision or 1.0, noise_std or float(y.square().mean().sqrt()) or 1.0  # where EM starts
     start = LinearPosterior(ridge, y, alpha, std**2, tolerance)
     if precision is not None and noise_std is not None:
@@ -140,9 +140,20 @@ class LinearPosterior:
         return self.mean + self.solution.x[:n]
 
     @cached_property
+    def _moved(self) -> Tensor:
+        """X z / √φ for every sample, (K, n)."""
+        return forward_product(self.design, self.solution.x) / math.sqrt(self.noise_variance)
+
+    @cached_property
+    def _undecided(self) -> float:
+        """n - γ as the mean of |ε - X z / √φ|²: as unbiased as γ, and above nought where γ nears n."""
+        assert self.ridge.eps is not None
+        return float((self.ridge.eps - self._moved).square().sum(1).mean())
+
+    @cached_property
     def gamma(self) -> tuple[float, float]:
         """The effective number of parameters and its standard error."""
-        each = forward_product(self.design, self.solution.x).square().sum(1) / self.noise_variance
+        each = self._moved.square().sum(1)
         error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else math.inf
         return float(each.mean()), error
 
@@ -176,8 +187,7 @@ class LinearPosterior:
             gamma, _ = current.gamma
             squares = float(current.mean.square().sum())
             alpha = current.precision if not precision else gamma / squares if squares > 0 else math.inf
-            left = max(len(self.y) - gamma, 1e-3 * len(self.y))
-            phi = current._squared_error / left if noise else current.noise_variance
+            phi = current._squared_error / current._undecided if noise else current.noise_variance
             steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma))
             good = math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and gamma > 1e-6
             if not good or not phi > least * noise:

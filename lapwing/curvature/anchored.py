@@ -152,11 +152,16 @@ class AnchoredCurvature:
         if prior.kind in SINGLE and prior.scale is None:  # from eigenvalues alone
             alpha = prior.values.double()
             found = self.selection.size * alpha.log() + torch.log1p(self.values / (phi * alpha)).sum()
-            missing = (self.own.double().sum() - self.values.sum()) / alpha
+            missing = (self.own.double().sum() - self.values.sum()) / (alpha * phi)
         else:
             found = self.precision(phi, prior).logdet()
-            missing = ((self.own.double() - self.shown) / prior.vector).sum()
-        return found + missing.clamp_min(0) / phi
+            missing = self.unseen(phi, prior).sum()
+        return found + missing.clamp_min(0)
+
+    def unseen(self, phi: Tensor, prior: Prior) -> Tensor:
+        """What the log-determinant has added for each weight, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
+        assert self.own is not None
+        return (self.own.double() - self.shown) / (prior.vector * phi.to(self.mix))
 
     def diagonal(self) -> Tensor:
         return floored_by_layer(self.shown if self.own is None else self.own.double(), self.selection)

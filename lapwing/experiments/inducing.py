@@ -29,6 +29,7 @@ LEARNED = {"as started": "none", "learned": "lbfgs"}
 RECIPE = Recipe(
     epochs=10**9, max_steps=12_000, batch_size=100, learning_rate=1e-3, weight_decay=0.0, falling=False
 )  # as on the published task
+SEED = 2147483647
 Report = Callable[[str], None]
 
 
@@ -52,7 +53,8 @@ class Inducing:
     sizes: tuple[int, ...] = (3, 5, 8, 10, 15, 20, 30)
     starts: int = 5
     networks: int = 3
-    seed: int = 2147483647
+    steps: int | None = None  # of methods that learn by Adam; their own where there is no number
+    seed: int = SEED
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,16 +181,17 @@ def _nystrom(task: _Task, settings: Inducing) -> list[Row]:
 
 
 def _ours(task: _Task, settings: Inducing) -> list[Row]:
-    count = settings.points
-    rows = []
+    """VaLLA from every start by every optimiser, as it comes, and by predicting; FMGP."""
+    count, steps = settings.points, settings.steps
+    methods: dict[str, Any] = {}
     for start in STARTS:
         for optimiser in OPTIMISERS:
-            scores = task.scored(lw.VaLLA(count, start=start, optimiser=optimiser), settings.seed)
-            rows.append(Row(f"{start}, {optimiser}", scores, f"VaLLA({count})"))
-    rows.append(Row("as it comes", task.scored(lw.VaLLA(count), settings.seed), f"VaLLA({count})"))
-    rows.append(Row("alpha=1", task.scored(lw.VaLLA(count, alpha=1.0), settings.seed), f"VaLLA({count})"))
-    rows.append(Row("rbf", task.scored(lw.FMGP(count), settings.seed), f"FMGP({count})"))
-    return rows
+            most = steps if optimiser == "adam" else None
+            methods[f"{start}, {optimiser}"] = lw.VaLLA(count, start=start, optimiser=optimiser, steps=most)
+    methods |= {"as it comes": lw.VaLLA(count), "alpha=1": lw.VaLLA(count, alpha=1.0, steps=steps)}
+    rows = [Row(name, task.scored(method, settings.seed), f"VaLLA({count})") for name, method in methods.items()]
+    free = lw.FMGP(count) if steps is None else lw.FMGP(count, steps=steps)
+    return [*rows, Row("rbf kernel", task.scored(free, settings.seed), f"FMGP({count})")]
 
 
 def _other_networks(x: Tensor, y: Tensor, settings: Inducing, report: Report) -> list[Row]:
@@ -200,7 +203,7 @@ def _other_networks(x: Tensor, y: Tensor, settings: Inducing, report: Report) ->
         task = _Task.of(trained(x, y, 1, recipe, seed), x, y, settings.margin, settings.grid)
         for count in dict.fromkeys((settings.points, max(settings.sizes))):
             rows.append(Row(f"{name}, VaLLA({count})", task.scored(lw.VaLLA(count), settings.seed), "other networks"))
-        report(f"network {name}: KL {rows[-1].scores['KL']:.3g}")
+        report(f"other networks: {name}")
     return rows
 
 
@@ -342,7 +345,8 @@ TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
 class Targets:
     """Functions with a jump or kinks, which no smooth kernel holds; with noise and a gap, learned by two networks.
 
-    ELLA has as many landmarks as directions, ``points``. Inputs are uniform on [-reach, reach] without the gap; the new points are uniform on all of it.
+    ELLA has as many landmarks as directions. Inputs are uniform on [-reach, reach] without the gap; new points, with
+    which coverage and likelihood are measured, are uniform on all of it.
     """
 
     recipe: Recipe = RECIPE
@@ -355,7 +359,7 @@ class Targets:
     margin: float = 1.5
     grid: int = 200
     points: tuple[int, ...] = (20, 40)
-    seed: int = 0
+    seed: int = SEED
 
 
 def run_targets(settings: Targets, report: Report = lambda line: None) -> Result:
@@ -383,7 +387,7 @@ def run_targets(settings: Targets, report: Report = lambda line: None) -> Result
             notes.append(f"{group}: γ {task.full.effective_parameters().total:.1f}")
             report(f"{group}: {time.perf_counter() - begun:.0f} s")
     seconds = {"total": time.perf_counter() - begun}
-    return Result("inducing, other targets", plain(settings), settings.seed, tuple(rows), seconds, arrays, tuple(notes))
+    return Result("inducing_targets", plain(settings), settings.seed, tuple(rows), seconds, arrays, tuple(notes))
 
 
 def _noisy(

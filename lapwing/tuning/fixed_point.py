@@ -79,11 +79,15 @@ class FixedPoint:
     def _updated(self, coordinates: Coordinates, current: Any) -> tuple[Tensor, float]:
         prior = current.problem.prior
         effective = effective_parameters(current)
+        gammas, total = effective.by_precision, effective.total
+        if hasattr(getattr(current, "curvature", None), "unseen"):  # a bound stands still elsewhere than the evidence
+            unseen = current.curvature.unseen(current.problem.likelihood.dispersion, prior)
+            gammas, total = gammas + prior.summed(unseen).to(gammas), total + float(unseen.sum())
         squares = prior.squares(current.centre)
-        new = [(effective.by_precision.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
+        new = [(gammas.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
         if coordinates.noise:
-            new.append(self._noise(current, effective.total).log().reshape(-1).to(new[0]))
-        return torch.cat(new), effective.total
+            new.append(self._noise(current, total).log().reshape(-1).to(new[0]))
+        return torch.cat(new), total
 
     def _noise(self, current: Any, gamma: float) -> Tensor:
         statistics, noise = current.statistics, current.noise

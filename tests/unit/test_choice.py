@@ -187,3 +187,9 @@ def test_the_class_is_no_method() -> None:
     model, x, y = setting()
     with pytest.raises(lw.UnsupportedError, match=r"method is the class Auto; expected an object: Auto\(\)"):
         lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Auto)
+
+
+def test_single_weights_fall_back_on_a_method_that_takes_them() -> None:
+    tight = lw.Auto(memory=1.0)
+    assert type(tight.choose(1000, 1000).method) is lw.Kron
+    assert type(tight.choose(1000, 1000, single=True).method) is lw.Diagonal

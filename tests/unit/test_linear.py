@@ -51,7 +51,8 @@ def completed(exact: Linear, precision: float = 1.0, variance: float = 1.0) -> l
     """With noise whose second moments are exact: γ from these samples is γ itself."""
     design = MatrixDesign(exact.x)
     zeta, eps = complete(exact.x, seed(2))
-    return lw.LinearPosterior(Ridge(design, None, zeta, back_product(design, eps)), exact.y, precision, variance, 1e-9)
+    ridge = Ridge(design, None, zeta, back_product(design, eps), eps=eps)
+    return lw.LinearPosterior(ridge, exact.y, precision, variance, 1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
