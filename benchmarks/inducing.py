@@ -1,7 +1,7 @@
 """The cost of a learning step of VaLLA: python -m benchmarks.inducing [--data-dir DIR] [--peer PYTHON]
 
-*Size*: seconds for a step at n = 1,000, 10,000 and 100,000 rows of the flights data (8-200-200-1, M = B = 100). The goal
-is a flat line: a step sees its batch and its points and no more.
+*Size*: seconds for a step at n = 1,000, 10,000 and 100,000 rows of the flights data (8-200-200-1, M = B = 100). The
+goal is a flat line: a step sees its batch and its points and no more.
 
 *Peer*: a step on 90-200-200-1 with M = B = 100 in float64, against the VaLLA of laplace-torch 0.3 in an environment of
 its own, one after the other in one run. The goal is a hundredth of its time. Both move the points, the prior and the

@@ -78,6 +78,8 @@ class NetworkDesign:
         rows = taken = 0
         for jacobians in sweep:
             rows += jacobians.batch * jacobians.outputs
+            if kept == [] and jacobians.held_bytes() > cache:  # one chunk alone may be more than there is
+                kept = None
             if kept is not None:
                 kept.append(jacobians.held())
                 taken += kept[-1].nbytes

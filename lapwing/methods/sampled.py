@@ -77,7 +77,10 @@ class Sampled:
         refuse_asymmetric(lambda v: gram_product(design, v), design.size, generator=generator, device=network.device)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
-        ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, width=self.width)
+        settings: dict[str, int] = {"width": self.width}
+        if network.device.type == "cuda":  # a basis may take a third of what is free there
+            settings["bytes"] = max(4 * 2**30, torch.cuda.mem_get_info(network.device)[0] // 3)
+        ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
         likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
         problem = problem.with_likelihood(likelihood)
         return SampledPosterior(problem, RidgeSolver(self, ridge), design.statistics, network.theta())

@@ -269,6 +269,13 @@ class LinearJacobian:
             return self
         return DenseJacobian(self.whole().flatten(2))
 
+    def compact_numbers(self) -> int:
+        """How many numbers that form has."""
+        if self.positions <= self.g.shape[1]:
+            return self.a.numel() + self.g.numel()
+        groups, outputs, batch, _, d_out = self.g.shape
+        return batch * outputs * groups * d_out * self.a.shape[-1]
+
 
 @dataclass(frozen=True, eq=False)
 class LookupJacobian:
@@ -363,6 +370,9 @@ class LookupJacobian:
     def compact(self) -> LookupJacobian:
         return self
 
+    def compact_numbers(self) -> int:
+        return self.g.numel()
+
 
 @dataclass(frozen=True, eq=False)
 class DenseJacobian:
@@ -404,6 +414,9 @@ class DenseJacobian:
 
     def compact(self) -> DenseJacobian:
         return self
+
+    def compact_numbers(self) -> int:
+        return self.j.numel()
 
 
 BlockJacobian = LinearJacobian | LookupJacobian | DenseJacobian

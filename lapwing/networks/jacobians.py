@@ -66,6 +66,10 @@ class LayerJacobians:
         kept = tuple(part().compact() for part in self.parts)
         return replace(self, parts=tuple(partial(_same, part) for part in kept))
 
+    def held_bytes(self) -> int:
+        """What ``held`` would take, without taking it: one block after another is looked at."""
+        return sum(part.compact_numbers() for _, part in self) * torch.finfo(self.dtype).bits // 8
+
     @property
     def nbytes(self) -> int:
         """What the blocks take once they are formed."""

@@ -111,20 +111,20 @@ class Responder:
         if strength is not None:
             self._refuse_strength(strength, first, read(start[:1]))
             lam = torch.full_like(first, strength)
-            found, ends = self._at(push, read, lam, start)
+            found, ends = self.at(push, read, lam, start)
             return Response(found, lam, ends.residuals, ends.missing, torch.zeros_like(lam), ends.steps)
         return self._refined(push, read, 0.01 / first.sqrt(), start, self._floor(first, read(start[:1])))
 
     def _refined(self, push: Push, read: Read, lam: Tensor, start: Tensor, floor: Tensor) -> Response:
         """λ halved for every push until two estimates agree."""
-        raw, ends = self._at(push, read, lam, start)
+        raw, ends = self.at(push, read, lam, start)
         found, total, change = raw, ends.steps, torch.full_like(lam, torch.inf)
         for _ in range(16):
             going = (torch.maximum(change, ends.missing) > 0.3 * self.tolerance) & (lam / 2 > floor)
             if not bool(going.any()):
                 break
             lam = torch.where(going, lam / 2, lam)
-            finer, ends = self._at(push, read, lam, start)
+            finer, ends = self.at(push, read, lam, start)
             total += ends.steps
             gap = (finer - raw) / 3  # the error falls with λ²
             size = finer.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
@@ -133,7 +133,8 @@ class Responder:
             raw = finer
         return Response(found, lam, ends.residuals, ends.missing, change, total)
 
-    def _at(self, push: Push, read: Read, lam: Tensor, start: Tensor) -> tuple[Tensor, Pushed]:
+    def at(self, push: Push, read: Read, lam: Tensor, start: Tensor) -> tuple[Tensor, Pushed]:
+        """The responses at these strengths (K,), and how far the pushes came; nothing is refused."""
         both = torch.cat([lam, -lam])
         twice = lambda d: torch.cat([push(half) for half in d.chunk(2)])
         inner = max(1e-2 * self.tolerance, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)

@@ -40,7 +40,6 @@ class Setting:
     outputs: int
     likelihood: Any
     phi: float = 1.0
-    curved: bool = True
 
     @property
     def model(self) -> nn.Module:
@@ -342,15 +341,38 @@ def test_equal_data_are_no_trouble(method: str) -> None:
         assert len(found.curvature.directions) == int(torch.linalg.matrix_rank(setting.dense()[0]))
 
 
-def test_noise_and_prior_change_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read off the data once serves every other prior and noise."""
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize(
+    "method",
+    [lw.ELLA(8, 5), lw.ELLA(8, 5, residual=True), lw.VaLLA(8, optimiser="none"), lw.VaLLA(3, optimiser="none")],
+    ids=["ella", "ella with residual", "valla", "valla of three"],
+)
+def test_priors_and_noise_are_tuned_without_the_network(
+    method: Any, noise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read off the data once serves all; MacKay's updates end where the evidence, or its bound, is largest."""
     setting = SETTINGS["two outputs"]
-    for method in (lw.ELLA(num_landmarks=8, rank=5), lw.ELLA(num_landmarks=8, rank=5, residual=True), lw.VaLLA(8)):
-        learner = replace(method, optimiser="none") if isinstance(method, lw.VaLLA) else method
-        found = setting.fit(learner)
-        float(found.log_evidence())
-        with monkeypatch.context() as patch:
-            patch.setattr(type(found.network.model), "forward", lambda *_: pytest.fail("the network ran"))
-            moved = found.tuned(lw.grid(precisions=(0.1, 1.0, 10.0))).tuned(lw.maximise_evidence).tuned(lw.fixed_point)
-            float(moved.log_evidence())
-        assert float(moved.prior.values) != 0.8
+    found = replace(setting, likelihood=lw.Gaussian()).fit(method)
+    float(found.log_evidence())
+    monkeypatch.setattr(type(found.network.model), "forward", lambda *_: pytest.fail("the network ran"))
+    values = (0.01, 0.1, 1.0, 10.0)
+    picked = found.tuned(lw.grid(precisions=values))
+    evidences = [float(found.with_prior(value).log_evidence()) for value in values]
+    assert float(picked.prior.values) == pytest.approx(values[evidences.index(max(evidences))])
+    one = found.tuned(lw.MaximiseEvidence(noise=noise, tolerance=1e-9))
+    other = found.tuned(lw.FixedPoint(noise=noise, tolerance=1e-8))
+    assert float(one.prior.values) == pytest.approx(float(other.prior.values), rel=1e-5)
+    assert float(one.likelihood.dispersion) == pytest.approx(float(other.likelihood.dispersion), rel=1e-5)
+    assert float(one.log_evidence()) >= max(evidences)
+
+
+@pytest.mark.parametrize("method", [lw.ELLA(8, 5), lw.VaLLA(6, optimiser="none")], ids=["ella", "valla"])
+def test_held_out_data_pick_a_precision(method: Any) -> None:
+    """The grid reads every variance off one Jacobian: the same as a prediction under each."""
+    setting = SETTINGS["classification"]
+    found, held = setting.fit(method), (setting.new, setting.y[:5])
+    values = (0.01, 0.3, 10.0)
+    scores = [-float(found.with_prior(v).predict(setting.new).log_prob(setting.y[:5]).mean()) for v in values]
+    picked = found.tuned(lw.grid([held], values))
+    assert float(picked.prior.values) == pytest.approx(values[scores.index(min(scores))])
+    assert_close(torch.tensor([s.score for s in picked.trace.steps], dtype=D), torch.tensor(scores, dtype=D))

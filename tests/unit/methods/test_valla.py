@@ -1,0 +1,635 @@
+"""Inducing points that are learned: by which steps, on what, and what they leave alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.core.data import Batch, Data
+from lapwing.curvature.anchored import AnchoredCurvature, Anchors
+from lapwing.linalg.variational import Inducing
+from lapwing.linalg.whitening import smooth_whitening
+from lapwing.methods import valla as module
+from lapwing.methods.valla import Learner, Stochastic
+from tests import problems
+from tests.cases import BY_NAME, CASES
+from tests.references import dense, inducing
+from tests.tolerances import SOLVED, assert_close, assert_within
+
+D = torch.float64
+CPU = torch.device("cpu")
+NOISE = 0.2
+GIVEN = lw.Gaussian(noise_std=NOISE)
+MLP = BY_NAME["mlp"]
+
+
+@cache
+def trained() -> dict[str, Tensor]:
+    x, y = curve()
+    torch.manual_seed(0)
+    model = net()
+    optimiser = torch.optim.Adam(model.parameters(), 0.05)
+    with torch.enable_grad():
+        for _ in range(300):
+            optimiser.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimiser.step()
+    return {key: value.detach() for key, value in model.state_dict().items()}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def model() -> nn.Module:
+    """Fitted to a sine."""
+    found = net()
+    found.load_state_dict(trained())
+    return found
+
+
+@cache
+def curve(count: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    x = 4 * torch.rand(count, 1, dtype=D, generator=gen) - 2
+    return x, (2 * x).sin() + NOISE * torch.randn(count, 1, dtype=D, generator=gen)
+
+
+def fitted(method: Any, likelihood: Any = GIVEN, prior: Any = 0.5, **options: Any) -> lw.Fitted:
+    data = options.pop("data", None) or [curve()]
+    return lw.fit(options.pop("model", None) or model(), data, likelihood, method=method, prior=prior, **options)
+
+
+@cache
+def exact(learned: bool = False) -> lw.Fitted:
+    return fitted(lw.Full(), lw.Gaussian() if learned else GIVEN, None if learned else 0.5)
+
+
+@cache
+def classes(count: int = 30) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(2)
+    return torch.randn(count, 4, dtype=D, generator=gen), torch.randint(0, 3, (count,), generator=gen)
+
+
+# Locations on the bound.
+
+
+@pytest.mark.parametrize("start", ["greedy", "kmeans", "random"])
+@pytest.mark.parametrize("count", [3, 6])
+def test_learning_raises_the_bound(count: int, start: str) -> None:
+    """From every start to the same place, below the evidence."""
+    before, after = (
+        float(fitted(lw.VaLLA(count, start=start, optimiser=way)).log_evidence()) for way in ("none", "lbfgs")
+    )
+    best = float(fitted(lw.VaLLA(count, optimiser="lbfgs")).log_evidence())
+    assert before < after <= float(exact().log_evidence())
+    assert after == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_both_ways_of_learning_reach_the_same_bound(count: int) -> None:
+    """All data at once with L-BFGS, and batches with Adam."""
+    one = fitted(lw.VaLLA(count, optimiser="lbfgs"))
+    other = fitted(lw.VaLLA(count, optimiser="adam", steps=120, learning_rate=0.05))
+    assert float(other.log_evidence()) == pytest.approx(float(one.log_evidence()), rel=1e-3)
+    few = fitted(lw.VaLLA(count, optimiser="adam", steps=120, learning_rate=0.05, batch_size=10))
+    start = float(fitted(lw.VaLLA(count, optimiser="none")).log_evidence())
+    assert float(few.log_evidence()) > 0.5 * (start + float(one.log_evidence()))
+
+
+def test_enough_learned_points_are_as_good_as_all_data() -> None:
+    found, x = fitted(lw.VaLLA(12)), torch.linspace(-4, 4, 30, dtype=D)[:, None]
+    assert float(found.log_evidence()) == pytest.approx(float(exact().log_evidence()), abs=1e-3)
+    assert_close(found.functions(x).variance, exact().functions(x).variance, 0.2)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "labels", "counts"])
+def test_other_likelihoods(likelihood: str) -> None:
+    """There the bound is that of the Laplace evidence, whose curvature is at the network's own outputs."""
+    x, y = classes()
+    targets = {"classification": y, "labels": (x[:, :3] > 0).long(), "counts": (2 * x[:, :3].abs()).long()}[likelihood]
+    chosen = {"classification": lw.Categorical(), "labels": lw.Bernoulli(), "counts": lw.Poisson()}[likelihood]
+    fit = lambda m: lw.fit(MLP.build(), [(x, targets)], chosen, method=m, prior=0.5)
+    bounds = [float(fit(lw.VaLLA(8, optimiser=way, steps=20)).log_evidence()) for way in ("none", "lbfgs", "adam")]
+    assert bounds[0] < min(bounds[1:])
+    assert max(bounds) < float(fit(lw.Full()).log_evidence())
+
+
+def test_the_trace_is_the_bound_as_it_rises() -> None:
+    """Less what no location changes: the fit and the size of the weights."""
+    found = fitted(lw.VaLLA(5, optimiser="lbfgs"))
+    assert found.trace is not None
+    scores = [step.score for step in found.trace.steps]
+    assert (found.trace.tuner, found.trace.score) == ("VaLLA", "bound")
+    fixed = found.posterior.log_likelihood() - 0.5 * found.prior.penalty(found.posterior.theta)
+    assert max(scores) == pytest.approx(float(found.log_evidence() - fixed), rel=1e-6)
+    assert scores[-1] > scores[0]
+    assert found.trace.findings == ()
+
+
+def test_a_search_that_is_cut_short_says_so() -> None:
+    found = fitted(lw.VaLLA(5, optimiser="lbfgs", steps=2))
+    assert found.trace is not None
+    assert found.trace.findings == ("2 steps did not end the search; the bound still rises",)
+
+
+def test_a_default_for_few_data_and_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    for way in ("by_lbfgs", "by_adam"):
+        monkeypatch.setattr(Learner, way, lambda self, *_, way=way: used.append(way) or self)
+    fitted(lw.VaLLA(5))
+    fitted(lw.VaLLA(5, validation=[curve()]))
+    fitted(lw.VaLLA(5, alpha=1.0))
+    many = torch.linspace(-2, 2, 20_001, dtype=D)[:, None]
+    fitted(lw.VaLLA(5, candidates=50), data=[(many, many)])
+    fitted(lw.VaLLA(40))
+    assert used == ["by_lbfgs", "by_adam", "by_adam", "by_adam"]
+
+
+# What the points know.
+
+
+def learner(alpha: float = 0.0, prior: Any = 0.5, count: int = 6) -> tuple[Learner, Data]:
+    """Points away from the data."""
+    problem = replace(fitted(lw.Full(), prior=prior).problem, learn_prior=False)
+    anchors = Anchors(problem.network, torch.linspace(-2.5, 2.5, count, dtype=D)[:, None], torch.zeros(count).long())
+    method = lw.VaLLA(count, alpha=alpha, optimiser="adam")
+    return Learner(problem, anchors, exact().posterior.statistics, method, 40, False), Data([curve()], CPU)
+
+
+def test_a_natural_gradient_step_on_all_data_is_the_closed_form() -> None:
+    """Of length one, from wherever: I + Σ T Λ Tᵀ / φ, and with it the same posterior."""
+    start, data = learner()
+    state = Stochastic.of(start, data, torch.Generator())
+    state.inducing = Inducing(3 * torch.eye(6, dtype=D))
+    state.step(Batch(*curve()), None, 1.0)
+    white = smooth_whitening(start.anchors.kernel(start.problem.prior))
+    jac = dense.jacobian(model(), curve()[0], 40).flatten(0, 1)
+    z = dense.jacobian(model(), start.anchors.inputs, 6).flatten(0, 1)
+    rows = inducing.kernel(jac, z, start.problem.prior.vector) @ white
+    assert_close(state.inducing.precision, torch.eye(6, dtype=D) + rows.T @ rows / NOISE**2, SOLVED)
+    closed = start.finished(data)
+    learned = replace(start, inducing=state.inducing).finished(data)
+    x = torch.linspace(-4, 4, 9, dtype=D)[:, None]
+    assert_close(learned(x).cov, closed(x).cov, 0.4)
+    exact_cov = inducing.covariance(dense.jacobian(model(), x, 9).flatten(0, 1), z, jac, torch.eye(40, dtype=D) / 0.04,
+                                    start.problem.prior.vector)  # fmt: skip
+    assert_close(closed(x, joint=True).cov.reshape(9, 9), exact_cov, SOLVED)
+
+
+def test_batches_weighed_by_their_share_average_to_the_closed_form() -> None:
+    """Every datum once, in steps of length 1, 1/2, 1/3, ...: each batch stands for all."""
+    start, data = learner()
+    one, other = (Stochastic.of(start, data, torch.Generator()) for _ in range(2))
+    one.step(Batch(*curve()), None, 1.0)
+    for i, rows in enumerate(torch.arange(40).split(10)):
+        other.step(Batch(*(t[rows] for t in curve())), None, 1 / (i + 1))
+    assert_close(other.inducing.precision, one.inducing.precision, SOLVED)
+
+
+def test_the_objective_of_a_step_is_the_bound() -> None:
+    """At the closed form of what the points know: minus log evidence, but for the size of the weights."""
+    start, data = learner()
+    state = Stochastic.of(start, data, torch.Generator())
+    state.step(Batch(*curve()), None, 1.0)
+    value, divergence = state.step(Batch(*curve()), None, 1.0)
+    closed = start.finished(data)
+    penalty = 0.5 * float(start.problem.prior.penalty(closed.theta))
+    assert -value == pytest.approx(float(closed.log_evidence()) + penalty, rel=1e-5)
+    assert divergence == pytest.approx(float(state.inducing.divergence()))
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_what_predicting_teaches_is_kept_as_it_was_learned(alpha: float) -> None:
+    """The posterior's covariance is that of the last state, scaled prior and noise included."""
+    start, data = learner(alpha)
+    start = replace(start, problem=replace(start.problem, learn_prior=True))
+    state = Stochastic.of(start, data, torch.Generator().manual_seed(0))
+    state.log_scale, state.log_noise = torch.tensor(0.7, dtype=D), torch.tensor(-2.0, dtype=D)
+    for length in (1.0, 0.5, 0.3):
+        state.step(Batch(*curve()), None, length)
+    x = torch.linspace(-4, 4, 9, dtype=D)[:, None]
+    with torch.no_grad():
+        white = smooth_whitening(start.anchors.kernel(start.problem.prior))
+        _, _, before, rows = state._rows(Batch(x, x), start.anchors.parts, white)
+        s = state.log_scale.exp()
+        expected = state.inducing.left(s * before, s.sqrt() * rows)
+    ended = replace(start, log_scale=state.log_scale, log_noise=state.log_noise, inducing=state.inducing)
+    found = ended.finished(data)
+    assert_close(found(x).cov, expected, 0.4)
+    assert float(found.problem.prior.values) == pytest.approx(0.5 * math.exp(-0.7))
+    assert float(found.problem.likelihood.dispersion) == pytest.approx(math.exp(-2.0))
+
+
+# Prior and noise.
+
+
+@pytest.mark.parametrize("way", ["lbfgs", "adam"])
+def test_the_prior_is_learned_where_none_is_given(way: str) -> None:
+    """With enough points near the evidence's own optimum, and the noise as it is everywhere: the residual's."""
+    found = fitted(lw.VaLLA(12, optimiser=way, steps=60), lw.Gaussian(), None)
+    assert float(found.prior.values) == pytest.approx(float(exact(True).prior.values), rel=0.1)
+    assert float(found.likelihood.dispersion) == pytest.approx(float(exact(True).likelihood.dispersion), rel=1e-12)
+    around = [float(found.with_prior(float(found.prior.values) * f).log_evidence()) for f in (0.97, 1.0, 1.03)]
+    assert around[1] > max(around[0], around[2])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("way", ["lbfgs", "adam", "none"])
+def test_a_given_prior_stays_as_it_was_given(way: str, alpha: float) -> None:
+    if alpha and way != "adam":
+        return
+    prior = lw.per_layer(torch.tensor([0.3, 0.7], dtype=D))
+    found = fitted(lw.VaLLA(4, alpha=alpha, optimiser=way, steps=5), lw.Gaussian(), prior)
+    assert found.prior.values.tolist() == [0.3, 0.7]
+    assert found.prior.kind == "per_layer"
+
+
+def test_predicting_learns_prior_and_noise() -> None:
+    """And fits the data better than the evidence does, which is no merit by itself."""
+    found = fitted(lw.VaLLA(8, alpha=1.0, steps=150), lw.Gaussian(), None)
+    assert found.trace is not None
+    first, last = found.trace.steps[0], found.trace.steps[-1]
+    assert found.trace.score == "energy"
+    assert last.score > first.score
+    assert last.precisions != first.precisions
+    assert last.noise != first.noise
+    x, y = curve()
+    assert float(found.predict(x).log_prob(y).mean()) > float(exact(True).predict(x).log_prob(y).mean())
+    assert float(found.prior.values) == pytest.approx(last.precisions[0], rel=0.1)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_a_given_noise_stays_as_it_was_given(alpha: float) -> None:
+    found = fitted(lw.VaLLA(4, alpha=alpha, steps=5), GIVEN, None)
+    assert float(found.likelihood.dispersion) == pytest.approx(NOISE**2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "likelihood", [lw.Categorical(), lw.Categorical(link="bridge"), lw.Bernoulli(), lw.Poisson()], ids=str
+)
+def test_predicting_classes_and_counts(likelihood: Any) -> None:
+    x, y = classes()
+    targets = y if isinstance(likelihood, lw.Categorical) else (x[:, :3] > 0).long()
+    found = lw.fit(MLP.build(), [(x, targets)], likelihood, method=lw.VaLLA(9, alpha=1.0, steps=40))
+    plain = lw.fit(MLP.build(), [(x, targets)], likelihood, method=lw.MapOnly())
+    assert float(found.predict(x).log_prob(targets).mean()) > float(plain.predict(x).log_prob(targets).mean())
+
+
+# The best state on validation data.
+
+
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The scores of all looks, as they are taken."""
+    looks: list[float] = []
+    original = Stochastic.log_likelihood
+
+    def noted(self: Stochastic, data: Data) -> float:
+        looks.append(original(self, data))
+        return looks[-1]
+
+    monkeypatch.setattr(Stochastic, "log_likelihood", noted)
+    return looks
+
+
+def misleading() -> tuple[list[Any], list[Any]]:
+    """Training data far from the network's outputs, validation data at them: what is learned is ever worse."""
+    x, _ = curve()
+    with torch.no_grad():
+        f = model()(x)
+    far = f + 2 * torch.randn(f.shape, dtype=D, generator=torch.Generator().manual_seed(3)).sign()
+    return [(x, far)], [(x[::2], f[::2])]
+
+
+def test_the_best_state_is_kept_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = scored(monkeypatch)
+    data, held = misleading()
+    method = lw.VaLLA(5, alpha=1.0, steps=60, learning_rate=0.05, validation=held, patience=4)
+    found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    assert found.trace is not None
+    assert looks.index(max(looks)) == len(looks) - 5  # four looks without a better one ended it
+    assert looks[-1] < max(looks) - 0.1
+    assert len(found.trace.steps) == 3 * len(looks) < 60
+    score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
+    assert score == pytest.approx(max(looks), abs=1e-4)
+    without = fitted(replace(method, validation=None), lw.Gaussian(noise_std=0.3), None, data=data)
+    assert float(without.predict(held[0][0]).log_prob(held[0][1]).mean()) < score
+
+
+def test_validation_data_that_approve_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look is better than the one before, so that the last state is the best."""
+    rising = iter(range(100))
+    monkeypatch.setattr(Stochastic, "log_likelihood", lambda *_: float(next(rising)))
+    method = lw.VaLLA(4, alpha=1.0, steps=20, validation=[curve()])
+    one, other = (fitted(m, lw.Gaussian(), None) for m in (method, replace(method, validation=None)))
+    x = curve()[0]
+    assert torch.equal(one.functions(x).cov, other.functions(x).cov)
+
+
+def test_validation_data_for_the_bound() -> None:
+    """With alpha 0 they choose the locations; what the points know is in closed form all the same."""
+    found = fitted(lw.VaLLA(5, steps=20, validation=[curve(20, 5)]))
+    anchors = found.curvature.anchors
+    z = dense.jacobian(model(), anchors.inputs, 5).flatten(0, 1)
+    jac = dense.jacobian(model(), curve()[0], 40).flatten(0, 1)
+    x = torch.linspace(-3, 3, 7, dtype=D)[:, None]
+    new = dense.jacobian(model(), x, 7).flatten(0, 1)
+    expected = inducing.covariance(new, z, jac, torch.eye(40, dtype=D) / NOISE**2, torch.full((25,), 0.5, dtype=D))
+    assert_close(found.functions(x, joint=True).cov.reshape(7, 7), expected, SOLVED)
+
+
+# Points that stay where they are.
+
+
+@pytest.mark.parametrize("way", [None, "lbfgs", "adam"])
+@pytest.mark.parametrize("name", ["embedding", "tuple_input", "dict_input", "token_level"])
+def test_inputs_without_a_slope_keep_their_points(name: str, way: str | None) -> None:
+    """Whole numbers and several tensors: rows of the data, and the posterior that "none" gives."""
+    case = BY_NAME[name]
+    fit = lambda o: lw.fit(case.build(), problems.batches(case), problems.likelihood(case), prior=0.8,
+                           method=lw.VaLLA(4, optimiser=o, steps=3))  # fmt: skip
+    one, other = fit(way), fit("none")
+    x = case.batch(3, seed=1)
+    assert_close(one.functions(x).cov, other.functions(x).cov)
+    assert_close(one.log_evidence(), other.log_evidence())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_their_prior_is_learned_all_the_same(alpha: float) -> None:
+    case = BY_NAME["embedding"]
+    found = lw.fit(case.build(), problems.batches(case), problems.likelihood(case),
+                   method=lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=5))  # fmt: skip
+    assert float(found.prior.values) != 1.0
+    assert not found.curvature.anchors.inputs.is_floating_point()
+
+
+def test_a_network_without_rules_keeps_its_points_if_asked() -> None:
+    case = BY_NAME["weight_norm"]
+    fit = lambda o: lw.fit(case.build(), problems.batches(case), "classification", prior=0.8, method=lw.VaLLA(4, optimiser=o))
+    for way in ("lbfgs", "adam"):
+        with pytest.raises(lw.ModelError, match=r"has no rule .* Keep the inputs where they are"):
+            fit(way)
+    assert bool(torch.isfinite(fit("none").functions(case.batch(3)).cov).all())
+
+
+@pytest.mark.parametrize("way", ["lbfgs", "adam"])
+def test_tokens_that_are_numbers(way: str) -> None:
+    """Outputs (B, T, C) with inputs that can move."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    torch.manual_seed(1)
+    network, gen = Tokens().double(), torch.Generator().manual_seed(1)
+    x, y = torch.randn(6, 4, 2, dtype=D, generator=gen), torch.randint(0, 3, (6, 4), generator=gen)
+    fit = lambda m: lw.fit(network, problems.split(x, y, (2, 4)), "classification", method=m, prior=0.8)
+    before, after = (fit(lw.VaLLA(4, optimiser=o, steps=20, learning_rate=0.05)) for o in ("none", way))
+    assert before.log_evidence() < after.log_evidence() < fit(lw.Full()).log_evidence()
+    assert fit(lw.VaLLA(72)).trace is None  # all outputs of all tokens: nothing to learn
+    assert_close(fit(lw.VaLLA(72)).log_evidence(), fit(lw.Full()).log_evidence(), SOLVED)
+
+
+def test_a_point_by_itself() -> None:
+    start = fitted(lw.VaLLA(1, optimiser="none"))
+    for way in ("lbfgs", "adam"):
+        assert fitted(lw.VaLLA(1, optimiser=way, steps=20)).log_evidence() > start.log_evidence()
+
+
+# What a step costs.
+
+
+def rows_run(count: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that the network saw in each step, the first aside."""
+    seen, marks = [0], []
+    network = model()
+    network.register_forward_pre_hook(lambda _, args: seen.__setitem__(0, seen[0] + len(args[0])))
+    original = Stochastic.step
+
+    def noted(self: Stochastic, *args: Any) -> Any:
+        found = original(self, *args)
+        marks.append(seen[0])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stochastic, "step", noted)
+        data = problems.split(*curve(count), (count // batches,) * batches)
+        fitted(lw.VaLLA(5, optimiser="adam", steps=6, batch_size=10, candidates=30), model=network, data=data)
+    return [b - a for a, b in zip(marks, marks[1:])]
+
+
+def test_the_cost_of_a_step_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch and the points, of few data in one batch as of many in several."""
+    few, many, several = (rows_run(n, b, monkeypatch) for n, b in ((100, 1), (2000, 1), (2000, 20)))
+    assert few == many == several == [15] * 5
+
+
+# The same as for every method.
+
+
+@pytest.mark.parametrize(
+    "method",
+    [lw.VaLLA(4, start="random"), lw.VaLLA(4, start="kmeans", optimiser="adam", steps=5, batch_size=7),
+     lw.VaLLA(4, alpha=1.0, start="random", steps=5, batch_size=7)],
+    ids=["lbfgs", "adam", "predicting"],
+)  # fmt: skip
+def test_the_generator_decides(method: Any) -> None:
+    x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
+    method = replace(method, steps=3)
+    one, two, other = (
+        fitted(method, generator=torch.Generator().manual_seed(seed)).functions(x).cov for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    torch.manual_seed(5)
+    plain = fitted(method).functions(x).cov
+    torch.manual_seed(6)
+    assert torch.equal(fitted(method).functions(x).cov, plain)
+
+
+@pytest.mark.parametrize("way", ["none", "lbfgs", "adam"])
+def test_float32(way: str) -> None:
+    data = [tuple(t.float() for t in curve())]
+    single = fitted(lw.VaLLA(5, optimiser=way, steps=10), model=model().float(), data=data)
+    x = torch.linspace(-2, 2, 9)[:, None]
+    assert single.functions(x).cov.dtype == torch.float32
+    assert single.curvature.anchors.inputs.dtype == torch.float32
+    wide = fitted(lw.VaLLA(5, optimiser=way, steps=10), model=model().float().double(),
+                  data=[tuple(t.double() for t in data[0])])  # fmt: skip
+    allowed = {"none": 1e-3, "lbfgs": 0.05, "adam": 0.05}[way]  # rounding sends a search other ways
+    assert float(single.log_evidence()) == pytest.approx(float(wide.log_evidence()), rel=allowed)
+    predicted = fitted(lw.VaLLA(5, alpha=1.0, steps=5), model=model().float(), data=data).predict(x)
+    assert predicted.std.dtype == torch.float32
+    assert bool(torch.isfinite(predicted.std).all())
+
+
+METHODS = {
+    "none": lw.VaLLA(5, optimiser="none"), "lbfgs": lw.VaLLA(5, optimiser="lbfgs", steps=3),
+    "adam": lw.VaLLA(5, optimiser="adam", steps=3), "predicting": lw.VaLLA(5, alpha=1.0, steps=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_joint_beliefs_and_samples(method: str, generator: torch.Generator) -> None:
+    """Three outputs that hang together: blocks, and draws with the covariance itself."""
+    x, y = classes()
+    found = lw.fit(MLP.build(), [(x, y)], "classification", method=METHODS[method], prior=0.5)
+    new = x[:2]
+    joint, own = found.functions(new, joint=True), found.functions(new)
+    whole = joint.cov.reshape(6, 6)
+    assert_close(torch.stack([whole[:3, :3], whole[3:, 3:]]), own.cov)
+    assert float(torch.linalg.eigvalsh(whole).min()) > 0
+    gap = (found.function_samples(new, 3000, generator) - joint.mean).flatten(1)
+    assert_within(gap[:, :, None] * gap[:, None, :], whole)
+    probs = found.predict(new).probs
+    assert_close(probs.sum(1), torch.ones(2, dtype=D))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_files(method: str, tmp_path: Path) -> None:
+    x, y = classes()
+    found = lw.fit(MLP.build(), [(x, y)], "classification", method=METHODS[method])
+    found.save(tmp_path / "it")
+    again = lw.load(tmp_path / "it", MLP.build())
+    assert torch.equal(again.predict(x).probs, found.predict(x).probs)
+    assert torch.equal(again.functions(x, joint=True).cov, found.functions(x, joint=True).cov)
+    assert isinstance(again.curvature, AnchoredCurvature)
+    if method != "predicting":
+        assert_close(again.log_evidence(), found.log_evidence())
+        assert_close(again.with_prior(3.0).functions(x).cov, found.with_prior(3.0).functions(x).cov)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", [case.name for case in CASES if case.name not in ("weight_norm", "free_parameter")])
+def test_the_model_is_left_as_it_was(case: str, method: str) -> None:
+    """Its gradients too: the graph of a bound leads to the weights as well as to the points."""
+    chosen = BY_NAME[case]
+    if method == "predicting" and len(chosen.outputs) > 1:
+        return
+    network = chosen.build()
+
+    def run() -> None:
+        for prior in (0.8, None):
+            options: dict[str, Any] = {"method": replace(METHODS[method], steps=2), "prior": prior}
+            found = lw.fit(network, problems.batches(chosen), problems.likelihood(chosen), **options)
+        found.functions(chosen.batch(3, seed=1), joint=True)
+
+    problems.unchanged(network, run)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("method", METHODS)
+def test_surroundings_without_gradients(method: str, around: Any) -> None:
+    x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
+    expected = fitted(METHODS[method]).functions(x).cov
+    with around():
+        found = fitted(METHODS[method]).functions(x).cov
+    assert_close(found, expected)
+
+
+def test_progress_shows_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    for method in ("lbfgs", "adam"):
+        loud = fitted(METHODS[method], progress=True)
+        assert "inducing points" in capsys.readouterr().err
+        assert_close(loud.functions(curve()[0]).cov, fitted(METHODS[method], progress=False).functions(curve()[0]).cov)
+        assert capsys.readouterr().err == ""
+
+
+def test_the_methods_name() -> None:
+    x = curve()[0]
+    assert torch.equal(fitted("valla").functions(x).cov, fitted(lw.VaLLA()).functions(x).cov)
+
+
+# Refused.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_inducing": 0}, "num_inducing is 0; expected at least 1"),
+        ({"steps": 0}, "steps is 0; expected at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
+        ({"patience": 0}, "patience is 0; expected at least 1"),
+        ({"candidates": 0}, "candidates is 0; expected at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive number"),
+        ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive number"),
+        ({"alpha": -0.1}, "alpha is -0.1; expected a number between 0 and 1"),
+        ({"alpha": 1.5}, "alpha is 1.5; expected a number between 0 and 1"),
+        ({"start": "grid"}, "start is 'grid'; expected one of greedy, kmeans, random"),
+        ({"optimiser": "sgd"}, "optimiser is 'sgd'; expected one of lbfgs, adam, none"),
+        ({"alpha": 1.0, "optimiser": "lbfgs"}, 'collapsed bound belongs to alpha=0; use optimiser="adam"'),
+        ({"alpha": 0.5, "optimiser": "none"}, 'collapsed bound belongs to alpha=0; use optimiser="adam"'),
+        ({"validation": [1], "optimiser": "lbfgs"}, 'only optimiser="adam" looks at validation data'),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(lw.UnsupportedError, match=message):
+        lw.VaLLA(**settings)
+
+
+def test_energies_without_a_closed_form() -> None:
+    x, y = classes()
+    for likelihood, message in ((lw.Categorical(), "only Gaussian"), (lw.Categorical(link="mc"), "no slope")):
+        alpha = 0.5 if message == "only Gaussian" else 1.0
+        with pytest.raises(lw.UnsupportedError, match=message):
+            lw.fit(MLP.build(), [(x, y)], likelihood, method=lw.VaLLA(4, alpha=alpha))
+
+
+def test_tokens_have_no_predictive_to_learn_by() -> None:
+    case = BY_NAME["token_level"]
+    with pytest.raises(lw.UnsupportedError, match=r"not tokens \(B, T, C\); use alpha=0"):
+        lw.fit(case.build(), problems.batches(case), "classification", method=lw.VaLLA(4, alpha=1.0))
+
+
+def test_ignored_targets_have_none_either() -> None:
+    x, y = classes()
+    y = y.clone()
+    y[3] = -100
+    with pytest.raises(lw.DataError, match="some targets are ignored ones"):
+        lw.fit(MLP.build(), [(x, y)], "classification", method=lw.VaLLA(4, alpha=1.0))
+
+
+def test_what_was_learned_by_predicting_has_no_evidence() -> None:
+    found = fitted(METHODS["predicting"], lw.Gaussian(), None)
+    for ask in (found.log_evidence, found.tuned, lambda: found.tuned(lw.fixed_point), lambda: found.tuned(lw.grid())):
+        with pytest.raises(lw.UnsupportedError, match=r"has no evidence; compare it on held-out data, or fit VaLLA"):
+            ask()
+    picked = found.tuned(lw.grid([curve(10, 4)], (0.1, 1.0, 10.0)))
+    assert bool(torch.isfinite(picked.functions(curve()[0]).cov).all())
+    assert 0 <= found.effective_parameters().total <= 25
+
+
+def test_a_prior_that_needs_the_curvature_first() -> None:
+    with pytest.raises(lw.UnsupportedError, match=r"no curvature before its points; g_prior\(\) needs one"):
+        fitted(lw.VaLLA(4), prior=lw.g_prior())
+
+
+def test_an_objective_that_runs_away() -> None:
+    with pytest.raises(lw.NumericalError, match=r"VaLLA: the objective is \S+ at step \d+.* Lower learning_rate"):
+        fitted(lw.VaLLA(4, alpha=1.0, learning_rate=1e4, steps=50), lw.Gaussian(), None)
+
+
+def test_a_kernel_that_is_nought() -> None:
+    network = nn.Linear(2, 1, bias=False).double()
+    x, y = torch.zeros(3, 2, dtype=D), torch.zeros(3, 1, dtype=D)
+    with pytest.raises(lw.NumericalError, match="no output there depends on the weights"):
+        lw.fit(network, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.VaLLA(3), prior=1.0)
+
+
+def test_the_start_of_a_prior_is_where_half_of_what_can_be_decided_is() -> None:
+    problem = fitted(lw.MapOnly(), prior=None).problem
+    theta = problem.network.theta()
+    found = module.started(problem, exact().posterior.statistics)
+    assert float(found.values) == pytest.approx(0.5 * 25 / float(theta.square().sum()))
