@@ -63,6 +63,7 @@ Tuner = Callable[[Any], Any]
 
 
 @outside_autocast
+@torch.inference_mode(False)  # what is kept must be able to take part in a gradient later
 def fit(
     model: nn.Module,
     data: Iterable[Any],

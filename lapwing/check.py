@@ -9,13 +9,22 @@ import torch
 from torch import nn
 
 from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors
+from lapwing.core.errors import DataError
+from lapwing.methods.ella import ELLA
+from lapwing.methods.hfl import EXACT
+from lapwing.methods.kernel_space import KernelSpace
+from lapwing.methods.sampled import Sampled
+from lapwing.methods.valla import VaLLA
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.forward import batch_size
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
+from lapwing.posteriors.response import DENSE
 from lapwing.registry import weights_named
 
 FULL_LIMIT = 30_000
+BASIS = 320  # vectors in a typical Krylov basis
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Report:
     layers: tuple[Layer, ...]
     costs: tuple[Cost, ...]
     scale_free: tuple[ScaleFree, ...] = ()  # groups whose scale the network ignores
+    data: int = 0  # how many data the costs are for
 
     def __str__(self) -> str:
         width = max(len(layer.name) for layer in self.layers)
@@ -59,43 +69,45 @@ class Report:
         if self.scale_free:
             lines += ["", "weights whose scale the network ignores (see per_normalised_group):"]
             lines += [f"  {group}" for group in self.scale_free]
-        lines += ["", f"{'method':10s} {'stores':>10s} {'fit / epoch':>12s}"]
+        lines += ["", f"{'method':11s} {'stores':>10s} {'fit / epoch':>12s}"]
         for cost in self.costs:
             figures = (
                 f"{_bytes(cost.stored):>10s} {cost.fit_epochs:12.1f}" if cost.supported else f"{'-':>10s} {'-':>12s}"
             )
-            lines.append(f"{cost.method:10s} {figures}  {cost.note}".rstrip())
-        lines += ["", "Costs are counted in multiplications, for a batch of this size; times on a machine differ."]
+            lines.append(f"{cost.method:11s} {figures}  {cost.note}".rstrip())
+        lines += ["", f"Costs are counted in multiplications, for {self.data} data; times on a machine differ."]
         return "\n".join(lines)
 
 
-def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None) -> Report:
+def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None, *, data: int | None = None) -> Report:
     """What Lapwing makes of this model: refusals, layers, fallbacks, memory and time of each method.
 
-    ``batch`` is a batch of inputs, or ``(inputs, targets)``. Cost: a few forward passes and
-    a backward one.
+    ``batch`` is a batch of inputs, or ``(inputs, targets)``; ``data`` is how many there will be in the fit, as many as
+    in the batch where None. Cost: a few forward passes and a backward one.
 
     >>> print(check(nn.Linear(3, 2), torch.zeros(4, 3)).layers[0].handled)
     linear map, with its bias
     """
+    if data is not None and data < 1:
+        raise DataError(f"data is {data}; expected the number of training data, at least 1.")
     inputs = _inputs(model, batch)
     device = next(model.parameters()).device
     inputs = map_tensors(inputs, lambda t: t.to(device))
     network = Network.build(model, inputs, weights_named(weights))
     tangent = network.linearise(inputs)
     seed = torch.zeros_like(tangent.f).unsqueeze(0)
-    layers, counts = [], _Counts(torch.Size(network.output_shape).numel())
+    layers, counts = [], _Counts(network)
     for block, jacobian in tangent.jacobians(seed):
         positions = jacobian.positions if isinstance(jacobian, LinearJacobian) else 1
         if isinstance(jacobian, LookupJacobian):
             positions = max(1, len(jacobian.rows) // jacobian.batch)
         layers.append(Layer("+".join(block.names), block.size, positions, _handled(block, jacobian)))
         counts.add(block, positions)
-    size = network.selection.size
+    size, count = network.selection.size, batch_size(inputs) if data is None else data
     return Report(
         size, network.output_shape, str(network.dtype).removeprefix("torch."), tuple(layers),
-        counts.costs(size, 8 if network.dtype == torch.float64 else 4, network.selection.index is not None),
-        scale_free_groups(network, inputs),
+        counts.costs(size, 8 if network.dtype == torch.float64 else 4, network.selection.index is not None, count),
+        scale_free_groups(network, inputs), count,
     )  # fmt: skip
 
 
@@ -121,16 +133,19 @@ def _handled(block: Block, jacobian: BlockJacobian) -> str:
 class _Counts:
     """Multiplications for each sample."""
 
-    def __init__(self, outputs: int) -> None:
-        self._seeds = outputs
+    def __init__(self, network: Network) -> None:
+        self._network, self._seeds = network, torch.Size(network.output_shape).numel()
         self._forward = self._backward = self._gram = self._diagonal = self._corrected = 0
         self._factors = self._blocks = 0
+        self._kernel = self._held = 0  # for one entry of the tangent kernel; numbers kept of one output's gradient
 
     def add(self, block: Block, positions: int) -> None:
         if not block.linear:
             self._blocks += block.size**2 if block.size <= 1024 else block.size
             self._gram += self._seeds * (block.size**2 if block.size <= 1024 else block.size)
             self._diagonal += self._seeds * block.size
+            self._kernel += block.size
+            self._held += block.size
             return
         product = positions * block.size
         if self._forward:  # the first layer needs no gradient of its input
@@ -141,8 +156,11 @@ class _Counts:
         self._diagonal += block.size if positions == 1 else self._seeds * product
         self._corrected += positions * groups * (d_in**2 + self._seeds * d_out**2)
         self._factors += groups * (d_in**2 + d_out**2)
+        one = groups * (d_in + d_out) if positions == 1 else block.size  # layer factors, or the rows themselves
+        self._kernel += one
+        self._held += one
 
-    def costs(self, size: int, item: int, single: bool) -> tuple[Cost, ...]:
+    def costs(self, size: int, item: int, single: bool, data: int) -> tuple[Cost, ...]:
         epoch = max(1, 2 * self._forward + self._backward)
         seeded = self._forward + self._seeds * self._backward
         whole = size <= FULL_LIMIT
@@ -156,8 +174,62 @@ class _Counts:
             Cost("EKron", not single, item * (self._factors + size), ekron / epoch, none if single else "two passes"),
             Cost("Diagonal", True, item * size, (seeded + self._diagonal) / epoch),
             Cost("LowRank", True, 8 * 32 * size, 4 * basis * self._forward / epoch, "rank 32"),
+            self._kernel_space(size, data, epoch, seeded),
+            self._sampled(size, epoch, seeded),
+            self._ella(size, data, epoch, seeded),
+            self._valla(size, data, epoch, seeded),
+            self._hfl(size, epoch),
             Cost("MapOnly", True, 0, self._forward / epoch, "no error bars from the weights"),
         )  # fmt: skip
+
+    def _kernel_space(self, size: int, data: int, epoch: int, seeded: int) -> Cost:
+        """The kernel of all outputs of all data and its eigenvectors."""
+        rows, limit = data * self._seeds, KernelSpace().limit
+        work = seeded + self._seeds * (2 * rows * size + 9 * rows**2)
+        note = f"{rows} rows" if rows <= limit else f"{rows} rows, over {limit}: fewer data"
+        return Cost("KernelSpace", rows <= limit, 8 * min(rows, size) * size, work / epoch, note)
+
+    def _sampled(self, size: int, epoch: int, seeded: int) -> Cost:
+        count, basis = Sampled().num_samples, min(BASIS, size)
+        vectors = basis + 2 * count
+        work = seeded + 4 * vectors * self._forward
+        return Cost("Sampled", True, 8 * vectors * size, work / epoch, f"{count} samples, a basis of {basis}")
+
+    def _ella(self, size: int, data: int, epoch: int, seeded: int) -> Cost:
+        points = min(ELLA().num_landmarks, data * self._seeds)
+        rank = min(ELLA().rank, points, size)
+        once = self._placed(points) + 9 * points**3 + rank * points * self._held
+        work = once / data + seeded + 2 * rank * self._forward
+        return Cost("ELLA", True, 8 * rank * size, work / epoch, f"rank {rank}, {points} landmarks")
+
+    def _valla(self, size: int, data: int, epoch: int, seeded: int) -> Cost:
+        """Greedy points, learned on all data where they are few and else on batches; one pass at the end."""
+        method, rows = VaLLA(), data * self._seeds
+        points = min(method.num_inducing, rows)
+        pairs = self._seeds * points * self._kernel  # of one datum with the points
+        once = self._placed(min(max(method.candidates, points), rows))
+        note = f"{points} points"
+        if points < rows:
+            few = method._default(self._network, rows) == "lbfgs"
+            steps, batch = (300, data) if few else (500, min(method.batch_size, data))
+            again = points * (4 * epoch + 3 * points * self._kernel + points**2)  # the points and their kernel
+            once += steps * (batch * ((0 if few else seeded) + 3 * pairs) + again)
+            note += f", {steps} steps of {batch} data"
+        stored = 8 * (points * (self._held + points) + size)
+        return Cost("VaLLA", True, stored, (once / data + seeded + pairs) / epoch, note)
+
+    def _placed(self, points: int) -> int:
+        """Gradients of one output at each point, and their kernel."""
+        return points * (self._forward + self._backward) + points**2 * self._kernel
+
+    def _hfl(self, size: int, epoch: int) -> Cost:
+        """Two Newton steps and the Hessian at their end: two gradients for each product with it."""
+        if size > EXACT:
+            return Cost("HFL", True, 8 * size, self._forward / epoch, "by Adam, at every prediction")
+        dense = size <= DENSE
+        products = 3 * (size if dense else 100)
+        note = "at every prediction some tens of epochs for each output"
+        return Cost("HFL", True, 8 * size * (size + 1 if dense else 1), 2.0 * products, note)
 
 
 def _bytes(count: int) -> str:

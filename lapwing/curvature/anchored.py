@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs, take
+from lapwing.core.data import Inputs, check_finite, take
 from lapwing.core.errors import UnsupportedError
 from lapwing.curvature.kernel import prior_kernel
 from lapwing.curvature.low_rank import LowRankPrecision
@@ -42,6 +42,7 @@ class Anchors:
         found = []
         for rows in self.network.footprint.chunks(len(self), 1, self.network.dtype, self.network.device):
             tangent = self.network.linearise(take(self.inputs, batch_size(self.inputs), rows))
+            check_finite(tangent.own, "outputs of the network")
             found.append(tangent.jacobians(self._seeds(rows)).held().double().held())
         return tuple(found)
 

@@ -16,7 +16,7 @@ from lapwing.core.data import Batch, Data, Inputs, map_tensors, take
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import batch_size, plain_kernels, quiet, raw_output, shaped
-from lapwing.networks.network import Network
+from lapwing.networks.network import Network, scalar
 from lapwing.priors.gaussian import Prior
 
 BYTES = 256 * 2**20  # what the activations of one call may take
@@ -153,5 +153,5 @@ class Objective:
 
 def flat_gradient(objective: Objective, function: Callable[[Weights], Any], d: Tensor) -> Tensor:
     """The gradient of a scalar function of the weights, (P,), at one d."""
-    slope: Tensor = torch.func.grad(lambda row: function(objective.weights(row)))(d)
+    slope: Tensor = torch.func.grad(lambda row: scalar(function(objective.weights(row))))(d)
     return slope.detach()

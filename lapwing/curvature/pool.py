@@ -33,6 +33,9 @@ class Pool:
         inputs, targets, start = [], [], 0
         for batch in data.batches("choosing"):
             size = batch_size(batch.inputs)
+            if batch.targets.shape[:1] != (size,):
+                count = batch.targets.shape[0] if batch.targets.ndim else 1
+                raise DataError(f"{size} inputs with {count} targets; expected one target for each.")
             mine = chosen[(chosen >= start) & (chosen < start + size)] - start
             if len(mine):
                 rows = mine.to(batch.targets.device)

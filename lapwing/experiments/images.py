@@ -24,7 +24,7 @@ from lapwing.metrics import classification, ood
 from lapwing.predictives.softmax import SoftmaxPredictive
 
 NETWORKS = ("mlp", *(f"resnet{depth}" for depth in resnets.DEPTHS))
-PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-2, 13))
+PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-8, 13))
 Pair = tuple[Tensor, Tensor]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.core.errors import DataError
+from lapwing.core.random import derived
 from lapwing.curvature.anchored import Anchors
 from lapwing.curvature.kernel import prior_kernel
 from lapwing.curvature.pool import Pool
@@ -145,13 +146,14 @@ def run(settings: Inducing, report: Report = lambda line: None) -> Result:
     rows += _ours(task, settings)
     report(f"methods: {time.perf_counter() - begun:.0f} s")
     arrays = {**_bands(task, settings, published[settings.shown]), **_sensitivity(task, settings, report)}
-    rows += _other_networks(x, y, settings, report)
+    others, gammas = _other_networks(x, y, settings, report)
     notes = (
         f"precision {float(task.full.prior.values):.3g}, noise std {task.noise**0.5:.3g}, "
         f"γ {task.full.effective_parameters().total:.1f}, log evidence {task.evidence:.2f}",
+        *gammas,
     )
     seconds = {"total": time.perf_counter() - begun}
-    return Result("inducing", plain(settings), settings.seed, tuple(rows), seconds, arrays, notes)
+    return Result("inducing", plain(settings), settings.seed, (*rows, *others), seconds, arrays, notes)
 
 
 def read_toy(folder: Path) -> tuple[Tensor, Tensor]:
@@ -194,17 +196,18 @@ def _ours(task: _Task, settings: Inducing) -> list[Row]:
     return [*rows, Row("rbf kernel", task.scored(free, settings.seed), f"FMGP({count})")]
 
 
-def _other_networks(x: Tensor, y: Tensor, settings: Inducing, report: Report) -> list[Row]:
-    """The same table with other random weights and batches, and with a learning rate that ends at nought."""
+def _other_networks(x: Tensor, y: Tensor, settings: Inducing, report: Report) -> tuple[list[Row], list[str]]:
+    """The same data with other random weights and batches, and with a learning rate that ends at nought."""
     recipes = {f"seed {seed}": (settings.recipe, seed) for seed in _seeds(settings)}
     recipes["falling rate"] = (replace(settings.recipe, falling=True), settings.seed)
-    rows = []
+    rows, notes = [], []
     for name, (recipe, seed) in recipes.items():
         task = _Task.of(trained(x, y, 1, recipe, seed), x, y, settings.margin, settings.grid)
         for count in dict.fromkeys((settings.points, max(settings.sizes))):
             rows.append(Row(f"{name}, VaLLA({count})", task.scored(lw.VaLLA(count), settings.seed), "other networks"))
+        notes.append(f"{name}: γ {task.full.effective_parameters().total:.1f}")
         report(f"other networks: {name}")
-    return rows
+    return rows, notes
 
 
 def _seeds(settings: Inducing) -> list[int]:
@@ -305,11 +308,9 @@ def _bands(task: _Task, settings: Inducing, published: _State) -> dict[str, list
     """What the picture of the bands needs: for every method the standard deviation on the grid, and its points."""
     count, seed = settings.points, settings.seed
     ella, valla = task.fit(lw.ELLA(count, count), seed)[0], task.fit(lw.VaLLA(count), seed)[0]
-    pool = torch.Generator().manual_seed(seed)
-    drawn = Pool.drawn(Data((task.x, task.y), task.x.device), count, pool).inputs  # those that ELLA took
     found = {
         "exact": (task.exact, None),
-        f"Nyström, {count} landmarks": (task.variance(ella), drawn),
+        f"Nyström, {count} landmarks": (task.variance(ella), _landmarks(task, count, seed)),
         f"VaLLA as published, {settings.shown:,} iterations": (published.variance, published.points),
         f"VaLLA({count})": (task.variance(valla), valla.curvature.anchors.inputs),
     }
@@ -319,6 +320,13 @@ def _bands(task: _Task, settings: Inducing, published: _State) -> dict[str, list
         if points is not None:
             arrays[f"{name}/points"] = points
     return {name: array.detach().reshape(-1).tolist() for name, array in arrays.items()}
+
+
+def _landmarks(task: _Task, count: int, seed: int) -> Tensor:
+    """The inputs that ELLA draws with this seed, (M, 1); the posterior keeps directions only."""
+    generator = derived(torch.Generator().manual_seed(seed), torch.empty(0))
+    found: Tensor = Pool.drawn(Data((task.x, task.y), task.x.device), count, generator).inputs
+    return found
 
 
 def _sensitivity(task: _Task, settings: Inducing, report: Report) -> dict[str, list[float]]:

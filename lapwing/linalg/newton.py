@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ class Pushed:
     """d (K, P) with ∇U(d_k) = λ_k ∇g_k(d_k), up to the relative residual of each."""
 
     d: Tensor
-    residuals: Tensor  # |∇U - λ ∇g| / |λ ∇g|, (K,)
-    missing: Tensor  # what one more step would add to the response, relative to it, (K,)
+    residuals: Tensor  # |λ ∇g - ∇U| in the metric of H⁻¹, relative to the start, (K,)
+    missing: Tensor  # share of the response that one more step would add, (K,)
     steps: int
 
 
@@ -27,7 +28,8 @@ def pushed(
     """Minimise U - λ_k g_k for every row k, with steps H⁻¹ (λ ∇g - ∇U) and the Hessian H of the start.
 
     ``strength`` holds λ (K,), ``push`` gives ∇g_k at row k. For small pushes the error falls by a factor of about λ at
-    every step. Rows that stop improving are left as they are; their residual tells.
+    every step, in the metric of the Hessian, and so does the residual in that of its inverse. Rows that stop improving
+    are left as they are; their residual tells.
 
     >>> found = pushed(lambda d: 2 * d, torch.ones_like, lambda r: r / 2, torch.tensor([3.0]), torch.zeros(1, 1),
     ...                tolerance=1e-6)
@@ -36,21 +38,24 @@ def pushed(
     """
     weight, tiny = strength.unsqueeze(1), torch.finfo(start.dtype).tiny
     d = kept = start
+    ahead, whole = torch.zeros_like(start), torch.ones_like(strength)
     best = torch.full_like(strength, torch.inf)
     for step in range(max_steps + 1):
-        slopes = push(d)
-        gap = weight * slopes - gradient(d)
-        residuals = gap.norm(dim=1) / (weight * slopes).norm(dim=1).clamp_min(tiny)
-        better = residuals < best
-        kept, best = torch.where(better.unsqueeze(1), d, kept), torch.where(better, residuals, best)
+        gap = weight * push(d) - gradient(d)
+        lost = ~torch.isfinite(gap).all(1)  # a step went so far that something overflows
+        more = solve(gap.masked_fill(lost.unsqueeze(1), 0))
+        sizes = (gap * more).sum(1).clamp_min(0).sqrt().masked_fill(lost, torch.inf)
+        whole = whole if step else sizes.clamp_min(tiny)
+        better = sizes / whole < best
+        best = torch.where(better, sizes / whole, best)
+        kept, ahead = (torch.where(better.unsqueeze(1), new, old) for new, old in ((d, kept), (more, ahead)))
         going = better & (best > tolerance)
         if not bool(going.any()) or step == max_steps:
             break
-        d = torch.where(going.unsqueeze(1), d + solve(gap), kept)
+        d = torch.where(going.unsqueeze(1), d + more, kept)
     slopes = push(kept)
-    more = solve(weight * slopes - gradient(kept))
-    missing = (slopes * more).sum(1).abs() / (slopes * (kept - start)).sum(1).abs().clamp_min(tiny)
-    return Pushed(kept, best, missing, step)
+    rest, moved = (slopes * ahead).sum(1).abs(), (slopes * (kept - start)).sum(1).abs()
+    return Pushed(kept, best, rest / (moved + rest).clamp_min(tiny), step)
 
 
 def newton(
@@ -59,11 +64,14 @@ def newton(
     """The minimum of U from ``start`` (P,), by full Newton steps: the point and the decrements gᵀH⁻¹g on the way.
 
     ``solve(d, r)`` applies the inverse Hessian at d to r (1, P). Half the decrement is how far U still falls; the
-    search ends below ``tolerance``, or where a step no longer helps.
+    search ends below ``tolerance``, or where a step no longer helps; with an infinite one where U overflows.
     """
     d, decrements = start, []
     for _ in range(max_steps):
         slope = gradient(d.unsqueeze(0))
+        if not bool(torch.isfinite(slope).all()):
+            decrements.append(math.inf)
+            break
         step = solve(d, slope)
         decrements.append(float((slope * step).sum()))
         if decrements[-1] <= tolerance or (len(decrements) > 1 and decrements[-1] > 4 * decrements[-2]):

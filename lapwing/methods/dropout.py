@@ -17,8 +17,9 @@ from lapwing.posteriors.problem import Problem
 class MCDropout:
     """The spread of ``samples`` forward passes under random dropout masks, each with the seed ``seed + k``.
 
-    For networks trained with ``nn.Dropout`` (one by ``F.dropout`` inside ``forward`` is not seen). The mean is that of
-    the passes; the noise of a regression is the residual of the network without dropout. The model is not changed.
+    For networks trained with ``nn.Dropout`` or with the dropout of PyTorch's attention and recurrent layers (one by
+    ``F.dropout`` inside ``forward`` is not seen). The mean is that of the passes; the noise of a regression is the
+    residual of the network without dropout. The model is not changed.
 
     Cost: nothing to fit; a prediction takes ``samples`` forward passes.
     """

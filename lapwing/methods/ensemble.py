@@ -80,10 +80,6 @@ def of_mean(problem: Problem, members: Networks, data: Data) -> Statistics:
     likelihood, loss, count = problem.likelihood, 0.0, 0
     for batch in data.batches("loss"):
         each = members(batch.inputs).double()
-        if each.shape[2:] != problem.network.output_shape:
-            raise ModelError(
-                f"a member gives outputs of the shape {tuple(each.shape[2:])}; expected {problem.network.output_shape}."
-            )
         check_finite(each, "outputs of a member")
         f = each.mean(0)
         y = likelihood.targets(f, batch.targets)

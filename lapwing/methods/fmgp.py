@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
+from lapwing.core.data import Data, check_finite
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
-from lapwing.core.random import uniform
+from lapwing.core.random import derived, uniform
 from lapwing.curvature.placing import classes
 from lapwing.curvature.sweep import Statistics, counted, residual_noise
 from lapwing.likelihoods.energies import energy, refuse_energy
@@ -65,7 +65,8 @@ class FMGP:
         network = problem.network
         if len(network.output_shape) > 1:
             raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C); use Kron().")
-        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        given = generator if generator is not None else torch.Generator().manual_seed(0)
+        generator = derived(given, torch.empty(0))  # data made with the same seed would hang together with the draws
         first = next(iter(data.batches("first batch"))).inputs
         discrete = hasattr(problem.likelihood, "link") or network.output_shape[-1] > 1
         kind = self.kernel or ("features" if discrete else "rbf")
@@ -111,6 +112,7 @@ class Table:
         seen, outputs, targets, loss, count = [], [], [], 0.0, 0
         for batch in data.batches("features"):
             u, f = sight(batch.inputs)
+            check_finite(f, "outputs of the network")
             y = likelihood.targets(f, batch.targets)
             y = y.double() if y.is_floating_point() else y
             loss += float(likelihood.loss(f, y).sum())
@@ -119,8 +121,6 @@ class Table:
             outputs.append(f)
             targets.append(y)
         found = cls(torch.cat(seen), torch.cat(outputs), torch.cat(targets))
-        if not bool(torch.isfinite(found.f).all()):
-            raise NumericalError("the outputs of the network are not finite; check the data and the network.")
         return found, Statistics(loss, counted(count), found.f.shape[-1])
 
     def rows(self, index: Tensor) -> Table:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, minibatches
+from lapwing.core.data import Data, Inputs, map_tensors, minibatches
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
@@ -41,9 +42,10 @@ class HFL:
     The weights must be at a minimum of the loss under this prior (``drift``: how many posterior standard deviations
     they may be away from it). "linearised": the same for the tangent model, one block solve without ``lam``; equals
     ``Full``.
-    "pretrained": one push of the average prediction over ``evaluation`` inputs (the training inputs where None), then
-    scores anywhere for one more forward pass. Those are no variances (see ``variant`` in ``PushedWeights``);
-    ``calibration`` data fit their scale, and ``variant="random"`` with ``pushes`` random pushes estimates variances.
+    "pretrained": one push of the average prediction over ``evaluation`` (inputs, or a list of batches of them; the
+    training inputs where None), then scores anywhere for one more forward pass. Those are no variances (see
+    ``variant`` in ``PushedWeights``); ``calibration`` data fit their scale, and ``variant="random"`` with ``pushes``
+    random pushes estimates variances.
 
     ``solver``: "newton" with all data (a Hessian up to 2,048 weights, block CG above), or "adam" with ``steps`` steps
     on batches, pushes and an unpushed twin side by side on the same batches. Works in float64 up to a million weights.
@@ -173,21 +175,26 @@ class HFL:
         return found.settled(tolerance)
 
     def _strength(self, responder: Any, push: Push, count: int) -> float:
-        """One λ for all: it moves the pushed average by a hundredth of its standard deviation."""
+        """One λ for all: it moves the pushed average by a small part of its standard deviation.
+
+        A score is a difference to one side, off by a share that falls with λ; single precision leaves a hundredth.
+        """
         objective = responder.objective
+        share = 0.01
         start = torch.zeros(count, objective.size).to(objective.centre)
         slopes = push(start)
         spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1).max()  # under the prior, at most
         if isinstance(responder, Responder):
             spread = (slopes * responder.hessian.solve(slopes)).sum(1).max().double()
-        return float(0.01 / spread.sqrt().clamp_min(1e-30))
+            share = 1e-4 if objective.dtype == objective.network.dtype == torch.float64 else share
+        return float(share / spread.sqrt().clamp_min(1e-30))
 
     def _evaluation(self, problem: Problem, data: Data) -> list[Inputs]:
         if self.evaluation is None:
             return [batch.inputs for batch in data.batches("evaluation")]
-        if isinstance(self.evaluation, Tensor):
-            return [self.evaluation.to(problem.network.device)]
-        return list(self.evaluation)
+        one = isinstance(self.evaluation, Tensor | Mapping | tuple)
+        parts = [self.evaluation] if one else list(self.evaluation)
+        return [map_tensors(part, lambda t: t.to(problem.network.device)) for part in parts]
 
 
 def settled(objective: Objective) -> tuple[Tensor, list[float]]:
@@ -275,7 +282,7 @@ class FineTuner:
         if strength is None:
             slopes = push(start)
             spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1)
-            lam = (0.1 / spread.sqrt()).to(start)
+            lam = (0.1 / torch.where(spread > 0, spread, 1.0).sqrt()).to(start)
         else:
             lam = torch.full((count,), strength).to(start)
         d = torch.zeros(2 * count + 1, objective.size).to(start)

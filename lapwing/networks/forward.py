@@ -167,12 +167,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """Whether the module itself, apart from its parts, drops something in training mode."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and float(module.dropout) > 0
+
+
 def refuse_training_mode(model: nn.Module) -> None:
     """Batch statistics and dropout make outputs random or mix samples."""
     for name, module in model.named_modules():
-        random = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        random = random or (isinstance(module, nn.MultiheadAttention | nn.RNNBase) and float(module.dropout) > 0)
-        if module.training and (random or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+        if module.training and (has_dropout(module) or isinstance(module, nn.modules.batchnorm._BatchNorm)):
             raise ModelError(
                 f"{name or 'the model'} ({type(module).__name__}) is in training mode; expected evaluation mode. "
                 "Call model.eval() first."

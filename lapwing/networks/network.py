@@ -235,10 +235,13 @@ class Network:
         tensors = dict(self.model.named_parameters())
         with torch.enable_grad():
             leaves = {name: tensors[name].detach().to(self.dtype).requires_grad_() for name in self.selection.names}
-            value = function(leaves)
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                raise ModelError(f"the function of the weights gives {value!r:.80}; expected a tensor of one number.")
-            grads = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+            value = scalar(function(leaves))
+            if not value.requires_grad:
+                raise ModelError(
+                    "the function of the weights does not depend on them; expected one of the selected weights, "
+                    f"{', '.join(self.selection.names):.200}, without detach() or item()."
+                )
+            grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
         return self.selection.picked(torch.cat([grad.reshape(-1) for grad in grads]))
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -303,6 +306,14 @@ class Network:
                 return found
             self._seen[key] = [found[node] for node in nodes]
         return dict(zip(nodes, self._seen[key], strict=True))
+
+
+def scalar(value: Any) -> Tensor:
+    """What a function of the weights gave, (); refused where it is more than a number."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+        raise ModelError(f"the function of the weights gives {shape}; expected a tensor of one number.")
+    return value.sum()
 
 
 def _split(rows: slice, most: int | None) -> Iterator[slice]:

@@ -105,6 +105,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         kind["error"] = logdet.error
     if isinstance(posterior, PushedWeights):
         kind = {"name": "pushed weights", "variant": posterior.variant, "scale": posterior.scale}
+        kind["findings"] = posterior.findings
         tensors["pushed.moved"], tensors["pushed.strength"] = posterior.moved, posterior.strength
     if isinstance(posterior, MembersPosterior):
         assert isinstance(posterior.members, Masks)
@@ -253,7 +254,10 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     if meta["curvature"]["name"] == "pushed weights":
         kind = meta["curvature"]
         moved_weights, strength = tensors["pushed.moved"].to(theta), tensors["pushed.strength"].to(theta)
-        pushed = PushedWeights(problem, moved_weights, strength, kind["variant"], statistics, theta, kind["scale"])
+        found = tuple(kind.get("findings", ()))
+        pushed = PushedWeights(
+            problem, moved_weights, strength, kind["variant"], statistics, theta, kind["scale"], found
+        )
         return pushed, current
     if meta["curvature"]["name"] == "function space":
         return _function_space(meta["curvature"], tensors, problem, statistics, theta), current
@@ -323,7 +327,10 @@ def _curvature(kind: dict[str, Any], parts: dict[str, Tensor], network: Network)
     if name == "SubspaceCurvature":
         return SubspaceCurvature(parts["directions"], parts["gram"], selection)
     if name == "AnchoredCurvature":
-        anchors = Anchors(network, parts["inputs"], parts["outputs"])
+        inputs = parts["inputs"]
+        if inputs.is_floating_point():  # as the model takes them, which may be narrower or wider than it was
+            inputs = inputs.to(next(network.model.parameters()).dtype)
+        anchors = Anchors(network, inputs, parts["outputs"])
         return AnchoredCurvature(anchors, parts["mix"], parts.get("own"))
     raise FileError(f"the file holds the curvature {name!r}, which this version does not have.")
 

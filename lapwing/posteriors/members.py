@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Inputs
-from lapwing.core.errors import UnsupportedError
+from lapwing.core.errors import ModelError, UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.curvature.sweep import Statistics
-from lapwing.networks.forward import needs_plain_kernels, plain_kernels, raw_output, shaped
+from lapwing.networks.forward import has_dropout, needs_plain_kernels, plain_kernels, raw_output, shaped
 from lapwing.posteriors.problem import Problem
 
 
@@ -41,6 +41,11 @@ class Networks:
         for model in self.models:
             with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
                 found.append(shaped(raw_output(model, x)))
+            if found[-1].shape != found[0].shape:
+                raise ModelError(
+                    f"member {len(found) - 1} gives outputs of the shape {tuple(found[-1].shape)}; expected "
+                    f"{tuple(found[0].shape)}, that of the first."
+                )
         return torch.stack(found)
 
 
@@ -55,14 +60,15 @@ class Masks:
     @classmethod
     def of(cls, model: nn.Module, count: int, seed: int) -> Masks:
         copied = copy.deepcopy(model).eval()
-        found = [m for m in copied.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+        found = [module for module in copied.modules() if has_dropout(module)]
         if not found:
             raise UnsupportedError(
                 "the model has no dropout layer with a probability above nought; expected nn.Dropout or one of its "
                 "kin. Use another method, or train the network with dropout."
             )
-        for module in found:
-            module.train()
+        # In evaluation mode a fused kernel runs the whole layer, whatever the mode of its parts.
+        for module in (*found, *(m for m in copied.modules() if isinstance(m, nn.TransformerEncoderLayer))):
+            module.training = True
         return cls(copied, count, seed)
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.cholesky import not_definite
 from lapwing.linalg.newton import Pushed, pushed
 from lapwing.networks.forward import batch_size
+from lapwing.networks.network import scalar
 from lapwing.posteriors.problem import Problem
 
 DENSE = 2048  # weights up to which the Hessian is formed
@@ -72,12 +74,13 @@ class Response:
         if not bool(bad.any()):
             return self
         worst = int(rest.nan_to_num(torch.inf).argmax())
+        residual = float(self.residuals[worst])
+        known = "" if math.isnan(residual) else f" (relative residual {residual:.2g})"
         raise NumericalError(
             f"HFL: {int(bad.sum())} of {len(bad)} responses are not finished; the worst (push {worst}, strength "
             f"{float(self.strength[worst]):.3g}) is off by about {float(rest[worst]):.2g} of its value after "
-            f"{self.steps} steps (relative residual {float(self.residuals[worst]):.2g}); expected {tolerance:g}. The "
-            "push leaves the basin of the minimum, or steps ran out: give a smaller lam, more steps, or use "
-            "HFL(mode='linearised')."
+            f"{self.steps} steps{known}; expected {tolerance:g}. The push leaves the basin of the minimum, or steps "
+            "ran out: give a smaller lam, more steps, or use HFL(mode='linearised')."
         )
 
 
@@ -103,11 +106,13 @@ class Responder:
         start = torch.zeros(count, self.objective.size).to(self.objective.centre)
         slopes = push(start)
         first = (slopes * self.hessian.solve(slopes)).sum(1)  # the variance to first order
-        if bool((first <= 0).any()):
+        moved = slopes.any(1)  # what no weight moves has no variance, and any push will do
+        if bool((first <= 0)[moved].any()):
             raise NumericalError(
                 f"HFL: a variance came out as {float(first.min()):.3g}; expected above nought. The network is at no "
                 "minimum of its regularised loss: train it further with this prior, or use HFL(mode='linearised')."
             )
+        first = torch.where(moved, first, first.max() if bool(moved.any()) else 1.0)
         if strength is not None:
             self._refuse_strength(strength, first, read(start[:1]))
             lam = torch.full_like(first, strength)
@@ -218,8 +223,9 @@ class ResponsePosterior:
     def respond_to(self, function: Callable[[Weights], Tensor]) -> Response:
         """The response of a scalar function of the weights to a push of it."""
         objective = self.responder.objective
+        self.problem.network.slope(function)  # refuses what is no function of the weights
         push = lambda d: torch.stack([flat_gradient(objective, function, row) for row in d])
-        read = lambda d: torch.stack([torch.as_tensor(function(objective.weights(row))).reshape(1) for row in d])
+        read = lambda d: torch.stack([scalar(function(objective.weights(row))).reshape(1) for row in d])
         return self.responder.respond(push, read, 1, self.strength)
 
 

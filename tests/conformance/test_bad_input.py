@@ -19,7 +19,8 @@ from tests.tolerances import assert_close
 D = torch.float64
 METHODS: dict[str, Any] = {
     "full": lw.Full(), "diagonal": lw.Diagonal(), "kron": lw.Kron(), "ekron": lw.EKron(),
-    "low_rank": lw.LowRank(rank=3), "map_only": lw.MapOnly(),
+    "low_rank": lw.LowRank(rank=3), "map_only": lw.MapOnly(), "ella": lw.ELLA(num_landmarks=6, rank=3),
+    "valla": lw.VaLLA(num_inducing=3, steps=2), "fmgp": lw.FMGP(num_inducing=3, steps=2),
 }  # fmt: skip
 X = torch.randn(7, 4, dtype=D, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (7,), generator=torch.Generator().manual_seed(2))

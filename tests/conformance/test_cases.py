@@ -99,7 +99,11 @@ def test_low_rank_at_the_rank_of_the_ggn(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "attention", "squeezed"])
-@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.Kron(), lw.EKron(), lw.LowRank(rank=12)])
+@pytest.mark.parametrize(
+    "method",
+    [lw.Full(), lw.Diagonal(), lw.Kron(), lw.EKron(), lw.LowRank(rank=12), lw.ELLA(400, 12, True), lw.VaLLA(400)],
+    ids=lambda method: type(method).__name__,
+)
 def test_float32_agrees_with_float64(name: str, method: object) -> None:
     case = BY_NAME[name]
     model = case.build(torch.float32)
@@ -118,7 +122,12 @@ def test_float32_agrees_with_float64(name: str, method: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "lstm"])
-@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.Kron(), lw.EKron(), lw.LowRank(rank=6), lw.MapOnly()])
+@pytest.mark.parametrize(
+    "method",
+    [lw.Full(), lw.Diagonal(), lw.Kron(), lw.EKron(), lw.LowRank(rank=6), lw.MapOnly(), lw.ELLA(400, 6, True),
+     lw.VaLLA(400)],
+    ids=lambda method: type(method).__name__,
+)  # fmt: skip
 def test_bfloat16_runs_and_is_near(name: str, method: object) -> None:
     case = BY_NAME[name]
     model = case.build(torch.bfloat16)

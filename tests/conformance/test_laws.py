@@ -23,6 +23,8 @@ METHODS: dict[str, Any] = {
     "kron_reduce": lw.Kron(sharing="reduce"),
     "ekron": lw.EKron(),
     "low_rank": lw.LowRank(rank=400),
+    "ella": lw.ELLA(num_landmarks=400, rank=400),
+    "valla": lw.VaLLA(num_inducing=400),
 }
 SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed", "norms"]
 

@@ -1,8 +1,8 @@
 """Every method is exact Bayesian linear regression where it must be.
 
-One linear layer with Gaussian noise: the tangent model is the model. Full, Kron, EKron and LowRank at full rank must
-give the textbook posterior for any inputs, Diagonal for inputs with orthogonal columns. The same for the last layer of
-a network, whose features are the hidden activations.
+One linear layer with Gaussian noise: the tangent model is the model. Full, Kron, EKron, LowRank at full rank, and
+subspaces and inducing points of all data must give the textbook posterior for any inputs, Diagonal for inputs with
+orthogonal columns. The same for the last layer of a network, whose features are the hidden activations.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ METHODS: dict[str, Any] = {
     "ekron_reduce": lw.EKron(sharing="reduce"),
     "low_rank": lw.LowRank(rank=P),
     "diagonal": lw.Diagonal(),
+    "ella": lw.ELLA(num_landmarks=N * OUTPUTS, rank=P),
+    "ella_residual": lw.ELLA(num_landmarks=N * OUTPUTS, rank=P, residual=True),
+    "valla": lw.VaLLA(num_inducing=N * OUTPUTS),
 }
 
 

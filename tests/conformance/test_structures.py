@@ -1,4 +1,4 @@
-"""Kron, EKron and LowRank against the dense matrices they stand for, on every named network."""
+"""Kron, EKron, LowRank and inducing points against the dense matrices they stand for, on every named network."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ METHODS: dict[str, Any] = {
     "ekron_reduce": lw.EKron(sharing="reduce"),
     "kron_no_full_blocks": lw.Kron(full_limit=0),
     "low_rank": lw.LowRank(rank=5),
+    "ella_residual": lw.ELLA(num_landmarks=400, rank=5, residual=True),
+    "valla": lw.VaLLA(num_inducing=400),
 }
 
 
@@ -34,6 +36,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def own_matrix(posterior: lw.Fitted) -> Tensor:
     curvature = posterior.curvature
+    if hasattr(curvature, "anchors"):
+        rows = curvature.anchors.combined(curvature.mix.T)
+        return rows.T @ rows
     if hasattr(curvature, "vectors"):
         return curvature.vectors.T @ torch.diag(curvature.values) @ curvature.vectors
     return assembled(curvature)
@@ -82,9 +87,10 @@ def test_nothing_that_is_kept_holds_a_graph(case: Case, method: str) -> None:
     """A curvature that requires a gradient would keep the activations of every batch alive."""
     chosen = METHODS.get(method, lw.Full())
     posterior = lw.fit(case.build(), problems.batches(case), problems.likelihood(case), method=chosen)
-    inputs = case.batch(2)
+    inputs, curvature = case.batch(2), posterior.curvature
+    own = {"mix": curvature.mix, "own": curvature.own} if hasattr(curvature, "anchors") else curvature.tensors()
     kept = {
-        **posterior.curvature.tensors(), "theta": posterior.posterior.theta, "prior": posterior.prior.values,
+        **own, "theta": posterior.posterior.theta, "prior": posterior.prior.values,
         "noise": posterior.likelihood.dispersion, "mean": posterior.functions(inputs).mean,
         "cov": posterior.functions(inputs).cov, "joint": posterior.functions(inputs, joint=True).cov,
         "functions": posterior.function_samples(inputs, 2), "weights": posterior.weight_samples(2),

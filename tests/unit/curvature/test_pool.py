@@ -62,7 +62,9 @@ def test_nested_inputs() -> None:
 
 @pytest.mark.parametrize("parts", [[X, torch.randn(2, 4)], [(X, Y), (X, torch.zeros(2, 3))]])
 def test_inputs_of_different_shapes_are_refused(parts: list[Any]) -> None:
-    with pytest.raises(lw.DataError, match="different shapes .* cannot be put into one batch .* Pad all batches alike"):
+    with pytest.raises(
+        lw.DataError, match=r"different shapes .* cannot be put into one batch .* Pad all batches alike"
+    ):
         joined(parts)
 
 

@@ -76,7 +76,7 @@ def test_the_covariance_is_the_inverse_within_the_span(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PRIORS)
 def test_never_above_the_exact_covariance(kind: str) -> None:
-    prior, (_, ggn), d = bound(kind), data(), directions()
+    prior, (_, ggn) = bound(kind), data()
     exact = torch.linalg.inv(ggn / PHI + torch.diag(prior.vector))
     draws = curvature().precision(torch.tensor(PHI, dtype=D), prior).sample(torch.eye(P, dtype=D))
     gap = torch.linalg.eigvalsh(exact - draws.T @ draws)

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 import lapwing as lw
 from lapwing.cli import main
 from lapwing.curvature.anchored import Anchors
+from lapwing.curvature.kernel import prior_kernel
 from lapwing.experiments import inducing
 from lapwing.experiments.result import Result
 from lapwing.experiments.training import trained
@@ -124,6 +125,20 @@ def test_arrays_hold_the_bands_and_every_draw(result: Result) -> None:
     for size in (2, 6):
         assert len(result.arrays[f"learned/random/{size}"]) == 2
     assert max(result.arrays["learned/greedy/6"]) < min(result.arrays["learned/greedy/2"])
+
+
+def test_the_landmarks_drawn_are_those_of_ella(task: inducing._Task) -> None:
+    """Only there do its directions hold all of the prior variance."""
+    fitted, _ = task.fit(lw.ELLA(3, 3), seed=5)
+    found = inducing._landmarks(task, 3, seed=5)
+    every = torch.cat([found, task.x])
+    jacobian = fitted.network.linearise(every).jacobians()
+    directions = fitted.curvature.directions
+    whole = prior_kernel(jacobian, fitted.prior).diagonal()
+    held = jacobian.jvp(directions)[:, :, 0].square().sum(0)
+    missing = 1 - held / whole
+    assert float(missing[:3].abs().max()) < 1e-12
+    assert int((missing[3:].abs() < 1e-12).sum()) == 3
 
 
 def test_equal_seeds_give_equal_numbers_and_others_do_not(settings: inducing.Inducing) -> None:

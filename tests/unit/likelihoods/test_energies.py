@@ -180,6 +180,6 @@ def test_draws_have_no_slope() -> None:
 )
 def test_ignored_targets_have_no_predictive(likelihood: Any, y: Tensor) -> None:
     mean, cov = belief(3)
-    with pytest.raises(lw.DataError, match="some targets are ignored ones.*leave those data out"):
+    with pytest.raises(lw.DataError, match=r"some targets are ignored ones.*leave those data out"):
         energy(likelihood, 1.0, mean, cov, y)
     assert float(energy(likelihood, 0.0, mean, cov, y)[1]) == 0

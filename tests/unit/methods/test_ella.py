@@ -161,7 +161,9 @@ def test_effective_parameters_are_those_of_the_subspace() -> None:
     effective = found.effective_parameters()
     assert effective.total == pytest.approx(float(each.sum()), rel=1e-10)
     assert effective.total < 4
-    assert list(effective.layers.values()) == pytest.approx([float(p.sum()) for p in each.split([30, 35, 18])], rel=1e-9)
+    assert list(effective.layers.values()) == pytest.approx(
+        [float(p.sum()) for p in each.split([30, 35, 18])], rel=1e-9
+    )
     assert_close(effective.by_precision, torch.stack([p.sum() for p in each.split([30, 35, 18])]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,15 @@ def test_learning_raises_the_bound(count: int, start: str) -> None:
 def test_both_ways_of_learning_reach_the_same_bound(count: int) -> None:
     """All data at once with L-BFGS, and batches with Adam."""
     one = fitted(lw.VaLLA(count, optimiser="lbfgs"))
-    other = fitted(lw.VaLLA(count, optimiser="adam", steps=120, learning_rate=0.05))
+    other = fitted(lw.VaLLA(count, optimiser="adam", steps=80, learning_rate=0.05))
     assert float(other.log_evidence()) == pytest.approx(float(one.log_evidence()), rel=1e-3)
-    few = fitted(lw.VaLLA(count, optimiser="adam", steps=120, learning_rate=0.05, batch_size=10))
+    few = fitted(lw.VaLLA(count, optimiser="adam", steps=80, learning_rate=0.05, batch_size=10))
     start = float(fitted(lw.VaLLA(count, optimiser="none")).log_evidence())
     assert float(few.log_evidence()) > 0.5 * (start + float(one.log_evidence()))
 
 
 def test_enough_learned_points_are_as_good_as_all_data() -> None:
-    found, x = fitted(lw.VaLLA(12)), torch.linspace(-4, 4, 30, dtype=D)[:, None]
+    found, x = fitted(lw.VaLLA(15)), torch.linspace(-4, 4, 30, dtype=D)[:, None]
     assert float(found.log_evidence()) == pytest.approx(float(exact().log_evidence()), abs=1e-3)
     assert_close(found.functions(x).variance, exact().functions(x).variance, 0.2)
 
@@ -242,11 +243,8 @@ def test_the_prior_is_learned_where_none_is_given(way: str) -> None:
     assert around[1] > max(around[0], around[2])
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-@pytest.mark.parametrize("way", ["lbfgs", "adam", "none"])
+@pytest.mark.parametrize(("way", "alpha"), [("lbfgs", 0.0), ("adam", 0.0), ("none", 0.0), ("adam", 1.0)])
 def test_a_given_prior_stays_as_it_was_given(way: str, alpha: float) -> None:
-    if alpha and way != "adam":
-        return
     prior = lw.per_layer(torch.tensor([0.3, 0.7], dtype=D))
     found = fitted(lw.VaLLA(4, alpha=alpha, optimiser=way, steps=5), lw.Gaussian(), prior)
     assert found.prior.values.tolist() == [0.3, 0.7]
@@ -274,11 +272,14 @@ def test_a_given_noise_stays_as_it_was_given(alpha: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "likelihood", [lw.Categorical(), lw.Categorical(link="bridge"), lw.Bernoulli(), lw.Poisson()], ids=str
+    "likelihood",
+    [lw.Categorical(), lw.Categorical(link="bridge"), lw.Bernoulli(), lw.Poisson()],
+    ids=["classes", "bridge", "labels", "counts"],
 )
 def test_predicting_classes_and_counts(likelihood: Any) -> None:
     x, y = classes()
-    targets = y if isinstance(likelihood, lw.Categorical) else (x[:, :3] > 0).long()
+    other = (5 * x[:, :3].abs()).long() if isinstance(likelihood, lw.Poisson) else (x[:, :3] > 0).long()
+    targets = y if isinstance(likelihood, lw.Categorical) else other
     found = lw.fit(MLP.build(), [(x, targets)], likelihood, method=lw.VaLLA(9, alpha=1.0, steps=40))
     plain = lw.fit(MLP.build(), [(x, targets)], likelihood, method=lw.MapOnly())
     assert float(found.predict(x).log_prob(targets).mean()) > float(plain.predict(x).log_prob(targets).mean())
@@ -300,28 +301,31 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return looks
 
 
-def misleading() -> tuple[list[Any], list[Any]]:
-    """Training data far from the network's outputs, validation data at them: what is learned is ever worse."""
+def misleading(gap: float) -> tuple[list[Any], list[Any]]:
+    """Training data at the network's outputs, validation data further off than what is learned allows for."""
     x, _ = curve()
     with torch.no_grad():
         f = model()(x)
-    far = f + 2 * torch.randn(f.shape, dtype=D, generator=torch.Generator().manual_seed(3)).sign()
-    return [(x, far)], [(x[::2], f[::2])]
+    near = f + 0.01 * torch.randn(f.shape, dtype=D, generator=torch.Generator().manual_seed(3))
+    return [(x, near)], [(x[::2], f[::2] + gap)]
 
 
-def test_the_best_state_is_kept_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gap", "best"), [(1.0, 0), (0.35, 5)], ids=["the first", "one on the way"])
+def test_the_best_state_is_kept_and_not_the_last(gap: float, best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variances shrink step by step, and with them the density of data that are further off."""
     looks = scored(monkeypatch)
-    data, held = misleading()
+    data, held = misleading(gap)
     method = lw.VaLLA(5, alpha=1.0, steps=60, learning_rate=0.05, validation=held, patience=4)
     found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
     assert found.trace is not None
-    assert looks.index(max(looks)) == len(looks) - 5  # four looks without a better one ended it
-    assert looks[-1] < max(looks) - 0.1
+    assert looks.index(max(looks)) == best
+    assert len(looks) == best + 5  # four looks without a better one ended it
     assert len(found.trace.steps) == 3 * len(looks) < 60
     score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
-    assert score == pytest.approx(max(looks), abs=1e-4)
+    assert score == pytest.approx(max(looks), abs=1e-5)
+    assert looks[-1] < score - 1e-3
     without = fitted(replace(method, validation=None), lw.Gaussian(noise_std=0.3), None, data=data)
-    assert float(without.predict(held[0][0]).log_prob(held[0][1]).mean()) < score
+    assert float(without.predict(held[0][0]).log_prob(held[0][1]).mean()) < looks[-1]
 
 
 def test_validation_data_that_approve_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +377,9 @@ def test_their_prior_is_learned_all_the_same(alpha: float) -> None:
 
 def test_a_network_without_rules_keeps_its_points_if_asked() -> None:
     case = BY_NAME["weight_norm"]
-    fit = lambda o: lw.fit(case.build(), problems.batches(case), "classification", prior=0.8, method=lw.VaLLA(4, optimiser=o))
+    fit = lambda o: lw.fit(
+        case.build(), problems.batches(case), "classification", prior=0.8, method=lw.VaLLA(4, optimiser=o)
+    )
     for way in ("lbfgs", "adam"):
         with pytest.raises(lw.ModelError, match=r"has no rule .* Keep the inputs where they are"):
             fit(way)
@@ -427,7 +433,7 @@ def rows_run(count: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> list[
         patch.setattr(Stochastic, "step", noted)
         data = problems.split(*curve(count), (count // batches,) * batches)
         fitted(lw.VaLLA(5, optimiser="adam", steps=6, batch_size=10, candidates=30), model=network, data=data)
-    return [b - a for a, b in zip(marks, marks[1:])]
+    return [b - a for a, b in pairwise(marks)]
 
 
 def test_the_cost_of_a_step_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,6 +463,17 @@ def test_the_generator_decides(method: Any) -> None:
     plain = fitted(method).functions(x).cov
     torch.manual_seed(6)
     assert torch.equal(fitted(method).functions(x).cov, plain)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_data_made_with_the_same_seed_are_drawn_all_the_same(seed: int) -> None:
+    """The numbers that made the inputs would order them, and those chosen would all lie at one end."""
+    x = torch.rand(500, 1, dtype=D, generator=torch.Generator().manual_seed(seed))
+    given = None if seed == 0 else torch.Generator().manual_seed(seed)
+    method = lw.VaLLA(20, start="random", optimiser="none", candidates=20)
+    points = fitted(method, data=[(x, x)], generator=given).curvature.anchors.inputs
+    assert float(points.min()) < 0.3
+    assert float(points.max()) > 0.7
 
 
 @pytest.mark.parametrize("way", ["none", "lbfgs", "adam"])
@@ -511,13 +528,15 @@ def test_files(method: str, tmp_path: Path) -> None:
         assert_close(again.with_prior(3.0).functions(x).cov, found.with_prior(3.0).functions(x).cov)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", [case.name for case in CASES if case.name not in ("weight_norm", "free_parameter")])
+PAIRS = [(case.name, method) for case in CASES for method in METHODS
+         if case.name not in ("weight_norm", "free_parameter") and (method, case.name) != ("predicting", "token_level")
+         ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "method"), PAIRS)
 def test_the_model_is_left_as_it_was(case: str, method: str) -> None:
     """Its gradients too: the graph of a bound leads to the weights as well as to the points."""
     chosen = BY_NAME[case]
-    if method == "predicting" and len(chosen.outputs) > 1:
-        return
     network = chosen.build()
 
     def run() -> None:
@@ -533,9 +552,9 @@ def test_the_model_is_left_as_it_was(case: str, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_surroundings_without_gradients(method: str, around: Any) -> None:
     x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
-    expected = fitted(METHODS[method]).functions(x).cov
+    expected, network, data = fitted(METHODS[method]).functions(x).cov, model(), [curve()]
     with around():
-        found = fitted(METHODS[method]).functions(x).cov
+        found = fitted(METHODS[method], model=network, data=data).functions(x).cov
     assert_close(found, expected)
 
 

@@ -29,9 +29,7 @@ def pooled() -> nn.Module:
 
 
 def group_norm() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 2, groups=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 6, 3)
-    )
+    return nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 6, 3))
 
 
 def layer_norm() -> nn.Module:

@@ -33,7 +33,9 @@ def test_features_are_what_goes_into_the_head(name: str) -> None:
         expected = torch.cat([dense.output(model, dense.one(case.batch(3), b)) for b in range(3)])
     handle.remove()
     network = Network.build(model, case.batch(3))
-    found, outputs = problems.unchanged(model, lambda: features(last_layer_network(network, case.batch(3)), case.batch(3)))
+    found, outputs = problems.unchanged(
+        model, lambda: features(last_layer_network(network, case.batch(3)), case.batch(3))
+    )
     assert_close(found, torch.cat(seen))
     assert_close(outputs, expected)
     assert not found.requires_grad

@@ -30,6 +30,9 @@ METHODS: dict[str, Any] = {
     "ekron": lw.EKron(),
     "low_rank": lw.LowRank(rank=5),
     "map_only": lw.MapOnly(),
+    "ella": lw.ELLA(num_landmarks=9, rank=5),
+    "ella_residual": lw.ELLA(num_landmarks=9, rank=5, residual=True),
+    "valla": lw.VaLLA(num_inducing=5, steps=3),
 }
 
 

@@ -1,0 +1,82 @@
+"""Small networks at the minimum of their regularised loss, each with its dense reference; trained once for all tests."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests.references.minimum import Energy
+
+D = torch.float64
+LIKELIHOODS: dict[str, Any] = {
+    "categorical": lw.Categorical(), "bernoulli": lw.Bernoulli(), "poisson": lw.Poisson()
+}  # fmt: skip
+
+
+@lru_cache
+def gapped() -> Energy:
+    """1-50-1 through a sine with no data between -0.7 and 0.7."""
+    gen = torch.Generator().manual_seed(4)
+    x = torch.rand(40, 1, dtype=D, generator=gen) * 1.3 + 0.7
+    x[:20] -= 2.7
+    y = (2 * x).sin() + 0.15 * torch.randn(40, 1, dtype=D, generator=gen)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+    return Energy("gaussian", model, x, y, 1.0, 0.15**2).minimise()
+
+
+@lru_cache
+def small(kind: str = "gaussian", outputs: int = 1, width: int = 6) -> Energy:
+    """2-6-C with 25 data."""
+    gen = torch.Generator().manual_seed(5)
+    x = torch.randn(25, 2, dtype=D, generator=gen)
+    signal = torch.stack([(1.5 * x[:, 0]).sin(), x[:, 0] * x[:, 1], x.sum(1).tanh()], 1)[:, :outputs]
+    noise = torch.randn(25, outputs, dtype=D, generator=gen)
+    y: Tensor = signal + 0.2 * noise
+    if kind == "categorical":
+        y = (signal + 0.4 * noise).argmax(1)
+    elif kind == "bernoulli":
+        y = (signal + 0.4 * noise > 0).long()
+    elif kind == "poisson":
+        y = torch.poisson(signal.exp(), generator=gen)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    return Energy(kind, model, x, y, 0.5, 0.04 if kind == "gaussian" else 1.0).minimise(100)
+
+
+def copied(energy: Energy, **changes: Any) -> Energy:
+    """The same with a model of its own, to be changed at will."""
+    return replace(energy, model=copy.deepcopy(energy.model), **changes)
+
+
+def likelihood(energy: Energy) -> Any:
+    return LIKELIHOODS.get(energy.kind) or lw.Gaussian(noise_std=energy.phi**0.5)
+
+
+def data(energy: Energy) -> list[Any]:
+    """In two unequal batches."""
+    cut = 2 * len(energy.x) // 3
+    return [(energy.x[:cut], energy.y[:cut]), (energy.x[cut:], energy.y[cut:])]
+
+
+def fitted(energy: Energy, method: Any, **options: Any) -> lw.Fitted:
+    options.setdefault("prior", lw.isotropic(energy.precision, energy.mean))
+    options.setdefault("likelihood", likelihood(energy))
+    return lw.fit(energy.model, options.pop("data", None) or data(energy), method=method, **options)
+
+
+def new(energy: Energy, size: int = 3, seed: int = 6) -> Tensor:
+    """Inputs from a wider range than the data."""
+    return 1.5 * torch.randn(size, energy.x.shape[1], dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    """The largest difference relative to the largest entry."""
+    assert found.shape == exact.shape
+    return float((found.double() - exact).abs().max() / exact.abs().max())
