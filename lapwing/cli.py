@@ -60,12 +60,16 @@ def _parser() -> argparse.ArgumentParser:
     images.add_argument("--methods", nargs="+", metavar="NAME", help="what to compare; everything by default")
     images.add_argument("--steps", type=_positive, default=500, help="learning steps of VaLLA (500)")
     images.add_argument("--test", type=_positive, help="number of test images")
+    response = commands.add_parser("response", help="error bars by pushing: two tasks, sensitivity, tables")
+    response.add_argument("--data-dir", type=Path, help="folder of the uci_NAME.npz files; without it no tables")
+    response.add_argument("--seeds", type=_positive, default=10)
+    response.add_argument("--quick", action="store_true", help="few seeds and steps; for trying the command out")
     for command in (fashion, normalised, images):
         command.add_argument("--data-dir", type=Path, help="folder of the .npz files; else LAPWING_DATA")
         command.add_argument("--data", type=_positive, help="number of training images")
         command.add_argument("--seeds", type=_positive, default=3)
         command.add_argument("--device", default="cpu", help="cpu or cuda")
-    for command in (run, uci, fashion, normalised, sampling, inducing, images):
+    for command in (run, uci, fashion, normalised, sampling, inducing, images, response):
         command.add_argument("--out", type=Path, required=True, help="folder for what is written")
         command.add_argument("--seed", type=int, default=0)
     inducing.set_defaults(seed=2147483647)  # of the published task
@@ -212,6 +216,21 @@ def _inducing(arguments: argparse.Namespace) -> None:
     print(*paths, sep="\n")
 
 
+def _response(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import response
+    from lapwing.reports import pictures
+    from lapwing.reports.tables import table
+
+    settings = response.ResponseTask(data_dir=arguments.data_dir, seeds=arguments.seeds, seed=arguments.seed)
+    if arguments.quick:
+        settings = replace(settings, seeds=1, steps=(20, 50), members=2, new=50)
+    result = response.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
+    print(table(result), end="\n\n")
+    pictures.response(result, arguments.out / "response.png")
+    _written([result], arguments.out / "response.json")
+    print(arguments.out / "response.png", arguments.out / "response.json", sep="\n")
+
+
 def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
     unknown = sorted(set(given or ()) - set(known))
     if unknown:
@@ -226,5 +245,5 @@ def _written(results: Sequence[Result], path: Path) -> None:
 
 COMMANDS = {
     "run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised, "sampling": _sampling, "images": _images,
-    "inducing": _inducing,
+    "inducing": _inducing, "response": _response,
 }  # fmt: skip

@@ -156,7 +156,7 @@ def minimised(model: nn.Module, x: Tensor, y: Tensor, precision: float, variance
 
     optimiser.step(closure)  # type: ignore[arg-type]
     point = flat.detach()
-    for _ in range(200):
+    for _ in range(80):
         slope = torch.func.grad(loss)(point)
         values, vectors = torch.linalg.eigh(torch.func.hessian(loss)(point))
         step = vectors @ ((vectors.mT @ slope) / values.abs().clamp_min(1e-6 * float(values[-1])))
@@ -164,7 +164,7 @@ def minimised(model: nn.Module, x: Tensor, y: Tensor, precision: float, variance
         while float(loss(point - length * step)) > here - 1e-4 * length * decrement and length > 1e-6:
             length /= 2
         point = point - length * step
-        if decrement < 1e-16 or length <= 1e-6:
+        if decrement < 1e-14 or length <= 1e-6:
             break
     torch.nn.utils.vector_to_parameters(point, parameters)
     return model.eval()

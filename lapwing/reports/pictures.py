@@ -289,6 +289,45 @@ def _against_full(axis: Any, arrays: Mapping[str, list[float]], group: str, name
     axis.set(xlabel="x", ylabel="y", xlim=(grid[0], grid[-1]), ylim=(min(y) - room, max(y) + room))
 
 
+def response(result: Drawn, path: Path) -> None:
+    """Bands by pushing above; below, the error against the strength of the push, and against the length of tuning."""
+    arrays = result.arrays
+    names = (
+        "full Hessian",
+        "HFL, each point",
+        "HFL, mean push",
+        "HFL, absolute push, calibrated",
+        "GGN",
+        "ensemble of 5",
+    )
+    shown = [name for name in names if f"mean/{name}" in arrays]
+    figure, axes = _figure(3, 3, (11.4, 9.4))
+    for axis, name in zip((*axes[0], *axes[1]), shown, strict=False):
+        mean, std = (torch.tensor(arrays[f"{kind}/{name}"]) for kind in ("mean", "std"))
+        axis.fill_between(arrays["grid"], mean - 2 * std, mean + 2 * std, color=EPISTEMIC, label="2 sd of f")
+        axis.plot(arrays["grid"], mean, color=POSTERIOR, label="network")
+        axis.plot(arrays["grid"], arrays["truth"], color=INK, linestyle="--", linewidth=1, label="truth")
+        axis.plot(arrays["x"], arrays["y"], ".", color=PLAIN, markersize=4, label="data")
+        axis.set_title(name, fontsize=10)
+        axis.set_ylim(min(arrays["y"]) - 2, max(arrays["y"]) + 2)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    strength, steps, blank = axes[2]
+    for label, colour in (("float64", POSTERIOR), ("float32", PLAIN)):
+        strength.loglog(arrays["strengths"], arrays[f"median/{label}"], "o-", color=colour, markersize=3, label=label)
+        strength.loglog(arrays["strengths"], arrays[f"worst/{label}"], ":", color=colour, label=f"{label}, worst point")
+    strength.set(xlabel="strength λ times the deviation", ylabel="relative error")
+    strength.set_title("error against the push", fontsize=10)
+    strength.legend(frameon=False, fontsize=8)
+    for place, colour in (("data", POSTERIOR), ("gap", PLAIN), ("outside", OTHER)):
+        steps.semilogx(arrays["steps"], arrays[f"recovered/{place}"], "o-", color=colour, label=place)
+    steps.axhline(1, color=INK, linestyle="--", linewidth=1)
+    steps.set(xlabel="steps of Adam", ylabel="share of the variance")
+    steps.set_title("unfinished fine-tuning", fontsize=10)
+    steps.legend(frameon=False, fontsize=8)
+    blank.axis("off")
+    _save(figure, path)
+
+
 def _once(axes: Any) -> tuple[list[Any], list[str]]:
     """Every entry of the legends of some axes once."""
     shown: dict[str, Any] = {}
