@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     uci.add_argument("--data-dir", type=Path, help="folder of the uci_NAME.npz files; else LAPWING_DATA")
     uci.add_argument("--sets", nargs="+", metavar="NAME", help="names of tables; all nine by default")
     uci.add_argument("--splits", type=_positive, default=3, help="standard splits to use (3)")
-    uci.add_argument("--variants", nargs="+", metavar="NAME", help="what to compare; everything by default")
+    uci.add_argument("--variants", nargs="+", metavar="NAME", help="what to compare; the usual five by default")
     fashion = commands.add_parser("fashion", help="Fashion-MNIST: cross-validation against training with the evidence")
     fashion.add_argument("--epochs", type=_positive, default=60)
     normalised = commands.add_parser("normalised", help="MNIST: naive against corrected evidence, normalised networks")
@@ -60,16 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     images.add_argument("--methods", nargs="+", metavar="NAME", help="what to compare; everything by default")
     images.add_argument("--steps", type=_positive, default=500, help="learning steps of VaLLA (500)")
     images.add_argument("--test", type=_positive, help="number of test images")
+    flights = commands.add_parser("flights", help="arrival delays: a large table, every method for regression")
+    flights.add_argument("--methods", nargs="+", metavar="NAME", help="what to compare; everything by default")
     response = commands.add_parser("response", help="error bars by pushing: two tasks, sensitivity, tables")
     response.add_argument("--data-dir", type=Path, help="folder of the uci_NAME.npz files; without it no tables")
     response.add_argument("--seeds", type=_positive, default=10)
     response.add_argument("--quick", action="store_true", help="few seeds and steps; for trying the command out")
-    for command in (fashion, normalised, images):
+    for command in (fashion, normalised, images, flights):
         command.add_argument("--data-dir", type=Path, help="folder of the .npz files; else LAPWING_DATA")
         command.add_argument("--data", type=_positive, help="number of training images")
         command.add_argument("--seeds", type=_positive, default=3)
         command.add_argument("--device", default="cpu", help="cpu or cuda")
-    for command in (run, uci, fashion, normalised, sampling, inducing, images, response):
+    for command in (run, uci, fashion, normalised, sampling, inducing, images, response, flights):
         command.add_argument("--out", type=Path, required=True, help="folder for what is written")
         command.add_argument("--seed", type=int, default=0)
     inducing.set_defaults(seed=2147483647)  # of the published task
@@ -114,7 +116,7 @@ def _uci(arguments: argparse.Namespace) -> None:
         data_dir=data_folder(arguments.data_dir),
         sets=_known(arguments.sets, uci.SETS, "--sets"),
         splits=arguments.splits,
-        variants=_known(arguments.variants, tuple(uci.VARIANTS), "--variants"),
+        variants=_known(arguments.variants or list(uci.USUAL), tuple(uci.VARIANTS), "--variants"),
         seed=arguments.seed,
     )
     result = uci.run(settings, report=lambda line: print(line, file=sys.stderr))
@@ -216,6 +218,21 @@ def _inducing(arguments: argparse.Namespace) -> None:
     print(*paths, sep="\n")
 
 
+def _flights(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import flights
+    from lapwing.experiments.data import data_folder
+    from lapwing.reports.tables import table
+
+    settings = flights.Flights(
+        data_dir=data_folder(arguments.data_dir), data=arguments.data or 100_000,
+        methods=_known(arguments.methods, tuple(flights.METHODS), "--methods"), seeds=arguments.seeds, device=arguments.device, seed=arguments.seed,
+    )  # fmt: skip
+    result = flights.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
+    print(table(result), end="\n\n")
+    _written([result], arguments.out / "flights.json")
+    print(arguments.out / "flights.json")
+
+
 def _response(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import response
     from lapwing.reports import pictures
@@ -245,5 +262,5 @@ def _written(results: Sequence[Result], path: Path) -> None:
 
 COMMANDS = {
     "run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised, "sampling": _sampling, "images": _images,
-    "inducing": _inducing, "response": _response,
+    "inducing": _inducing, "response": _response, "flights": _flights,
 }  # fmt: skip

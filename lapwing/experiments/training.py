@@ -35,6 +35,7 @@ class Recipe:
     learning_rate: float = 1e-2
     weight_decay: float = 1e-5
     falling: bool = True
+    dropout: float = 0.0  # after every activation
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,8 @@ def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
         torch.manual_seed(seed)
         for d_in, d_out in pairwise(sizes):
             layers += [nn.Linear(d_in, d_out), ACTIVATIONS[recipe.activation]()]
-    return nn.Sequential(*layers[:-1])
+            layers += [nn.Dropout(recipe.dropout)] if recipe.dropout else []
+    return nn.Sequential(*layers[: -2 if recipe.dropout else -1])
 
 
 def batches(x: Tensor, y: Tensor, size: int) -> Batches:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.errors import DataError
@@ -25,7 +25,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "per layer": {"prior": lw.per_layer(1.0), "tuner": lw.maximise_evidence},
     "joint noise": {"tuner": lw.MaximiseEvidence(noise=True)},
     "full": {"method": lw.Full()},
+    "ELLA": {"method": lw.ELLA(1000, 20)},
+    "ELLA with residual": {"method": lw.ELLA(1000, 20, residual=True)},
+    "VaLLA": {"method": lw.VaLLA(50)},
+    "VaLLA, alpha 1": {"method": lw.VaLLA(50, alpha=1.0)},
+    "FMGP": {"method": lw.FMGP(50)},
+    "MC dropout": {"method": lw.MCDropout(64)},
 }
+USUAL = ("plain", "default", "per layer", "joint noise", "full")
+DROPPED = 0.05  # of the units of the network for MC dropout, which is trained with it
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Uci:
     data_dir: Path
     sets: tuple[str, ...] = SETS
     splits: int = 3
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = USUAL
     recipe: Recipe = Recipe()
     seed: int = 0
 
@@ -94,7 +102,19 @@ def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]
     model = trained(x, y, 1, settings.recipe, settings.seed + split)
     data = batches(x, y, settings.recipe.batch_size)
     epoch = epoch_seconds(model, data)
-    return {variant: _scored(model, data, table, VARIANTS[variant], epoch) for variant in settings.variants}
+    models = {"MC dropout": lambda: _dropping(x, y, settings, split)}
+    return {
+        variant: _scored(models.get(variant, lambda: model)(), data, table, VARIANTS[variant], epoch)
+        for variant in settings.variants
+    }
+
+
+def _dropping(x: Tensor, y: Tensor, settings: Uci, split: int) -> nn.Module:
+    """The same network trained with dropout."""
+    recipe = replace(settings.recipe, dropout=DROPPED)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed + split)
+        return trained(x, y, 1, recipe, settings.seed + split)
 
 
 def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:

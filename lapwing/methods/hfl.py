@@ -91,7 +91,7 @@ class HFL:
             design = NetworkDesign.build(network, problem.likelihood, data)
             refuse_reordered(design)
             likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
-            tolerance = self.tolerance or (1e-10 if network.dtype == torch.float64 else 1e-5)
+            tolerance = self.tolerance or (1e-10 if network.dtype == torch.float64 else 1e-3)  # variances: its square
             problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
             return LinearisedResponse(problem, design, design.statistics, network.theta(), tolerance)
         statistics = loss_only(network, problem.likelihood, data)
