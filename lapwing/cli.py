@@ -224,9 +224,13 @@ def _flights(arguments: argparse.Namespace) -> None:
     from lapwing.reports.tables import table
 
     settings = flights.Flights(
-        data_dir=data_folder(arguments.data_dir), data=arguments.data or 100_000,
-        methods=_known(arguments.methods, tuple(flights.METHODS), "--methods"), seeds=arguments.seeds, device=arguments.device, seed=arguments.seed,
-    )  # fmt: skip
+        data_dir=data_folder(arguments.data_dir),
+        methods=_known(arguments.methods, tuple(flights.METHODS), "--methods"),
+        data=arguments.data or 100_000,
+        seeds=arguments.seeds,
+        device=arguments.device,
+        seed=arguments.seed,
+    )
     result = flights.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
     print(table(result), end="\n\n")
     _written([result], arguments.out / "flights.json")

@@ -73,7 +73,7 @@ class Objective:
 
     @cached_property
     def _mean(self) -> Tensor:
-        return torch.as_tensor(self.prior.mean).to(self.centre)
+        return torch.as_tensor(self.prior.mean, dtype=self.dtype, device=self.centre.device)
 
     def weights(self, d: Tensor) -> Weights:
         """The selected parameters by name at θ = centre + d, d (P,)."""

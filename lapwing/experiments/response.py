@@ -145,7 +145,12 @@ def minimised(model: nn.Module, x: Tensor, y: Tensor, precision: float, variance
 
     flat = torch.nn.utils.parameters_to_vector(parameters).detach().requires_grad_()
     optimiser = torch.optim.LBFGS(
-        [flat], max_iter=500, history_size=50, tolerance_change=0.0, line_search_fn="strong_wolfe"
+        [flat],
+        max_iter=8000,
+        history_size=100,
+        tolerance_grad=1e-7,
+        tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> Tensor:
@@ -156,7 +161,7 @@ def minimised(model: nn.Module, x: Tensor, y: Tensor, precision: float, variance
 
     optimiser.step(closure)  # type: ignore[arg-type]
     point = flat.detach()
-    for _ in range(80):
+    for _ in range(60):
         slope = torch.func.grad(loss)(point)
         values, vectors = torch.linalg.eigh(torch.func.hessian(loss)(point))
         step = vectors @ ((vectors.mT @ slope) / values.abs().clamp_min(1e-6 * float(values[-1])))
@@ -202,10 +207,6 @@ def _methods(problem: Problem) -> dict[str, Callable[[], Callable[[Tensor], tupl
         assert isinstance(posterior, ResponsePosterior)
         return lambda x: (problem.model(x).detach()[:, 0], exact_variance(posterior, x))
 
-    def again(model: nn.Module, seed: int) -> nn.Module:
-        found: nn.Module = minimised(model, problem.x, problem.y, settings.precision, settings.noise_std**2)
-        return found
-
     pretrained = lambda **options: lw.HFL("pretrained", evaluation=grid, drift=math.inf, **options)
     return {
         "noise only": fitted(lw.MapOnly()),
@@ -220,21 +221,27 @@ def _methods(problem: Problem) -> dict[str, Callable[[], Callable[[Tensor], tupl
         "HFL, absolute push": fitted(pretrained(variant="absolute")),
         "HFL, absolute push, calibrated": fitted(pretrained(variant="absolute", calibration=[held])),
         f"HFL, {settings.pushes} random pushes": fitted(pretrained(variant="random", pushes=settings.pushes)),
-        f"ensemble of {settings.members}": fitted(lw.Ensemble(train=again, members=settings.members)),
+        f"ensemble of {settings.members}": fitted(
+            lw.Ensemble(train=lambda m, seed: _by_adam(problem, m, seed), members=settings.members)
+        ),
         "MC dropout": fitted(lw.MCDropout(64), _with_dropout(problem)),
     }
 
 
 def _with_dropout(problem: Problem) -> nn.Module:
-    """The same network with a tenth of its units dropped, trained by Adam with the same penalty."""
+    """The same network with a tenth of its units dropped while training."""
+    layers = list(mlp(1, 1, Recipe((problem.settings.hidden,)), problem.seed).double())
+    return _by_adam(problem, nn.Sequential(layers[0], layers[1], nn.Dropout(0.1), layers[2]), problem.seed)
+
+
+def _by_adam(problem: Problem, model: nn.Module, seed: int) -> nn.Module:
+    """Trained with the same penalty, to no minimum in particular."""
     settings = problem.settings
-    layers = list(mlp(1, 1, Recipe((settings.hidden,)), problem.seed).double())
-    model = nn.Sequential(layers[0], layers[1], nn.Dropout(0.1), layers[2])
     decay = settings.precision * settings.noise_std**2 / len(problem.x)
     recipe = Recipe((settings.hidden,), epochs=2000, batch_size=len(problem.x), learning_rate=1e-2, weight_decay=decay)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(problem.seed)
-        optimise(model, problem.x, problem.y, recipe, problem.seed)
+        torch.manual_seed(seed)
+        optimise(model, problem.x, problem.y, recipe, seed)
     return model
 
 

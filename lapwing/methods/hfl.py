@@ -284,7 +284,7 @@ class FineTuner:
             spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1)
             lam = (0.1 / torch.where(spread > 0, spread, 1.0).sqrt()).to(start)
         else:
-            lam = torch.full((count,), strength).to(start)
+            lam = torch.full_like(start[:, 0], strength)
         d = torch.zeros(2 * count + 1, objective.size).to(start)
         signs = torch.cat([lam, -lam, lam.new_zeros(1)])[:, None]
         first, second = torch.zeros_like(d), torch.zeros_like(d)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.curvature.blockwise import BlockwiseCurvature
+from lapwing.curvature.subspace import SubspaceCurvature
 from lapwing.curvature.tangent_model import TangentModel, tangent_model
 from lapwing.linalg.cg import Product, conjugate_gradients
 from lapwing.posteriors.protocols import Method
@@ -264,8 +265,12 @@ class ModeSolver:
         )
 
     def _preconditioner(self, posterior: Any) -> Product | None:
-        """The posterior's own precision where it knows the eigenvectors, in units of the prior."""
-        if not isinstance(posterior, WeightPosterior) or isinstance(posterior.current, BlockwiseCurvature):
+        """The posterior's own precision where it knows the eigenvectors, in units of the prior.
+
+        That of a subspace holds all other weights fast, and nothing would move them.
+        """
+        none = BlockwiseCurvature | SubspaceCurvature
+        if not isinstance(posterior, WeightPosterior) or isinstance(posterior.current, none):
             return None
         precision, root = posterior.settled, posterior.problem.prior.vector.detach().sqrt()
         return lambda v: root * precision.solve(root * v)

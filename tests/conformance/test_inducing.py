@@ -194,7 +194,7 @@ def shared(name: str, prior: Any = None) -> tuple[Setting, Problem, Data, Anchor
     problem = setting.fit(lw.Full(), 0.8 if prior is None else prior).problem
     inputs = torch.randn(5, 2, dtype=D, generator=torch.Generator().manual_seed(7))
     anchors = Anchors(problem.network, inputs, torch.arange(5) % setting.outputs)
-    return setting, problem, Data(problems.split(setting.x, setting.y, (4, 1, 4)), torch.device("cpu")), anchors
+    return setting, problem, training(setting), anchors
 
 
 @pytest.mark.parametrize("prior", ["isotropic", "per_layer"])
@@ -364,6 +364,24 @@ def test_priors_and_noise_are_tuned_without_the_network(
     assert float(one.prior.values) == pytest.approx(float(other.prior.values), rel=1e-5)
     assert float(one.likelihood.dispersion) == pytest.approx(float(other.likelihood.dispersion), rel=1e-5)
     assert float(one.log_evidence()) >= max(evidences)
+
+
+@pytest.mark.parametrize("method", [*EVERY, "ella"])
+@pytest.mark.parametrize("mean", ["network", "tangent"])
+def test_the_tangent_models_own_optimum(mean: str, method: str) -> None:
+    """Found through the curvature of all data in any form, it is that of the full posterior."""
+    setting = SETTINGS["classification"]
+    tuner = lw.linear_mode(mean=mean, tolerance=1e-7, max_steps=200)
+    chosen = lw.ELLA(num_landmarks=1000, rank=1000) if method == "ella" else EVERY[method]
+    found, exact = (setting.fit(m, 0.8).tuned(tuner.with_data(training(setting))) for m in (chosen, lw.Full()))
+    assert float(found.prior.values) == pytest.approx(float(exact.prior.values), rel=1e-4)
+    assert float(found.log_evidence()) == pytest.approx(float(exact.log_evidence()), rel=1e-6)
+    assert_close(found.functions(setting.x).mean, exact.functions(setting.x).mean, 0.25)
+    assert_close(found.functions(setting.x).cov, exact.functions(setting.x).cov, 0.25)
+
+
+def training(setting: Setting) -> Data:
+    return Data(problems.split(setting.x, setting.y, (4, 1, 4)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("method", [lw.ELLA(8, 5), lw.VaLLA(6, optimiser="none")], ids=["ella", "valla"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.curvature.anchored import Anchors
+from lapwing.methods import ella as module
 from lapwing.methods.ella import leading_rows, within
 from lapwing.networks.network import Network
 from lapwing.posteriors.problem import Problem
@@ -109,6 +110,24 @@ def test_landmarks_are_drawn_by_the_generator() -> None:
     assert torch.equal(one, two)
     assert not torch.allclose(one, other)
     assert torch.equal(fitted(lw.ELLA(4, 3)).functions(x).cov, fitted(lw.ELLA(4, 3)).functions(x).cov)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_data_made_with_the_same_seed_are_drawn_all_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers that made the inputs would order them, and all landmarks would lie at one end."""
+    seen: list[Tensor] = []
+
+    def noted(points: Anchors, *rest: Any) -> Tensor:
+        seen.append(points.inputs)
+        return leading_rows(points, *rest)
+
+    monkeypatch.setattr(module, "leading_rows", noted)
+    x = torch.rand(500, 1, dtype=D, generator=torch.Generator().manual_seed(seed))
+    given = None if seed == 0 else torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    lw.fit(model, [(x, x)], lw.Gaussian(noise_std=1.0), method=lw.ELLA(20, 3), prior=1.0, generator=given)
+    assert float(seen[0].min()) < 0.3
+    assert float(seen[0].max()) > 0.7
 
 
 # What is left out.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.curvature.sweep import Statistics
+from lapwing.likelihoods.energies import energy
 from lapwing.linalg.variational import Inducing
 from lapwing.methods import fmgp as module
 from lapwing.methods.fmgp import Learning, State, Table
@@ -256,6 +257,29 @@ def test_the_posterior_is_the_state_that_was_learned(kernel: str, count: int, mo
     assert_close(found.functions(x).cov, expected, SOLVED)
     joint = found.functions(x, joint=True).cov.reshape(21, 21)
     assert float(torch.linalg.eigvalsh(joint).min()) > -1e-8 * float(joint.diagonal().max())
+
+
+def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both processes count: 2 KL less the energies of the one with the network's mean and the one with its own."""
+    x, y = curve()
+    with torch.no_grad():
+        table = Table(x, model()(x), y)
+    monkeypatch.setattr(module, "uniform", lambda shape, *_: (torch.arange(shape[0], dtype=D) + 0.5) / shape[0])
+    likelihood = lw.Gaussian(noise_std=2.0)
+    method = lw.FMGP(6, batch_size=60)
+    learning = Learning.of(method, likelihood, "rbf", table, None, torch.Generator().manual_seed(0))
+    still = torch.optim.SGD(learning.state.free, lr=0.0)
+    for _ in range(80):
+        learning._step(still, 0.3)
+    state = learning.state
+    precision = state.inducing.precision.clone().requires_grad_()
+    before, rows = (t.detach() for t in state.whitened(table))
+    cov = Inducing(precision).left(before, rows)
+    energies = sum(energy(likelihood, 1.0, mean, cov, y).sum() for mean in (table.f, learning.shift.expand(60, 1)))
+    divergence = 2 * Inducing(precision).divergence()
+    parts = [torch.autograd.grad(part, precision, retain_graph=True)[0] for part in (divergence, energies)]
+    assert float(parts[0].abs().max()) > 1e-3
+    assert_close(parts[0], parts[1], SOLVED)
 
 
 @pytest.mark.parametrize(("gap", "first"), [(3.0, False), (0.0, True)])

@@ -196,14 +196,18 @@ def test_batches_weighed_by_their_share_average_to_the_closed_form() -> None:
     assert_close(other.inducing.precision, one.inducing.precision, SOLVED)
 
 
-def test_the_objective_of_a_step_is_the_bound() -> None:
-    """At the closed form of what the points know: minus log evidence, but for the size of the weights."""
+@pytest.mark.parametrize("learn", [False, True])
+def test_the_objective_of_a_step_is_the_bound(learn: bool) -> None:
+    """At the closed form of what the points know: minus log evidence; the size of the weights counts where it can
+    change anything, which is where the prior is learned."""
     start, data = learner()
+    start = replace(start, problem=replace(start.problem, learn_prior=learn), log_scale=torch.tensor(0.4, dtype=D))
     state = Stochastic.of(start, data, torch.Generator())
+    state.log_scale = start.log_scale
     state.step(Batch(*curve()), None, 1.0)
     value, divergence = state.step(Batch(*curve()), None, 1.0)
     closed = start.finished(data)
-    penalty = 0.5 * float(start.problem.prior.penalty(closed.theta))
+    penalty = 0.0 if learn else 0.5 * float(closed.problem.prior.penalty(closed.theta))
     assert -value == pytest.approx(float(closed.log_evidence()) + penalty, rel=1e-5)
     assert divergence == pytest.approx(float(state.inducing.divergence()))
 
@@ -241,6 +245,23 @@ def test_the_prior_is_learned_where_none_is_given(way: str) -> None:
     assert float(found.likelihood.dispersion) == pytest.approx(float(exact(True).likelihood.dispersion), rel=1e-12)
     around = [float(found.with_prior(float(found.prior.values) * f).log_evidence()) for f in (0.97, 1.0, 1.03)]
     assert around[1] > max(around[0], around[2])
+
+
+def test_locations_and_prior_are_learned_together() -> None:
+    """Where the search ends the bound is flat in the precision too, before any tuner has seen it."""
+    found, data = learner(count=5)
+    free = replace(found, problem=replace(found.problem, learn_prior=True), moving=True)
+    one = free.by_lbfgs(data).finished(data)
+    precision = float(one.problem.prior.values)
+    moved = lambda f: one.with_problem(
+        one.problem.with_prior(one.problem.prior.with_precision(torch.tensor(f * precision)))
+    )
+    bounds = [float(moved(f).log_evidence()) for f in (0.98, 1.0, 1.02)]
+    assert bounds[1] > max(bounds[0], bounds[2])
+    assert precision != pytest.approx(0.5, rel=0.1)
+    way = replace(free, method=replace(free.method, steps=60, learning_rate=0.05))
+    other = way.by_adam(data, torch.Generator().manual_seed(0)).finished(data)
+    assert 0.5 < float(other.problem.prior.values) / precision < 2
 
 
 @pytest.mark.parametrize(("way", "alpha"), [("lbfgs", 0.0), ("adam", 0.0), ("none", 0.0), ("adam", 1.0)])

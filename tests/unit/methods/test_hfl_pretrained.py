@@ -1,0 +1,283 @@
+"""One push beforehand, and scores anywhere for a forward pass: what they are, against dense matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests import problems
+from tests.cases import BY_NAME
+from tests.minima import copied, data, fitted, new, off, small
+from tests.references.minimum import Energy
+from tests.tolerances import assert_close
+
+D = torch.float64
+KINDS = [("gaussian", 1), ("gaussian", 3), ("categorical", 3), ("bernoulli", 2), ("poisson", 1)]
+
+
+def pretrained(energy: Energy, **settings: Any) -> lw.Fitted:
+    generator = settings.pop("generator", None)
+    return fitted(energy, lw.HFL(mode="pretrained", **settings), generator=generator)
+
+
+def responses(energy: Energy, x: Tensor, evaluation: Tensor, signs: Tensor | None = None) -> Tensor:
+    """Row means of the covariance of all outputs at x with those at the evaluation inputs, summed over these: (B, C)."""
+    rows, others = energy.jacobian(x), energy.jacobian(evaluation)
+    others = others if signs is None else others * signs.reshape(-1, 1)
+    covariance = rows @ torch.linalg.solve(energy.hessian(), others.T)
+    return covariance.sum(1).reshape(len(x), -1) / len(evaluation)
+
+
+@pytest.mark.parametrize(("kind", "outputs"), KINDS)
+def test_the_mean_push_has_the_row_means_of_the_covariance(kind: str, outputs: int) -> None:
+    energy = small(kind, outputs)
+    x, evaluation = new(energy, 5), new(energy, 9, seed=8)
+    exact = responses(energy, x, evaluation)
+    found = pretrained(energy, evaluation=evaluation)
+    f, scores = found.posterior.scores(x)
+    assert scores.shape == (1, 5, outputs)
+    assert off(scores[0], exact) < 1e-3
+    assert torch.equal(f, energy.model(x).detach())
+    belief = found.functions(x)
+    assert off(belief.variance, exact.clamp_min(0)) < 1e-3
+    assert_close(belief.cov, torch.diag_embed(belief.variance))  # outputs apart
+    ggn = energy.jacobian(x) @ torch.linalg.solve(energy.ggn(), energy.jacobian(evaluation).T)
+    assert off(ggn.sum(1).reshape(5, -1) / 9, exact) > 0.01  # the Hessian's and not the GGN's
+
+
+def test_scores_below_nought_are_no_spread() -> None:
+    energy = small("gaussian", 3)
+    x, evaluation = new(energy, 5), new(energy, 9, seed=8)
+    exact = responses(energy, x, evaluation)
+    assert bool((exact < 0).any())
+    variance = pretrained(energy, evaluation=evaluation).functions(x).variance
+    assert bool((variance[exact < 0] == 0).all())
+    assert bool((variance[exact > 0] > 0).all())
+
+
+def test_the_absolute_push() -> None:
+    """Of the average |f|: slopes take the sign of the output that they belong to."""
+    energy = small("gaussian", 3)
+    x, evaluation = new(energy, 5), new(energy, 9, seed=8)
+    signs = energy.model(evaluation).detach().sign()
+    assert set(signs.flatten().tolist()) == {-1.0, 1.0}
+    found = pretrained(energy, variant="absolute", evaluation=evaluation).functions(x)
+    assert off(found.variance, responses(energy, x, evaluation, signs).abs()) < 1e-3
+
+
+def test_the_error_of_a_strength_falls_with_it() -> None:
+    """Scores are differences to one side."""
+    energy = small("gaussian", 3)
+    x = new(energy, 5)
+    exact = responses(energy, x, energy.x)
+    errors = [
+        off(pretrained(energy, lam=lam, evaluation=energy.x).posterior.scores(x)[1][0], exact)
+        for lam in (1e-2, 1e-3, 1e-4)
+    ]
+    assert errors[0] / errors[1] == pytest.approx(10, rel=0.2)
+    assert errors[1] / errors[2] == pytest.approx(10, rel=0.2)
+
+
+def test_the_evaluation_set() -> None:
+    """One tensor or batches of it; the training inputs where there is none."""
+    energy = small()
+    x, evaluation = new(energy, 5), new(energy, 9, seed=8)
+    whole = pretrained(energy, evaluation=evaluation).functions(x).variance
+    parts = pretrained(energy, evaluation=[evaluation[:2], evaluation[2:]]).functions(x).variance
+    assert off(parts, whole) < 1e-8
+    trained = pretrained(energy).functions(x).variance
+    assert off(trained, pretrained(energy, evaluation=energy.x).functions(x).variance) < 1e-8
+    assert off(trained, whole) > 0.05
+
+
+@pytest.mark.parametrize("name", ["tuple_input", "dict_input"])
+def test_evaluation_sets_of_networks_with_several_inputs(name: str) -> None:
+    """A tuple or a mapping is one batch of inputs, as it is for the network."""
+    case = BY_NAME[name]
+    model, evaluation = case.build(), case.batch(4, seed=3)
+    likelihood, inputs = problems.likelihood(case), case.batch(2, seed=1)
+    runs = [
+        lw.fit(
+            model, problems.batches(case), likelihood, prior=30.0,
+            method=lw.HFL(mode="pretrained", evaluation=given, drift=100.0),
+        ).posterior.scores(inputs)[1]
+        for given in (evaluation, [evaluation], [problems.rows(evaluation, slice(k, k + 2)) for k in (0, 2)])
+    ]  # fmt: skip
+    assert float(runs[0].abs().max()) > 1e-3
+    assert off(runs[1], runs[0]) < 1e-8
+    assert off(runs[2], runs[0]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
+def test_random_pushes_are_draws_of_the_posterior(kind: str) -> None:
+    """H⁻¹ ξ with ξ ~ N(0, G/φ + A): variances of H⁻¹ (G/φ + A) H⁻¹ within five of their stated standard errors."""
+    energy = small(kind, 3)
+    x = new(energy, 3)
+    inverse = torch.linalg.inv(energy.hessian())
+    exact = energy.covariance(x, torch.linalg.inv(inverse @ energy.ggn() @ inverse))
+    count = 1500
+    found = pretrained(energy, variant="random", pushes=count, generator=torch.Generator().manual_seed(1))
+    belief, error = found.functions(x), found.posterior.standard_error(x)
+    variance = exact.diagonal().reshape(3, 3)
+    assert bool(((belief.variance - variance).abs() < 5 * error).all())
+    assert float((error / belief.variance / (2 / count) ** 0.5 - 1).abs().max()) < 0.25
+    joint = found.functions(x, joint=True).cov.reshape(9, 9)
+    limit = 5 * ((exact.square() + torch.outer(exact.diagonal(), exact.diagonal())) / count).sqrt()
+    assert bool(((joint - exact).abs() < limit).all())
+    assert_close(joint.diagonal().reshape(3, 3), belief.variance)
+    assert_close(belief.cov[1], joint[3:6, 3:6])
+
+
+def test_seeds_fix_random_pushes() -> None:
+    energy = small()
+    x = new(energy)
+    one, two, other = (
+        pretrained(energy, variant="random", pushes=3, generator=torch.Generator().manual_seed(seed)).functions(x).cov
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    fixed = [pretrained(energy, variant="random", pushes=3).functions(x).cov for _ in range(2)]
+    assert torch.equal(fixed[0], fixed[1])
+
+
+def held_out(energy: Energy, noise: float = 0.6) -> list[Any]:
+    gen = torch.Generator().manual_seed(9)
+    x = 1.5 * torch.randn(60, 2, dtype=D, generator=gen)
+    f = energy.model(x).detach()
+    return [(x[:35], (f + noise * torch.randn(f.shape, dtype=D, generator=gen))[:35]), (x[35:], f[35:] + noise)]
+
+
+@pytest.mark.parametrize("variant", ["mean", "absolute", "random"])
+def test_calibration_maximises_the_held_out_likelihood(variant: str) -> None:
+    """Over the factor on the variances: no point of a fine grid is better."""
+    energy = small()
+    held = held_out(energy)
+    plain = pretrained(energy, variant=variant, pushes=8)
+    scaled = pretrained(energy, variant=variant, pushes=8, calibration=held)
+    x, y = torch.cat([a for a, _ in held]), torch.cat([b for _, b in held])
+    belief = plain.functions(x)
+
+    def likelihood(scale: float) -> float:
+        spread = (scale * belief.variance + energy.phi).sqrt()
+        return float(torch.distributions.Normal(belief.mean, spread).log_prob(y).sum())
+
+    best = scaled.posterior.scale
+    grid = torch.logspace(-2, 3, 501, dtype=D).tolist()
+    near = (best * torch.linspace(0.9, 1.1, 21, dtype=D)).tolist()
+    assert all(likelihood(best) >= likelihood(scale) - 1e-9 for scale in (*grid, *near))
+    assert abs(best - 1) > 0.05
+    assert_close(scaled.functions(x).variance, best * belief.variance)
+
+
+def test_calibration_of_classes() -> None:
+    energy = small("categorical", 3)
+    gen = torch.Generator().manual_seed(9)
+    x = 1.5 * torch.randn(60, 2, dtype=D, generator=gen)
+    y = torch.randint(0, 3, (60,), generator=gen)  # nothing to be sure of
+    plain = pretrained(energy, variant="absolute")
+    scaled = pretrained(energy, variant="absolute", calibration=[(x, y)])
+    assert scaled.posterior.scale > 2
+    score = lambda factor: float(
+        lw.Fitted(plain.posterior.scaled(factor), plain.fingerprint).predict(x).log_prob(y).sum()
+    )
+    best = score(scaled.posterior.scale)
+    assert all(best >= score(scaled.posterior.scale * factor) - 1e-6 for factor in (0.5, 0.9, 0.98, 1.02, 1.1, 2.0))
+
+
+def counted(model: nn.Module) -> list[int]:
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    return passes
+
+
+@pytest.mark.parametrize(("settings", "more"), [({}, 1), ({"variant": "absolute"}, 1), ({"variant": "random"}, 32)])
+def test_a_prediction_costs_a_forward_pass_for_every_push(settings: dict[str, Any], more: int) -> None:
+    energy = copied(small())
+    found = pretrained(energy, **settings)
+    passes = counted(energy.model)
+    x = new(energy)
+    found.functions(x)
+    assert len(passes) == 1 + more
+    passes.clear()
+    _ = found.predict(x).std
+    assert len(passes) == 1 + more
+
+
+@pytest.mark.parametrize("solver", ["newton", "adam"])
+def test_a_convolutional_network(solver: str) -> None:
+    """At the minimum of its loss with the outputs as targets; there Hessian and GGN are the same."""
+    case = BY_NAME["cnn"]
+    model, inputs = case.build(), case.batch(6)
+    y = model(inputs).detach()
+    theta = nn.utils.parameters_to_vector(model.parameters()).detach()
+    prior = lw.isotropic(2.0, theta)
+    method = lw.HFL(mode="pretrained", solver=solver, steps=150, learning_rate=3e-3, lam=None)
+    found = problems.unchanged(
+        model, lambda: lw.fit(model, [(inputs, y)], lw.Gaussian(noise_std=1.0), method=method, prior=prior)
+    )
+    energy = Energy("gaussian", model, inputs, y, 2.0)
+    x = case.batch(3, seed=1)
+    rows = energy.jacobian(x)
+    exact = (rows @ torch.linalg.solve(energy.ggn(), energy.jacobian(inputs).sum(0) / 6)).reshape(3, 3)
+    score = problems.unchanged(model, lambda: found.posterior.scores(x)[1][0])
+    assert off(score, exact) < (1e-3 if solver == "newton" else 0.1)
+
+
+@pytest.mark.parametrize("variant", ["mean", "absolute", "random"])
+@pytest.mark.parametrize("weights", [None, lw.subnetwork(torch.tensor([1, 5, 13, 20, 24]))], ids=["all", "some"])
+def test_files_hold_all_that_is_needed(variant: str, weights: Any, tmp_path: Path) -> None:
+    energy = small()
+    method = lw.HFL(mode="pretrained", variant=variant, pushes=4, calibration=held_out(energy))
+    found = fitted(energy, method, weights=weights)
+    found.save(tmp_path / "it")
+    again = lw.load(tmp_path / "it", copied(energy).model)
+    x = new(energy, 5)
+    assert torch.equal(again.functions(x).cov, found.functions(x).cov)
+    assert torch.equal(again.functions(x, joint=True).cov, found.functions(x, joint=True).cov)
+    assert torch.equal(again.predict(x).std, found.predict(x).std)
+    assert again.posterior.scale == found.posterior.scale != 1.0
+
+
+def test_files_keep_what_was_found(tmp_path: Path) -> None:
+    energy = copied(small("bernoulli", 1))
+    energy.place(energy.theta + 0.02)
+    found = pretrained(energy)
+    assert "posterior standard deviations from the minimum" in found.posterior.findings[0]
+    found.save(tmp_path / "it")
+    assert lw.load(tmp_path / "it", energy.model).posterior.findings == found.posterior.findings
+
+
+def test_single_weights() -> None:
+    index = torch.tensor([1, 5, 13, 20, 24])
+    energy = copied(small(), index=index)
+    x, evaluation = new(energy, 5), new(energy, 9, seed=8)
+    method = lw.HFL(mode="pretrained", evaluation=evaluation)
+    score = fitted(energy, method, weights=lw.subnetwork(index)).posterior.scores(x)[1][0]
+    assert off(score, responses(energy, x, evaluation)) < 1e-3
+
+
+def test_a_strength_that_is_too_large_is_refused() -> None:
+    energy = small()
+    with pytest.raises(lw.NumericalError, match=r"lam is 1e\+03; expected between .* Leave lam out to have it chosen"):
+        pretrained(energy, lam=1e3)
+
+
+def test_unfinished_fine_tuning_is_refused() -> None:
+    with pytest.raises(lw.NumericalError, match=r"1 of 1 responses are not finished.*after 6 steps.*more steps"):
+        pretrained(small(), solver="adam", steps=6)
+
+
+def test_all_data_are_in_the_random_pushes() -> None:
+    """In one batch or in two."""
+    energy = small("categorical", 3)
+    x = new(energy)
+    method = lw.HFL(mode="pretrained", variant="random", pushes=800)
+    split = fitted(energy, method, data=data(energy)).functions(x).variance
+    joined = fitted(energy, method, data=[(energy.x, energy.y)]).functions(x).variance
+    assert float((split / joined - 1).abs().max()) < 8 * (2 / 800) ** 0.5
