@@ -10,11 +10,12 @@ from lapwing.core.random import uniform
 from lapwing.curvature.anchored import Anchors
 from lapwing.curvature.pool import Pool
 from lapwing.linalg.kmeans import kmeans
-from lapwing.linalg.pivoted import greedy_pivots
+from lapwing.linalg.pivoted import greedy_pivots, trace_pivots
 from lapwing.networks.network import Network
 from lapwing.priors.gaussian import Prior
 
-STARTS = ("greedy", "kmeans", "random")
+STARTS = ("greedy", "trace", "kmeans", "random")
+PIVOTS = {"greedy": greedy_pivots, "trace": trace_pivots}
 
 
 def every_output(network: Network, pool: Pool) -> Anchors:
@@ -36,9 +37,10 @@ def landmarks(network: Network, pool: Pool, count: int, generator: torch.Generat
 def placed(
     network: Network, prior: Prior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
 ) -> Anchors:
-    """``count`` points: those that leave the least variance ("greedy"), centres of the inputs, or random data."""
-    if start == "greedy":
-        return _greedy(network, prior, pool, count, candidates, generator)
+    """``count`` points: the largest variance left each time ("greedy"), the most off the sum of all ("trace"), centres
+    of the inputs ("kmeans"), or random data."""
+    if start in PIVOTS:
+        return _pivots(network, prior, pool, count, start, candidates, generator)
     outputs = torch.Size(network.output_shape).numel()
     numbers = (torch.arange(count) % outputs).to(network.device)  # outputs in turn
     if start == "kmeans" and isinstance(pool.inputs, Tensor) and pool.inputs.is_floating_point():
@@ -48,14 +50,14 @@ def placed(
     return Anchors(network, pool.rows(index), numbers[: len(index)] if labels is None else labels)
 
 
-def _greedy(
-    network: Network, prior: Prior, pool: Pool, count: int, candidates: int, generator: torch.Generator
+def _pivots(
+    network: Network, prior: Prior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
 ) -> Anchors:
-    """Each of the largest variance that those before it leave, in the tangent kernel, among random candidates."""
+    """One after another by what those before it leave, in the tangent kernel, among random candidates."""
     every = every_output(network, pool)
     some = _random((len(every),), generator).argsort()[: max(candidates, count)].to(network.device)
     few = Anchors(network, take(every.inputs, len(every), some), every.outputs[some])
-    picked = greedy_pivots(few.kernel(prior), count)
+    picked = PIVOTS[start](few.kernel(prior), count)
     return Anchors(network, take(few.inputs, len(few), picked), few.outputs[picked])
 
 

@@ -28,3 +28,25 @@ def greedy_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
         left[pivot] = 0
         chosen.append(pivot)
     return torch.tensor(chosen, dtype=torch.long, device=kernel.device)
+
+
+def trace_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
+    """Row numbers, (at most ``count``,): each takes the most off the sum of all variances that those before it leave.
+
+    Looks at every entry of what is left at every step, N² count operations.
+
+    >>> trace_pivots(torch.tensor([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 1.5]]), 1).tolist()
+    [0]
+    """
+    left = kernel.double().clone()
+    floor, chosen = cut * float(left.diagonal().max()), []
+    for _ in range(min(count, len(left))):
+        variance = left.diagonal()
+        gain = torch.where(variance > floor, left.square().sum(0) / variance.clamp_min(floor), -1.0)
+        pivot = int(gain.argmax())
+        if float(gain[pivot]) <= 0:
+            break
+        row = left[pivot].clone()
+        left = left - torch.outer(row, row) / row[pivot]
+        chosen.append(pivot)
+    return torch.tensor(chosen, dtype=torch.long, device=kernel.device)

@@ -43,11 +43,12 @@ class VaLLA:
     (``alpha=0``) or on the predictive log-likelihood of the training data (``alpha=1``, as published; it then learns
     prior and noise with it, and is no longer the Laplace posterior of a given prior); between the two for Gaussians.
 
-    ``start`` places the points: "greedy" takes those training outputs that leave the least variance, "kmeans" centres
-    of the inputs (of each class), "random" training data. ``optimiser``: "lbfgs" on all data, "adam" on batches of
-    ``batch_size`` (time and memory of a step do not depend on the number of data), "none"; by default "lbfgs" where the
-    data are few. With ``validation`` data the state of the best validation log-likelihood is kept, and learning ends
-    after ``patience`` checks without a better one.
+    ``start`` places the points: at training outputs of the largest variance left ("greedy"), at those that take most
+    off the sum of all ("trace"), at centres of the inputs of each class ("kmeans"), or at random data; None tries the
+    first two where the data are few and keeps the better bound. ``optimiser``: "lbfgs" on all data, "adam" on batches
+    of ``batch_size`` (time and memory of a step do not depend on the number of data), "none"; by default "lbfgs" where
+    the data are few. With ``validation`` data the state of the best validation log-likelihood is kept, and learning
+    ends after ``patience`` checks without a better one.
 
     Cost of a step: a backward pass over a batch for every output, a double one over the M points, their (BC, M) kernel
     and M³. Afterwards one pass over the data (alpha 0). Predictions cost a backward pass and the kernel with M points.
@@ -56,7 +57,7 @@ class VaLLA:
 
     num_inducing: int = 100
     alpha: float = 0.0
-    start: str = "greedy"
+    start: str | None = None
     optimiser: str | None = None
     steps: int | None = None
     learning_rate: float = 0.01
@@ -74,7 +75,7 @@ class VaLLA:
             raise UnsupportedError(f"learning_rate is {self.learning_rate}; expected a positive number.")
         if not 0 <= self.alpha <= 1:
             raise UnsupportedError(f"alpha is {self.alpha}; expected a number between 0 and 1.")
-        if self.start not in STARTS:
+        if self.start is not None and self.start not in STARTS:
             raise UnsupportedError(f"start is {self.start!r}; expected one of {', '.join(STARTS)}.")
         if self.optimiser is not None and self.optimiser not in OPTIMISERS:
             raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
@@ -101,14 +102,17 @@ class VaLLA:
         if self.num_inducing >= rows:
             anchors, chosen = every_output(network, pool), "none" if self.alpha == 0 else "adam"
         else:
-            anchors = placed(network, problem.prior, pool, self.num_inducing, self.start, self.candidates, generator)
-            chosen = self.optimiser or self._default(network, rows)
+            put = lambda start: placed(
+                network, problem.prior, pool, self.num_inducing, start, self.candidates, generator
+            )
+            anchors, chosen = put(self.start or "greedy"), self.optimiser or self._default(network, rows)
         learnable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
         learner = Learner(problem, anchors, statistics, self, pool.total, learnable and self.num_inducing < rows)
         if chosen == "lbfgs" and learnable:
-            learner = learner.by_lbfgs(data)
-        elif chosen == "adam":
-            learner = learner.by_adam(data, generator)
+            starts = [learner] if self.start else [learner, replace(learner, anchors=put("trace"))]
+            return max((each.by_lbfgs(data) for each in starts), key=lambda each: each.score).finished(data)
+        if chosen == "adam":
+            return learner.better(learner.by_adam(data, generator), data)
         return learner.finished(data)
 
     def _default(self, network: Network, rows: int) -> str:
@@ -198,7 +202,7 @@ class Learner:
                     break
                 steps.append(self._step(-value, scale.detach(), None))
                 bar.show(objective=value, **shown)
-                still = still + 1 if value > best - 1e-7 * (1 + abs(best)) else 0
+                still = still + 1 if value > best - 1e-9 * (1 + abs(best)) else 0
                 if value < best:
                     best, kept = value, (z.detach().clone(), scale.detach().clone())
                 if still >= 5:
@@ -209,6 +213,23 @@ class Learner:
         finding = "" if still >= 5 else f"{total} steps did not end the search; the bound still rises"
         return replace(self, anchors=self.anchors.at(kept[0]), log_scale=kept[1], steps=tuple(steps),
                        findings=(finding,) if finding else ())  # fmt: skip
+
+    @property
+    def score(self) -> float:
+        """The best objective on the way, up to its sign."""
+        return max((step.score for step in self.steps), default=-math.inf)
+
+    def better(self, learned: Learner, data: Data) -> WeightPosterior:
+        """What was learned, or the start where its bound is higher: batches are noisy, and kernels of kinks jump."""
+        found = learned.finished(data)
+        if self.method.alpha > 0 or not self.moving:
+            return found
+        begun = replace(self, log_scale=learned.log_scale).finished(data)
+        if float(begun.log_evidence()) <= float(found.log_evidence()):
+            return found
+        told = "the start had a higher bound than what was learned, and is kept"
+        trace = Trace("VaLLA", "bound", learned.steps, (*learned.findings, told))
+        return begun.with_trace(trace)
 
     def by_adam(self, data: Data, generator: torch.Generator) -> Learner:
         """Locations, prior and noise on batches; what the points know by natural gradients."""

@@ -232,6 +232,58 @@ def test_a_model_without_parameters(method: Any) -> None:
     refused(lw.ModelError, "no parameter", [(X[:, :3], Y)], "classification", method, nn.Tanh())
 
 
+# Methods that need a dropout layer, other networks, or a prior beforehand
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)).double().eval()
+
+
+OTHERS: dict[str, Any] = {
+    "hfl": lw.HFL(drift=math.inf), "hfl_linearised": lw.HFL(mode="linearised"),
+    "hfl_pretrained": lw.HFL(mode="pretrained", drift=math.inf), "ensemble": lw.Ensemble(models=[dropping()]),
+    "dropout": lw.MCDropout(samples=2),
+}  # fmt: skip
+LATER = {
+    "inputs": ((spoiled(X, math.nan), Y), "inputs of batch 1: 1 of 28 entries are NaN or infinite; expected finite"),
+    "a class": ((X, torch.full_like(Y, 9)), r"run from 9 to 9; expected 0\.\.2"),
+    "targets": ((X, Y[:5]), r"expected"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("wrong", LATER)
+def test_a_later_batch_that_is_wrong_for_other_methods(name: str, wrong: str) -> None:
+    batch, message = LATER[wrong]
+    model = dropping()
+
+    def run() -> None:
+        with pytest.raises(lw.DataError, match=message):
+            lw.fit(model, [(X, Y), batch], "classification", method=OTHERS[name], prior=1e3)
+
+    problems.unchanged(model, run)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_methods_look_at_new_inputs_too(name: str) -> None:
+    model = dropping()
+    posterior = lw.fit(model, [(X, Y)], "classification", method=OTHERS[name], prior=1e3)
+
+    def run() -> None:
+        for joint in (False, True):
+            assert bool(torch.isfinite(posterior.functions(X[:2], joint=joint).cov).all())
+            with pytest.raises(lw.DataError, match="inputs: 1 of 28 entries are NaN or infinite; expected finite"):
+                posterior.functions(spoiled(X, math.nan), joint=joint)
+            with pytest.raises(lw.DataError, match="the batch is empty"):
+                posterior.functions(X[:0], joint=joint)
+
+    problems.unchanged(model, run)
+    model.train()
+    with pytest.raises(lw.ModelError, match=r"2 \(Dropout\) is in training mode; expected evaluation mode"):
+        posterior.functions(X)
+
+
 # A precision that is not positive definite
 
 

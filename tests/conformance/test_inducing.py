@@ -371,7 +371,7 @@ def test_priors_and_noise_are_tuned_without_the_network(
 def test_the_tangent_models_own_optimum(mean: str, method: str) -> None:
     """Found through the curvature of all data in any form, it is that of the full posterior."""
     setting = SETTINGS["classification"]
-    tuner = lw.linear_mode(mean=mean, tolerance=1e-7, max_steps=200)
+    tuner = lw.linear_mode(mean=mean, tolerance=1e-6, max_steps=100)
     chosen = lw.ELLA(num_landmarks=1000, rank=1000) if method == "ella" else EVERY[method]
     found, exact = (setting.fit(m, 0.8).tuned(tuner.with_data(training(setting))) for m in (chosen, lw.Full()))
     assert float(found.prior.values) == pytest.approx(float(exact.prior.values), rel=1e-4)

@@ -7,6 +7,7 @@ orthogonal columns. The same for the last layer of a network, whose features are
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from tests import problems
 from tests.references.linear_regression import Exact, regress
-from tests.tolerances import assert_close, assert_within
+from tests.tolerances import SOLVED, assert_close, assert_within
 
 D = torch.float64
 N, INPUTS, OUTPUTS, NEW = 17, 4, 3, 5
@@ -35,6 +36,8 @@ METHODS: dict[str, Any] = {
     "ella_residual": lw.ELLA(num_landmarks=N * OUTPUTS, rank=P, residual=True),
     "valla": lw.VaLLA(num_inducing=N * OUTPUTS),
 }
+
+PUSHES: dict[str, Any] = {"hfl": lw.HFL(drift=math.inf), "hfl_linearised": lw.HFL(mode="linearised")}
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,20 @@ def test_belief_about_outputs(kind: str, method: str, noise: str, prior: str) ->
     assert across.cov.shape == (NEW, OUTPUTS, NEW, OUTPUTS)
     assert_close(across.cov.reshape(NEW * OUTPUTS, -1), joint)
     assert_close(across.variance, belief.variance)
+
+
+@pytest.mark.parametrize("kind", ["any inputs", "last layer"])
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("prior", BY_LAYER_OR_WEIGHT)
+@pytest.mark.parametrize("method", PUSHES)
+def test_pushes_find_the_belief_about_outputs(kind: str, noise: str, prior: str, method: str) -> None:
+    s = setting(kind)
+    weights = lw.all_weights if isinstance(s.model, nn.Linear) else lw.last_layer
+    given, precision = BY_LAYER_OR_WEIGHT[prior]
+    found = lw.fit(s.model, s.data(), NOISES[noise][0], method=PUSHES[method], weights=weights, prior=given)
+    joint = s.design_new @ s.exact(precision, NOISES[noise][1]).covariance @ s.design_new.T
+    assert_close(found.functions(s.new).variance, joint.diagonal().reshape(NEW, OUTPUTS), SOLVED)
+    assert_close(found.functions(s.new, joint=True).cov.reshape(NEW * OUTPUTS, -1), joint, SOLVED)
 
 
 @pytest.mark.parametrize(("kind", "method", "noise", "prior"), COMBINED)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg.pivoted import greedy_pivots
+from lapwing.linalg.pivoted import greedy_pivots, trace_pivots
 
 D = torch.float64
 
@@ -68,3 +68,18 @@ def test_single_precision_is_widened() -> None:
     """Conditional variances are differences: in float32 they would be rounding after a few steps."""
     matrix = (kernel(20, 3) + 1e-4 * kernel(20, 30, 1)).float()
     assert torch.equal(greedy_pivots(matrix, 15), greedy_pivots(matrix.double(), 15))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_takes_the_most_off_the_sum_of_variances(seed: int) -> None:
+    matrix = kernel(12, 15, seed)
+    found = trace_pivots(matrix, 6).tolist()
+    assert len(set(found)) == 6
+    for i, pivot in enumerate(found):
+        sums = [float(left(matrix, [*found[:i], other]).sum()) if other not in found[:i] else torch.inf
+                for other in range(12)]  # fmt: skip
+        assert min(range(12), key=lambda other: sums[other]) == pivot
+
+
+def test_the_sum_ends_where_nothing_is_left() -> None:
+    assert len(trace_pivots(kernel(9, 3), 9)) == 3

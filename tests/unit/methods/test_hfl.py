@@ -543,13 +543,17 @@ def test_a_search_for_the_minimum_that_overflows(limit: int, monkeypatch: pytest
     model.weight.data.zero_()
     model.bias.data.fill_(-20.0)
     x, y = torch.ones(5, 1, dtype=D), torch.full((5, 1), 5.0, dtype=D)
-    with pytest.raises(lw.NumericalError, match=r"at no minimum .* Newton's steps find none.*raise the prior precision"):
+    with pytest.raises(
+        lw.NumericalError, match=r"at no minimum .* Newton's steps find none.*raise the prior precision"
+    ):
         lw.fit(model, [(x, y)], "poisson", method=lw.HFL(), prior=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["nonlinear", "linearised"])
 def test_what_needs_its_data_is_not_saved(mode: str, tmp_path: Path) -> None:
-    message = r"re-optimises on its data at every prediction, and a file does not hold those; .*HFL\(mode='pretrained'\)"
+    message = (
+        r"re-optimises on its data at every prediction, and a file does not hold those; .*HFL\(mode='pretrained'\)"
+    )
     with pytest.raises(lw.UnsupportedError, match=message):
         fitted(small(), lw.HFL(mode=mode)).save(tmp_path / "it")
     assert not (tmp_path / "it").exists()

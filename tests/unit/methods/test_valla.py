@@ -152,7 +152,7 @@ def test_a_default_for_few_data_and_for_many(monkeypatch: pytest.MonkeyPatch) ->
     many = torch.linspace(-2, 2, 20_001, dtype=D)[:, None]
     fitted(lw.VaLLA(5, candidates=50), data=[(many, many)])
     fitted(lw.VaLLA(40))
-    assert used == ["by_lbfgs", "by_adam", "by_adam", "by_adam"]
+    assert used == ["by_lbfgs", "by_lbfgs", "by_adam", "by_adam", "by_adam"]  # few data: from two starts
 
 
 # What the points know.
@@ -607,7 +607,7 @@ def test_the_methods_name() -> None:
         ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive number"),
         ({"alpha": -0.1}, "alpha is -0.1; expected a number between 0 and 1"),
         ({"alpha": 1.5}, "alpha is 1.5; expected a number between 0 and 1"),
-        ({"start": "grid"}, "start is 'grid'; expected one of greedy, kmeans, random"),
+        ({"start": "grid"}, "start is 'grid'; expected one of greedy, trace, kmeans, random"),
         ({"optimiser": "sgd"}, "optimiser is 'sgd'; expected one of lbfgs, adam, none"),
         ({"alpha": 1.0, "optimiser": "lbfgs"}, 'collapsed bound belongs to alpha=0; use optimiser="adam"'),
         ({"alpha": 0.5, "optimiser": "none"}, 'collapsed bound belongs to alpha=0; use optimiser="adam"'),

@@ -1,0 +1,191 @@
+"""Pushes and their responses: solving with the Hessian, choosing a strength, saying when an answer is not finished."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.posteriors.response import Hessian, Responder, Response
+from tests.minima import copied, fitted, gapped, new, off, small
+from tests.tolerances import SOLVED, assert_close
+
+D = torch.float64
+
+
+def responder(energy: Any, **settings: Any) -> Responder:
+    found: Responder = fitted(energy, lw.HFL(**settings)).posterior.responder
+    return found
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [("gaussian", 2), ("categorical", 3)])
+def test_solving_with_the_hessian(kind: str, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    energy = small(kind, outputs)
+    objective = responder(energy).objective
+    rows = torch.randn(4, objective.size, dtype=D, generator=torch.Generator().manual_seed(1))
+    exact = torch.linalg.solve(energy.hessian(), rows.T).T
+    assert_close(Hessian(objective).solve(rows), exact, SOLVED)
+    monkeypatch.setattr("lapwing.posteriors.response.DENSE", objective.size - 1)
+    by_steps = Hessian(objective)
+    assert by_steps._factor is None
+    assert off(by_steps.solve(rows), exact) < 1e-3
+
+
+def test_the_hessian_is_formed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = responder(small()).objective
+    for limit, formed in ((25, True), (24, False)):
+        monkeypatch.setattr("lapwing.posteriors.response.DENSE", limit)
+        assert (Hessian(objective)._factor is not None) is formed
+
+
+@dataclass
+class Spring:
+    """U = d²/2 + stiffening · d⁴/4, one weight: what pushes do can be worked out."""
+
+    stiffening: float = 0.0
+    curvature: float = 1.0
+    size: int = 1
+    dtype: torch.dtype = D
+
+    @property
+    def centre(self) -> Tensor:
+        return torch.zeros(1, dtype=self.dtype)
+
+    def gradient(self, d: Tensor) -> Tensor:
+        return self.curvature * d + self.stiffening * d**3
+
+    def solve(self, rows: Tensor) -> Tensor:
+        return rows / self.curvature
+
+
+def sprung(spring: Spring, tolerance: float = 1e-6, **settings: Any) -> Responder:
+    return Responder(spring, spring, tolerance, **settings)  # type: ignore[arg-type]
+
+
+def test_a_quadratic_answers_the_same_to_every_strength() -> None:
+    ends = [sprung(Spring(curvature=4.0)).respond(lambda d: 3 * torch.ones_like(d), lambda d: 3 * d, 1, lam)
+            for lam in (1e-6, 1e-3, 0.5)]  # fmt: skip
+    for found in ends:
+        assert_close(found.cov, torch.tensor([[9 / 4]], dtype=D), SOLVED)
+        assert float(found.change) == 0.0
+    chosen = sprung(Spring(curvature=4.0)).respond(lambda d: 3 * torch.ones_like(d), lambda d: 3 * d, 1)
+    assert_close(chosen.cov, torch.tensor([[9 / 4]], dtype=D), SOLVED)
+    assert float(chosen.strength) == pytest.approx(0.005 / 1.5)  # a hundredth of the deviation, halved once to compare
+
+
+def test_a_strength_is_halved_until_two_estimates_agree() -> None:
+    """d + k d³ = λ: the response is 1 - k λ² + …, and what two strengths say of λ² is taken off."""
+    found = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1)
+    assert float(found.cov) == pytest.approx(1.0, rel=1e-6)
+    assert float(found.strength) < 0.005
+    assert float(found.change) <= 0.3e-6
+    plain = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1, float(found.strength))
+    assert abs(float(plain.cov) - 1) > 10 * abs(float(found.cov) - 1)
+    assert float(plain.cov) == pytest.approx(1 - 30 * float(found.strength) ** 2, rel=1e-6)
+
+
+def test_every_push_has_a_strength_of_its_own() -> None:
+    energy = gapped()
+    x = torch.tensor([[-1.5], [0.0], [2.5]], dtype=D)
+    found = fitted(energy, lw.HFL()).posterior.respond(x)
+    first = 0.01 / energy.each(x).flatten().sqrt()
+    halvings = (first / found.strength).log2()
+    assert_close(halvings, halvings.round())
+    assert bool((halvings.round() >= 1).all())
+    assert len(set(halvings.round().tolist())) > 1
+
+
+def test_a_falling_variance_is_refused() -> None:
+    with pytest.raises(
+        lw.NumericalError, match=r"a variance came out as -0\.5; expected above nought.*train it further"
+    ):
+        sprung(Spring(curvature=-2.0)).respond(torch.ones_like, lambda d: d, 1)
+
+
+@pytest.mark.parametrize("strength", [None, 0.3])
+def test_what_nothing_moves_does_not_respond(strength: float | None) -> None:
+    """Alone, and beside a push that has a response."""
+    none = sprung(Spring()).respond(torch.zeros_like, lambda d: 0 * d + 7, 1, strength)
+    assert none.settled(1e-6).cov.tolist() == [[0.0]]
+    slopes = torch.tensor([[0.0], [2.0]], dtype=D)
+    both = sprung(Spring()).respond(lambda d: slopes, lambda d: slopes * d, 2, strength)
+    assert_close(both.settled(1e-6).cov, torch.tensor([[0.0], [4.0]], dtype=D), SOLVED)
+
+
+def test_the_window_of_strengths() -> None:
+    """From where a difference is rounding to where the prediction moves by its standard deviation, two here."""
+    push = lambda d: 2 * torch.ones_like(d)
+    spring = sprung(Spring())
+    for lam in (0.4999, 1e-9):
+        spring.respond(push, lambda d: 2 * d, 1, lam)
+    for lam in (0.5001, 1e-11):
+        with pytest.raises(lw.NumericalError, match=rf"lam is {lam:.3g}; expected between 5\.6e-11 \(.*and 0\.5 \("):
+            spring.respond(push, lambda d: 2 * d, 1, lam)
+    with pytest.raises(lw.NumericalError, match=r"expected between 5\.6e-08"):  # larger outputs leave fewer digits
+        spring.respond(push, lambda d: 2 * d + 1000, 1, 1e-9)
+
+
+def response(missing: float = 0.0, change: float = 0.0, residual: float = 0.1) -> Response:
+    one = lambda value: torch.tensor([0.0, value], dtype=D)
+    return Response(torch.ones(2, 1, dtype=D), torch.tensor([0.1, 0.2], dtype=D), one(residual), one(missing),
+                    one(change), 7)  # fmt: skip
+
+
+def test_finished_responses_pass() -> None:
+    found = response(1e-7, 1e-8)
+    assert found.settled(1e-6) is found
+
+
+@pytest.mark.parametrize(("missing", "change"), [(1e-3, 0.0), (0.0, 1e-3), (math.nan, 0.0), (0.0, math.inf)])
+def test_unfinished_responses_do_not(missing: float, change: float) -> None:
+    message = r"1 of 2 responses are not finished; the worst \(push 1, strength 0\.2\) is off by about (0\.001|nan|inf)"
+    with pytest.raises(lw.NumericalError, match=message) as error:
+        response(missing, change).settled(1e-6)
+    assert "after 7 steps (relative residual 0.1); expected 1e-06" in str(error.value)
+
+
+def test_a_residual_that_is_not_known_is_not_said() -> None:
+    with pytest.raises(lw.NumericalError, match="after 7 steps; expected 1e-06"):
+        response(1e-3, residual=math.nan).settled(1e-6)
+
+
+def test_one_push_for_each_output_read_off_where_it_was_asked() -> None:
+    energy = small("gaussian", 2)
+    x = new(energy)
+    posterior = fitted(energy, lw.HFL()).posterior
+    own, everywhere = posterior.respond(x), posterior.respond(x, joint=True)
+    assert own.cov.shape == (6, 2)
+    assert everywhere.cov.shape == (6, 6)
+    assert off(everywhere.cov, energy.covariance(x)) < 1e-6
+    assert off(own.cov, torch.cat([energy.each(x)[b] for b in range(3)])) < 1e-6
+    assert own.steps > 0
+    assert float(own.missing.max()) < 1e-6
+
+
+def test_what_is_missing_is_not_understated() -> None:
+    """Fewer steps than it takes: the worse of two pushes, where the difference of both may be better."""
+    energy = gapped()
+    x = torch.tensor([[0.0]], dtype=D)
+    lam = 0.05 / float(energy.each(x)) ** 0.5
+    whole = fitted(energy, lw.HFL(lam=lam)).posterior
+    exact = float(whole.respond(x).cov)
+    for most in (1, 2):
+        few = replace(whole, responder=replace(whole.responder, max_steps=most)).respond(x)
+        assert few.steps == most
+        assert float(few.missing) > 1e-7
+        assert 1e-8 < abs(float(few.cov) / exact - 1) < float(few.missing)
+
+
+def test_two_networks_do_not_share_anything() -> None:
+    """A copy of the model is what is pushed: the objective of one network knows nothing of another."""
+    energy, other = small(), copied(small())
+    x = new(energy)
+    before = fitted(energy, lw.HFL())
+    one = before.functions(x).cov
+    other.place(other.theta + 0.1)
+    assert torch.equal(before.functions(x).cov, one)
