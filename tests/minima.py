@@ -1,4 +1,4 @@
-"""Small networks at the minimum of their regularised loss, each with its dense reference; trained once for all tests."""
+"""Small networks at the minimum of their regularised loss, each with its dense reference; trained once for all."""
 
 from __future__ import annotations
 

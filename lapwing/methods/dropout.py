@@ -15,7 +15,7 @@ from lapwing.posteriors.problem import Problem
 
 @dataclass(frozen=True)
 class MCDropout:
-    """The spread of ``samples`` forward passes under random dropout masks, each with the seed ``seed + k``.
+    """The spread of ``samples`` forward passes, each under one random dropout mask for all inputs, of ``seed + k``.
 
     For networks trained with ``nn.Dropout`` or with the dropout of PyTorch's attention and recurrent layers (one by
     ``F.dropout`` inside ``forward`` is not seen). The mean is that of the passes; the noise of a regression is the

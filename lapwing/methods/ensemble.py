@@ -53,7 +53,7 @@ class Ensemble:
         statistics = of_mean(problem, found, data)
         likelihood = residual_noise(problem.likelihood, statistics, network.device)
         problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
-        return MembersPosterior(problem, found, statistics, network.theta())
+        return MembersPosterior(problem, found.marked(), statistics, network.theta())
 
 
 def renewed(model: nn.Module, seed: int) -> nn.Module:

@@ -222,7 +222,7 @@ class Learner:
     def better(self, learned: Learner, data: Data) -> WeightPosterior:
         """What was learned, or the start where its bound is higher: batches are noisy, and kernels of kinks jump."""
         found = learned.finished(data)
-        if self.method.alpha > 0 or not self.moving:
+        if self.method.alpha > 0 or not self.moving or self.method.validation is not None:  # those chose another way
             return found
         begun = replace(self, log_scale=learned.log_scale).finished(data)
         if float(begun.log_evidence()) <= float(found.log_evidence()):

@@ -13,6 +13,7 @@ from lapwing.core.data import Inputs
 from lapwing.core.errors import ModelError, UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.curvature.sweep import Statistics
+from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import has_dropout, needs_plain_kernels, plain_kernels, raw_output, shaped
 from lapwing.posteriors.problem import Problem
 
@@ -32,9 +33,18 @@ class Networks:
     """Trained networks of one form of output."""
 
     models: tuple[nn.Module, ...]
+    marks: tuple[Fingerprint, ...] = ()  # of the models as they were
+
+    def marked(self) -> Networks:
+        """The same, knowing its models by their weights."""
+        return Networks(self.models, tuple(Fingerprint.of(model) for model in self.models))
 
     def __len__(self) -> int:
         return len(self.models)
+
+    def refuse_changed(self) -> None:
+        for model, mark in zip(self.models, self.marks, strict=False):
+            mark.refuse_other(model)
 
     def __call__(self, x: Inputs) -> Tensor:
         found = []
@@ -49,26 +59,50 @@ class Networks:
         return torch.stack(found)
 
 
+class FixedMask(nn.Module):
+    """A dropout layer with one mask for all samples of a batch, that of ``seed``: each is then one function."""
+
+    def __init__(self, layer: nn.Module, place: int) -> None:
+        super().__init__()
+        self.layer, self.place, self.seed = layer.train(), place, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            torch.manual_seed(1_000_003 * self.seed + self.place)
+            if isinstance(self.layer, nn.AlphaDropout | nn.FeatureAlphaDropout):  # no mere product with a mask
+                shifted: Tensor = self.layer(x)
+                return shifted
+            return x * self.layer(torch.ones_like(x[:1]))
+
+
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """One network under K random dropout masks; member k has the random numbers of seed + k, whatever the input."""
+    """One network under K random dropout masks; member k has the masks of seed + k at whatever inputs.
 
-    model: nn.Module  # a copy whose dropout layers are in training mode
+    Dropout inside attention and recurrent layers is drawn anew for every sample: those are no functions of their own.
+    """
+
+    model: nn.Module  # a copy with masks in the place of its dropout layers
     count: int
     seed: int
 
     @classmethod
     def of(cls, model: nn.Module, count: int, seed: int) -> Masks:
         copied = copy.deepcopy(model).eval()
-        found = [module for module in copied.modules() if has_dropout(module)]
-        if not found:
+        if not any(has_dropout(module) for module in copied.modules()):
             raise UnsupportedError(
                 "the model has no dropout layer with a probability above nought; expected nn.Dropout or one of its "
                 "kin. Use another method, or train the network with dropout."
             )
-        # In evaluation mode a fused kernel runs the whole layer, whatever the mode of its parts.
-        for module in (*found, *(m for m in copied.modules() if isinstance(m, nn.TransformerEncoderLayer))):
-            module.training = True
+        # Attention and recurrent layers drop inside; in evaluation mode a fused kernel runs a whole encoder layer.
+        for module in copied.modules():
+            inside = has_dropout(module) and not isinstance(module, nn.modules.dropout._DropoutNd)
+            if inside or isinstance(module, nn.TransformerEncoderLayer):
+                module.training = True
+        places = [(parent, name, child) for parent in copied.modules() for name, child in parent.named_children()
+                  if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0]  # fmt: skip
+        for number, (parent, name, child) in enumerate(places):
+            setattr(parent, name, FixedMask(child, number))
         return cls(copied, count, seed)
 
     def __len__(self) -> int:
@@ -76,8 +110,11 @@ class Masks:
 
     def __call__(self, x: Inputs) -> Tensor:
         found = []
+        layers = [module for module in self.model.modules() if isinstance(module, FixedMask)]
         devices = [p.device for p in self.model.parameters() if p.is_cuda][:1]
         for k in range(self.count):
+            for layer in layers:
+                layer.seed = self.seed + k
             with torch.random.fork_rng(devices), torch.no_grad():
                 torch.manual_seed(self.seed + k)
                 found.append(shaped(raw_output(self.model, x)))
@@ -94,7 +131,7 @@ class MembersPosterior:
     theta: Tensor
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        each = self.members(x).to(self.theta.dtype)
+        each = self._each(x)
         mean, count = each.mean(0), max(1, len(each) - 1)
         gap = each - mean
         if joint:
@@ -109,4 +146,9 @@ class MembersPosterior:
         """The first n members, (n, B, [T,] C); the generator has no say."""
         if n > len(self.members):
             raise UnsupportedError(f"{n} samples were asked for and there are {len(self.members)} members.")
-        return self.members(x)[:n].to(self.theta.dtype)
+        return self._each(x)[:n]
+
+    def _each(self, x: Inputs) -> Tensor:
+        if isinstance(self.members, Networks):
+            self.members.refuse_changed()
+        return self.members(x).to(self.theta.dtype)

@@ -142,14 +142,14 @@ def test_the_noise_is_that_of_the_residuals() -> None:
 
 def test_conjugate_gradients_in_the_place_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
     energy = small("gaussian", 2)
-    x = new(energy)
+    x = new(energy, 2)
     one = fitted(energy, lw.HFL()).functions(x, joint=True).cov
     monkeypatch.setattr("lapwing.posteriors.response.DENSE", 10)
     found = fitted(energy, lw.HFL())
     assert found.posterior.responder.hessian._factor is None
     two = found.functions(x, joint=True).cov
     assert off(two, one) < 1e-6
-    assert off(two.reshape(6, 6), energy.covariance(x)) < 1e-6
+    assert off(two.reshape(4, 4), energy.covariance(x)) < 1e-6
 
 
 def at_its_targets(case: Case) -> tuple[nn.Module, list[Any], Any]:
@@ -508,8 +508,8 @@ def test_weights_far_from_a_minimum_are_refused() -> None:
     energy = small("bernoulli", 1)
     far = shifted(energy, 0.3)
     message = (
-        r"0\.\d+ posterior standard deviations from the minimum .*; expected at most 0.1.* prior as weight decay, allow "
-        r"it with HFL\(drift=\.\.\.\), or use HFL\(mode='linearised'\)"
+        r"0\.\d+ posterior standard deviations from the minimum .*; expected at most 0.1.* prior as weight decay, "
+        r"allow it with HFL\(drift=\.\.\.\), or use HFL\(mode='linearised'\)"
     )
     for mode in ("nonlinear", "pretrained"):
         with pytest.raises(lw.NumericalError, match=message):

@@ -26,7 +26,7 @@ def pretrained(energy: Energy, **settings: Any) -> lw.Fitted:
 
 
 def responses(energy: Energy, x: Tensor, evaluation: Tensor, signs: Tensor | None = None) -> Tensor:
-    """Row means of the covariance of all outputs at x with those at the evaluation inputs, summed over these: (B, C)."""
+    """Row means of the covariance of the outputs at x with those at the evaluation inputs, all summed: (B, C)."""
     rows, others = energy.jacobian(x), energy.jacobian(evaluation)
     others = others if signs is None else others * signs.reshape(-1, 1)
     covariance = rows @ torch.linalg.solve(energy.hessian(), others.T)

@@ -20,6 +20,7 @@ from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
 from lapwing.methods import valla as module
 from lapwing.methods.valla import Learner, Stochastic
+from lapwing.posteriors.trace import Step
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing
@@ -134,6 +135,31 @@ def test_the_trace_is_the_bound_as_it_rises() -> None:
     assert max(scores) == pytest.approx(float(found.log_evidence() - fixed), rel=1e-6)
     assert scores[-1] > scores[0]
     assert found.trace.findings == ()
+
+
+def test_without_a_start_the_better_of_two_is_kept() -> None:
+    """Each ends where its search leads; here they differ."""
+    ends = {start: float(fitted(lw.VaLLA(6, start=start, optimiser="lbfgs", steps=4)).log_evidence())
+            for start in ("greedy", "trace", None)}  # fmt: skip
+    assert ends["greedy"] != pytest.approx(ends["trace"], rel=1e-3)
+    assert ends[None] == pytest.approx(max(ends["greedy"], ends["trace"]), rel=1e-9)
+
+
+def test_steps_that_lose_the_bound_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the start, which the trace tells; validation data may want it otherwise, and then have their way."""
+    lost = torch.full((4, 1), 3.0, dtype=D) + torch.arange(4, dtype=D)[:, None]
+    step = Step(0.0, (0.5,))
+    monkeypatch.setattr(
+        Learner, "by_adam", lambda self, *_: replace(self, anchors=self.anchors.at(lost), steps=(step,))
+    )
+    begun = fitted(lw.VaLLA(4, optimiser="none"))
+    back = fitted(lw.VaLLA(4, optimiser="adam"))
+    assert torch.equal(back.curvature.anchors.inputs, begun.curvature.anchors.inputs)
+    assert back.trace is not None
+    assert back.trace.findings == ("the start had a higher bound than what was learned, and is kept",)
+    wanted = fitted(lw.VaLLA(4, optimiser="adam", validation=[curve()]))
+    assert torch.equal(wanted.curvature.anchors.inputs, lost)
+    assert wanted.log_evidence() < begun.log_evidence()
 
 
 def test_a_search_that_is_cut_short_says_so() -> None:
