@@ -104,21 +104,37 @@ def fit(
         groups = members(network, scale_free_groups(network, first.inputs))
     problem = Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
     chosen_method, why = _method(method, problem, batches)
-    if problem.learn_prior and isinstance(chosen_method, NeedsPrior):
-        problem = replace(_tuned(Kron().fit(problem, batches, generator), tuner, batches).problem, learn_prior=False)
+    if isinstance(chosen_method, NeedsPrior):
+        problem, tuner = _with_prior(problem, tuner, batches, generator), None
     fitted = chosen_method.fit(problem, batches, generator)
     if fitted.problem.learn_prior and isinstance(fitted, HasEvidence):
         fitted = _tuned(fitted, tuner, batches)
-    elif tuner is not None and not isinstance(chosen_method, NeedsPrior):
+    elif tuner is not None:
         fitted = _on(tuner, batches)(fitted)
     return Fitted(fitted, Fingerprint.of(network.model), why)
+
+
+def _with_prior(problem: Problem, tuner: Tuner | None, data: Data, generator: torch.Generator | None) -> Problem:
+    """For a method without an evidence: the prior as given, or learned by that of ``Kron``."""
+    if problem.learn_prior:
+        return replace(_tuned(Kron().fit(problem, data, generator), tuner, data).problem, learn_prior=False)
+    if tuner is not None:
+        raise UnsupportedError(
+            "this method has no evidence for a tuner to use, and the prior was given; leave out the tuner, or the "
+            "prior, which is then learned with Kron()."
+        )
+    return problem
 
 
 def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """With the prior learned, from a start near the optimum."""
     statistics = posterior.statistics
     begun = started(posterior, statistics.data, statistics.outputs, posterior.problem.network.theta())
-    return _on(tuner or maximise_evidence, data)(begun)
+    found = _on(tuner or maximise_evidence, data)(begun)
+    before, after = getattr(posterior, "trace", None), getattr(found, "trace", None)
+    if before is None or after is None or not before.findings:
+        return found
+    return found.with_trace(replace(after, findings=(*before.findings, *after.findings)))
 
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:

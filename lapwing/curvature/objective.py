@@ -100,6 +100,14 @@ class Objective:
     def cast(self, inputs: Inputs) -> Inputs:
         return map_tensors(inputs, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
+    def value(self, d: Tensor) -> float:
+        """U at one d (P,)."""
+        gap = self.centre + d - self._mean
+        total = 0.5 * (self._precision * gap.square()).sum()
+        for batch in self.batches:
+            total = total + self._loss(d, batch.inputs, batch.targets)
+        return float(total.detach())
+
     def gradient(self, d: Tensor, batches: tuple[Batch, ...] | None = None) -> Tensor:
         """∇U at every row of d, (K, P); of some batches that stand for all, where they are given."""
         chosen = self.batches if batches is None else batches

@@ -59,12 +59,14 @@ def pushed(
 
 
 def newton(
-    gradient: Rows, solve: Callable[[Tensor, Tensor], Tensor], start: Tensor, *, tolerance: float, max_steps: int = 30
-) -> tuple[Tensor, list[float]]:
-    """The minimum of U from ``start`` (P,), by full Newton steps: the point and the decrements gᵀH⁻¹g on the way.
+    gradient: Rows, solve: Callable[[Tensor, Tensor], Tensor], start: Tensor, *, tolerance: float, max_steps: int = 30,
+    value: Callable[[Tensor], float] | None = None,
+) -> tuple[Tensor, list[float]]:  # fmt: skip
+    """The minimum of U from ``start`` (P,), by Newton's steps: the point and the decrements gᵀH⁻¹g on the way.
 
     ``solve(d, r)`` applies the inverse Hessian at d to r (1, P). Half the decrement is how far U still falls; the
-    search ends below ``tolerance``, or where a step no longer helps; with an infinite one where U overflows.
+    search ends below ``tolerance``, or where a step no longer helps; with an infinite one where U overflows. With the
+    ``value`` U(d) a step that does not lower it enough is halved, so that far from the minimum none leaves its basin.
     """
     d, decrements = start, []
     for _ in range(max_steps):
@@ -74,7 +76,18 @@ def newton(
             break
         step = solve(d, slope)
         decrements.append(float((slope * step).sum()))
-        if decrements[-1] <= tolerance or (len(decrements) > 1 and decrements[-1] > 4 * decrements[-2]):
+        if decrements[-1] <= tolerance or (
+            value is None and len(decrements) > 1 and decrements[-1] > 4 * decrements[-2]
+        ):
             break
-        d = d - step[0]
+        d = d - (1.0 if value is None else _length(value, d, step[0], decrements[-1])) * step[0]
     return d, decrements
+
+
+def _length(value: Callable[[Tensor], float], d: Tensor, step: Tensor, decrement: float) -> float:
+    """The share of a step to take: the largest power of a half that lowers U by a tenth of what it promises."""
+    here, length = value(d), 1.0
+    floor = 1e3 * torch.finfo(d.dtype).eps * abs(here)  # differences below are rounding, and any step will do
+    while not value(d - length * step) <= here - 0.1 * length * decrement + floor and length > 1e-3:
+        length /= 2
+    return length

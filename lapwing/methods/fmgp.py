@@ -34,7 +34,7 @@ class FMGP:
     """A sparse Gaussian process whose mean is the network: cheap error bars without Jacobians.
 
     The kernel is free: "rbf" on the inputs with a length for every dimension, or "features", linear in what the last
-    layer sees; by default "rbf" for regression and "features" for classification. Kernel, inducing points and noise are
+    layer sees; by default "rbf" for one number and "features" for several or for classes. Kernel, inducing points and noise are
     learned on the predictive log-likelihood of the training data, together with a second process that has the same
     kernel and covariance but a mean of its own: without it nothing would tie the kernel to the data. The prior over
     weights has no say. It is no Laplace posterior: error bars come from distances, not from curvature.
@@ -214,10 +214,14 @@ class Learning:
 
     def run(self, progress: bool) -> tuple[State, tuple[Step, ...]]:
         method = self.method
+        rate, state = method.learning_rate, self.state
+        size = state.kernel.mixing.detach().diagonal().abs().mean()  # steps in the units of what they change
+        rest = [t for t in state.free if t is not state.points and t is not state.kernel.mixing]
         optimiser = torch.optim.Adam(
             [
-                {"params": [self.state.points], "lr": float(method.learning_rate * self.table.seen.std(correction=0))},
-                {"params": [t for t in self.state.free if t is not self.state.points], "lr": method.learning_rate},
+                {"params": [state.points], "lr": float(rate * self.table.seen.std(correction=0))},
+                {"params": [state.kernel.mixing], "lr": float(3 * rate * size)},
+                {"params": rest, "lr": rate},
             ]
         )
         watch = None

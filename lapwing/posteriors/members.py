@@ -99,7 +99,8 @@ class Masks:
             inside = has_dropout(module) and not isinstance(module, nn.modules.dropout._DropoutNd)
             if inside or isinstance(module, nn.TransformerEncoderLayer):
                 module.training = True
-        places = [(parent, name, child) for parent in copied.modules() for name, child in parent.named_children()
+        # By _modules: named_children() leaves out the second name of a layer that has two.
+        places = [(parent, name, child) for parent in copied.modules() for name, child in parent._modules.items()
                   if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0]  # fmt: skip
         for number, (parent, name, child) in enumerate(places):
             setattr(parent, name, FixedMask(child, number))

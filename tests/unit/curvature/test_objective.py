@@ -42,6 +42,9 @@ def test_gradients_and_curvature(kind: str, outputs: int) -> None:
     moved = objective.moved(d[0])
     assert_close(moved.gradient(d), torch.stack([energy.gradient(energy.theta + d[0] + row) for row in d]))
     assert_close(moved.curved(d), d @ energy.hessian(energy.theta + d[0]))
+    values = torch.tensor([objective.value(row) - objective.value(0 * row) for row in d], dtype=D)
+    constants = torch.stack([energy(energy.theta + row) - energy(energy.theta) for row in d]).detach()
+    assert_close(values, constants)  # up to what does not depend on the weights
     assert objective.size == len(energy.theta)
     assert objective.data == 25
 

@@ -50,7 +50,7 @@ def result(settings: uci.Uci) -> Result:
 
 def test_every_variant_is_scored_on_every_table_found(result: Result) -> None:
     found = [(row.group, row.name) for row in result.rows]
-    assert found == [(group, name) for group in ("boston", "yacht", "mean") for name in uci.VARIANTS]
+    assert found == [(group, name) for group in ("boston", "yacht", "mean") for name in uci.USUAL]
     assert all(math.isfinite(score) for row in result.rows for score in row.scores.values())
     assert Result.from_json(result.to_json()) == result
 
@@ -65,7 +65,7 @@ def test_an_absent_table_is_skipped_with_a_message(result: Result, settings: uci
 def test_scores_are_in_the_units_of_y(result: Result) -> None:
     """The second table is the first in other units: RMSE scales, the NLL shifts by the log, coverage stays."""
     scores = {(row.group, row.name): row.scores for row in result.rows}
-    for name in uci.VARIANTS:
+    for name in uci.USUAL:
         small, large = scores["boston", name], scores["yacht", name]
         assert large["RMSE"] == pytest.approx(1000 * small["RMSE"], rel=1e-3)
         assert large["NLL"] == pytest.approx(small["NLL"] + math.log(1000), rel=1e-3)
@@ -74,7 +74,7 @@ def test_scores_are_in_the_units_of_y(result: Result) -> None:
 
 def test_rows_are_means_over_splits_and_tables(result: Result) -> None:
     scores = {(row.group, row.name): row.scores for row in result.rows}
-    for name in uci.VARIANTS:
+    for name in uci.USUAL:
         each = result.arrays[f"boston/{name}/NLL"]
         assert len(each) == 2
         assert scores["boston", name]["NLL"] == pytest.approx(sum(each) / 2)

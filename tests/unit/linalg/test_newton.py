@@ -171,6 +171,26 @@ def test_a_search_that_leads_away_is_given_up() -> None:
     assert abs(float(found)) > 1.5
 
 
+def test_steps_are_halved_where_the_loss_is_known() -> None:
+    """From the same start, and from ten times as far."""
+    gradient = lambda d: d / (1 + d**2).sqrt()
+    value = lambda d: float((1 + d**2).sqrt().sum())
+    for start in (1.5, 15.0):
+        found, decrements = newton(gradient, lambda d, r: r * (1 + d**2) ** 1.5, torch.tensor([start], dtype=D),
+                                   tolerance=1e-20, max_steps=60, value=value)  # fmt: skip
+        assert abs(float(found)) < 1e-9
+        assert decrements[-1] <= 1e-20
+
+
+def test_a_known_loss_does_not_shorten_good_steps() -> None:
+    h, centre = spd(4), torch.randn(4, dtype=D)
+    value = lambda d: float(0.5 * (d - centre) @ h @ (d - centre)) + 1e6  # rounding that a small fall drowns in
+    found, decrements = newton(lambda d: (d - centre) @ h, lambda d, r: torch.linalg.solve(h, r.T).T,
+                               torch.zeros(4, dtype=D), tolerance=1e-20, value=value)  # fmt: skip
+    assert_close(found, centre)
+    assert len(decrements) == 2
+
+
 def test_a_search_that_overflows_says_so() -> None:
     """Far left of its minimum e^d - d is flat: one step leads where nothing is finite."""
     solved = []

@@ -1,13 +1,13 @@
-"""Dropout left on: plain loops over seeds give the same numbers."""
+"""Dropout left on: every pass is the network without some of its units, and their spread the error bars."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
@@ -20,6 +20,7 @@ X = torch.randn(9, 4, dtype=D, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(9, 2, dtype=D, generator=torch.Generator().manual_seed(2))
 C = torch.randint(0, 2, (9,), generator=torch.Generator().manual_seed(3))
 NEW = torch.randn(5, 4, dtype=D, generator=torch.Generator().manual_seed(4))
+MASKS = torch.tensor(list(product((0.0, 1.0), repeat=8)), dtype=D)
 
 
 def net(p: float = 0.4) -> nn.Module:
@@ -30,46 +31,58 @@ def net(p: float = 0.4) -> nn.Module:
     return model.eval()
 
 
-def passes(model: nn.Module, x: Tensor, seeds: range) -> Tensor:
-    """One mask after another, the same for all inputs."""
-    before, dropout, last = model[:3], model[3].p, model[4]
-    found = []
-    state = torch.get_rng_state()
-    for seed in seeds:
-        torch.manual_seed(1_000_003 * seed)
-        mask = F.dropout(torch.ones(1, 8, dtype=D), dropout, training=True)
-        found.append(last(before(x) * mask).detach())
-    torch.set_rng_state(state)
-    return torch.stack(found)
-
-
 def fitted(model: nn.Module, likelihood: Any = "regression", y: Tensor = Y, **settings: Any) -> lw.Fitted:
     return lw.fit(model, [(X[:4], y[:4]), (X[4:], y[4:])], likelihood, method=lw.MCDropout(**settings))
 
 
+def test_every_pass_drops_some_units_for_all_inputs() -> None:
+    """Each is one of the 2⁸ networks with hidden units taken out and the others scaled up."""
+    model = net(0.25)
+    hidden = model[:3](NEW).detach()
+    every = torch.stack([model[4](hidden * mask / 0.75) for mask in MASKS]).detach()  # (256, 5, 2)
+    draws = fitted(model, samples=400).function_samples(NEW, 400)
+    gap = (draws[:, None] - every).abs().flatten(2).amax(2)
+    assert float(gap.min(1).values.max()) < 1e-12
+    kept = MASKS[gap.argmin(1)].mean(0)  # how often each unit is left
+    assert float((kept - 0.75).abs().max()) < 5 * (0.25 * 0.75 / 400) ** 0.5
+
+
 @pytest.mark.parametrize(("samples", "seed"), [(2, 0), (7, 100)])
 def test_mean_and_covariance_of_the_passes(samples: int, seed: int) -> None:
-    model = net()
-    found = fitted(model, samples=samples, seed=seed)
-    each = passes(model, NEW, range(seed, seed + samples))
-    mean = each.mean(0)
+    found = fitted(net(), samples=samples, seed=seed)
+    each = found.function_samples(NEW, samples)
+    mean = sum(each) / samples
     belief = found.functions(NEW)
     assert_close(belief.mean, mean)
     for b in range(5):
-        gap = each[:, b] - mean[b]
-        assert_close(belief.cov[b], gap.T @ gap / (samples - 1))
+        total = torch.zeros(2, 2, dtype=D)
+        for f in each:
+            total += torch.outer(f[b] - mean[b], f[b] - mean[b])
+        assert_close(belief.cov[b], total / (samples - 1))
     assert_close(belief.variance, each.var(0))
     flat = (each - mean).reshape(samples, 10)
     assert_close(found.functions(NEW, joint=True).cov.reshape(10, 10), flat.T @ flat / (samples - 1))
     assert float(belief.variance.min()) > 0
 
 
-def test_functions_are_the_passes() -> None:
-    model = net()
-    found = fitted(model, samples=6, seed=3)
-    assert_close(found.function_samples(NEW, 4), passes(model, NEW, range(3, 7)))
+def test_functions_are_the_same_wherever_they_are_looked_at() -> None:
+    """At other inputs, in other batches, in another order; and an input twice is the same input."""
+    found = fitted(net(), samples=6, seed=3)
+    whole = found.function_samples(NEW, 6)
+    for part in ([2], [4, 0], [1, 1, 3]):
+        assert_close(found.function_samples(NEW[part], 6), whole[:, part])
+    assert_close(found.function_samples(NEW, 4), whole[:4])
+    joint = found.functions(NEW[[1, 1]], joint=True).cov
+    assert_close(joint[0, :, 1, :], joint[0, :, 0, :])
     with pytest.raises(lw.UnsupportedError, match="7 samples were asked for and there are 6 members"):
         found.function_samples(NEW, 7)
+
+
+def test_seeds_follow_each_other() -> None:
+    """Member k has the seed ``seed + k``."""
+    one, other = (fitted(net(), samples=6, seed=seed).function_samples(NEW, 6) for seed in (3, 5))
+    assert_close(other[:4], one[2:])
+    assert not torch.equal(one[0], one[1])
 
 
 def test_the_noise_is_the_residual_without_dropout() -> None:
@@ -81,10 +94,10 @@ def test_the_noise_is_the_residual_without_dropout() -> None:
 
 def test_predictions() -> None:
     model = net()
-    each = passes(model, NEW, range(32))
-    predicted = fitted(model, lw.Gaussian(noise_std=0.3)).predict(NEW)
-    assert_close(predicted.mean, each.mean(0))
-    assert_close(predicted.std, (each.var(0) + 0.09).sqrt())
+    found = fitted(model, lw.Gaussian(noise_std=0.3))
+    each = found.function_samples(NEW, 32)
+    assert_close(found.predict(NEW).mean, each.mean(0))
+    assert_close(found.predict(NEW).std, (each.var(0) + 0.09).sqrt())
     classes = fitted(model, "classification", C)
     probs = classes.predict(NEW).probs
     assert_close(probs, lw.Categorical().predict(classes.functions(NEW)).probs)
@@ -97,7 +110,7 @@ def test_the_same_call_twice_gives_the_same() -> None:
     one = found.functions(NEW).cov
     torch.rand(3)
     assert torch.equal(found.functions(NEW).cov, one)
-    assert not torch.equal(fitted(net(), samples=4, seed=1).functions(NEW).cov, one)
+    assert not torch.equal(fitted(net(), samples=4, seed=9).functions(NEW).cov, one)
     gen = torch.Generator().manual_seed(5)
     again = lw.fit(net(), [(X, Y)], "regression", method=lw.MCDropout(samples=4), generator=gen)
     assert torch.equal(again.functions(NEW).cov, one)
@@ -119,35 +132,57 @@ def test_the_model_and_the_global_generator_are_left_alone() -> None:
 
 
 def test_batch_norm_stays_in_evaluation_mode() -> None:
-    """Only dropout is random: each row is the same whoever shares its batch."""
-    found = fitted(net(), samples=3)
-    noisy = found.posterior.members.model
-    assert [module.training for module in noisy] == [False, False, False, True, False]
-    assert_close(found.functions(NEW[:1]).cov[0], found.functions(NEW).cov[0])
+    noisy = fitted(net(), samples=3).posterior.members.model
+    assert not noisy[1].training
+    assert torch.equal(noisy[1].running_mean, net()[1].running_mean)
 
 
-def test_one_input_given_twice_gets_one_answer() -> None:
-    joint = fitted(net(), samples=8).functions(NEW[[0, 0]], joint=True).cov
-    assert_close(joint[0, :, 0], joint[0, :, 1])
+# Dropout in other places
 
 
-# Dropout of other layers
-
-
-def attention(dropout: float) -> nn.Module:
+def test_one_layer_in_two_places_drops_in_both() -> None:
     torch.manual_seed(0)
-    return Wrapped(
-        lambda m, x: m.head(m.layer(m.embed(x))[:, 0]), embed=nn.Linear(4, 8), head=nn.Linear(8, 2),
-        layer=nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=dropout),
+    drop = nn.Dropout(0.5)
+    layers = nn.Linear(4, 4), nn.Tanh(), drop, nn.Linear(4, 4), nn.Tanh(), drop, nn.Linear(4, 2)
+    model = nn.Sequential(*layers).double().eval()
+    every = torch.stack(
+        [model[6](model[3:5](model[:2](NEW) * m[:4] / 0.5) * m[4:] / 0.5) for m in MASKS]
+    ).detach()  # fmt: skip
+    draws = fitted(model, samples=40).function_samples(NEW, 40)
+    gap = (draws[:, None] - every).abs().flatten(2).amax(2)
+    assert float(gap.min(1).values.max()) < 1e-12
+    second = MASKS[gap.argmin(1)][:, 4:]
+    assert 0.2 < float(second.mean()) < 0.8
+
+
+def test_whole_channels() -> None:
+    """nn.Dropout2d takes a channel away or leaves it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.Dropout2d(0.5), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 2),
     ).double().eval()  # fmt: skip
+    x = torch.randn(5, 1, 4, 4, dtype=D)
+    found = lw.fit(model, [(x, torch.randn(5, 2, dtype=D))], "regression", method=lw.MCDropout(samples=30))
+    maps = model[0](x)
+    every = torch.stack([model[2:](maps * mask[:, None, None] / 0.5) for mask in MASKS]).detach()
+    gap = (found.function_samples(x, 30)[:, None] - every).abs().flatten(2).amax(2)
+    assert float(gap.min(1).values.max()) < 1e-12
 
 
 def test_a_transformer_layer_drops_as_in_training() -> None:
-    """In evaluation mode PyTorch runs the layer as one kernel, without any dropout."""
-    model = attention(0.3)
+    """In evaluation mode PyTorch runs the layer as one kernel, without any dropout; training is the measure."""
+    torch.manual_seed(0)
+    model = Wrapped(
+        lambda m, x: m.head(m.layer(m.embed(x))[:, 0]), embed=nn.Linear(4, 8), head=nn.Linear(8, 2),
+        layer=nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.3),
+    ).double().eval()  # fmt: skip
     x, y = torch.randn(6, 3, 4, dtype=D), torch.randn(6, 2, dtype=D)
-    found = lw.fit(model, [(x, y)], "regression", method=lw.MCDropout(samples=5))
-    assert float(found.functions(x).variance.min()) > 1e-6
+    found = lw.fit(model, [(x, y)], "regression", method=lw.MCDropout(samples=300))
+    variance = problems.unchanged(model, lambda: found.functions(x).variance)
+    model.train()
+    spread = torch.stack([model(x).detach() for _ in range(300)]).var(0)
+    assert float((variance / spread - 1).abs().max()) < 0.6  # standard errors of a tenth on either side
 
 
 @pytest.mark.parametrize("kind", ["attention", "recurrent"])
@@ -163,6 +198,7 @@ def test_dropout_inside_of_a_layer(kind: str) -> None:
     x, y = torch.randn(6, 3, 4, dtype=D), torch.randn(6, 2, dtype=D)
     found = lw.fit(model, [(x, y)], "regression", method=lw.MCDropout(samples=5))
     assert float(found.functions(x).variance.min()) > 1e-12
+    assert torch.equal(found.functions(x).cov, found.functions(x).cov)
 
 
 # Files
