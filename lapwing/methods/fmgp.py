@@ -34,10 +34,10 @@ class FMGP:
     """A sparse Gaussian process whose mean is the network: cheap error bars without Jacobians.
 
     The kernel is free: "rbf" on the inputs with a length for every dimension, or "features", linear in what the last
-    layer sees; by default "rbf" for one number and "features" for several or for classes. Kernel, inducing points and noise are
-    learned on the predictive log-likelihood of the training data, together with a second process that has the same
-    kernel and covariance but a mean of its own: without it nothing would tie the kernel to the data. The prior over
-    weights has no say. It is no Laplace posterior: error bars come from distances, not from curvature.
+    layer sees; by default "rbf" for one number and "features" for several or for classes. Kernel, inducing points and
+    noise are learned on the predictive log-likelihood of the training data, together with a second process that has
+    the same kernel and covariance but a mean of its own: without it nothing would tie the kernel to the data. The
+    prior over weights has no say. It is no Laplace posterior: error bars come from distances, not from curvature.
 
     Cost: one forward pass over the data, whose features and outputs are kept (n (D + C) numbers), then ``steps`` steps
     of B C M² + M³ without the network. Predictions cost a forward pass.
