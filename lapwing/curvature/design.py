@@ -11,9 +11,8 @@ from torch import Tensor
 from lapwing.core.data import Data, tensors_in
 from lapwing.core.errors import DataError
 from lapwing.core.random import normal
-from lapwing.curvature.blockwise import in_order
 from lapwing.curvature.structures import floored_by_layer
-from lapwing.curvature.sweep import Statistics, Sweep
+from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.design import Part, forward_product
 from lapwing.networks.jacobians import LayerJacobians
@@ -103,13 +102,11 @@ class NetworkDesign:
 
     def diagonal(self) -> Tensor:
         """Of the GGN, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
-        network = self.network
-        totals: list[Tensor] = [torch.zeros(b.form, dtype=torch.float64, device=network.device) for b in network.layout]
+        squares = SquaredSum(self.network)
         for part in self:
             assert isinstance(part, JacobianPart)
-            for total, (_, jacobian) in zip(totals, part.jacobians, strict=True):
-                total += jacobian.squares().reshape(total.shape)
-        return floored_by_layer(in_order(totals, network.layout, network.selection), network.selection)
+            squares.add(part.jacobians)
+        return floored_by_layer(squares.diagonal(), self.network.selection)
 
     def __iter__(self) -> Iterator[Part]:
         if self.held is not None:

@@ -168,3 +168,39 @@ class LowRankCurvature:
     def tensors(self) -> dict[str, Tensor]:
         residual = torch.tensor(self.residual, dtype=torch.float64)
         return {"values": self.values, "vectors": self.vectors, "residual": residual}
+
+
+@dataclass(frozen=True, eq=False)
+class BoundedCurvature(LowRankCurvature):
+    r"""The part of H in some directions, with a bound on the rest: ``own`` (P,) is the diagonal of the whole H.
+
+    $$ \log\det(A + H/\varphi) \le \log\det(A + \tilde H/\varphi) + \operatorname{tr} A^{-1} (H - \tilde H)/\varphi $$
+
+    (Titsias 2009), under the prior for which the directions were chosen and its multiples. Without that term a prior
+    that lets the directions left out run free would look the best.
+    """
+
+    own: Tensor | None = None
+
+    @cached_property
+    def _shown(self) -> Tensor:
+        return self.values @ self.vectors.square()
+
+    def unseen(self, phi: Tensor, prior: Prior) -> Tensor:
+        """What the log-determinant has added for each weight, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
+        assert self.own is not None
+        return (self.own.double() - self._shown) / (prior.vector * phi.to(self.values))
+
+    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+        return super().logdet(phi, prior) + self.unseen(phi, prior).sum().clamp_min(0)
+
+    def diagonal(self) -> Tensor:
+        assert self.own is not None
+        return floored_by_layer(self.own.double(), self.selection)
+
+    def tensors(self) -> dict[str, Tensor]:
+        assert self.own is not None
+        return {**super().tensors(), "own": self.own}
+
+    def __add__(self, other: LowRankCurvature) -> LowRankCurvature:
+        raise UnsupportedError("curvatures in directions of their own data do not add; fit all data at once.")

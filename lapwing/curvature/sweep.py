@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data, check_finite, merged
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
+from lapwing.curvature.blockwise import in_order
 from lapwing.curvature.kernel import seeded
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import batch_size
@@ -126,6 +127,22 @@ class Sweep:
             return seeded(torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
         root = self._likelihood.root(f, y)
         return seeded(root if self._only is None else root[..., self._only : self._only + 1])
+
+
+class SquaredSum:
+    """The diagonal of the GGN at unit dispersion, added up as seeded Jacobians pass by."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._totals = [torch.zeros(b.form, dtype=torch.float64, device=network.device) for b in network.layout]
+
+    def add(self, jacobians: LayerJacobians) -> None:
+        for total, (_, jacobian) in zip(self._totals, jacobians, strict=True):
+            total += jacobian.squares().reshape(total.shape)
+
+    def diagonal(self) -> Tensor:
+        """(P,)"""
+        return in_order(self._totals, self._network.layout, self._network.selection)
 
 
 def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.random import derived
 from lapwing.curvature.anchored import Anchors
-from lapwing.curvature.low_rank import LowRankCurvature
+from lapwing.curvature.low_rank import BoundedCurvature
 from lapwing.curvature.placing import landmarks
 from lapwing.curvature.pool import Pool
 from lapwing.curvature.subspace import SubspaceCurvature
-from lapwing.curvature.sweep import Statistics, Sweep
+from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.gaussian import Prior
@@ -58,12 +58,15 @@ class ELLA:
         anchors = landmarks(network, Pool.drawn(data, self.num_landmarks, generator), self.num_landmarks, generator)
         rows = leading_rows(anchors, prior, self.rank)
         directions = rows / prior.vector.detach().to(rows)
-        gram, statistics = within(problem, data, directions)
-        if not self.residual:
+        squares = SquaredSum(network) if self.residual else None
+        gram, statistics = within(problem, data, directions, squares)
+        if squares is None:
             return WeightPosterior.fitted(problem, SubspaceCurvature(directions, gram, network.selection), statistics)
         values, turn = torch.linalg.eigh(gram)
         _, singular, vectors = torch.linalg.svd((turn * values.clamp_min(0).sqrt()).mT @ rows, full_matrices=False)
-        curvature = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
+        curvature = BoundedCurvature(
+            singular.square(), vectors, network.layout, network.selection, own=squares.diagonal()
+        )
         return WeightPosterior.fitted(problem, curvature, statistics)
 
 
@@ -80,11 +83,15 @@ def leading_rows(anchors: Anchors, prior: Prior, rank: int, cut: float = 1e-14) 
     return anchors.combined((vectors[:, real] / values[real].sqrt()).mT)
 
 
-def within(problem: Problem, data: Data, directions: Tensor) -> tuple[Tensor, Statistics]:
-    """D H Dᵀ at unit dispersion, (K, K), by one pass over the data."""
+def within(
+    problem: Problem, data: Data, directions: Tensor, squares: SquaredSum | None = None
+) -> tuple[Tensor, Statistics]:
+    """D H Dᵀ at unit dispersion, (K, K), by one pass over the data; the diagonal of H beside it where it is wanted."""
     sweep = Sweep(problem.network, problem.likelihood, data, label="features")
     total = directions.new_zeros(len(directions), len(directions))
     for jacobians in sweep:
         features = jacobians.jvp(directions).to(total).flatten(1)
         total += features @ features.mT
+        if squares is not None:
+            squares.add(jacobians)
     return total, sweep.statistics

@@ -15,11 +15,10 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
 from lapwing.core.random import derived
 from lapwing.curvature.anchored import AnchoredCurvature, Anchors
-from lapwing.curvature.blockwise import in_order
 from lapwing.curvature.kernel import prior_kernel, prior_precision
 from lapwing.curvature.placing import STARTS, every_output, placed
 from lapwing.curvature.pool import Pool
-from lapwing.curvature.sweep import Statistics, Sweep, loss_only, residual_noise
+from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep, loss_only, residual_noise
 from lapwing.likelihoods.energies import energy, refuse_energy
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.variational import Inducing, positive_part
@@ -274,17 +273,12 @@ def _spread(part: LayerJacobians, learner: Learner) -> Tensor:
 
 def _known(problem: Problem, data: Data, anchors: Anchors, white: Tensor) -> tuple[Tensor, Tensor]:
     """Σ T Tᵀ over the data at unit dispersion (r, r), and the diagonal of the GGN (P,): one pass."""
-    network = problem.network
-    known = white.new_zeros(white.shape[1], white.shape[1])
-    own: list[Tensor] | None = None
-    for jacobians in Sweep(network, problem.likelihood, data, label="inducing points"):
+    known, squares = white.new_zeros(white.shape[1], white.shape[1]), SquaredSum(problem.network)
+    for jacobians in Sweep(problem.network, problem.likelihood, data, label="inducing points"):
         rows = anchors.against(jacobians, problem.prior) @ white
         known += rows.mT @ rows
-        squares = [part.squares().double() for _, part in jacobians]
-        own = squares if own is None else [a + b for a, b in zip(own, squares, strict=True)]
-    assert own is not None
-    return known, in_order([s.reshape(b.form) for s, b in zip(own, network.layout, strict=True)],
-                           network.layout, network.selection)  # fmt: skip
+        squares.add(jacobians)
+    return known, squares.diagonal()
 
 
 @dataclass(eq=False)

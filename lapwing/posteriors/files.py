@@ -15,7 +15,7 @@ from lapwing.core.errors import FileError, ModelError, UnsupportedError
 from lapwing.curvature.anchored import AnchoredCurvature, Anchors
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.full import FullCurvature
-from lapwing.curvature.low_rank import LowRankCurvature
+from lapwing.curvature.low_rank import BoundedCurvature, LowRankCurvature
 from lapwing.curvature.outputs import PerOutputCurvature
 from lapwing.curvature.structures import STRUCTURES
 from lapwing.curvature.subspace import SubspaceCurvature
@@ -51,7 +51,7 @@ SAVED = WeightPosterior | PointPosterior | SampledPosterior | FunctionPosterior 
 FORMAT = "lapwing-posterior-1"
 NETWORK_FIELDS = ("output_shape", "forward_mode", "recurrent")
 # These are float64 whatever the model is.
-WIDE = ("FullCurvature", "LowRankCurvature", "SubspaceCurvature", "AnchoredCurvature")
+WIDE = ("FullCurvature", "LowRankCurvature", "SubspaceCurvature", "AnchoredCurvature", "BoundedCurvature")
 LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian)}
 
 
@@ -324,6 +324,9 @@ def _curvature(kind: dict[str, Any], parts: dict[str, Tensor], network: Network)
         return FullCurvature(parts["matrix"], selection, kind["definite"])
     if name == "LowRankCurvature":
         return LowRankCurvature(parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
+    if name == "BoundedCurvature":
+        known = (parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
+        return BoundedCurvature(*known, own=parts["own"])
     if name == "SubspaceCurvature":
         return SubspaceCurvature(parts["directions"], parts["gram"], selection)
     if name == "AnchoredCurvature":

@@ -275,3 +275,18 @@ def test_a_network_without_slopes() -> None:
 def test_the_methods_name() -> None:
     x = MLP.batch(3, seed=1)
     assert torch.equal(fitted("ella").functions(x).cov, fitted(lw.ELLA()).functions(x).cov)
+
+
+def test_with_the_residual_the_evidence_is_a_bound() -> None:
+    """As in VaLLA; without the trace of what is left out a prior that lets it run free would look the best."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    x = torch.randn(30, 2, dtype=torch.float64)
+    data = [(x, x.sum(1, keepdim=True).sin())]
+    fit = lambda method: lw.fit(model, data, lw.Gaussian(noise_std=0.2), method=method, prior=0.5)
+    full = float(fit(lw.Full()).log_evidence())
+    found = [float(fit(lw.ELLA(30, rank, residual=True)).log_evidence()) for rank in (2, 5, 10, 25)]
+    assert found == sorted(found)
+    assert found[0] < full - 1
+    assert found[-1] == pytest.approx(full, abs=1e-6)
+    assert float(fit(lw.ELLA(30, 2)).log_evidence()) > found[0]  # the subspace alone has no such term
