@@ -18,6 +18,7 @@ from lapwing.core.random import normal
 from lapwing.curvature.design import NetworkDesign, refuse_reordered
 from lapwing.curvature.objective import Objective
 from lapwing.curvature.sweep import Statistics, Sweep, loss_only, residual_noise
+from lapwing.likelihoods.categorical import Categorical
 from lapwing.linalg.newton import newton
 from lapwing.networks.forward import batch_size
 from lapwing.posteriors.amortised import VARIANTS, PushedWeights
@@ -64,14 +65,14 @@ class HFL:
     batch_size: int = 128
     dtype: torch.dtype | None = None
     drift: float = 1.0
-    variant: str = "mean"
+    variant: str | None = None
     pushes: int = 32
     evaluation: Any = field(default=None, repr=False)
     calibration: Any = field(default=None, repr=False)
     needs_prior: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, value, known in (("mode", self.mode, MODES), ("variant", self.variant, VARIANTS)):
+        for name, value, known in (("mode", self.mode, MODES), ("variant", self.variant or "mean", VARIANTS)):
             if value not in known:
                 raise UnsupportedError(f"{name} is {value!r}; expected one of {', '.join(known)}.")
         if self.solver is not None and self.solver not in SOLVERS:
@@ -147,17 +148,19 @@ class HFL:
         generator: torch.Generator,
     ) -> PushedWeights:  # fmt: skip
         objective = responder.objective
-        if self.variant == "random":
+        # The sum of all logits is the one direction that a softmax does not see: a push of it says nothing.
+        variant = self.variant or ("absolute" if isinstance(problem.likelihood, Categorical) else "mean")
+        if variant == "random":
             force = random_forces(problem, data, self.pushes, generator).to(objective.centre)
             push, read, count = (lambda d: force), (lambda d: d), self.pushes
         else:
             inputs = self._evaluation(problem, data)
-            push, read, count = averaged(objective, inputs, self.variant == "absolute"), (lambda d: d), 1
+            push, read, count = averaged(objective, inputs, variant == "absolute"), (lambda d: d), 1
         found = self._pushed(responder, push, read, count)
         theta = problem.network.theta()
         moved = found.cov * found.strength[:, None]  # half the way between the two pushes: drift cancels
         posterior = PushedWeights(
-            problem, moved.to(theta), found.strength.to(theta), self.variant, statistics, theta, 1.0, findings
+            problem, moved.to(theta), found.strength.to(theta), variant, statistics, theta, 1.0, findings
         )
         if self.calibration is None:
             return posterior
@@ -167,29 +170,26 @@ class HFL:
     def _pushed(self, responder: Any, push: Push, read: Read, count: int) -> Response:
         """With λ as given; else so small that the network can follow."""
         tolerance = max(responder.tolerance, 1e-2)
-        if self.lam is not None:
+        if self.lam is not None or isinstance(responder, FineTuner):
             return responder.respond(push, read, count, self.lam).settled(tolerance)  # type: ignore[no-any-return]
         strength = self._strength(responder, push, count)
         for _ in range(8):
             found: Response = responder.respond(push, read, count, strength)
-            if isinstance(responder, FineTuner) or float(found.missing.nan_to_num(math.inf).max()) <= tolerance:
+            if float(found.missing.nan_to_num(math.inf).max()) <= tolerance:
                 break
             strength /= 4
         return found.settled(tolerance)
 
-    def _strength(self, responder: Any, push: Push, count: int) -> float:
+    def _strength(self, responder: Responder, push: Push, count: int) -> float:
         """One λ for all: it moves the pushed average by a small part of its standard deviation.
 
         A score is a difference to one side, off by a share that falls with λ; single precision leaves a hundredth.
         """
         objective = responder.objective
-        share = 0.01
         start = torch.zeros(count, objective.size).to(objective.centre)
         slopes = push(start)
-        spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1).max()  # under the prior, at most
-        if isinstance(responder, Responder):
-            spread = (slopes * responder.hessian.solve(slopes)).sum(1).max().double()
-            share = 1e-4 if objective.dtype == objective.network.dtype == torch.float64 else share
+        spread = (slopes * responder.hessian.solve(slopes)).sum(1).max().double()
+        share = 1e-4 if objective.dtype == objective.network.dtype == torch.float64 else 0.01
         return float(share / spread.sqrt().clamp_min(1e-30))
 
     def _evaluation(self, problem: Problem, data: Data) -> list[Inputs]:
@@ -276,16 +276,21 @@ class FineTuner:
     def respond(self, push: Push, read: Read, count: int, strength: float | None = None) -> Response:
         objective, method = self.objective, self.method
         start = torch.zeros(count, objective.size).to(objective.centre)
+        slopes = push(start)
         if strength is None:
-            slopes = push(start)
+            # A part of one over the deviation under the prior: it moves a prediction by at most that part of its
+            # posterior deviation, and yet far enough for steps of Adam's size.
             spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1)
-            lam = (0.1 / torch.where(spread > 0, spread, 1.0).sqrt()).to(start)
+            lam = 0.3 * torch.where(spread > 0, spread, 1.0).rsqrt().to(start)
         else:
             lam = torch.full_like(start[:, 0], strength)
         half = self._difference(read, self._tuned(push, lam, max(1, method.steps // 2)), lam)
         found = self._difference(read, self._tuned(push, lam, method.steps), lam)
-        size = found.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
-        missing = (found - half).abs().flatten(1).amax(1) / size
+        whole, part = found, half
+        if found.shape == start.shape:  # weights: judged by the pushed functional, which is what they are for
+            whole, part = ((slopes * each).sum(1, keepdim=True) for each in (found, half))
+        size = whole.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
+        missing = (whole - part).abs().flatten(1).amax(1) / size
         return Response(found, lam, torch.full_like(lam, torch.nan), missing, torch.zeros_like(lam), method.steps)
 
     def _tuned(self, push: Push, lam: Tensor, steps: int) -> Tensor:

@@ -38,7 +38,7 @@ def test_the_mean_push_has_the_row_means_of_the_covariance(kind: str, outputs: i
     energy = small(kind, outputs)
     x, evaluation = new(energy, 5), new(energy, 9, seed=8)
     exact = responses(energy, x, evaluation)
-    found = pretrained(energy, evaluation=evaluation)
+    found = pretrained(energy, evaluation=evaluation, variant="mean")
     f, scores = found.posterior.scores(x)
     assert scores.shape == (1, 5, outputs)
     assert off(scores[0], exact) < 1e-3
@@ -284,3 +284,9 @@ def test_all_data_are_in_the_random_pushes() -> None:
     split = fitted(energy, method, data=data(energy)).functions(x).variance
     joined = fitted(energy, method, data=[(energy.x, energy.y)]).functions(x).variance
     assert float((split / joined - 1).abs().max()) < 8 * (2 / 800) ** 0.5
+
+
+def test_classes_are_pushed_by_their_size() -> None:
+    """The sum of the logits says nothing: a softmax does not see it."""
+    assert pretrained(small("categorical", 3)).posterior.variant == "absolute"
+    assert pretrained(small("bernoulli", 2)).posterior.variant == "mean"
