@@ -24,7 +24,8 @@ from lapwing.metrics import classification, ood
 from lapwing.predictives.softmax import SoftmaxPredictive
 
 NETWORKS = ("mlp", "lenet", *(f"resnet{depth}" for depth in resnets.DEPTHS))
-PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-8, 13))
+PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-2, 13))
+WEAKER = tuple(10.0 ** (k / 2) for k in range(-8, 3))  # for a few directions
 Pair = tuple[Tensor, Tensor]
 
 
@@ -196,9 +197,12 @@ def _temperature(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, 
     return _scaled(task.model, math.exp(0.5 * (low + high))), f"temperature {math.exp(0.5 * (low + high)):.3f}"
 
 
-def _laplace(method: Callable[[ImageTable, Task], Any], weights: str = "all", validated: bool = False) -> Any:
+def _laplace(
+    method: Callable[[ImageTable, Task], Any], weights: str = "all", validated: bool = False,
+    precisions: tuple[float, ...] = PRECISIONS,
+) -> Any:  # fmt: skip
     def fitted(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
-        tuner = lw.Grid(task.validation, PRECISIONS) if validated else None
+        tuner = lw.Grid(task.validation, precisions) if validated else None
         chosen = method(settings, task)
         posterior = lw.fit(
             task.model, task.data, "classification", method=chosen, weights=weights, tuner=tuner, progress=False,
@@ -225,7 +229,7 @@ METHODS: dict[str, Callable[[Task, ImageTable, int], tuple[Beliefs, str]]] = {
     "Kron, evidence": _laplace(lambda s, t: lw.Kron()),
     "Kron, validation": _laplace(lambda s, t: lw.Kron(), "all", True),
     "ELLA, evidence": _laplace(lambda s, t: lw.ELLA(s.landmarks, s.rank)),
-    "ELLA, validation": _laplace(lambda s, t: lw.ELLA(s.landmarks, s.rank), "all", True),
+    "ELLA, validation": _laplace(lambda s, t: lw.ELLA(s.landmarks, s.rank), "all", True, WEAKER),
     "ELLA with residual, validation": _laplace(lambda s, t: lw.ELLA(s.landmarks, s.rank, residual=True), "all", True),
     "VaLLA, evidence": _laplace(lambda s, t: lw.VaLLA(s.inducing, optimiser="adam", steps=s.steps)),
     "VaLLA, alpha 1": _laplace(

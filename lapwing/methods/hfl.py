@@ -17,6 +17,7 @@ from lapwing.core.progress import Steps
 from lapwing.core.random import normal
 from lapwing.curvature.design import NetworkDesign, refuse_reordered
 from lapwing.curvature.objective import Objective
+from lapwing.curvature.pool import Pool
 from lapwing.curvature.sweep import Statistics, Sweep, loss_only, residual_noise
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.linalg.newton import newton
@@ -30,6 +31,7 @@ MODES = ("nonlinear", "linearised", "pretrained")
 SOLVERS = ("newton", "adam")
 WIDE = 1_000_000  # weights up to which everything runs in float64
 TUNED = 0.05  # what fine-tuning by Adam may leave out of a variance
+SEEN = 256  # training inputs that Adam pushes, where no evaluation inputs are given
 EXACT = 20_000  # weights up to which Newton steps are the default
 
 HFLPosterior = ResponsePosterior | LinearisedResponse | PushedWeights
@@ -193,6 +195,8 @@ class HFL:
         return float(share / spread.sqrt().clamp_min(1e-30))
 
     def _evaluation(self, problem: Problem, data: Data) -> list[Inputs]:
+        if self.evaluation is None and self._solver(problem.network.selection.size) == "adam":
+            return [Pool.drawn(data, SEEN, torch.Generator().manual_seed(0)).inputs]  # looked at in every step
         if self.evaluation is None:
             return [batch.inputs for batch in data.batches("evaluation")]
         one = isinstance(self.evaluation, Tensor | Mapping | tuple)
@@ -281,7 +285,7 @@ class FineTuner:
             # A part of one over the deviation under the prior: it moves a prediction by at most that part of its
             # posterior deviation, and yet far enough for steps of Adam's size.
             spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1)
-            lam = 0.3 * torch.where(spread > 0, spread, 1.0).rsqrt().to(start)
+            lam = 0.1 * torch.where(spread > 0, spread, 1.0).rsqrt().to(start)
         else:
             lam = torch.full_like(start[:, 0], strength)
         half = self._difference(read, self._tuned(push, lam, max(1, method.steps // 2)), lam)
