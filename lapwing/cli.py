@@ -244,7 +244,7 @@ def _response(arguments: argparse.Namespace) -> None:
 
     settings = response.ResponseTask(data_dir=arguments.data_dir, seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
-        settings = replace(settings, seeds=1, steps=(20, 50), members=2, new=50)
+        settings = replace(settings, seeds=1, steps=(20, 50), members=2, epochs=50, new=50)
     result = response.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
     print(table(result), end="\n\n")
     pictures.response(result, arguments.out / "response.png")

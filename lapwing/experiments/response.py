@@ -50,6 +50,7 @@ class ResponseTask:
     new: int = 400
     pushes: int = 32
     members: int = 5
+    epochs: int = 2000  # of the members and of the network with dropout
     steps: tuple[int, ...] = (100, 300, 1000, 3000, 10_000)
     sets: tuple[str, ...] = ("yacht", "boston")
     splits: int = 2
@@ -163,7 +164,7 @@ def minimised(model: nn.Module, x: Tensor, y: Tensor, precision: float, variance
     point = flat.detach()
     for _ in range(60):
         slope = torch.func.grad(loss)(point)
-        values, vectors = torch.linalg.eigh(torch.func.hessian(loss)(point))
+        values, vectors = torch.linalg.eigh(torch.func.jacrev(torch.func.grad(loss))(point))
         step = vectors @ ((vectors.mT @ slope) / values.abs().clamp_min(1e-6 * float(values[-1])))
         decrement, length, here = float(slope @ step), 1.0, float(loss(point))
         while float(loss(point - length * step)) > here - 1e-4 * length * decrement and length > 1e-6:
@@ -238,7 +239,9 @@ def _by_adam(problem: Problem, model: nn.Module, seed: int) -> nn.Module:
     """Trained with the same penalty, to no minimum in particular."""
     settings = problem.settings
     decay = settings.precision * settings.noise_std**2 / len(problem.x)
-    recipe = Recipe((settings.hidden,), epochs=2000, batch_size=len(problem.x), learning_rate=1e-2, weight_decay=decay)
+    recipe = Recipe(
+        (settings.hidden,), epochs=settings.epochs, batch_size=len(problem.x), learning_rate=1e-2, weight_decay=decay
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         optimise(model, problem.x, problem.y, recipe, seed)
