@@ -214,9 +214,9 @@ def _laplace(
 
 
 def _pushed(settings: ImageTable, task: Task, variant: str) -> Any:
-    """Fine-tuned on batches, its scale fitted on the held-out images; a third of the response may be missing."""
+    """Fine-tuned on batches and unfinished: half of the response may be missing, and its scale is fitted anyway."""
     return lw.HFL(
-        "pretrained", variant=variant, pushes=8, solver="adam", steps=2 * settings.steps, tolerance=0.35,
+        "pretrained", variant=variant, pushes=8, solver="adam", steps=2 * settings.steps, tolerance=0.6,
         calibration=task.validation,
     )  # fmt: skip
 
