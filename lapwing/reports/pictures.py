@@ -317,7 +317,7 @@ def response(result: Drawn, path: Path) -> None:
         strength.loglog(arrays["strengths"], arrays[f"worst/{label}"], ":", color=colour, label=f"{label}, worst point")
     strength.set(xlabel="strength λ times the deviation", ylabel="relative error")
     strength.set_title("error against the push", fontsize=10)
-    strength.set_ylim(1e-12, 1e2)
+    strength.set_ylim(1e-14, 1e2)
     strength.legend(frameon=False, fontsize=8, loc="lower right")
     for place, colour in (("data", POSTERIOR), ("gap", PLAIN), ("outside", OTHER)):
         steps.semilogx(arrays["steps"], arrays[f"recovered/{place}"], "o-", color=colour, label=place)
