@@ -184,7 +184,7 @@ def _images(arguments: argparse.Namespace) -> None:
 
     settings = images.ImageTable(
         data_dir=data_folder(arguments.data_dir), network=arguments.network, steps=arguments.steps,
-        methods=_known(arguments.methods, tuple(images.METHODS), "--methods"), data=arguments.data, test=arguments.test,
+        methods=_known(arguments.methods or list(images.USUAL), tuple(images.METHODS), "--methods"), data=arguments.data, test=arguments.test,
         seeds=arguments.seeds, device=arguments.device, seed=arguments.seed,
     )  # fmt: skip
     result = images.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))

@@ -84,7 +84,7 @@ def run(settings: ImageTable, report: Callable[[str], None] = lambda line: None)
     notes = []
     for seed in range(settings.seed, settings.seed + settings.seeds):
         task = _task(settings, seed)
-        for name in settings.methods or tuple(METHODS):
+        for name in settings.methods or USUAL:
             start = time.perf_counter()
             beliefs, note = METHODS[name](task, settings, seed)
             seconds = time.perf_counter() - start
@@ -239,3 +239,4 @@ METHODS: dict[str, Callable[[Task, ImageTable, int], tuple[Beliefs, str]]] = {
     "HFL, random pushes": _laplace(lambda s, t: _pushed(s, t, "random")),
     "FMGP": _laplace(lambda s, t: lw.FMGP(s.inducing, steps=4 * s.steps, validation=t.validation)),
 }  # fmt: skip
+USUAL = tuple(name for name in METHODS if not name.startswith("HFL"))  # fine-tuning takes minutes, and is asked for
