@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     inducing.add_argument("--quick", action="store_true", help="small networks, few steps; for trying the command out")
     images = commands.add_parser("images", help="one network for images, every method: likelihood, calibration, OOD")
     images.add_argument("--network", default="mlp", help="mlp (Fashion-MNIST), resnet20, 32, 44 or 56 (CIFAR-10)")
-    images.add_argument("--methods", nargs="+", metavar="NAME", help="what to compare; everything by default")
+    images.add_argument("--methods", nargs="+", metavar="NAME", help="what to compare; all but HFL by default")
     images.add_argument("--steps", type=_positive, default=500, help="learning steps of VaLLA (500)")
     images.add_argument("--test", type=_positive, help="number of test images")
     flights = commands.add_parser("flights", help="arrival delays: a large table, every method for regression")
@@ -183,10 +183,16 @@ def _images(arguments: argparse.Namespace) -> None:
     from lapwing.reports.tables import table
 
     settings = images.ImageTable(
-        data_dir=data_folder(arguments.data_dir), network=arguments.network, steps=arguments.steps,
-        methods=_known(arguments.methods or list(images.USUAL), tuple(images.METHODS), "--methods"), data=arguments.data, test=arguments.test,
-        seeds=arguments.seeds, device=arguments.device, seed=arguments.seed,
-    )  # fmt: skip
+        data_dir=data_folder(arguments.data_dir),
+        network=arguments.network,
+        steps=arguments.steps,
+        methods=_known(arguments.methods or list(images.USUAL), tuple(images.METHODS), "--methods"),
+        data=arguments.data,
+        test=arguments.test,
+        seeds=arguments.seeds,
+        device=arguments.device,
+        seed=arguments.seed,
+    )
     result = images.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
     print(table(result), end="\n\n")
     path = arguments.out / f"images_{arguments.network}.json"
