@@ -204,9 +204,10 @@ def _laplace(
     def fitted(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
         tuner = lw.Grid(task.validation, precisions) if validated else None
         chosen = method(settings, task)
+        prior = settings.recipe.weight_decay * len(task.train[0]) if isinstance(chosen, lw.HFL) else None
         posterior = lw.fit(
-            task.model, task.data, "classification", method=chosen, weights=weights, tuner=tuner, progress=False,
-            generator=torch.Generator().manual_seed(seed),
+            task.model, task.data, "classification", method=chosen, weights=weights, tuner=tuner, prior=prior,
+            progress=False, generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
         return posterior.functions, f"precision {float(posterior.prior.values.reshape(-1)[0]):.3g}"
 
@@ -214,9 +215,14 @@ def _laplace(
 
 
 def _pushed(settings: ImageTable, task: Task, variant: str) -> Any:
-    """Fine-tuned on batches and unfinished: half of the response may be missing, and its scale is fitted anyway."""
+    """Fine-tuned for as long as it may take, finished or not: the scale is fitted on held-out images anyway.
+
+    The prior is that of the training, its weight decay times the number of data; under another one the network would
+    first have to go where that has its minimum.
+    """
     return lw.HFL(
-        "pretrained", variant=variant, pushes=8, solver="adam", steps=2 * settings.steps, tolerance=0.6,
+        "pretrained", variant=variant, pushes=8, solver="adam", steps=settings.steps, tolerance=math.inf,
+        learning_rate=1e-4, batch_size=250, dtype=torch.float32,
         calibration=task.validation,
     )  # fmt: skip
 
