@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import resource
 import threading
 import time
@@ -12,6 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """Use so many threads, and say what the figures were taken on."""
+    torch.set_num_threads(threads)
+    return {"python": platform.python_version(), "torch": str(torch.__version__),
+            "processor": platform.processor() or platform.machine(), "threads": threads}  # fmt: skip
 
 
 def best_of(times: int, call: Callable[[], Any]) -> float:

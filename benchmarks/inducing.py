@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.clock import best_of
+from benchmarks.clock import best_of, machine
 
 STEPS = 40
 
@@ -78,10 +77,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": str(torch.__version__),
-                             "processor": platform.processor() or platform.machine(),
-                             "threads": arguments.threads}  # fmt: skip
+    found = machine(arguments.threads)
     found["peer"] = against_peer(arguments.peer)
     print(found["peer"], file=sys.stdout, flush=True)
     if arguments.data_dir is not None:

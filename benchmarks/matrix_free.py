@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks import models
-from benchmarks.clock import best_of, forward
+from benchmarks.clock import best_of, forward, machine
 from lapwing.core.data import Data
 from lapwing.curvature.design import NetworkDesign
 from lapwing.linalg.design import gram_product
@@ -88,10 +87,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": str(torch.__version__),
-                             "processor": platform.processor() or platform.machine(),
-                             "threads": arguments.threads}  # fmt: skip
+    found = machine(arguments.threads)
     found["products"] = [
         *products("MLP 784-256-256-10", models.mlp(), (784,)),
         *products("LeNet", models.lenet(), (1, 28, 28)),

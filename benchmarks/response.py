@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import lapwing as lw
 from benchmarks import models
-from benchmarks.clock import best_of, forward
+from benchmarks.clock import best_of, forward, machine
 
 
 def main() -> None:
@@ -26,12 +24,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     data = models.images(512, (1, 28, 28), 128)
     model = models.briefly_trained(models.lenet(), data, 4)
     x = torch.cat([part for part, _ in data])
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": str(torch.__version__),
-                             "threads": arguments.threads}  # fmt: skip
+    found = machine(arguments.threads)
     for variant, pushes in (("mean", 1), ("absolute", 1), ("random", 4)):
         method = lw.HFL("pretrained", solver="adam", steps=5, tolerance=math.inf, variant=variant, pushes=pushes)
         posterior = lw.fit(model, data, "classification", method=method, prior=1.0, progress=False)

@@ -275,7 +275,6 @@ class FineTuner:
     data: Data
     generator: torch.Generator
     tolerance: float
-    progress: bool = False
 
     def respond(self, push: Push, read: Read, count: int, strength: float | None = None) -> Response:
         objective, method = self.objective, self.method
