@@ -37,6 +37,9 @@ class JacobianPart:
     def back(self, u: Tensor) -> Tensor:
         return self.jacobians.vjp(u.reshape(len(u), self.jacobians.batch, self.jacobians.outputs))
 
+    def gram(self, v: Tensor) -> Tensor:
+        return self.jacobians.gram(v)
+
 
 @dataclass(frozen=True, eq=False)
 class NetworkDesign:

@@ -17,7 +17,8 @@ from lapwing.curvature.sweep import Statistics, counted
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import BYTES, LinearJacobian
+from lapwing.networks.blocks import LinearJacobian
+from lapwing.networks.budget import temporary
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
@@ -62,7 +63,7 @@ class FullPrecision:
         blocks = self._arranged(jacobian, a.dtype)  # (pairs, d_in, d_in)
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         forms = a.new_empty(batch, d_out, d_out)
-        step = max(1, BYTES // (a.element_size() * max(1, batch) * d_in))
+        step = max(1, temporary(a.device) // (a.element_size() * max(1, batch) * d_in))
         for start in range(0, len(first), step):
             moved = torch.matmul(a, blocks[start : start + step])  # (pairs, B, d_in)
             value = torch.einsum("pbi,bi->bp", moved, a)
@@ -188,7 +189,7 @@ def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCur
             continue
         gram = Gram(size, torch.float64, network.device) if gram is None else gram
         rows = jacobians.whole().flatten(0, 1)
-        step = max(1, BYTES // (8 * size))
+        step = max(1, temporary(network.device) // (8 * size))
         for start in range(0, len(rows), step):
             gram.add(rows[start : start + step])
     if gram is not None:
@@ -250,7 +251,7 @@ def _weighted_products(left: Tensor, weights: Tensor, right: Tensor) -> Tensor:
     """Σ_b weights_bp left_b rightᵀ_b: (pairs, d_left, d_right)."""
     pairs, rows = weights.shape[1], len(left)
     found = left.new_empty(pairs, left.shape[1], right.shape[1])
-    step = max(1, BYTES // (4 * left.element_size() * rows * max(1, left.shape[1])))
+    step = max(1, temporary(left.device) // (4 * left.element_size() * rows * max(1, left.shape[1])))
     for start in range(0, pairs, step):
         w = weights[:, start : start + step].mT  # (p, B)
         tall = (left.mT.unsqueeze(0) * w.unsqueeze(1)).reshape(-1, rows)  # (p d_left, B)

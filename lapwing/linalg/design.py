@@ -27,6 +27,10 @@ class Part(Protocol):
         """Xᵀ u for u (n, rows): (n, P)."""
         ...
 
+    def gram(self, v: Tensor) -> Tensor:
+        """Xᵀ X v for v (n, P): (n, P)."""
+        ...
+
 
 class Design(Protocol):
     """A matrix X (rows, P) in parts. Parts come in the same order at every pass, with the same rows."""
@@ -61,6 +65,9 @@ class MatrixPart:
     def back(self, u: Tensor) -> Tensor:
         return u.to(self.matrix) @ self.matrix
 
+    def gram(self, v: Tensor) -> Tensor:
+        return self.back(self.forward(v))
+
 
 @dataclass(frozen=True, eq=False)
 class MatrixDesign:
@@ -93,6 +100,9 @@ class OperatorPart:
     rows: int
     forward: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor]
+
+    def gram(self, v: Tensor) -> Tensor:
+        return self.back(self.forward(v))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +162,7 @@ def gram_product(design: Design, v: Tensor) -> Tensor:
     """Xᵀ X v for every row of v (n, P), summed in float64."""
     total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
     for part in design:
-        total += part.back(part.forward(v))
+        total += part.gram(v)
     return total
 
 

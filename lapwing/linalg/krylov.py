@@ -69,6 +69,16 @@ class BlockKrylov:
         advice = "Take more steps, add rows to the start block, or raise the prior precision."
         return found if truncated else found.settled("a solve in a Krylov space", advice)
 
+    def image(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """A times what the basis holds of rows (n, P), with no new products, and the length of what it does not (n,).
+
+        Exact for rows in the basis, up to what was dropped from it as dependent.
+        """
+        y = rows.to(self.basis) @ self.basis.mT
+        inside = y @ self.projected @ self.basis
+        outside = y[:, y.shape[1] - len(self.edge) :] @ self.edge[:, : len(self.ahead)] @ self.ahead
+        return inside + outside, (rows - y @ self.basis).norm(dim=1)
+
     def pairs(self, rank: int | None = None) -> Eigenpairs:
         """The leading Ritz pairs, for deflation."""
         values, y = self.values[:rank], self.turn.mT[:rank]

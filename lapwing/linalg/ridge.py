@@ -23,6 +23,7 @@ from lapwing.linalg.quadrature import Quadrature, lanczos_quadrature
 from lapwing.linalg.stochastic import Streamed
 
 Descent = Callable[[Design, Tensor, Tensor, float], Solution]  # design, ζ, ε, shift
+HELD = 1e-5  # what may be left of a row outside the basis that is said to hold it: rounding in single precision
 GROWTH = 4  # products by which a basis grows before it is asked again
 
 
@@ -107,6 +108,20 @@ class Ridge:
             rows, residuals = [*rows, more.x], [*residuals, more.residuals]
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), basis.products, tolerance)
+
+    def gram(self, rows: Tensor) -> Tensor:
+        """XᵀX θ for every row (n, P): read off the basis where it holds them, as it does its samples; else a pass."""
+        basis: BlockKrylov | None = self._memo.get("basis")
+        if basis is None:
+            return gram_product(self.design, rows)
+        root = 1.0 if self.scale is None else self.scale.sqrt()
+        scaled = rows.double() * root
+        found, outside = basis.image(scaled)
+        found = found * root
+        beyond = outside > HELD * scaled.norm(dim=1)
+        if bool(beyond.any()):
+            found[beyond] = gram_product(self.design, rows[beyond])
+        return found
 
     def deflating(self, shift: float) -> Product:
         """A symmetric root of an inverse of A + shift, times the shift: right on the Ritz vectors of the basis."""

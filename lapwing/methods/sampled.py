@@ -143,8 +143,10 @@ class RidgeSolver:
         return ridge.logdet(shift, self.settings.probes, self.settings.steps)
 
     def gamma(self, problem: Problem, samples: Tensor) -> Tensor:
-        """γ of every weight, from each sample: z (G z) / φ, (K, P)."""
-        return samples * gram_product(self.ridge.design, samples) / float(problem.likelihood.dispersion)
+        """γ of every weight, from each sample: z (G z) / φ, (K, P). Samples that a basis gave need no pass."""
+        based = self.settings.solver == "krylov" and self._shared(problem.prior)
+        image = self.ridge.gram(samples) if based else gram_product(self.ridge.design, samples)
+        return samples * image / float(problem.likelihood.dispersion)
 
     def _shared(self, prior: Prior) -> bool:
         """Whether the prior is one number times the diagonal that the basis was built for."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-BYTES = 256 * 2**20  # what one temporary may take
+from lapwing.networks.budget import temporary
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class LinearJacobian:
 
     def pieces(self, width: int, most: int | None = None) -> Iterator[LinearJacobian]:
         """Runs of samples whose Jacobians, ``width`` numbers for each sample, fit the byte budget."""
-        step = max(1, BYTES // (self.a.element_size() * max(width, 1)))
+        step = max(1, temporary(self.a.device) // (self.a.element_size() * max(width, 1)))
         step = step if most is None else min(step, most)
         for start in range(0, self.batch, step):
             yield LinearJacobian(self.a[:, start : start + step], self.g[:, :, start : start + step])
@@ -228,7 +228,10 @@ class LinearJacobian:
         """Over the Jacobians of a few outputs of the layer at a time."""
         mine, theirs = self.batch * self.g.shape[1], other.batch * other.g.shape[1]
         total = self.a.new_zeros(mine, theirs)
-        step = max(1, BYTES // (self.a.element_size() * (mine + theirs) * self.a.shape[-1] * self.a.shape[0]))
+        step = max(
+            1,
+            temporary(self.a.device) // (self.a.element_size() * (mine + theirs) * self.a.shape[-1] * self.a.shape[0]),
+        )
         for i in range(0, self.g.shape[-1], step):
             rows = LinearJacobian(self.a, self.g[..., i : i + step]).whole()
             last = rows if other is self else LinearJacobian(other.a, other.g[..., i : i + step]).whole()
@@ -240,28 +243,52 @@ class LinearJacobian:
         """J v for v (n, G, d_out, d_in): (n, B, K)."""
         count, groups, d_out, d_in = v.shape
         wide = v.permute(1, 3, 0, 2).reshape(groups, d_in, count * d_out)
+        if v.is_cuda:  # TF32 is slow unless both factors have the sum along memory
+            wide = wide.mT.contiguous().mT
         found = []
         for piece in self.pieces(2 * groups * self.positions * count * d_out):
             size = piece.batch
-            moved = _right(piece.a, wide).reshape(groups, size, self.positions, count, d_out)
-            left = moved.permute(1, 3, 0, 2, 4).reshape(size, count, -1)  # (B, n, G T d_out)
-            right = piece.g.permute(2, 1, 0, 3, 4).reshape(size, self.g.shape[1], -1)
-            found.append(torch.bmm(left, right.mT))
+            a = piece.a.contiguous() if v.is_cuda else piece.a
+            moved = _right(a, wide).reshape(groups, size, self.positions, count, d_out)
+            left = moved.permute(1, 3, 0, *(4, 2) if self._channels_first else (2, 4)).reshape(size, count, -1)
+            found.append(torch.bmm(left, piece._rows().mT))
         return torch.cat(found).transpose(0, 1)
 
     def vjp(self, u: Tensor) -> Tensor:
         """Jᵀ u for u (n, B, K), summed over samples: (n, G, d_out, d_in)."""
         count = u.shape[0]
-        groups, outputs, _, positions, d_out = self.g.shape
+        groups, _, _, positions, d_out = self.g.shape
+        inner = (d_out, positions) if self._channels_first else (positions, d_out)
         total, start = u.new_zeros(count * d_out * groups, self.a.shape[-1]).reshape(groups, count * d_out, -1), 0
         for piece in self.pieces(2 * groups * positions * count * d_out):
             size = piece.batch
-            right = piece.g.permute(2, 1, 0, 3, 4).reshape(size, outputs, -1)
-            mixed = torch.bmm(u[:, start : start + size].transpose(0, 1), right)  # (B, n, G T d_out)
-            left = mixed.reshape(size, count, groups, positions, d_out).permute(2, 1, 4, 0, 3)
+            mixed = torch.bmm(u[:, start : start + size].transpose(0, 1), piece._rows())
+            left = mixed.reshape(size, count, groups, *inner)
+            left = left.permute(2, 1, 3, 0, 4) if self._channels_first else left.permute(2, 1, 4, 0, 3)
             total += torch.bmm(left.reshape(groups, count * d_out, -1), piece.a.reshape(groups, size * positions, -1))
             start += size
         return total.reshape(groups, count, d_out, -1).transpose(0, 1)
+
+    @property
+    def _channels_first(self) -> bool:
+        """Whether g lies in memory as the gradient of an image does, positions innermost."""
+        return self.g.stride(-2) < self.g.stride(-1)
+
+    def _rows(self) -> Tensor:
+        """g as (B, K, G d_out T) or (B, K, G T d_out), whichever needs no copy for one group."""
+        order = (4, 3) if self._channels_first else (3, 4)
+        return self.g.permute(2, 1, 0, *order).reshape(self.batch, self.g.shape[1], -1)
+
+    def formed(self, count: int) -> LinearJacobian | DenseJacobian:
+        """The form in which one product there and back with ``count`` vectors is cheapest.
+
+        Whole, K T multiplications for each weight and K for each vector on either way, instead of T for each vector on
+        either way; but not where it takes much more memory than its factors.
+        """
+        (_, outputs, _, positions, d_out), d_in = self.g.shape, self.a.shape[-1]
+        cheaper = outputs * (positions + 2 * count) < 2 * count * positions
+        small = outputs * d_out * d_in <= 3 * positions * (d_in + outputs * d_out)
+        return DenseJacobian(self.whole().flatten(2)) if cheaper and small else self
 
     def compact(self) -> LinearJacobian | DenseJacobian:
         """The form in which repeated products are cheaper: whole where positions outnumber outputs."""
@@ -367,6 +394,9 @@ class LookupJacobian:
         total = mixed.new_zeros(u.shape[0], self.table, self.g.shape[-1]).index_add_(1, self.token, mixed)
         return total.mT.unsqueeze(1)
 
+    def formed(self, count: int) -> LookupJacobian:
+        return self
+
     def compact(self) -> LookupJacobian:
         return self
 
@@ -411,6 +441,9 @@ class DenseJacobian:
 
     def vjp(self, u: Tensor) -> Tensor:
         return u.flatten(1) @ self.j.flatten(0, 1)
+
+    def formed(self, count: int) -> DenseJacobian:
+        return self
 
     def compact(self) -> DenseJacobian:
         return self

@@ -10,7 +10,13 @@ import torch
 JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # what the gradients of joined batches may take
 CACHED = 32 * 2**20  # on a CPU, chunks whose gradients stay near its caches are a third faster
 BYTES = {"cpu": 512 * 2**20, "cuda": 3072 * 2**20}  # what the gradients of one chunk may take
+TEMPORARY = {"cpu": 256 * 2**20, "cuda": 2048 * 2**20}  # what one intermediate result may take
 MOST = 1024  # joining more samples than this gains nothing
+
+
+def temporary(device: torch.device) -> int:
+    """What one intermediate result may take: large pieces keep a GPU busy, small ones stay near a CPU's caches."""
+    return TEMPORARY.get(device.type, TEMPORARY["cuda"])
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,12 @@ class LayerJacobians:
             parts.update(block.spread(found))
         return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
 
+    def gram(self, v: Tensor) -> Tensor:
+        """Jᵀ J v for every row of v (n, P): every block is formed once, for both ways."""
+        formed = tuple(partial(_same, part().formed(len(v))) for part in self.parts)
+        ready = replace(self, parts=formed)
+        return ready.vjp(ready.jvp(v))
+
     def held(self) -> LayerJacobians:
         """The same with every block formed now, in the form in which repeated products are cheapest."""
         kept = tuple(part().compact() for part in self.parts)

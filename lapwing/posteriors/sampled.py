@@ -113,7 +113,7 @@ class SampledPosterior:
             )
 
     def gammas(self) -> Tensor:
-        """γ of every weight, (P,): the mean over the samples of z (G z) / φ, one product with the design."""
+        """γ of every weight, (P,): the mean over the samples of z (G z) / φ."""
         with torch.no_grad():
             return self.solver.gamma(self.problem, self.samples).mean(0)
 

@@ -32,8 +32,8 @@ class SampleEM:
     fixed point; the trace has γ at every step and the findings its standard error. γ in function space is never
     negative and one sample knows it to sqrt(2/γ). ``noise=True`` learns the noise of a Gaussian likelihood from θ*.
 
-    Cost of a step: the samples at the new precision (free for one precision, where the Krylov basis serves all), one
-    product with them, and θ* from where it was.
+    Cost of a step: the samples at the new precision and one product with them, and θ* from where it was. For one
+    precision a Krylov basis gives both without a pass over the data.
     """
 
     data: Iterable[Any] | Data | None = None

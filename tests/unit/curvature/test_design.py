@@ -17,7 +17,6 @@ from lapwing.core.data import Data
 from lapwing.core.errors import DataError
 from lapwing.curvature.design import NetworkDesign, refuse_reordered
 from lapwing.linalg.design import back_product, forward_product, gram_product, kernel
-from lapwing.networks import blocks
 from lapwing.networks.blocks import DenseJacobian, LinearJacobian
 from lapwing.networks.network import Network
 from tests import problems
@@ -178,7 +177,7 @@ def test_a_small_budget_of_bytes_changes_nothing(case: Case, monkeypatch: pytest
     """Samples one at a time in every temporary and in every chunk."""
     monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 1, "cuda": 1})
     monkeypatch.setattr("lapwing.networks.budget.CACHED", 1)
-    monkeypatch.setattr(blocks, "BYTES", 1)
+    monkeypatch.setattr("lapwing.networks.budget.TEMPORARY", {"cpu": 1, "cuda": 1})
     assert_products(built(case, None), written_out(case))
 
 

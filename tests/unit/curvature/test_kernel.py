@@ -11,7 +11,6 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.curvature.kernel import prior_kernel, prior_precision
-from lapwing.networks import blocks
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.priors.gaussian import Prior
@@ -98,7 +97,7 @@ def test_some_parameters(weights: Any) -> None:
 def test_a_small_byte_budget_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
     one, other = rows(name)
-    monkeypatch.setattr(blocks, "BYTES", 1)
+    monkeypatch.setattr("lapwing.networks.budget.TEMPORARY", {"cpu": 1, "cuda": 1})
     for kind in ("isotropic", "diagonal"):
         given = prior(kind, network)
         mine, theirs = jacobians(network, name)

@@ -212,6 +212,23 @@ def test_max_basis_stops_before_a_block_that_does_not_fit() -> None:
         block_krylov(product(matrix), start, 0)
 
 
+@pytest.mark.parametrize("steps", [1, 3, 120])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_image_of_what_the_basis_holds_takes_no_product(spectrum: str, steps: int) -> None:
+    matrix, start = operator(SPECTRA[spectrum]), torch.randn(5, 120, dtype=D)
+    counted = Counted(matrix)
+    space = block_krylov(counted, start, steps)
+    before = counted.calls
+    held = torch.randn(4, len(space.basis), dtype=D) @ space.basis
+    image, outside = space.image(held)
+    assert counted.calls == before
+    assert float((image - held @ matrix).norm() / (held @ matrix).norm()) < 1e-10
+    assert float(outside.max()) < 1e-12 * float(held.norm())
+    other = torch.randn(1, 120, dtype=D)
+    left = other - other @ space.basis.T @ space.basis
+    assert_close(space.image(other)[1], left.norm(dim=1))
+
+
 def test_ritz_pairs() -> None:
     """Those that have converged are eigenpairs; the residuals are those of the pairs."""
     matrix = operator(SPECTRA["steep"])

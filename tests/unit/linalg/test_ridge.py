@@ -171,6 +171,31 @@ def test_a_basis_that_may_not_grow_is_finished_by_conjugate_gradients() -> None:
     assert_close(found.x, exact(ridge, x, 0.1, 1.0), SOLVED)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+def test_products_with_samples_are_read_off_the_basis(single: bool, scaled: bool) -> None:
+    """At any precision, and for samples that were rounded to single precision; others take a pass."""
+    x = matrix(60, 300)
+    design = Counted(x)
+    ridge = Ridge.drawn(design, 6, torch.Generator().manual_seed(0), scale=scale(300) if scaled else None, width=8)  # type: ignore[arg-type]
+    z = ridge.samples(3.0, 0.5, 1e-2).x
+    z = z.float() if single else z
+    before = design.passes
+    first = ridge.gram(z[:4])
+    assert design.passes == before
+    expected = z.double() @ x.T @ x
+    assert float((first - expected[:4]).norm() / expected.norm()) < (1e-5 if single else 1e-9)
+    whole = ridge.gram(z)  # the last two were finished by conjugate gradients
+    assert design.passes == before + 1
+    assert_close(whole[4:], expected[4:])
+
+
+def test_products_before_there_is_a_basis() -> None:
+    x = matrix()
+    rows = torch.randn(2, SIZE, dtype=D)
+    assert_close(drawn(x).gram(rows), rows @ x.T @ x)
+
+
 def test_operators_and_matrices_agree() -> None:
     x = matrix()
     functions = OperatorDesign(ROWS, SIZE, lambda v: v @ x.T, lambda u: u @ x, x[:0, 0])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.networks import blocks
 from lapwing.networks.blocks import DenseJacobian, LinearJacobian, LookupJacobian
 from tests.tolerances import assert_close
 
@@ -67,7 +66,7 @@ def test_gram_matrices_and_jacobians_agree(name: str) -> None:
 def test_a_small_byte_budget_cuts_the_work_and_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair(name)
     expected = [one._grams(other), one._outer(other, weights(name))]
-    monkeypatch.setattr(blocks, "BYTES", 1)
+    monkeypatch.setattr("lapwing.networks.budget.TEMPORARY", {"cpu": 1, "cuda": 1})
     assert [piece.batch for piece in one.pieces(1)] == [1] * one.batch
     assert_close(one._grams(other), expected[0])
     assert_close(one._outer(other, weights(name)), expected[1])

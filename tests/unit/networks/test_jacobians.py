@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +166,7 @@ def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.Monkey
 
     before = summary(whole)
     monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 1, "cuda": 1})
-    monkeypatch.setattr("lapwing.networks.blocks.BYTES", 1)
+    monkeypatch.setattr("lapwing.networks.budget.TEMPORARY", {"cpu": 1, "cuda": 1})
     parts = list(network.tangents(inputs))
     assert [(part.start, part.stop) for part, _ in parts] == [(b, b + 1) for b in range(4)]
     assert_close(torch.cat([tangent.jacobians().whole() for _, tangent in parts]), whole.whole())
@@ -232,3 +235,31 @@ def test_another_computation_in_a_later_batch_is_refused_not_guessed() -> None:
     assert_close(layerwise(mixed, inputs), dense.jacobian(model, inputs, 5))
     inputs[:, 0] = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
     assert_close(layerwise(mixed, inputs), dense.jacobian(model, inputs, 5))
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_product_there_and_back_forms_every_block_once(case: Case, count: int) -> None:
+    """With few vectors by factors, with many in whole where that is cheaper: the same numbers."""
+    model, inputs = case.build(), case.batch(4)
+    network = Network.build(model, inputs)
+    jacobians = network.linearise(inputs).jacobians()
+    formed: list[int] = []
+
+    def noted(number: int, part: Any) -> Any:
+        formed.append(number)
+        return part()
+
+    watched = replace(jacobians, parts=tuple(partial(noted, i, part) for i, part in enumerate(jacobians.parts)))
+    whole = jacobians.whole().flatten(0, 1)
+    v = torch.randn(count, whole.shape[1], dtype=torch.float64)
+    assert_close(watched.gram(v), v @ whole.T @ whole)
+    assert formed == list(range(len(jacobians.parts)))
+
+
+def test_convolutions_are_whole_for_many_vectors_alone() -> None:
+    case = BY_NAME["cnn"]
+    network = Network.build(case.build(), case.batch(4))
+    jacobians = network.linearise(case.batch(4)).jacobians()
+    forms = {n: [type(part.formed(n)).__name__ for _, part in jacobians] for n in (1, 40)}
+    assert "DenseJacobian" not in forms[1][:1]
+    assert forms[40][0] == "DenseJacobian"
