@@ -28,6 +28,7 @@ from lapwing.experiments.resnets import cifar10
 from lapwing.metrics import classification, ood
 
 Pair = tuple[Tensor, Tensor]
+DECAY = 5e-4
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -43,9 +44,9 @@ def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch: int = 512) -> None:
-    """SGD with momentum and a one-cycle rate, half precision on a GPU; label noise none, weight decay 5e-4."""
+    """SGD with momentum and a one-cycle rate, half precision on a GPU; no noise in the labels."""
     gpu = x.is_cuda
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=DECAY, nesterov=True)
     steps = epochs * math.ceil(len(x) / batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=0.4, total_steps=steps, pct_start=0.2)
     generator = torch.Generator(x.device).manual_seed(0)
@@ -121,8 +122,10 @@ def main() -> None:
 
     tuner = lw.SampleEM(mode="network", tolerance=0.02, max_steps=10)
     method = lw.Sampled(num_samples=arguments.samples)
+    decay = DECAY * len(x)  # the prior that the training had: where learning it starts
     sampled = judged(
-        "samples", lambda: lw.fit(model, data, "classification", method=method, tuner=tuner, progress=False)
+        "samples",
+        lambda: lw.fit(model, data, "classification", method=method, prior=decay, tuner=tuner, progress=True),
     )
     solution = sampled.posterior.solution  # type: ignore[attr-defined]
     found["samples"] = {
