@@ -106,9 +106,12 @@ class BlockKrylov:
                 inside = image @ basis[:rows].mT
                 projected[new, :rows] += inside
                 image = image - inside @ basis[:rows]
-            skew = float((projected[new, :rows] - projected[:rows, new].mT).norm())
-            cut = max(self.tolerance * scale, skew * (size / rows) ** 0.5)
-            edge, block = orthonormal_rows(image, cut=cut, against=basis[:rows])
+            # Rows in units of their own noise, of which asymmetry is a sign: a row with a small image has little, and
+            # what it brings must not be measured by that of the others.
+            skew = (projected[new, :rows] - projected[:rows, new].mT).norm(dim=1, keepdim=True)
+            noise = skew.clamp_min(max(self.tolerance * scale, TINY))
+            edge, block = orthonormal_rows(image / noise, cut=1.0, against=basis[:rows])
+            edge = edge * noise
         projected, lost = projected[:rows, :rows], lost[:rows]
         values, turn = torch.linalg.eigh(0.5 * (projected + projected.mT))
         return replace(
@@ -143,7 +146,7 @@ def block_krylov(
     """Block Lanczos from ``start`` (K, P) with full reorthogonalisation, twice; ``steps`` products of up to K rows.
 
     Directions of the start (relative to its rows) and of the images (relative to the largest) whose singular value is
-    at most ``tolerance``, or the rounding of the products as their asymmetry shows it, add nothing and are dropped.
+    at most ``tolerance``, or the rounding of a row's product as its asymmetry shows it, add nothing and are dropped.
     The basis is float64: d P numbers.
     Exact when: the space is exhausted. Reference: Golub & Underwood 1977.
 
