@@ -39,6 +39,7 @@ from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors import files
 from lapwing.posteriors.effective import EffectiveParameters, effective_parameters
+from lapwing.posteriors.functional import Functional
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import (
     HasEvidence,
@@ -339,18 +340,25 @@ class Fitted:
         return effective_parameters(self.posterior)
 
     @outside_autocast
-    def variance_of(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """The posterior variance of a scalar function of the weights, given them by name: a weight, a layer's norm.
 
-        To first order in the function for a belief about the weights; by a push for ``HFL``.
+        With inputs ``x`` the function takes the outputs there, f (B, C), instead: a probability averaged over them. To
+        first order in the function for a belief about the weights; by a push for ``HFL``.
 
         >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
         >>> posterior = fit(nn.Linear(1, 1), [(x, x)], "regression", prior=1.0)
         >>> bool(posterior.variance_of(lambda w: w["weight"][0, 0]) > 0)
         True
+        >>> slope = posterior.variance_of(lambda f: (f[-1] - f[0]) / 2, x)
+        >>> torch.allclose(slope, posterior.variance_of(lambda w: w["weight"][0, 0]))
+        True
         """
-        self._unchanged()
-        return self._with(HasVarianceOf, "variance of functions of the weights").variance_of(function)
+        if x is None:
+            self._unchanged()
+        else:
+            x = self._checked(x)
+        return self._with(HasVarianceOf, "variance of functions of the weights").variance_of(function, x)
 
     @property
     def trace(self) -> Trace | None:

@@ -66,12 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     response.add_argument("--data-dir", type=Path, help="folder of the uci_NAME.npz files; without it no tables")
     response.add_argument("--seeds", type=_positive, default=10)
     response.add_argument("--quick", action="store_true", help="few seeds and steps; for trying the command out")
+    pushed = commands.add_parser("pushed", help="a convolutional network at its minimum, pushed: Fashion-MNIST")
+    pushed.add_argument("--data-dir", type=Path, help="folder of the .npz files; else LAPWING_DATA")
+    pushed.add_argument("--seeds", type=_positive, default=1)
+    pushed.add_argument("--quick", action="store_true", help="few weights and images; for trying the command out")
     for command in (fashion, normalised, images, flights):
         command.add_argument("--data-dir", type=Path, help="folder of the .npz files; else LAPWING_DATA")
         command.add_argument("--data", type=_positive, help="number of training images")
         command.add_argument("--seeds", type=_positive, default=3)
         command.add_argument("--device", default="cpu", help="cpu or cuda")
-    for command in (run, uci, fashion, normalised, sampling, inducing, images, response, flights):
+    for command in (run, uci, fashion, normalised, sampling, inducing, images, response, pushed, flights):
         command.add_argument("--out", type=Path, required=True, help="folder for what is written")
         command.add_argument("--seed", type=int, default=0)
     inducing.set_defaults(seed=2147483647)  # of the published task
@@ -258,6 +262,20 @@ def _response(arguments: argparse.Namespace) -> None:
     print(arguments.out / "response.png", arguments.out / "response.json", sep="\n")
 
 
+def _pushed(arguments: argparse.Namespace) -> None:
+    from lapwing.experiments import pushed_images
+    from lapwing.experiments.data import data_folder
+    from lapwing.reports.tables import table
+
+    settings = pushed_images.PushedImages(data_folder(arguments.data_dir), seeds=arguments.seeds, seed=arguments.seed)
+    if arguments.quick:
+        settings = replace(settings, data=60, held=60, test=60, channels=(2, 3), pushes=4, each=2)
+    result = pushed_images.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
+    print(table(result), end="\n\n")
+    _written([result], arguments.out / "pushed.json")
+    print(arguments.out / "pushed.json")
+
+
 def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
     unknown = sorted(set(given or ()) - set(known))
     if unknown:
@@ -272,5 +290,5 @@ def _written(results: Sequence[Result], path: Path) -> None:
 
 COMMANDS = {
     "run": _run, "uci": _uci, "fashion": _fashion, "normalised": _normalised, "sampling": _sampling, "images": _images,
-    "inducing": _inducing, "response": _response, "flights": _flights,
+    "inducing": _inducing, "response": _response, "pushed": _pushed, "flights": _flights,
 }  # fmt: skip

@@ -88,7 +88,7 @@ def run(settings: ImageTable, report: Callable[[str], None] = lambda line: None)
             start = time.perf_counter()
             beliefs, note = METHODS[name](task, settings, seed)
             seconds = time.perf_counter() - start
-            scores = {**_scores(beliefs, task), "fit s": seconds}
+            scores = {**scored(beliefs, task), "fit s": seconds}
             found.setdefault(name, []).append(scores)
             notes += [f"seed {seed}, {name}: {note}"] if note else []
             report(f"seed {seed}, {name}: { {k: float(f'{v:.4g}') for k, v in scores.items()} } {note}")
@@ -147,7 +147,7 @@ def _split(count: int, held: int, generator: torch.Generator, device: torch.devi
     return order[held:], order[:held]
 
 
-def _scores(beliefs: Beliefs, task: Task) -> dict[str, float]:
+def scored(beliefs: Beliefs, task: Task) -> dict[str, float]:
     x, y = task.test
     start = time.perf_counter()
     inside = [beliefs(part) for part in x.split(task.size)]
@@ -172,10 +172,10 @@ def _entropy(probs: Tensor) -> Tensor:
 
 
 def _plain(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
-    return _scaled(task.model, 1.0), ""
+    return scaled(task.model, 1.0), ""
 
 
-def _scaled(model: nn.Module, temperature: float) -> Beliefs:
+def scaled(model: nn.Module, temperature: float) -> Beliefs:
     def beliefs(x: Tensor) -> FunctionGaussian:
         with torch.no_grad():
             f = model(x) / temperature
@@ -185,6 +185,11 @@ def _scaled(model: nn.Module, temperature: float) -> Beliefs:
 
 
 def _temperature(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
+    found = best_temperature(task)
+    return scaled(task.model, found), f"temperature {found:.3f}"
+
+
+def best_temperature(task: Task) -> float:
     """One number on the logits, by the likelihood of the held-out images."""
     with torch.no_grad():
         f = torch.cat([task.model(x) for x, _ in task.validation])
@@ -194,7 +199,7 @@ def _temperature(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, 
     for _ in range(40):
         a, b = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, b) if cost(a) < cost(b) else (a, high)
-    return _scaled(task.model, math.exp(0.5 * (low + high))), f"temperature {math.exp(0.5 * (low + high)):.3f}"
+    return math.exp(0.5 * (low + high))
 
 
 def _laplace(

@@ -124,14 +124,21 @@ def made(task: str, settings: ResponseTask, seed: int) -> Problem:
     y = TARGETS[task](x) + settings.noise_std * noise
     model = mlp(1, 1, Recipe((settings.hidden,)), seed).double()
     problem = Problem(model, x, y, settings, TARGETS[task], seed)
-    return replace(problem, model=minimised(model, x, y, settings.precision, settings.noise_std**2))
+    return replace(problem, model=minimised(model, x, squared(y, settings.noise_std**2), settings.precision))
 
 
-def minimised(model: nn.Module, x: Tensor, y: Tensor, precision: float, variance: float) -> Any:
-    """At the minimum of the squared error over 2 φ plus half the precision times |w|².
+def squared(y: Tensor, variance: float) -> Callable[[Tensor], Tensor]:
+    """The squared error over 2 φ, of outputs."""
+    return lambda f: 0.5 * (f - y).square().sum() / variance
+
+
+def minimised(
+    model: nn.Module, x: Tensor, cost: Callable[[Tensor], Tensor], precision: float, rows: int | None = None
+) -> Any:
+    """At the minimum of the cost of the outputs at x plus half the precision times |w|².
 
     L-BFGS comes near and then creeps along flat valleys; Newton's steps with the absolute eigenvalues of the Hessian
-    leave saddles behind and end at the minimum to rounding.
+    leave saddles behind and end at the minimum to rounding. ``rows``: of a Hessian at once, where all are too many.
     """
     model = copy.deepcopy(model)
     parameters = list(model.parameters())
@@ -142,7 +149,7 @@ def minimised(model: nn.Module, x: Tensor, y: Tensor, precision: float, variance
         parts = flat.split([s.numel() for s in shapes])
         values = {name: part.reshape(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
         f = torch.func.functional_call(model, values, (x,))
-        return 0.5 * (f - y).square().sum() / variance + 0.5 * precision * flat.square().sum()
+        return cost(f) + 0.5 * precision * flat.square().sum()
 
     flat = torch.nn.utils.parameters_to_vector(parameters).detach().requires_grad_()
     optimiser = torch.optim.LBFGS(
@@ -164,7 +171,7 @@ def minimised(model: nn.Module, x: Tensor, y: Tensor, precision: float, variance
     point = flat.detach()
     for _ in range(60):
         slope = torch.func.grad(loss)(point)
-        values, vectors = torch.linalg.eigh(torch.func.jacrev(torch.func.grad(loss))(point))
+        values, vectors = torch.linalg.eigh(torch.func.jacrev(torch.func.grad(loss), chunk_size=rows)(point))
         step = vectors @ ((vectors.mT @ slope) / values.abs().clamp_min(1e-6 * float(values[-1])))
         decrement, length, here = float(slope @ step), 1.0, float(loss(point))
         while float(loss(point - length * step)) > here - 1e-4 * length * decrement and length > 1e-6:
@@ -397,7 +404,7 @@ def _split(path: Path, prefix: str, split: int, settings: ResponseTask) -> dict[
             variances["full Hessian"] = exact_variance(posterior.posterior, new)
     exact = variances["full Hessian"]
     for method in methods:
-        scores[method]["rank correlation"] = _ranked(variances[method], exact)
+        scores[method]["rank correlation"] = ranked(variances[method], exact)
     worst = float((variances["HFL, each point"] / exact - 1).abs().max())
     scores["HFL, each point"]["error"] = worst
     for method in methods:
@@ -411,10 +418,10 @@ def _fitted_network(x: Tensor, y: Tensor, settings: ResponseTask, seed: int) -> 
     optimise(start, x, y, Recipe((settings.hidden,), epochs=60, batch_size=64), seed)
     posterior = lw.fit(start, [(x, y)], "regression", method=lw.Full(), progress=False)
     precision, variance = float(posterior.prior.values), float(posterior.likelihood.dispersion)
-    return minimised(start, x, y, precision, variance), precision, variance
+    return minimised(start, x, squared(y, variance), precision), precision, variance
 
 
-def _ranked(a: Tensor, b: Tensor) -> float:
+def ranked(a: Tensor, b: Tensor) -> float:
     """Spearman's correlation."""
     if float(a.std()) == 0:
         return 0.0

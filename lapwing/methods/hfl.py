@@ -25,7 +25,21 @@ from lapwing.networks.forward import batch_size
 from lapwing.posteriors.amortised import VARIANTS, PushedWeights
 from lapwing.posteriors.linearised import LinearisedResponse
 from lapwing.posteriors.problem import Problem
-from lapwing.posteriors.response import TOLERANCE, Hessian, Push, Read, Responder, Response, ResponsePosterior
+from lapwing.posteriors.response import (
+    BENT,
+    TOLERANCE,
+    TWIN,
+    Hessian,
+    Own,
+    Push,
+    Read,
+    Responder,
+    Response,
+    ResponsePosterior,
+    along,
+    away,
+    bent,
+)
 
 MODES = ("nonlinear", "linearised", "pretrained")
 SOLVERS = ("newton", "adam")
@@ -44,8 +58,8 @@ class HFL:
     "nonlinear": every prediction is pushed up and down by ``lam`` (None: chosen, and halved until two estimates
     agree) and the network re-optimised; the response is the variance of Laplace with the *full Hessian*, not the GGN.
     The weights must be at a minimum of the loss under this prior (``drift``: how many posterior standard deviations
-    they may be away from it). "linearised": the same for the tangent model, one block solve without ``lam``; equals
-    ``Full``.
+    they may be away from it; by Adam, how many an unpushed twin may move what is pushed). "linearised": the same for
+    the tangent model, one block solve without ``lam``; equals ``Full``.
     "pretrained": one push of the average prediction over ``evaluation`` (inputs, or a list of batches of them; the
     training inputs where None), then scores anywhere for one more forward pass. Those are no variances (see
     ``variant`` in ``PushedWeights``); ``calibration`` data fit their scale, and ``variant="random"`` with ``pushes``
@@ -53,6 +67,7 @@ class HFL:
 
     ``solver``: "newton" with all data (a Hessian up to 2,048 weights, block CG above), or "adam" with ``steps`` steps
     on batches, pushes and an unpushed twin side by side on the same batches. Works in float64 up to a million weights.
+    What does not come within ``tolerance`` is refused, with the cause; an infinite one takes what comes.
 
     Cost of a prediction: nonlinear, for each output some tens of gradients over all data; linearised, one product with
     the GGN for each iteration and all outputs together; pretrained, one forward pass more.
@@ -107,7 +122,7 @@ class HFL:
         tolerance = self.tolerance or (TUNED if self._solver(objective.size) == "adam" else TOLERANCE[objective.dtype])
         responder, findings = self._responder(objective, data, tolerance, generator)
         if self.mode == "nonlinear":
-            return ResponsePosterior(problem, responder, statistics, network.theta(), self.lam, findings)
+            return ResponsePosterior(problem, responder, statistics, network.theta(), self.lam, findings, self.drift)
         return self._pretrained(problem, responder, data, statistics, findings, generator)
 
     def _dtype(self, weights: int) -> torch.dtype:
@@ -123,27 +138,17 @@ class HFL:
         if self._solver(objective.size) == "adam":
             return FineTuner(objective, self, data, generator, tolerance), ()
         minimum, decrements = settled(objective)
-        away = math.sqrt(max(decrements[0], 0.0))
+        distance = math.sqrt(max(decrements[0], 0.0))
         if decrements[-1] > 1e-10 * max(1.0, decrements[0]) and decrements[-1] > 1e-12:
             raise NumericalError(
                 "HFL: the weights are at no minimum of their regularised loss, and Newton's steps find none (it would "
                 f"still fall by {0.5 * decrements[-1]:.3g}). Train the network to convergence with this prior as "
                 "weight decay, raise the prior precision, or use HFL(mode='linearised')."
             )
-        if away > self.drift:
-            raise NumericalError(
-                f"HFL: the weights are {away:.2g} posterior standard deviations from the minimum of their regularised "
-                f"loss; expected at most {self.drift:g}. The response would be that of another network: train this one "
-                "further with this prior as weight decay, allow it with HFL(drift=...), or use HFL(mode='linearised')."
-            )
-        findings: tuple[str, ...] = ()
-        if away > 0.01:
-            findings = (
-                f"the weights are {away:.2g} posterior standard deviations from the minimum of their regularised loss; "
-                "the error bars are those at the minimum",
-            )
+        if distance > self.drift:
+            raise NumericalError(away(distance, self.drift))
         centred = objective.moved(minimum)
-        return Responder(centred, Hessian(centred), tolerance), findings
+        return Responder(centred, Hessian(centred), tolerance), noticed(distance)
 
     def _pretrained(
         self, problem: Problem, responder: Any, data: Data, statistics: Statistics, findings: tuple[str, ...],
@@ -162,8 +167,9 @@ class HFL:
         theta = problem.network.theta()
         moved = found.cov * found.strength[:, None]  # half the way between the two pushes: drift cancels
         posterior = PushedWeights(
-            problem, moved.to(theta), found.strength.to(theta), variant, statistics, theta, 1.0, findings
-        )
+            problem, moved.to(theta), found.strength.to(theta), variant, statistics, theta, 1.0,
+            (*findings, *noticed(float(found.drift.max()), TWIN)),
+        )  # fmt: skip
         if self.calibration is None:
             return posterior
         held = Data(self.calibration, problem.network.device, data.target_key)
@@ -173,11 +179,12 @@ class HFL:
         """With λ as given; else so small that the network can follow."""
         tolerance = max(responder.tolerance, 1e-2)
         if self.lam is not None or isinstance(responder, FineTuner):
-            return responder.respond(push, read, count, self.lam).settled(tolerance)  # type: ignore[no-any-return]
+            only: Response = responder.respond(push, read, count, self.lam)
+            return only.settled(tolerance, self.drift)
         strength = self._strength(responder, push, count)
         for _ in range(8):
             found: Response = responder.respond(push, read, count, strength)
-            if float(found.missing.nan_to_num(math.inf).max()) <= tolerance:
+            if bool((found.missing <= tolerance).all() & (found.bend <= BENT).all()):
                 break
             strength /= 4
         return found.settled(tolerance)
@@ -210,6 +217,16 @@ def settled(objective: Objective) -> tuple[Tensor, list[float]]:
     solve = lambda d, rows: Hessian(objective.moved(d)).solve(rows)
     tolerance = 1e-18 if objective.dtype == torch.float64 else 1e-9
     return newton(objective.gradient, solve, start, tolerance=tolerance, value=objective.value)
+
+
+def noticed(distance: float, told: str = "") -> tuple[str, ...]:
+    """The finding that weights are not quite at a minimum; ``told`` is by what that was seen."""
+    if not distance > 0.01:
+        return ()
+    return (
+        f"the weights are {distance:.2g} posterior standard deviations from the minimum of their regularised loss"
+        f"{told}; the error bars are those at the minimum",
+    )
 
 
 def averaged(objective: Objective, inputs: list[Inputs], absolute: bool) -> Push:
@@ -268,6 +285,7 @@ class FineTuner:
     """Pushes up, pushes down and an unpushed twin, fine-tuned together by Adam on the same batches.
 
     What is left undone is judged by a second run of half as many steps: where it falls short, so may the whole one.
+    Where the twin goes is where the weights would have gone anyway: it tells a push that bends from a drift of both.
     """
 
     objective: Objective
@@ -276,7 +294,10 @@ class FineTuner:
     generator: torch.Generator
     tolerance: float
 
-    def respond(self, push: Push, read: Read, count: int, strength: float | None = None) -> Response:
+    def respond(
+        self, push: Push, read: Read, count: int, strength: float | None = None, own: Own | None = None
+    ) -> Response:
+        """The responses to ``count`` pushes; None for ``own`` reads weights off."""
         objective, method = self.objective, self.method
         start = torch.zeros(count, objective.size).to(objective.centre)
         slopes = push(start)
@@ -287,14 +308,19 @@ class FineTuner:
             lam = 0.1 * torch.where(spread > 0, spread, 1.0).rsqrt().to(start)
         else:
             lam = torch.full_like(start[:, 0], strength)
-        half = self._difference(read, self._tuned(push, lam, max(1, method.steps // 2)), lam)
-        found = self._difference(read, self._tuned(push, lam, method.steps), lam)
+        half, _ = self._difference(read, self._tuned(push, lam, max(1, method.steps // 2)), lam)
+        found, (up, down, twin) = self._difference(read, self._tuned(push, lam, method.steps), lam)
+        pushed = own or along(slopes)
         whole, part = found, half
-        if found.shape == start.shape:  # weights: judged by the pushed functional, which is what they are for
-            whole, part = ((slopes * each).sum(1, keepdim=True) for each in (found, half))
-        size = whole.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
-        missing = (whole - part).abs().flatten(1).amax(1) / size
-        return Response(found, lam, torch.full_like(lam, torch.nan), missing, torch.zeros_like(lam), method.steps)
+        if own is None:  # weights: judged by the pushed functional, which is what they are for
+            whole, part = (pushed(each).unsqueeze(1) for each in (found, half))
+        tiny = torch.finfo(lam.dtype).tiny
+        missing = (whole - part).abs().flatten(1).amax(1) / whole.abs().flatten(1).amax(1).clamp_min(tiny)
+        went = pushed((twin - read(start[:1])).expand_as(up)).abs()
+        drift = went / pushed(found).abs().clamp_min(tiny).sqrt()
+        unknown, nought = torch.full_like(lam, torch.nan), torch.zeros_like(lam)
+        bend = bent(pushed, up, down, twin, slopes)
+        return Response(found, lam, unknown, missing, nought, bend, drift, method.steps)
 
     def _tuned(self, push: Push, lam: Tensor, steps: int) -> Tensor:
         """Where so many steps of Adam lead, its rate falling to nought: up, down and the twin, (2 K + 1, P)."""
@@ -316,6 +342,7 @@ class FineTuner:
             d = d - rate * first / (1 - 0.9 ** (step + 1)) / unbiased
         return d
 
-    def _difference(self, read: Read, d: Tensor, lam: Tensor) -> Tensor:
-        up, down = read(d[: len(lam)]), read(d[len(lam) : 2 * len(lam)])
-        return (up - down) / (2 * lam).reshape(-1, *[1] * (up.ndim - 1))
+    def _difference(self, read: Read, d: Tensor, lam: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The responses, and what was read off up, down and at the twin."""
+        up, down, twin = read(d[: len(lam)]), read(d[len(lam) : 2 * len(lam)]), read(d[-1:])
+        return (up - down) / (2 * lam).reshape(-1, *[1] * (up.ndim - 1)), (up, down, twin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +15,7 @@ from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import gram_product
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.functional import Functional, weight_slope
 from lapwing.posteriors.problem import Problem
 
 ROWS = 256  # outputs solved for at once
@@ -72,9 +72,9 @@ class LinearisedResponse:
             covs.append((0.5 * (cov + cov.mT)).to(f) if f.ndim == 3 else (0.5 * (cov + cov.mT)).squeeze(1).to(f))
         return FunctionGaussian(torch.cat(means), torch.cat(covs))
 
-    def variance_of(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
-        """Of a scalar function of the weights by name, to first order."""
-        slope = self.problem.network.slope(function).double()
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Of a scalar function of the weights by name, or of the outputs at x, to first order."""
+        slope = weight_slope(self.problem.network, function, x).double()
         return self.solved(slope.unsqueeze(0)).x[0] @ slope
 
 

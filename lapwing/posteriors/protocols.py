@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +12,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.functional import Functional
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior
@@ -123,9 +123,9 @@ class NeedsPrior(Protocol):
 
 @runtime_checkable
 class HasVarianceOf(Protocol):
-    """Knows how far a scalar function of the weights is undecided."""
+    """Knows how far a scalar function of the weights is undecided, or with inputs one of the outputs there."""
 
-    def variance_of(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor: ...
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor: ...
 
 
 @runtime_checkable

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -13,17 +14,22 @@ from torch import Tensor
 from lapwing.core.data import Inputs, take
 from lapwing.core.errors import NumericalError
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.curvature.objective import Objective, Weights, flat_gradient
+from lapwing.curvature.objective import Objective, flat_gradient
 from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.cholesky import not_definite
-from lapwing.linalg.newton import Pushed, pushed
+from lapwing.linalg.newton import pushed
 from lapwing.networks.forward import batch_size
 from lapwing.networks.network import scalar
+from lapwing.posteriors.functional import Functional, output_slope, single
 from lapwing.posteriors.problem import Problem
 
 DENSE = 2048  # weights up to which the Hessian is formed
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # of the variances
+# The bend cancels between up and down; what does not is of the order of its square, 6 % here, as much as Adam may
+# leave out. One side then moves 1.7 times as far as the other.
+BENT = 0.25
+TWIN = ", so far an unpushed twin moves what is pushed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,30 +68,101 @@ class Response:
 
     cov: Tensor  # of functional k with what was read off, (K, ...)
     strength: Tensor  # λ, (K,)
-    residuals: Tensor  # of the worse of the two signs, (K,)
+    residuals: Tensor  # of the worse of the two signs, (K,); NaN by Adam, who knows none
     missing: Tensor  # share of the response that one more step would add, (K,)
     change: Tensor  # between the last two strengths, relative, (K,)
+    bend: Tensor  # |g(up) + g(down) - 2 g(twin)| / |g(up) - g(down)|: nought if straight, 1 if one side stays, (K,)
+    drift: Tensor  # how far the unpushed twin moved g, in posterior standard deviations of it, (K,)
     steps: int
 
-    def settled(self, tolerance: float) -> Response:
-        """Itself; an error with what is missing where the answer is not finished."""
+    def settled(self, tolerance: float, drift: float = math.inf) -> Response:
+        """Itself; an error with the cause where the answer is not finished, or is that of another network.
+
+        An infinite tolerance takes what comes: what is not finished has no deviation yet to measure a drift in.
+        """
         rest = torch.maximum(self.missing, self.change)
-        bad = ~(rest <= tolerance)
-        if not bool(bad.any()):
+        if not bool((rest <= tolerance).all()):
+            self._refuse_unfinished(rest, tolerance)
+        if math.isinf(tolerance):
             return self
-        worst = int(rest.nan_to_num(torch.inf).argmax())
+        if not bool((self.bend <= BENT).all()):
+            self._refuse_bent()
+        if not bool((self.drift <= drift).all()):
+            raise NumericalError(away(float(self.drift.max()), drift, TWIN))
+        return self
+
+    def _refuse_unfinished(self, rest: Tensor, tolerance: float) -> NoReturn:
+        worst, bad = _worst(rest), ~(rest <= tolerance)
         residual = float(self.residuals[worst])
         known = "" if math.isnan(residual) else f" (relative residual {residual:.2g})"
         raise NumericalError(
             f"HFL: {int(bad.sum())} of {len(bad)} responses are not finished; the worst (push {worst}, strength "
             f"{float(self.strength[worst]):.3g}) is off by about {float(rest[worst]):.2g} of its value after "
-            f"{self.steps} steps{known}; expected {tolerance:g}. The push leaves the basin of the minimum, or steps "
-            "ran out: give a smaller lam, more steps, or use HFL(mode='linearised')."
+            f"{self.steps} steps{known}; expected {tolerance:g}. {self._cause(worst)}, or use HFL(mode='linearised')."
+        )
+
+    def _cause(self, worst: int) -> str:
+        """Why an answer is not finished, and what to do."""
+        bend = float(self.bend[worst])
+        if not bend <= BENT:
+            return f"{_left(bend)} give a smaller lam, or more steps where it was chosen here"
+        if not bool(self.change[worst] <= self.missing[worst]):
+            return "Two strengths of the push give two answers down to where all is rounding: give a larger tolerance"
+        if math.isnan(self.residuals[worst]):
+            return f"Up and down move alike (bend {bend:.2g}), so steps ran out: give more steps"
+        return f"Newton's steps do not reach the pushed minimum (bend {bend:.2g} where they end): give a smaller lam"
+
+    def _refuse_bent(self) -> NoReturn:
+        worst, bad = _worst(self.bend), ~(self.bend <= BENT)
+        raise NumericalError(
+            f"HFL: {int(bad.sum())} of {len(bad)} responses are not straight; the worst is that to push {worst}, of "
+            f"strength {float(self.strength[worst]):.3g}. {_left(float(self.bend[worst]))} give a smaller lam, "
+            "leave it out to have it chosen, or use HFL(mode='linearised')."
         )
 
 
+def _left(bend: float) -> str:
+    return f"The push leaves the basin of the minimum (bend {bend:.2g}; expected at most {BENT}):"
+
+
+def _worst(figures: Tensor) -> int:
+    return int(figures.nan_to_num(torch.inf).argmax())
+
+
+def away(distance: float, limit: float, told: str = "") -> str:
+    """The refusal of weights that are at no minimum; ``told`` is by what that was seen."""
+    return (
+        f"HFL: the weights are {distance:.2g} posterior standard deviations from the minimum of their regularised "
+        f"loss{told}; expected at most {limit:g}. The response would be that of another network: train this one "
+        "further with this prior as weight decay, allow it with HFL(drift=...), or use HFL(mode='linearised')."
+    )
+
+
 Push = Callable[[Tensor], Tensor]  # ∇g_k at every row k of d, (K, P) -> (K, P)
-Read = Callable[[Tensor], Tensor]  # what is read off at every row of d, (K, P) -> (K, ...)
+Read = Callable[[Tensor], Tensor]  # what is read off at every row of d, (K, P) -> (K, ...); one row may stand for all
+Own = Callable[[Tensor], Tensor]  # g_k, linearly, out of what was read off at row k, (K, ...) -> (K,)
+
+
+def along(slopes: Tensor) -> Own:
+    """Where weights are read off: what was pushed, to first order."""
+    return lambda seen: (slopes * seen).sum(1)
+
+
+def bent(own: Own, up: Tensor, down: Tensor, twin: Tensor, slopes: Tensor) -> Tensor:
+    """How far from straight what was pushed moves, (K,); what stays where it is in spite of a push has left."""
+    even, odd = own(up + down - 2 * twin).abs(), own(up - down).abs()
+    still = torch.where(slopes.any(1), torch.inf, 0.0).to(odd)
+    return torch.where(odd == 0, still, even / odd)
+
+
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """How far the pushes of both signs came: the worse of the two, (K,)."""
+
+    residuals: Tensor
+    missing: Tensor
+    bend: Tensor
+    steps: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +174,10 @@ class Responder:
     tolerance: float
     max_steps: int = 50
 
-    def respond(self, push: Push, read: Read, count: int, strength: float | None = None) -> Response:
-        """The responses to ``count`` pushes; λ is chosen where none is given.
+    def respond(
+        self, push: Push, read: Read, count: int, strength: float | None = None, own: Own | None = None
+    ) -> Response:
+        """The responses to ``count`` pushes; λ is chosen where none is given, and None for ``own`` reads weights off.
 
         Chosen: the first one moves a prediction by a hundredth of its standard deviation; it is halved until two
         estimates agree, and what their difference says about λ² is taken off.
@@ -116,30 +195,33 @@ class Responder:
         if strength is not None:
             self._refuse_strength(strength, first, read(start[:1]))
             lam = torch.full_like(first, strength)
-            found, ends = self.at(push, read, lam, start)
-            return Response(found, lam, ends.residuals, ends.missing, torch.zeros_like(lam), ends.steps)
-        return self._refined(push, read, 0.01 / first.sqrt(), start, self._floor(first, read(start[:1])))
+            found, ends = self.at(push, read, lam, start, own)
+            return _response(found, lam, ends, torch.zeros_like(lam), ends.steps)
+        return self._refined(push, read, 0.01 / first.sqrt(), start, self._floor(first, read(start[:1])), own)
 
-    def _refined(self, push: Push, read: Read, lam: Tensor, start: Tensor, floor: Tensor) -> Response:
+    def _refined(self, push: Push, read: Read, lam: Tensor, start: Tensor, floor: Tensor, own: Own | None) -> Response:
         """λ halved for every push until two estimates agree."""
-        raw, ends = self.at(push, read, lam, start)
+        raw, ends = self.at(push, read, lam, start, own)
         found, total, change = raw, ends.steps, torch.full_like(lam, torch.inf)
         for _ in range(16):
             going = (torch.maximum(change, ends.missing) > 0.3 * self.tolerance) & (lam / 2 > floor)
             if not bool(going.any()):
                 break
             lam = torch.where(going, lam / 2, lam)
-            finer, ends = self.at(push, read, lam, start)
+            finer, ends = self.at(push, read, lam, start, own)
             total += ends.steps
             gap = (finer - raw) / 3  # the error falls with λ²
             size = finer.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
             change = torch.where(going, gap.abs().flatten(1).amax(1) / size, change)
             found = torch.where(going.reshape(-1, *[1] * (finer.ndim - 1)), finer + gap, found)
             raw = finer
-        return Response(found, lam, ends.residuals, ends.missing, change, total)
+        return _response(found, lam, ends, change, total)
 
-    def at(self, push: Push, read: Read, lam: Tensor, start: Tensor) -> tuple[Tensor, Pushed]:
-        """The responses at these strengths (K,), and how far the pushes came; nothing is refused."""
+    def at(self, push: Push, read: Read, lam: Tensor, start: Tensor, own: Own | None = None) -> tuple[Tensor, Ends]:
+        """The responses at these strengths (K,), and how far the pushes came; nothing is refused.
+
+        ``own`` as in ``respond``.
+        """
         both = torch.cat([lam, -lam])
         twice = lambda d: torch.cat([push(half) for half in d.chunk(2)])
         inner = max(1e-2 * self.tolerance, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)
@@ -147,11 +229,12 @@ class Responder:
             self.objective.gradient, twice, self.hessian.solve, both, torch.cat([start, start]),
             tolerance=min(inner, self.tolerance), max_steps=self.max_steps,
         )  # fmt: skip
-        up, down = ends.d.chunk(2)
-        scale = (2 * lam).reshape(-1, *[1] * (read(start[:1]).ndim - 1))
+        slopes, twin = push(start), read(start[:1])  # the minimum itself: settled before, and it stays
+        up, down = (read(half) for half in ends.d.chunk(2))
+        bend = bent(own or along(slopes), up, down, twin, slopes)
         worst = lambda t: torch.maximum(*t.chunk(2))
-        found = replace(ends, d=up, residuals=worst(ends.residuals), missing=worst(ends.missing))
-        return (read(up) - read(down)) / scale, found
+        found = Ends(worst(ends.residuals), worst(ends.missing), bend, ends.steps)
+        return (up - down) / (2 * lam).reshape(-1, *[1] * (up.ndim - 1)), found
 
     def _floor(self, first: Tensor, value: Tensor) -> Tensor:
         """The smallest λ whose difference is above rounding."""
@@ -168,6 +251,10 @@ class Responder:
             )
 
 
+def _response(cov: Tensor, lam: Tensor, ends: Ends, change: Tensor, steps: int) -> Response:
+    return Response(cov, lam, ends.residuals, ends.missing, change, ends.bend, torch.zeros_like(lam), steps)
+
+
 @dataclass(frozen=True, eq=False)
 class ResponsePosterior:
     """f(x) ~ N(network output, response to pushes of f(x)): the variance of Laplace with the full Hessian.
@@ -182,11 +269,12 @@ class ResponsePosterior:
     theta: Tensor
     strength: float | None = None
     findings: tuple[str, ...] = ()
+    drift: float = math.inf  # how far an unpushed twin may move, where the weights are at no minimum found before
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
         f = network(x).to(network.dtype)
-        found = self.respond(x, joint).settled(self.responder.tolerance)
+        found = self.respond(x, joint).settled(self.responder.tolerance, self.drift)
         size = f[0].numel()
         if joint:
             cov = found.cov.reshape(f.numel(), f.numel())
@@ -207,7 +295,8 @@ class ResponsePosterior:
         push = lambda d: objective.slopes(d, inputs, seeds)
         everywhere = lambda d: objective.outputs(d, x).flatten(1)
         read = everywhere if joint else lambda d: self._own(d, inputs)
-        return self.responder.respond(push, read, len(index), self.strength)
+        own = torch.diagonal if joint else along(seeds.flatten(1))
+        return self.responder.respond(push, read, len(index), self.strength, own)
 
     def _own(self, d: Tensor, inputs: Inputs) -> Tensor:
         """f(x_k) at row k: (K, C)."""
@@ -216,17 +305,25 @@ class ResponsePosterior:
             d = d.expand(count, -1)
         return self.responder.objective.each_output(d, inputs).flatten(1)
 
-    def variance_of(self, function: Callable[[Weights], Tensor]) -> Tensor:
-        """Of a scalar function of the weights by name, through the same push."""
-        return self.respond_to(function).settled(self.responder.tolerance).cov.reshape(())
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Of a scalar function of the weights by name, or of the outputs at x, through the same push."""
+        found = self.respond_to(function, x).settled(self.responder.tolerance, self.drift)
+        return found.cov.reshape(())
 
-    def respond_to(self, function: Callable[[Weights], Tensor]) -> Response:
-        """The response of a scalar function of the weights to a push of it."""
-        objective = self.responder.objective
-        self.problem.network.slope(function)  # refuses what is no function of the weights
-        push = lambda d: torch.stack([flat_gradient(objective, function, row) for row in d])
-        read = lambda d: torch.stack([scalar(function(objective.weights(row))).reshape(1) for row in d])
-        return self.responder.respond(push, read, 1, self.strength)
+    def respond_to(self, function: Functional, x: Inputs | None = None) -> Response:
+        """The response of a scalar function of the weights, or of the outputs at x, to a push of it."""
+        objective, own = self.responder.objective, lambda seen: seen[:, 0]
+        if x is None:
+            self.problem.network.slope(function)  # refuses what is no function of the weights
+            push = lambda d: torch.stack([flat_gradient(objective, function, row) for row in d])
+            read = lambda d: torch.stack([scalar(function(objective.weights(row))).reshape(1) for row in d])
+            return self.responder.respond(push, read, 1, self.strength, own)
+        inputs, size = objective.cast(x), batch_size(x)
+        output_slope(function, objective.outputs(torch.zeros_like(objective.centre)[None], inputs)[0])  # refuses
+        value = lambda row: single(function(objective.run(row, inputs)))
+        push = lambda d: objective.each(torch.func.grad(value), d, size)
+        read = lambda d: objective.each(value, d, size).unsqueeze(1)
+        return self.responder.respond(push, read, 1, self.strength, own)
 
 
 def _tokens(cov: Tensor, f: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +13,7 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.curvature.outputs import PerOutputCurvature
 from lapwing.curvature.sweep import Statistics, residual_noise
+from lapwing.posteriors.functional import Functional, weight_slope
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Curvature, Precision
 from lapwing.posteriors.trace import Trace
@@ -188,9 +188,9 @@ class WeightPosterior:
         with torch.no_grad():
             return self.settled.sample(eps).to(self.theta)
 
-    def variance_of(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
-        """Of a scalar function of the weights by name, to first order: ∇gᵀ Λ⁻¹ ∇g."""
-        slope = self.problem.network.slope(function)
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Of a scalar function of the weights by name, or of the outputs at x, to first order: ∇gᵀ Λ⁻¹ ∇g."""
+        slope = weight_slope(self.problem.network, function, x)
         return (self.settled.solve(slope.unsqueeze(0))[0] * slope).sum()
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:

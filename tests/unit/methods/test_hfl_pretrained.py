@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ KINDS = [("gaussian", 1), ("gaussian", 3), ("categorical", 3), ("bernoulli", 2),
 
 
 def pretrained(energy: Energy, **settings: Any) -> lw.Fitted:
-    generator = settings.pop("generator", None)
-    return fitted(energy, lw.HFL(mode="pretrained", **settings), generator=generator)
+    generator, whole = settings.pop("generator", None), [(energy.x, energy.y)]
+    given = whole if settings.get("solver") == "adam" else None  # a batch of all has no noise
+    return fitted(energy, lw.HFL(mode="pretrained", **settings), generator=generator, data=given)
 
 
 def responses(energy: Energy, x: Tensor, evaluation: Tensor, signs: Tensor | None = None) -> Tensor:
@@ -254,6 +257,48 @@ def test_files_keep_what_was_found(tmp_path: Path) -> None:
     assert "posterior standard deviations from the minimum" in found.posterior.findings[0]
     found.save(tmp_path / "it")
     assert lw.load(tmp_path / "it", energy.model).posterior.findings == found.posterior.findings
+
+
+def moved_by(energy: Energy, size: float, evaluation: Tensor) -> Energy:
+    """The average output so many of its deviations away from where it is at the minimum, to first order."""
+    moved, slope = copied(energy), energy.jacobian(evaluation).mean(0)
+    step = torch.linalg.solve(energy.hessian(), slope)
+    moved.place(energy.theta + size * step / (slope @ step).sqrt())
+    return moved
+
+
+TUNED: dict[str, Any] = {"solver": "adam", "steps": 300, "learning_rate": 1e-2}
+
+
+def test_a_twin_that_drifts_is_told(tmp_path: Path) -> None:
+    energy = small("bernoulli", 1)
+    x, evaluation = new(energy, 5), new(energy, 9, seed=8)
+    assert pretrained(energy, evaluation=evaluation, **TUNED).posterior.findings == ()
+    moved = moved_by(energy, 0.2, evaluation)
+    found = pretrained(moved, evaluation=evaluation, **TUNED)
+    (finding,) = found.posterior.findings
+    said = re.match(r"the weights are (\S+) posterior .* minimum .*, so far an unpushed twin moves what is", finding)
+    assert said is not None
+    assert float(said.group(1)) == pytest.approx(0.2, rel=0.1)
+    found.save(tmp_path / "it")
+    assert lw.load(tmp_path / "it", moved.model).posterior.findings == (finding,)
+    with pytest.raises(lw.NumericalError, match=r"posterior standard deviations .*; expected at most 0\.05\."):
+        pretrained(moved, evaluation=evaluation, drift=0.05, **TUNED)
+    loose = pretrained(moved, evaluation=evaluation, drift=0.05, tolerance=math.inf, **TUNED)
+    assert loose.posterior.findings == (finding,)
+    assert_close(loose.posterior.scores(x)[1], found.posterior.scores(x)[1])
+
+
+def test_unfinished_random_pushes_are_taken_as_they_come() -> None:
+    """With an infinite tolerance, from weights far from any minimum."""
+    energy = copied(small("bernoulli", 1))
+    energy.place(energy.theta + 0.5)
+    method = {"solver": "adam", "steps": 10, "variant": "random", "pushes": 3}
+    found = pretrained(energy, tolerance=math.inf, **method)
+    assert bool(torch.isfinite(found.functions(new(energy)).variance).all())
+    assert len(found.posterior.findings) == 1
+    with pytest.raises(lw.NumericalError, match="of 3 responses are not finished"):
+        pretrained(energy, **method)
 
 
 def test_single_weights() -> None:

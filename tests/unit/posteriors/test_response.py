@@ -45,10 +45,11 @@ def test_the_hessian_is_formed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 @dataclass
 class Spring:
-    """U = d²/2 + stiffening · d⁴/4, one weight: what pushes do can be worked out."""
+    """U = d²/2 + skew · d³/3 + stiffening · d⁴/4, one weight: what pushes do can be worked out."""
 
     stiffening: float = 0.0
     curvature: float = 1.0
+    skew: float = 0.0
     size: int = 1
     dtype: torch.dtype = D
 
@@ -57,7 +58,7 @@ class Spring:
         return torch.zeros(1, dtype=self.dtype)
 
     def gradient(self, d: Tensor) -> Tensor:
-        return self.curvature * d + self.stiffening * d**3
+        return self.curvature * d + self.skew * d**2 + self.stiffening * d**3
 
     def solve(self, rows: Tensor) -> Tensor:
         return rows / self.curvature
@@ -100,6 +101,59 @@ def test_every_push_has_a_strength_of_its_own() -> None:
     assert len(set(halvings.round().tolist())) > 1
 
 
+def skewed(lam: float) -> tuple[float, float]:
+    """Where d + d² = ±λ."""
+    return (math.sqrt(1 + 4 * lam) - 1) / 2, (math.sqrt(1 - 4 * lam) - 1) / 2
+
+
+@pytest.mark.parametrize("lam", [1e-4, 1e-2, 0.1, 0.2])
+def test_the_bend_of_a_spring_that_is_softer_one_way(lam: float) -> None:
+    up, down = skewed(lam)
+    found = sprung(Spring(skew=1.0), 1e-9, max_steps=500).respond(torch.ones_like, lambda d: d, 1, lam)
+    assert float(found.bend) == pytest.approx((-up - down) / (up - down), rel=1e-6)
+    assert float(found.bend) == pytest.approx(lam, rel=0.2)  # falls with the strength
+    assert float(found.drift) == 0.0
+    straight = sprung(Spring(stiffening=1.0)).respond(torch.ones_like, lambda d: d, 1, lam)
+    assert float(straight.bend) < 1e-9
+
+
+def test_the_bend_is_that_of_what_was_pushed() -> None:
+    """Of all that is read off; the weights themselves along its slope."""
+    spring = sprung(Spring(), 1e-9)
+    both = lambda d: torch.cat([d, d**2], 1)
+    for own, bend in ((lambda seen: seen[:, 0], 0.0), (lambda seen: seen[:, 0] + seen[:, 1], 0.1)):
+        found = spring.respond(torch.ones_like, both, 1, 0.1, own)
+        assert float(found.bend) == pytest.approx(bend, abs=1e-9)  # (d² + d²) / 2 d at d = 0.1
+    assert float(spring.respond(torch.ones_like, lambda d: d, 1, 0.1).bend) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_bend_of_a_network_falls_with_the_strength() -> None:
+    energy = gapped()
+    x = torch.tensor([[-2.5], [0.0], [2.5]], dtype=D)
+    size = float(energy.each(x).max()) ** -0.5
+    bends = [fitted(energy, lw.HFL(lam=share * size)).posterior.respond(x).bend for share in (1e-3, 1e-2)]
+    assert float(bends[0].max()) < 1e-4
+    assert_close(bends[1] / bends[0], torch.full((3,), 10.0, dtype=D), 0.15)
+    posterior = fitted(energy, lw.HFL(lam=1e-2 * size)).posterior
+    assert_close(posterior.respond(x, joint=True).bend, bends[1], SOLVED)
+    assert_close(posterior.respond_to(lambda f: f[1, 0], x).bend, bends[1][1:2], SOLVED)
+
+
+def test_a_push_to_where_there_is_no_minimum() -> None:
+    """d + d² = -λ has no solution for λ above a quarter; up there is one."""
+    found = sprung(Spring(skew=1.0), max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.5)
+    assert found.steps < 500
+    with pytest.raises(
+        lw.NumericalError, match=r"not finished.*do not reach the pushed minimum \(bend 0\.15.*smaller lam"
+    ):
+        found.settled(1e-6)
+    near = sprung(Spring(skew=1.0), 1e-3, max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.24)
+    with pytest.raises(
+        lw.NumericalError, match=r"1 of 1 responses are not straight.*bend 0\.33; expected at most 0\.25"
+    ):
+        near.settled(1e-3)
+
+
 def test_a_falling_variance_is_refused() -> None:
     with pytest.raises(
         lw.NumericalError, match=r"a variance came out as -0\.5; expected above nought.*train it further"
@@ -130,10 +184,12 @@ def test_the_window_of_strengths() -> None:
         spring.respond(push, lambda d: 2 * d + 1000, 1, 1e-9)
 
 
-def response(missing: float = 0.0, change: float = 0.0, residual: float = 0.1) -> Response:
+def response(
+    missing: float = 0.0, change: float = 0.0, residual: float = 0.1, bend: float = 0.0, drift: float = 0.0
+) -> Response:
     one = lambda value: torch.tensor([0.0, value], dtype=D)
     return Response(torch.ones(2, 1, dtype=D), torch.tensor([0.1, 0.2], dtype=D), one(residual), one(missing),
-                    one(change), 7)  # fmt: skip
+                    one(change), one(bend), one(drift), 7)  # fmt: skip
 
 
 def test_finished_responses_pass() -> None:
@@ -147,6 +203,68 @@ def test_unfinished_responses_do_not(missing: float, change: float) -> None:
     with pytest.raises(lw.NumericalError, match=message) as error:
         response(missing, change).settled(1e-6)
     assert "after 7 steps (relative residual 0.1); expected 1e-06" in str(error.value)
+
+
+CAUSES: dict[str, tuple[dict[str, float], str]] = {
+    "basin": (
+        {"missing": 0.1, "bend": 0.26},
+        r"leaves the basin of the minimum \(bend 0\.26; expected at most 0\.25\): give a smaller lam, or more steps "
+        r"where it was chosen here, or use HFL\(mode='linearised'\)",
+    ),
+    "overflow": ({"missing": 0.1, "bend": math.nan}, r"leaves the basin of the minimum \(bend nan"),
+    "steps": (
+        {"missing": 0.1, "bend": 0.24, "residual": math.nan},
+        r"Up and down move alike \(bend 0\.24\), so steps ran out: give more steps, or use HFL\(mode='linearised'\)",
+    ),
+    "newton": (
+        {"missing": 0.1, "bend": 0.24},
+        r"Newton's steps do not reach the pushed minimum \(bend 0\.24 where they end\): give a smaller lam, or use",
+    ),
+    "rounding": (
+        {"missing": 1e-9, "change": 0.1}, r"two answers down to where all is rounding: give a larger tolerance, or use"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is_named(name: str) -> None:
+    figures, message = CAUSES[name]
+    with pytest.raises(lw.NumericalError, match=r"1 of 2 responses are not finished.*" + message) as error:
+        response(**figures).settled(1e-6)
+    causes = ("leaves the basin", "steps ran out", "do not reach", "all is rounding")
+    said = [cause for cause in causes if cause in str(error.value)]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("bend", [0.26, math.inf, math.nan])
+def test_what_is_finished_and_bent_is_refused(bend: float) -> None:
+    message = (
+        r"1 of 2 responses are not straight; the worst is that to push 1, of strength 0\.2\. The push leaves the basin "
+        rf"of the minimum \(bend {bend:.2g}; expected at most 0\.25\): give a smaller lam, leave it out to have it"
+    )
+    with pytest.raises(lw.NumericalError, match=message):
+        response(bend=bend).settled(1e-6)
+    passed = response(bend=0.24)
+    assert passed.settled(1e-6) is passed
+
+
+def test_what_drifted_is_refused() -> None:
+    message = (
+        r"the weights are 0\.3 posterior standard deviations from the minimum of their regularised loss, so far an "
+        r"unpushed twin moves what is pushed; expected at most 0\.2\. .*train this one further with this prior as "
+        r"weight decay, allow it with HFL\(drift=\.\.\.\), or use HFL\(mode='linearised'\)"
+    )
+    with pytest.raises(lw.NumericalError, match=message):
+        response(drift=0.3).settled(1e-6, 0.2)
+    for limit in (0.3, math.inf):
+        assert float(response(drift=0.3).settled(1e-6, limit).drift[1]) == 0.3
+
+
+def test_an_infinite_tolerance_takes_what_comes() -> None:
+    found = response(missing=3.0, bend=2.0, drift=5.0)
+    assert found.settled(math.inf, 1.0) is found
+    with pytest.raises(lw.NumericalError, match="is off by about nan"):
+        response(missing=math.nan).settled(math.inf)
 
 
 def test_a_residual_that_is_not_known_is_not_said() -> None:

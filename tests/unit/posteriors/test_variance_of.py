@@ -1,4 +1,4 @@
-"""The variance of functions of the weights: a quadratic form of the gradient, or the response to a push."""
+"""The variance of functions of weights or outputs: a quadratic form of the gradient, or the response to a push."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from tests import problems
-from tests.minima import copied, fitted, gapped, off, small
+from tests.cases import BY_NAME
+from tests.minima import copied, fitted, gapped, new, off, small
+from tests.references import dense
 from tests.references.minimum import Energy
 from tests.tolerances import SOLVED, assert_close
 
@@ -175,3 +177,200 @@ def test_a_function_at_its_own_minimum_has_no_variance_to_first_order() -> None:
     for method in (lw.HFL(mode="linearised"), lw.Full()):
         assert float(fitted(energy, method).variance_of(function)) == 0.0
     assert off(known["2.weight"], energy.model[2].weight.detach()) == 0.0
+
+
+# Functions of the outputs
+
+
+def of_outputs(energy: Energy, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """∇ of g(f(x; θ)) at the weights, (P,)."""
+    found: Tensor = torch.func.grad(lambda theta: function(energy.output(theta, x)).sum())(energy.theta)
+    return found.detach()
+
+
+PUSHES: dict[str, Any] = {"push": lw.HFL(), "tangent": lw.HFL(mode="linearised")}
+
+
+@pytest.mark.parametrize("method", [*WEIGHT_SPACE, *PUSHES])
+def test_a_linear_function_of_the_outputs_has_their_covariance(method: str) -> None:
+    energy = small("categorical", 3)
+    x = new(energy, 4)
+    u = torch.randn(4, 3, dtype=D, generator=torch.Generator().manual_seed(2))
+    found = fitted(energy, {**WEIGHT_SPACE, **PUSHES}[method])
+    cov = found.functions(x, joint=True).cov.reshape(12, 12)
+    variance = problems.unchanged(energy.model, lambda: found.variance_of(lambda f: (u * f).sum(), x))
+    assert variance.shape == ()
+    assert float(variance) == pytest.approx(float(u.flatten() @ cov @ u.flatten()), rel=1e-6)
+
+
+OF_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a probability over inputs": lambda f: f.softmax(-1)[:, 2].mean(),
+    "the log of one": lambda f: f.log_softmax(-1)[1:2, 0],
+    "an entropy": lambda f: -(f.softmax(-1) * f.log_softmax(-1)).sum(),
+    "the largest logit": lambda f: f[0, int(f[0].argmax())],  # cannot be vectorised
+}
+
+
+@pytest.mark.parametrize("name", OF_OUTPUTS)
+def test_a_function_of_the_outputs(name: str) -> None:
+    """The push follows the function and has the full Hessian; the others are to first order, with the GGN."""
+    energy, function = small("categorical", 3), OF_OUTPUTS[name]
+    x = new(energy, 4)
+    g = of_outputs(energy, function, x)
+    exact, ggn = (float(g @ torch.linalg.solve(h, g)) for h in (energy.hessian(), energy.ggn()))
+    assert abs(ggn / exact - 1) > 1e-3
+    found = fitted(energy, lw.HFL())
+    assert float(found.variance_of(function, x)) == pytest.approx(exact, rel=1e-6)
+    details = found.posterior.respond_to(function, x)
+    assert details.cov.shape == (1, 1)
+    assert float(details.bend) < 0.01
+    for method in (lw.HFL(mode="linearised"), lw.Full()):
+        assert float(fitted(energy, method).variance_of(function, x)) == pytest.approx(ggn, rel=1e-8)
+
+
+def test_adam_pushes_a_function_of_the_outputs() -> None:
+    energy = small("bernoulli", 1)
+    x, function = new(energy, 4), lambda f: f.sigmoid().mean()
+    g = of_outputs(energy, function, x)
+    method = lw.HFL(solver="adam", steps=250, learning_rate=1e-2)
+    found = fitted(energy, method, data=[(energy.x, energy.y)]).variance_of(function, x)
+    assert float(found) == pytest.approx(float(g @ torch.linalg.solve(energy.hessian(), g)), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["token_level", "dict_input", "tuple_input", "lstm", "embedding", "squeezed"])
+def test_outputs_of_every_shape(name: str) -> None:
+    """Tokens, several inputs, recurrence: the function sees f (B, [T,] C), and a linear one has the covariance of it.
+
+    At a minimum where Hessian and GGN are the same.
+    """
+    case = BY_NAME[name]
+    model, inputs = case.build(), case.batch(2, seed=1)
+    y = torch.cat([dense.output(model, dense.one(case.batch(6), b)) for b in range(6)]).detach()
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+    u = torch.randn(2, *case.outputs, dtype=D, generator=torch.Generator().manual_seed(2))
+
+    def function(f: Tensor) -> Tensor:
+        assert f.shape == (2, *case.outputs)
+        return (u * f).sum()
+
+    exact = None
+    for method in (lw.Full(), lw.HFL(mode="linearised"), lw.HFL()):
+        found = lw.fit(model, problems.split(case.batch(6), y, (4, 2)), lw.Gaussian(noise_std=0.5), method=method,
+                       prior=lw.isotropic(2.0, theta))  # fmt: skip
+        cov = found.functions(inputs, joint=True).cov.reshape(u.numel(), u.numel())
+        exact = float(u.flatten() @ cov @ u.flatten()) if exact is None else exact
+        variance = problems.unchanged(model, lambda found=found: found.variance_of(function, inputs))
+        assert float(variance) == pytest.approx(exact, rel=1e-6)
+
+
+def test_the_function_is_taken_where_the_mean_is() -> None:
+    """A tangent model that was moved to its own optimum."""
+    energy = copied(small())
+    energy.place(energy.theta + 0.1)
+    found = fitted(energy, lw.Full(), tuner=lw.linear_mode(mean="tangent"), prior=0.5)
+    x = new(energy, 4)
+    belief = found.functions(x, joint=True)
+    assert off(belief.mean, energy.model(x).detach()) > 0.01
+    u, cov = 2 * belief.mean.flatten(), belief.cov.reshape(4, 4)
+    assert_close(found.variance_of(lambda f: f.square().sum(), x), u @ cov @ u, SOLVED)
+
+
+def test_a_function_of_many_outputs_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    energy = small("categorical", 3)
+    x, function = new(energy, 50), OF_OUTPUTS["a probability over inputs"]
+    found = fitted(energy, lw.Full())
+    whole = found.variance_of(function, x)
+    monkeypatch.setattr("lapwing.networks.budget.CACHED", 0)
+    assert len(list(found.network.footprint.chunks(50, 1, D, torch.device("cpu")))) == 4
+    assert_close(found.variance_of(function, x), whole)
+    g = of_outputs(energy, function, x)
+    assert_close(whole, g @ torch.linalg.solve(energy.ggn(), g), SOLVED)
+
+
+NO_FUNCTION: dict[str, tuple[Any, str]] = {
+    "a matrix": (lambda f: f, r"gives a tensor of the shape \(3, 1\); expected a tensor of one number. Take one entry"),
+    "nothing": (lambda f: f[:0], r"gives a tensor of the shape \(0, 1\); expected a tensor of one number"),
+    "a number": (lambda f: float(f.detach().sum()), r"gives -?\d.*; expected a tensor of one number"),
+    "words": (lambda f: "mean", r"gives 'mean'; expected a tensor of one number"),
+    "a constant": (
+        lambda f: f.detach().sum(),
+        r"does not depend on them; expected one that can be differentiated in f",
+    ),
+    "a class": (lambda f: f.argmax().double(), r"does not depend on them; .*without detach\(\), item\(\), argmax\(\)"),
+    "another's": (lambda f: torch.ones(1, requires_grad=True).sum(), r"does not depend on them; expected"),
+    "no number": (lambda f: f.sum() * torch.nan, r"gives nan with slopes up to nan; expected finite numbers"),
+    "too much": (lambda f: f.sum() / 0, r"gives -?inf with slopes up to inf; expected finite numbers"),
+    "a corner": (lambda f: (f - f.detach()).sum().sqrt(), r"gives 0 with slopes up to inf; expected finite numbers"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", NO_FUNCTION)
+def test_what_is_no_scalar_of_the_outputs_is_refused(method: str, kind: str) -> None:
+    energy = small()
+    found = fitted(energy, METHODS[method])
+    function, message = NO_FUNCTION[kind]
+
+    def run() -> None:
+        with pytest.raises(lw.ModelError, match="the function of the outputs " + message):
+            found.variance_of(function, new(energy))
+
+    problems.unchanged(energy.model, run)
+
+
+@pytest.mark.parametrize("method", [lw.HFL(), lw.HFL(mode="linearised"), lw.Full()], ids=["push", "tangent", "full"])
+def test_inputs_of_a_function_are_checked(method: Any) -> None:
+    energy = small()
+    found = fitted(energy, method)
+    with pytest.raises(lw.DataError, match="the batch is empty"):
+        found.variance_of(lambda f: f.sum(), new(energy)[:0])
+    bad = new(energy)
+    bad[0, 1] = torch.nan
+    with pytest.raises(lw.DataError, match="inputs: 1 of 6 entries are NaN"):
+        found.variance_of(lambda f: f.sum(), bad)
+
+
+@pytest.mark.parametrize("method", [lw.HFL(), lw.HFL(mode="linearised"), lw.Full()], ids=["push", "tangent", "full"])
+def test_gradients_off_make_no_difference(method: Any) -> None:
+    energy = small()
+    x, function = new(energy), lambda f: f.tanh().sum()
+    found = fitted(energy, method)
+    plain = found.variance_of(function, x)
+    with torch.no_grad():
+        assert torch.equal(found.variance_of(function, x), plain)
+    with torch.inference_mode():
+        assert torch.equal(found.variance_of(function, x.clone()), plain)
+
+
+def test_single_weights_decide_a_function_of_the_outputs() -> None:
+    index = torch.tensor([1, 5, 13, 20, 24])
+    energy = copied(small(), index=index)
+    x, function = new(energy), lambda f: f.tanh().sum()
+    g = of_outputs(energy, function, x)
+    for method, precision in ((lw.HFL(), energy.hessian()), (lw.Full(), energy.ggn())):
+        found = fitted(energy, method, weights=lw.subnetwork(index))
+        exact = g @ torch.linalg.solve(precision, g)
+        assert float(found.variance_of(function, x)) == pytest.approx(float(exact), rel=1e-6)
+
+
+def test_float32_outputs() -> None:
+    """The push works in float64, and hands that to the function."""
+    energy = small()
+    model, x = copied(energy).model.float(), new(energy)
+    seen = []
+
+    def function(f: Tensor) -> Tensor:
+        seen.append(f.dtype)
+        return f.tanh().sum()
+
+    g = of_outputs(energy, lambda f: f.tanh().sum(), x)
+    for method, precision, dtype in (
+        (lw.HFL(), energy.hessian(), D), (lw.HFL(mode="linearised"), energy.ggn(), torch.float32),
+        (lw.Full(), energy.ggn(), torch.float32),
+    ):  # fmt: skip
+        found = lw.fit(model, [(energy.x.float(), energy.y.float())], lw.Gaussian(noise_std=0.2), method=method,
+                       prior=0.5)  # fmt: skip
+        exact = g @ torch.linalg.solve(precision, g)
+        seen.clear()
+        assert float(found.variance_of(function, x.float())) == pytest.approx(float(exact), rel=1e-3)
+        assert set(seen) == {dtype}
