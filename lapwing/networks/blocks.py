@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing.networks.budget import temporary
+from lapwing.networks.halves import product, product_onto
 
 
 @dataclass(frozen=True)
@@ -242,16 +243,16 @@ class LinearJacobian:
     def jvp(self, v: Tensor) -> Tensor:
         """J v for v (n, G, d_out, d_in): (n, B, K)."""
         count, groups, d_out, d_in = v.shape
-        wide = v.permute(1, 3, 0, 2).reshape(groups, d_in, count * d_out)
-        if v.is_cuda:  # TF32 is slow unless both factors have the sum along memory
-            wide = wide.mT.contiguous().mT
+        wide = v.transpose(0, 1).reshape(groups, count * d_out, d_in)
         found = []
         for piece in self.pieces(2 * groups * self.positions * count * d_out):
             size = piece.batch
-            a = piece.a.contiguous() if v.is_cuda else piece.a
-            moved = _right(a, wide).reshape(groups, size, self.positions, count, d_out)
+            a = piece.a.reshape(groups, size * self.positions, d_in)
+            if a.is_cuda:  # fast only where both factors have the sum along memory
+                a = a.contiguous()
+            moved = product_onto(a, wide.mT).reshape(groups, size, self.positions, count, d_out)
             left = moved.permute(1, 3, 0, *(4, 2) if self._channels_first else (2, 4)).reshape(size, count, -1)
-            found.append(torch.bmm(left, piece._rows().mT))
+            found.append(product(left, piece._rows().mT))
         return torch.cat(found).transpose(0, 1)
 
     def vjp(self, u: Tensor) -> Tensor:
@@ -262,10 +263,10 @@ class LinearJacobian:
         total, start = u.new_zeros(count * d_out * groups, self.a.shape[-1]).reshape(groups, count * d_out, -1), 0
         for piece in self.pieces(2 * groups * positions * count * d_out):
             size = piece.batch
-            mixed = torch.bmm(u[:, start : start + size].transpose(0, 1), piece._rows())
+            mixed = product(u[:, start : start + size].transpose(0, 1), piece._rows())
             left = mixed.reshape(size, count, groups, *inner)
             left = left.permute(2, 1, 3, 0, 4) if self._channels_first else left.permute(2, 1, 4, 0, 3)
-            total += torch.bmm(left.reshape(groups, count * d_out, -1), piece.a.reshape(groups, size * positions, -1))
+            total += product(left.reshape(groups, count * d_out, -1), piece.a.reshape(groups, size * positions, -1))
             start += size
         return total.reshape(groups, count, d_out, -1).transpose(0, 1)
 
@@ -437,10 +438,10 @@ class DenseJacobian:
         return _flat_between(self, other, weights)
 
     def jvp(self, v: Tensor) -> Tensor:
-        return (v.reshape(len(v), -1) @ self.j.flatten(0, 1).mT).reshape(len(v), *self.j.shape[:2])
+        return product(v.reshape(len(v), -1), self.j.flatten(0, 1).mT).reshape(len(v), *self.j.shape[:2])
 
     def vjp(self, u: Tensor) -> Tensor:
-        return u.flatten(1) @ self.j.flatten(0, 1)
+        return product(u.flatten(1), self.j.flatten(0, 1))
 
     def formed(self, count: int) -> DenseJacobian:
         return self
