@@ -31,6 +31,7 @@ from lapwing.posteriors.trace import Step, Trace
 from lapwing.posteriors.weight_space import WeightPosterior
 
 OPTIMISERS = ("lbfgs", "adam", "none")
+FACTORS = tuple(math.exp(k / 8) for k in range(-12, 13))  # on the prior variance that validation data chose roughly
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ class Stochastic:
                 bar.show(objective=value, KL=divergence)
                 if watch is not None and watch.ended(step):
                     break
-        state = watch.best if watch is not None else self.state()
+        state = self.state() if watch is None else self._rescaled(watch.best)
         return replace(learner, anchors=learner.anchors.at(state.z), log_scale=state.log_scale,
                        log_noise=state.log_noise, inducing=state.inducing if method.alpha > 0 else None,
                        steps=tuple(steps))  # fmt: skip
@@ -341,8 +342,15 @@ class Stochastic:
         method = self.learner.method
         if method.validation is None:
             return None
-        held = Data(method.validation, self.learner.problem.network.device, self.data.target_key)
-        return BestState(lambda: self.log_likelihood(held), self.state, max(1, total // 20), method.patience)
+        look = lambda: self.log_likelihoods(self.state())[0]
+        return BestState(look, self.state, max(1, total // 20), method.patience)
+
+    def _rescaled(self, state: Snapshot) -> Snapshot:
+        """The prior variance of the best state, found at one of twenty looks, once more and finely: one pass."""
+        if not self.log_scale.requires_grad:
+            return state
+        found = zip(self.log_likelihoods(state, FACTORS), FACTORS, strict=True)
+        return state.scaled(max(found, key=lambda pair: (pair[0], -abs(math.log(pair[1]))))[1])
 
     def state(self) -> Snapshot:
         noise = None if self.log_noise is None else self.log_noise.detach().clone()
@@ -405,19 +413,25 @@ class Stochastic:
         y = problem.likelihood.targets(f, batch.targets)
         return f, y, torch.cat(before), torch.cat(rows).reshape(*f.shape, -1)
 
-    def log_likelihood(self, data: Data) -> float:
-        """Of held-out data under the predictive, for each datum."""
-        learner, total, count = self.learner, 0.0, 0
+    def log_likelihoods(self, state: Snapshot, factors: tuple[float, ...] = (1.0,)) -> list[float]:
+        """Of the validation data under the predictive, for each datum; with the prior variance times each factor."""
+        learner, total, count = self.learner, [0.0] * len(factors), 0
+        states = [state.scaled(factor) for factor in factors]
+        likelihood = learner.problem.likelihood
+        if state.log_noise is not None:
+            likelihood = likelihood.with_dispersion(state.log_noise.exp())
+        data = Data(learner.method.validation, learner.problem.network.device, self.data.target_key)
         with torch.no_grad():
-            anchors = learner.anchors.at(self.z.detach() if isinstance(self.z, Tensor) else self.z)
+            anchors = learner.anchors.at(state.z)
             white = smooth_whitening(anchors.kernel(learner.problem.prior))
-            s = self.log_scale.exp()
             for batch in data.batches("validation"):
                 f, y, before, rows = self._rows(batch, anchors.parts, white)
-                cov = self.inducing.left(s * before, s.sqrt() * rows)
-                found = self.likelihood().predict(FunctionGaussian(f, cov)).log_prob(y)
-                total, count = total + float(found.sum()), count + len(f)
-        return total / count
+                for i, each in enumerate(states):
+                    s = each.log_scale.exp()
+                    belief = FunctionGaussian(f, each.inducing.left(s * before, s.sqrt() * rows))
+                    total[i] += float(likelihood.predict(belief).log_prob(y).sum())
+                count += len(f)
+        return [each / count for each in total]
 
 
 @dataclass(frozen=True, eq=False)
@@ -428,3 +442,11 @@ class Snapshot:
     log_scale: Tensor
     log_noise: Tensor | None
     inducing: Inducing
+
+    def scaled(self, factor: float) -> Snapshot:
+        """With the prior variance times a factor; what the points know grows with it."""
+        if factor == 1.0:
+            return self
+        eye = torch.eye(len(self.inducing.precision)).to(self.inducing.precision)
+        inducing = Inducing(eye + factor * (self.inducing.precision - eye))
+        return replace(self, log_scale=self.log_scale + math.log(factor), inducing=inducing)
