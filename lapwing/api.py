@@ -23,6 +23,7 @@ from lapwing.curvature.sweep import data_count, mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.operators import refuse_asymmetric
+from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
@@ -116,13 +117,15 @@ def fit(
 
 
 def _with_prior(problem: Problem, tuner: Tuner | None, data: Data, generator: torch.Generator | None) -> Problem:
-    """For a method without an evidence: the prior as given, or learned by that of ``Kron``."""
+    """For a method without an evidence: the prior as given, or learned by that of ``Kron``, which takes layers, or
+    for single weights by that of ``Diagonal``."""
     if problem.learn_prior:
-        return replace(_tuned(Kron().fit(problem, data, generator), tuner, data).problem, learn_prior=False)
+        method = Kron() if problem.network.selection.index is None else Diagonal()
+        return replace(_tuned(method.fit(problem, data, generator), tuner, data).problem, learn_prior=False)
     if tuner is not None:
         raise UnsupportedError(
             "this method has no evidence for a tuner to use, and the prior was given; leave out the tuner, or the "
-            "prior, which is then learned with Kron()."
+            "prior, which is then learned beforehand."
         )
     return problem
 

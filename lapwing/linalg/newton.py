@@ -80,14 +80,19 @@ def newton(
             value is None and len(decrements) > 1 and decrements[-1] > 4 * decrements[-2]
         ):
             break
-        d = d - (1.0 if value is None else _length(value, d, step[0], decrements[-1])) * step[0]
+        length = 1.0 if value is None else _length(value, d, step[0], decrements[-1])
+        if length == 0:
+            break
+        d = d - length * step[0]
     return d, decrements
 
 
 def _length(value: Callable[[Tensor], float], d: Tensor, step: Tensor, decrement: float) -> float:
-    """The share of a step to take: the largest power of a half that lowers U by a tenth of what it promises."""
+    """The share of a step to take: the largest power of a half that lowers U by a tenth of its promise, or none."""
     here, length = value(d), 1.0
     floor = 1e3 * torch.finfo(d.dtype).eps * abs(here)  # differences below are rounding, and any step will do
-    while not value(d - length * step) <= here - 0.1 * length * decrement + floor and length > 1e-3:
+    while not value(d - length * step) <= here - 0.1 * length * decrement + floor:
         length /= 2
+        if length < 1e-3:
+            return 0.0
     return length

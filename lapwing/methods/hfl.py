@@ -46,6 +46,7 @@ SOLVERS = ("newton", "adam")
 WIDE = 1_000_000  # weights up to which everything runs in float64
 TUNED = 0.05  # what fine-tuning by Adam may leave out of a variance
 SEEN = 256  # training inputs that Adam pushes, where no evaluation inputs are given
+SCALES = (-12, 20)  # logarithms between which calibration data choose the scale of scores
 EXACT = 20_000  # weights up to which Newton steps are the default
 
 HFLPosterior = ResponsePosterior | LinearisedResponse | PushedWeights
@@ -173,7 +174,8 @@ class HFL:
         if self.calibration is None:
             return posterior
         held = Data(self.calibration, problem.network.device, data.target_key)
-        return posterior.scaled(fitted_scale(posterior, held))
+        scale = fitted_scale(posterior, held)
+        return replace(posterior.scaled(scale), findings=(*posterior.findings, *_at_an_end(scale)))
 
     def _pushed(self, responder: Any, push: Push, read: Read, count: int) -> Response:
         """With λ as given; else so small that the network can follow."""
@@ -272,12 +274,21 @@ def fitted_scale(posterior: PushedWeights, data: Data) -> float:
                      for f, cov, y in kept)  # fmt: skip
         return -sum(float(part.sum()) for part in predicted)
 
-    start = min((k / 2 for k in range(-24, 41)), key=cost)
+    start = min((k / 2 for k in range(2 * SCALES[0], 2 * SCALES[1] + 1)), key=cost)
     low, high, ratio = start - 0.5, start + 0.5, (math.sqrt(5) - 1) / 2
     for _ in range(30):
         a, b = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, b) if cost(a) < cost(b) else (a, high)
     return math.exp(0.5 * (low + high))
+
+
+def _at_an_end(scale: float) -> tuple[str, ...]:
+    """What is to be said of a scale where the search for it ended for lack of room."""
+    low, high = (math.log(scale) <= SCALES[0] + 0.5, math.log(scale) >= SCALES[1] - 0.5)
+    if not (low or high):
+        return ()
+    told = "none at all: the network is calibrated, or too wide, as it stands" if low else "ever larger ones"
+    return (f"the calibration data want {told}; the scale ended at {scale:.2g}, where the search does",)
 
 
 @dataclass(frozen=True, eq=False)

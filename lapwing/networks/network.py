@@ -242,7 +242,9 @@ class Network:
                     f"{', '.join(self.selection.names):.200}, without detach() or item()."
                 )
             grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-        return self.selection.picked(torch.cat([grad.reshape(-1) for grad in grads]))
+        found = self.selection.picked(torch.cat([grad.reshape(-1) for grad in grads]))
+        refuse_steep(value, found)
+        return found
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """The output f (B, [T,] C), no graph; of the tangent model where it is shifted."""
@@ -308,12 +310,24 @@ class Network:
         return dict(zip(nodes, self._seen[key], strict=True))
 
 
-def scalar(value: Any) -> Tensor:
-    """What a function of the weights gave, (); refused where it is more than a number."""
+def scalar(value: Any, of: str = "weights") -> Tensor:
+    """What a function of the weights, or of something else, gave, (); refused where it is more than a number."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
-        raise ModelError(f"the function of the weights gives {shape}; expected a tensor of one number.")
+        raise ModelError(
+            f"the function of the {of} gives {shape}; expected a tensor of one number. Take one entry, a sum or a mean."
+        )
     return value.sum()
+
+
+def refuse_steep(value: Tensor, slope: Tensor, of: str = "weights") -> None:
+    """A function whose value or slope is no number has no variance."""
+    steepest = float(slope.abs().max())
+    if not math.isfinite(float(value.detach())) or not math.isfinite(steepest):
+        raise ModelError(
+            f"the function of the {of} gives {float(value.detach()):.3g} with slopes up to {steepest:.3g}; expected "
+            "finite numbers. Give one that is smooth here: log_softmax for the log of a softmax, no root of nought."
+        )
 
 
 def _split(rows: slice, most: int | None) -> Iterator[slice]:

@@ -21,7 +21,7 @@ from lapwing.linalg.cholesky import not_definite
 from lapwing.linalg.newton import pushed
 from lapwing.networks.forward import batch_size
 from lapwing.networks.network import scalar
-from lapwing.posteriors.functional import Functional, output_slope, single
+from lapwing.posteriors.functional import Functional, output_slope
 from lapwing.posteriors.problem import Problem
 
 DENSE = 2048  # weights up to which the Hessian is formed
@@ -29,6 +29,10 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # of the variances
 # The bend cancels between up and down; what does not is of the order of its square, 6 % here, as much as Adam may
 # leave out. One side then moves 1.7 times as far as the other.
 BENT = 0.25
+UNSETTLED = (
+    "The network is at no minimum of its regularised loss: train it further with this prior as weight decay, or use "
+    "HFL(mode='linearised')."
+)
 TWIN = ", so far an unpushed twin moves what is pushed"
 
 
@@ -48,17 +52,17 @@ class Hessian:
         if int(info) == 0:
             return factor
         smallest = float(torch.linalg.eigvalsh(0.5 * (matrix + matrix.mT))[0])
-        raise NumericalError(
-            not_definite("the trained weights", smallest) + " The network is at no minimum of its regularised loss: "
-            "train it further with this prior as weight decay, or use HFL(mode='linearised')."
-        )
+        raise NumericalError(not_definite("the trained weights", smallest) + f" {UNSETTLED}")
 
     def solve(self, rows: Tensor) -> Tensor:
         """H⁻¹ times every row, (K, P)."""
         factor = self._factor
         if factor is not None:
             return torch.cholesky_solve(rows.double().mT, factor).mT.to(rows)
-        found = block_conjugate_gradients(self.objective.curved, rows, tolerance=1e-4, max_iterations=2000)
+        try:
+            found = block_conjugate_gradients(self.objective.curved, rows, tolerance=1e-4, max_iterations=2000)
+        except NumericalError as error:
+            raise NumericalError(f"{error} {UNSETTLED}") from error
         return found.x.to(rows)
 
 
@@ -320,7 +324,7 @@ class ResponsePosterior:
             return self.responder.respond(push, read, 1, self.strength, own)
         inputs, size = objective.cast(x), batch_size(x)
         output_slope(function, objective.outputs(torch.zeros_like(objective.centre)[None], inputs)[0])  # refuses
-        value = lambda row: single(function(objective.run(row, inputs)))
+        value = lambda row: scalar(function(objective.run(row, inputs)), "outputs")
         push = lambda d: objective.each(torch.func.grad(value), d, size)
         read = lambda d: objective.each(value, d, size).unsqueeze(1)
         return self.responder.respond(push, read, 1, self.strength, own)
