@@ -24,7 +24,7 @@ from lapwing.linalg.stochastic import Streamed
 
 Descent = Callable[[Design, Tensor, Tensor, float], Solution]  # design, ζ, ε, shift
 HELD = 1e-5  # what may be left of a row outside the basis that is said to hold it: rounding in single precision
-GROWTH = 4  # products by which a basis grows before it is asked again
+GROWTH = 2  # products by which a basis grows before it is asked again: one too many is a pass over the data
 
 
 @dataclass(frozen=True, eq=False)
