@@ -26,6 +26,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.sampled import Sampled
+from lapwing.methods.swag import SWAG
 from lapwing.methods.valla import VaLLA
 from lapwing.networks.selection import all_weights, last_layer, named, subnetwork
 from lapwing.posteriors.density import DensityLaplace, laplace_density
@@ -48,7 +49,7 @@ __all__ = [
     "fit", "train", "fit_linear", "load", "check", "compare", "Fitted", "FunctionGaussian", "laplace_density",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "MapOnly", "Auto",
-    "ELLA", "VaLLA", "FMGP", "HFL", "Ensemble", "MCDropout",
+    "ELLA", "VaLLA", "FMGP", "HFL", "Ensemble", "MCDropout", "SWAG",
     "all_weights", "last_layer", "named", "subnetwork",
     "isotropic", "per_layer", "diagonal", "grouped", "per_normalised_group", "g_prior",
     "maximise_evidence", "MaximiseEvidence", "fixed_point", "FixedPoint", "linear_mode", "LinearMode",

@@ -25,6 +25,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.sampled import Sampled
+from lapwing.methods.swag import SWAG
 from lapwing.methods.valla import VaLLA
 from lapwing.networks.selection import Weights, all_weights, last_layer
 from lapwing.posteriors.protocols import Method
@@ -32,7 +33,7 @@ from lapwing.posteriors.protocols import Method
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
     "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP, "hfl": HFL,
-    "ensemble": Ensemble, "dropout": MCDropout,
+    "ensemble": Ensemble, "dropout": MCDropout, "swag": SWAG,
 }  # fmt: skip
 LIKELIHOODS = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,

@@ -179,10 +179,13 @@ def _joined(held: list[Batch]) -> Batch:
     return Batch(torch.cat([batch.inputs for batch in held]), torch.cat([batch.targets for batch in held]))
 
 
-def minibatches(data: Data, size: int, generator: torch.Generator) -> Iterator[Batch]:
-    """Batches of at most ``size`` rows without end: those of the data, each in random order and cut to size."""
+def minibatches(data: Data, size: int, generator: torch.Generator, joined: int = 0) -> Iterator[Batch]:
+    """Batches of at most ``size`` rows without end: those of the data, each in random order and cut to size.
+
+    Batches are joined up to ``joined`` rows first (see ``merged``): those of a list come in the same cut at every pass.
+    """
     while True:
-        for batch in data.batches("batches"):
+        for batch in merged(data.batches("batches"), joined):
             count = len(batch.targets)
             order = torch.rand(count, generator=generator, device=generator.device).argsort().to(data.device)
             for rows in order.split(size):

@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "VaLLA, alpha 1": {"method": lw.VaLLA(50, alpha=1.0)},
     "FMGP": {"method": lw.FMGP(50)},
     "MC dropout": {"method": lw.MCDropout(64)},
+    "SWAG": {"method": lw.SWAG(weight_decay=Recipe().weight_decay)},
 }
 USUAL = ("plain", "default", "per layer", "joint noise", "full")
 DROPPED = 0.05  # of the units of the network for MC dropout, which is trained with it

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from lapwing.core.data import Data, check_finite
+from lapwing.core.data import Data
 from lapwing.core.errors import ModelError, UnsupportedError
-from lapwing.curvature.sweep import Statistics, counted, residual_noise
+from lapwing.curvature.sweep import residual_noise
 from lapwing.networks.forward import refuse_training_mode
-from lapwing.posteriors.members import MembersPosterior, Networks
+from lapwing.posteriors.members import MembersPosterior, Networks, of_mean
 from lapwing.posteriors.problem import Problem
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
@@ -73,16 +73,3 @@ def renewed(model: nn.Module, seed: int) -> nn.Module:
             f"{', '.join(bare)}: no reset_parameters() to draw new weights with; give trained models=[...] instead."
         )
     return copied
-
-
-def of_mean(problem: Problem, members: Networks, data: Data) -> Statistics:
-    """Loss and counts of the members' mean."""
-    likelihood, loss, count = problem.likelihood, 0.0, 0
-    for batch in data.batches("loss"):
-        each = members(batch.inputs).double()
-        check_finite(each, "outputs of a member")
-        f = each.mean(0)
-        y = likelihood.targets(f, batch.targets)
-        loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
-        count += int(likelihood.count(f, y))
-    return Statistics(loss, counted(count), problem.network.output_shape[-1])

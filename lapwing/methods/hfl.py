@@ -97,8 +97,17 @@ class HFL:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
         if self.lam is not None and not 0 < self.lam < math.inf:
             raise UnsupportedError(f"lam is {self.lam}; expected a positive number, or None to have it chosen.")
-        if self.pushes < 1 or self.steps < 1:
-            raise UnsupportedError(f"pushes is {self.pushes} and steps {self.steps}; expected at least 1 of each.")
+        for name in ("pushes", "steps", "batch_size"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise UnsupportedError(f"{name} is {getattr(self, name)}; expected a whole number, at least 1.")
+        if not 0 < self.learning_rate < math.inf or not self.drift >= 0:
+            raise UnsupportedError(
+                f"learning_rate is {self.learning_rate} and drift {self.drift}; expected a positive number, and one of "
+                "at least nought."
+            )
+        most = 1.0 if self.mode == "linearised" else math.inf
+        if self.tolerance is not None and not 0 < self.tolerance <= most or self.tolerance == most == 1.0:
+            raise UnsupportedError("")
         if self.dtype is not None and self.dtype not in TOLERANCE:
             raise UnsupportedError(f"dtype is {self.dtype}; expected torch.float64 or torch.float32.")
 
@@ -111,9 +120,11 @@ class HFL:
             design = NetworkDesign.build(network, problem.likelihood, data)
             refuse_reordered(design)
             likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
-            tolerance = self.tolerance or (1e-10 if network.dtype == torch.float64 else 1e-3)  # variances: its square
+            exact = torch.float64 in (network.dtype, self._dtype(network.selection.size))
+            tolerance = self.tolerance or (1e-10 if exact else 1e-3)
             problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
-            return LinearisedResponse(problem, design, design.statistics, network.theta(), tolerance)
+            wide = exact and network.dtype != torch.float64
+            return LinearisedResponse(problem, design, design.statistics, network.theta(), tolerance, wide)
         statistics = loss_only(network, problem.likelihood, data)
         problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
         problem = replace(problem, learn_prior=False)

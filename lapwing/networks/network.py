@@ -18,7 +18,7 @@ from lapwing.networks import products, rules
 from lapwing.networks.backward import differentiable_gradients, gradients, loops
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian
 from lapwing.networks.budget import Footprint
-from lapwing.networks.fallback import sample_jacobians
+from lapwing.networks.fallback import sample_jacobians, swapped
 from lapwing.networks.forms import Convolution, Pattern
 from lapwing.networks.forward import (
     batch_size,
@@ -251,6 +251,16 @@ class Network:
         with torch.no_grad(), plain_kernels(self.plain):
             f = shaped(raw_output(self.model, inputs))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
+
+    def weights(self, d: Tensor) -> dict[str, Tensor]:
+        """The selected parameters by name with d (P,) added to them."""
+        tensors, parts = dict(self.model.named_parameters()), self.selection.split(d)
+        return {name: tensors[name].detach() + part.to(tensors[name]) for name, part in parts.items()}
+
+    def under(self, weights: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
+        """The network's own output f (B, [T,] C) with other weights, differentiable in them."""
+        with plain_kernels(self.plain):
+            return swapped(self.model, dict(weights), lambda: shaped(raw_output(self.model, inputs)))
 
     def shifted(self, shift: Tensor | None) -> Network:
         """The tangent model at theta = w̃ + shift: its outputs move, its Jacobian stays where it is."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.curvature.sweep import Statistics
-from lapwing.networks.fallback import swapped
-from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.posteriors.problem import Problem
 
 VARIANTS = ("mean", "absolute", "random")
@@ -40,16 +38,11 @@ class PushedWeights:
     def scores(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """f (B, [T,] C) and Δf/λ for every push, (K, B, [T,] C): one forward pass for each, and one for f."""
         network = self.problem.network
-        model, tensors = network.model, dict(network.model.named_parameters())
         f = network(x).to(network.dtype)
         found = []
         for row, strength in zip(self.moved, self.strength, strict=True):
-            values = {
-                name: tensors[name].detach() + part.to(tensors[name])
-                for name, part in network.selection.split(row).items()
-            }
-            with torch.no_grad(), plain_kernels(network.plain):
-                there = swapped(model, values, lambda: shaped(raw_output(model, x))).to(network.dtype)
+            with torch.no_grad():
+                there = network.under(network.weights(row), x).to(network.dtype)
             found.append((there - f) / strength.to(f))
         return f, torch.stack(found)
 

@@ -35,6 +35,7 @@ from lapwing.networks.forward import refuse_training_mode, unwrapped, working_dt
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.posteriors.amortised import PushedWeights
+from lapwing.posteriors.drawn import DrawnPosterior, Draws
 from lapwing.posteriors.function_space import FunctionPosterior, Sight
 from lapwing.posteriors.linearised import LinearisedResponse
 from lapwing.posteriors.members import Masks, MembersPosterior, Networks
@@ -47,7 +48,10 @@ from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.gaussian import Prior
 from lapwing.priors.kernels import FreeKernel
 
-SAVED = WeightPosterior | PointPosterior | SampledPosterior | FunctionPosterior | PushedWeights | MembersPosterior
+SAVED = (
+    WeightPosterior | PointPosterior | SampledPosterior | FunctionPosterior | PushedWeights | MembersPosterior
+    | DrawnPosterior
+)  # fmt: skip
 FORMAT = "lapwing-posterior-1"
 NETWORK_FIELDS = ("output_shape", "forward_mode", "recurrent")
 # These are float64 whatever the model is.
@@ -110,6 +114,11 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
     if isinstance(posterior, MembersPosterior):
         assert isinstance(posterior.members, Masks)
         kind = {"name": "dropout", "count": posterior.members.count, "seed": posterior.members.seed}
+    if isinstance(posterior, DrawnPosterior):
+        draws = posterior.draws
+        kind = {"name": "draws", "count": draws.count, "seed": draws.seed, "learning_rate": posterior.learning_rate}
+        own = {"mean": draws.mean, "variance": draws.variance, "deviations": draws.deviations}
+        tensors.update({"draws." + key: t for key, t in own.items()})
     if isinstance(posterior, FunctionPosterior):
         kind = {"name": "function space", **posterior.settings}
         own = {"points": posterior.points, "numbers": posterior.numbers, "mix": posterior.mix}
@@ -251,6 +260,11 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
     if meta["curvature"]["name"] == "dropout":
         masks = Masks.of(model, meta["curvature"]["count"], meta["curvature"]["seed"])
         return MembersPosterior(problem, masks, statistics, theta), current
+    if meta["curvature"]["name"] == "draws":
+        kind = meta["curvature"]
+        mean, variance, deviations = (tensors["draws." + key].to(theta) for key in ("mean", "variance", "deviations"))
+        draws = Draws(network, mean, variance, deviations, kind["count"], kind["seed"])
+        return DrawnPosterior(problem, draws, statistics, theta, kind["learning_rate"]), current
     if meta["curvature"]["name"] == "pushed weights":
         kind = meta["curvature"]
         moved_weights, strength = tensors["pushed.moved"].to(theta), tensors["pushed.strength"].to(theta)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.errors import UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.curvature.design import NetworkDesign
+from lapwing.curvature.design import JacobianPart, NetworkDesign
 from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import gram_product
@@ -26,14 +26,16 @@ class LinearisedResponse:
     """f(x) ~ N(network output, J Λ⁻¹ Jᵀ) with Λ = G/φ + A, by block conjugate gradients for the rows of J at x.
 
     The tangent model's loss is quadratic, so its response to a push is the same whatever the strength, and equal to the
-    GGN-Laplace variance. Needs the data at every prediction.
+    GGN-Laplace variance. Needs the data at every prediction. ``wide`` takes products in float64 with factors that are
+    in less: single precision leaves nothing of a variance that is a millionth of the prior's.
     """
 
     problem: Problem
     design: NetworkDesign
     statistics: Statistics
     theta: Tensor
-    tolerance: float
+    tolerance: float  # of the residuals, and of what they leave out of a variance
+    wide: bool = False
     max_iterations: int = 2000
 
     def with_problem(self, problem: Problem) -> LinearisedResponse:
@@ -42,14 +44,30 @@ class LinearisedResponse:
         return replace(self, problem=problem)
 
     def solved(self, rows: Tensor) -> Solution:
-        """Λ⁻¹ times every row (K, P), with residuals; in units of the prior, where most directions need no work."""
+        """Λ⁻¹ times every row (K, P), with residuals; in units of the prior, where most directions need no work.
+
+        There Λ is at least one, and a residual r leaves out at most r² of a variance.
+        """
         root = self.problem.prior.vector.detach().double().rsqrt()
         phi = self.problem.likelihood.dispersion.detach().to(root)
-        product = lambda v: root * gram_product(self.design, root * v) / phi + v
-        found = block_conjugate_gradients(
-            product, rows.double() * root, tolerance=self.tolerance, max_iterations=self.max_iterations
-        )
-        return replace(found, x=found.x * root)
+        product = lambda v: root * self._gram(root * v) / phi + v
+        b, tolerance = rows.double() * root, self.tolerance
+        while True:
+            found = block_conjugate_gradients(product, b, tolerance=tolerance, max_iterations=self.max_iterations)
+            left, variance = (found.residuals * b.norm(dim=1)).square(), (found.x * b).sum(1)
+            most = float(torch.where(left > 0, left / variance, 0.0).max())
+            if most <= self.tolerance:
+                return replace(found, x=found.x * root)
+            tolerance *= 0.5 * (self.tolerance / most) ** 0.5
+
+    def _gram(self, v: Tensor) -> Tensor:
+        if not self.wide:
+            return gram_product(self.design, v)
+        total = torch.zeros_like(v)
+        for part in self.design:
+            assert isinstance(part, JacobianPart)
+            total += part.jacobians.double().gram(v)
+        return total
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network

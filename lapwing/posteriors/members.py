@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs
+from lapwing.core.data import Data, Inputs, check_finite
 from lapwing.core.errors import ModelError, UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.curvature.sweep import Statistics
+from lapwing.curvature.sweep import Statistics, counted
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import has_dropout, needs_plain_kernels, plain_kernels, raw_output, shaped
 from lapwing.posteriors.problem import Problem
@@ -132,16 +132,7 @@ class MembersPosterior:
     theta: Tensor
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        each = self._each(x)
-        mean, count = each.mean(0), max(1, len(each) - 1)
-        gap = each - mean
-        if joint:
-            flat = gap.flatten(1)
-            return FunctionGaussian(mean, (flat.mT @ flat / count).reshape(*mean.shape, *mean.shape), joint=True)
-        return FunctionGaussian(
-            mean,
-            Deferred(lambda: gap.square().sum(0) / count, lambda: torch.einsum("k...c,k...d->...cd", gap, gap) / count),
-        )
+        return spread(self._each(x), joint)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """The first n members, (n, B, [T,] C); the generator has no say."""
@@ -153,3 +144,29 @@ class MembersPosterior:
         if isinstance(self.members, Networks):
             self.members.refuse_changed()
         return self.members(x).to(self.theta.dtype)
+
+
+def spread(each: Tensor, joint: bool) -> FunctionGaussian:
+    """Mean and covariance of K functions (K, B, [T,] C)."""
+    mean, count = each.mean(0), max(1, len(each) - 1)
+    gap = each - mean
+    if joint:
+        flat = gap.flatten(1)
+        return FunctionGaussian(mean, (flat.mT @ flat / count).reshape(*mean.shape, *mean.shape), joint=True)
+    return FunctionGaussian(
+        mean,
+        Deferred(lambda: gap.square().sum(0) / count, lambda: torch.einsum("k...c,k...d->...cd", gap, gap) / count),
+    )
+
+
+def of_mean(problem: Problem, members: Members, data: Data) -> Statistics:
+    """Loss and counts of the members' mean."""
+    likelihood, loss, count = problem.likelihood, 0.0, 0
+    for batch in data.batches("loss"):
+        each = members(batch.inputs).double()
+        check_finite(each, "outputs of a member")
+        f = each.mean(0)
+        y = likelihood.targets(f, batch.targets)
+        loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
+        count += int(likelihood.count(f, y))
+    return Statistics(loss, counted(count), problem.network.output_shape[-1])

@@ -29,6 +29,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # of the variances
 # The bend cancels between up and down; what does not is of the order of its square, 6 % here, as much as Adam may
 # leave out. One side then moves 1.7 times as far as the other.
 BENT = 0.25
+FLAT = 1e-6  # of the prior precision: less curvature than that is none
 UNSETTLED = (
     "The network is at no minimum of its regularised loss: train it further with this prior as weight decay, or use "
     "HFL(mode='linearised')."
@@ -38,9 +39,17 @@ TWIN = ", so far an unpushed twin moves what is pushed"
 
 @dataclass(frozen=True, eq=False)
 class Hessian:
-    """The Hessian of the objective at its centre, to solve with: factorised where it is small, else by block CG."""
+    """The Hessian of the objective at its centre, to solve with: factorised where it is small, else by block CG.
+
+    At a minimum it may be flat: the weights of an attention head can turn together without any change of the outputs.
+    ``FLAT`` of the prior holds what is so. A push of outputs has nothing in these directions, and ``held`` tells.
+    """
 
     objective: Objective
+
+    @cached_property
+    def _hold(self) -> Tensor:
+        return FLAT * self.objective.prior.vector.detach().to(self.objective.centre)
 
     @cached_property
     def _factor(self) -> Tensor | None:
@@ -48,10 +57,15 @@ class Hessian:
             return None
         eye = torch.eye(self.objective.size, dtype=self.objective.dtype, device=self.objective.centre.device)
         matrix = self.objective.curved(eye).double()
-        factor, info = torch.linalg.cholesky_ex(0.5 * (matrix + matrix.mT))
+        matrix = 0.5 * (matrix + matrix.mT)
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        pivots = factor.diagonal().square()
+        if int(info) == 0 and float(pivots.min()) > 1e-13 * float(pivots.max()):
+            return factor
+        factor, info = torch.linalg.cholesky_ex(matrix + torch.diag(self._hold).double())
         if int(info) == 0:
             return factor
-        smallest = float(torch.linalg.eigvalsh(0.5 * (matrix + matrix.mT))[0])
+        smallest = float(torch.linalg.eigvalsh(matrix)[0])
         raise NumericalError(not_definite("the trained weights", smallest) + f" {UNSETTLED}")
 
     def solve(self, rows: Tensor) -> Tensor:
@@ -59,11 +73,17 @@ class Hessian:
         factor = self._factor
         if factor is not None:
             return torch.cholesky_solve(rows.double().mT, factor).mT.to(rows)
+        product = lambda v: self.objective.curved(v) + self._hold * v
         try:
-            found = block_conjugate_gradients(self.objective.curved, rows, tolerance=1e-4, max_iterations=2000)
+            found = block_conjugate_gradients(product, rows, tolerance=1e-4, max_iterations=2000)
         except NumericalError as error:
-            raise NumericalError(f"{error} {UNSETTLED}") from error
+            told = f" {UNSETTLED}" if "positive definite" in str(error) else ""
+            raise NumericalError(f"{error}{told}") from error
         return found.x.to(rows)
+
+    def held(self, solved: Tensor) -> Tensor:
+        """rᵀ H⁻¹ r as far as it may be due to flat directions alone, for H⁻¹ r (K, P): (K,)."""
+        return (self._hold * solved.square()).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +134,10 @@ class Response:
             return "Two strengths of the push give two answers down to where all is rounding: give a larger tolerance"
         if math.isnan(self.residuals[worst]):
             return f"Up and down move alike (bend {bend:.2g}), so steps ran out: give more steps"
-        return f"Newton's steps do not reach the pushed minimum (bend {bend:.2g} where they end): give a smaller lam"
+        return (
+            f"Newton's steps do not reach the pushed minimum (bend {bend:.2g} where they end): give a smaller lam, or a "
+            "larger tolerance"
+        )
 
     def _refuse_bent(self) -> NoReturn:
         worst, bad = _worst(self.bend), ~(self.bend <= BENT)
@@ -178,37 +201,52 @@ class Responder:
     tolerance: float
     max_steps: int = 50
 
+    @property
+    def goal(self) -> float:
+        """What is worked for: the tolerance, or that of the dtype where any answer will do."""
+        return self.tolerance if self.tolerance < 1 else TOLERANCE[self.objective.dtype]
+
     def respond(
         self, push: Push, read: Read, count: int, strength: float | None = None, own: Own | None = None
     ) -> Response:
         """The responses to ``count`` pushes; λ is chosen where none is given, and None for ``own`` reads weights off.
 
-        Chosen: the first one moves a prediction by a hundredth of its standard deviation; it is halved until two
-        estimates agree, and what their difference says about λ² is taken off.
+        Chosen: the first one moves a prediction by a hundredth of its standard deviation, or further where that would
+        be rounding; it is halved until two estimates agree, and what their difference says about λ² is taken off.
         """
         start = torch.zeros(count, self.objective.size).to(self.objective.centre)
         slopes = push(start)
-        first = (slopes * self.hessian.solve(slopes)).sum(1)  # the variance to first order
+        solved = self.hessian.solve(slopes)
+        first = (slopes * solved).sum(1)  # the variance to first order
         moved = slopes.any(1)  # what no weight moves has no variance, and any push will do
         if bool((first <= 0)[moved].any()):
             raise NumericalError(
                 f"HFL: a variance came out as {float(first.min()):.3g}; expected above nought. The network is at no "
                 "minimum of its regularised loss: train it further with this prior, or use HFL(mode='linearised')."
             )
+        _refuse_flat(self.hessian.held(solved) / torch.where(moved, first, 1.0))
         first = torch.where(moved, first, first.max() if bool(moved.any()) else 1.0)
+        floor, most = self._floor(first, read(start[:1])), first.rsqrt()
         if strength is not None:
-            self._refuse_strength(strength, first, read(start[:1]))
+            _refuse_strength(strength, float(floor.max()), float(most.min()), first.dtype)
             lam = torch.full_like(first, strength)
             found, ends = self.at(push, read, lam, start, own)
             return _response(found, lam, ends, torch.zeros_like(lam), ends.steps)
-        return self._refined(push, read, 0.01 / first.sqrt(), start, self._floor(first, read(start[:1])), own)
+        lam = torch.maximum(0.01 * most, 4 * floor)  # rounding leaves room to halve it
+        if self.tolerance < 1 and bool((lam > most).any()):
+            raise NumericalError(
+                f"HFL: no push is above rounding in {first.dtype} that moves a prediction by less than its standard "
+                f"deviation ({float(first.min().sqrt()):.2g}), with a tolerance of {self.tolerance:g}. Give a larger "
+                "tolerance, or HFL(dtype=torch.float64) where it is another."
+            )
+        return self._refined(push, read, torch.minimum(lam, most), start, floor, own)
 
     def _refined(self, push: Push, read: Read, lam: Tensor, start: Tensor, floor: Tensor, own: Own | None) -> Response:
         """λ halved for every push until two estimates agree."""
         raw, ends = self.at(push, read, lam, start, own)
         found, total, change = raw, ends.steps, torch.full_like(lam, torch.inf)
         for _ in range(16):
-            going = (torch.maximum(change, ends.missing) > 0.3 * self.tolerance) & (lam / 2 > floor)
+            going = (torch.maximum(change, ends.missing) > 0.3 * self.goal) & (lam / 2 > floor)
             if not bool(going.any()):
                 break
             lam = torch.where(going, lam / 2, lam)
@@ -228,10 +266,10 @@ class Responder:
         """
         both = torch.cat([lam, -lam])
         twice = lambda d: torch.cat([push(half) for half in d.chunk(2)])
-        inner = max(1e-2 * self.tolerance, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)
+        inner = max(1e-2 * self.goal, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)
         ends = pushed(
             self.objective.gradient, twice, self.hessian.solve, both, torch.cat([start, start]),
-            tolerance=min(inner, self.tolerance), max_steps=self.max_steps,
+            tolerance=min(inner, self.goal), max_steps=self.max_steps,
         )  # fmt: skip
         slopes, twin = push(start), read(start[:1])  # the minimum itself: settled before, and it stays
         up, down = (read(half) for half in ends.d.chunk(2))
@@ -241,18 +279,28 @@ class Responder:
         return (up - down) / (2 * lam).reshape(-1, *[1] * (up.ndim - 1)), found
 
     def _floor(self, first: Tensor, value: Tensor) -> Tensor:
-        """The smallest λ whose difference is above rounding."""
-        eps = torch.finfo(first.dtype).eps
-        return eps * value.abs().max().clamp_min(1.0) / (self.tolerance * first)
+        """The smallest λ whose difference is above the rounding of values of this size, or of a deviation."""
+        size = torch.maximum(value.abs().max(), first.sqrt())
+        return torch.finfo(first.dtype).eps * size / (self.goal * first)
 
-    def _refuse_strength(self, strength: float, first: Tensor, value: Tensor) -> None:
-        low, high = float(self._floor(first, value).max()), float(first.rsqrt().min())
-        if not low <= strength <= high:
-            raise NumericalError(
-                f"HFL: lam is {strength:.3g}; expected between {low:.2g} (below that a difference in {first.dtype} "
-                f"is rounding) and {high:.2g} (above it a prediction moves by more than its standard deviation). Leave "
-                "lam out to have it chosen."
-            )
+
+def _refuse_strength(strength: float, low: float, high: float, dtype: torch.dtype) -> None:
+    if not low <= strength <= high:
+        raise NumericalError(
+            f"HFL: lam is {strength:.3g}; expected between {low:.2g} (below that a difference in {dtype} is rounding) "
+            f"and {high:.2g} (above it a prediction moves by more than its standard deviation). Leave lam out to have "
+            "it chosen."
+        )
+
+
+def _refuse_flat(share: Tensor) -> None:
+    """What is pushed in directions that nothing holds has no variance; ``share`` of it is due to such, (K,)."""
+    if bool((share > 0.1).any()):
+        raise NumericalError(
+            f"HFL: the loss is flat along what is pushed (push {_worst(share)}): its curvature there is below {FLAT:g} "
+            "of the prior's, and the variance has no bound. So it is with weights that can turn together without any "
+            "change of the outputs, as in attention heads. Push outputs, or use HFL(mode='linearised')."
+        )
 
 
 def _response(cov: Tensor, lam: Tensor, ends: Ends, change: Tensor, steps: int) -> Response:

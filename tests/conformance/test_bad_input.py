@@ -243,7 +243,7 @@ def dropping() -> nn.Module:
 OTHERS: dict[str, Any] = {
     "hfl": lw.HFL(drift=math.inf), "hfl_linearised": lw.HFL(mode="linearised"),
     "hfl_pretrained": lw.HFL(mode="pretrained", drift=math.inf), "ensemble": lw.Ensemble(models=[dropping()]),
-    "dropout": lw.MCDropout(samples=2),
+    "dropout": lw.MCDropout(samples=2), "swag": lw.SWAG(2, 2, learning_rate=1e-3, batch_size=2, samples=2),
 }  # fmt: skip
 LATER = {
     "inputs": ((spoiled(X, math.nan), Y), "inputs of batch 1: 1 of 28 entries are NaN or infinite; expected finite"),

@@ -129,6 +129,17 @@ def test_minibatches_stay_within_the_batches_of_the_data() -> None:
     assert sorted(torch.cat([b.targets for b in found[1:]]).tolist()) == [2, 3, 4]
 
 
+def test_minibatches_of_batches_that_were_joined() -> None:
+    """Up to so many rows: of a list of small batches every pass makes new ones."""
+    data = Data([(X[:2], Y[:2]), (X[2:4], Y[2:4]), (X[4:], Y[4:])], CPU)
+    found = list(islice(minibatches(data, 3, torch.Generator().manual_seed(0), joined=5), 40))
+    assert [len(batch.targets) for batch in found] == [3, 2] * 20
+    pairs = {frozenset(batch.targets.tolist()) for batch in found[1::2]}
+    assert len(pairs) > 5  # of the ten that there are
+    first = list(islice(minibatches(data, 3, torch.Generator().manual_seed(0), joined=3), 2))
+    assert sorted(torch.cat([batch.targets for batch in first]).tolist()) == [0, 1, 2, 3]
+
+
 def test_minibatches_come_in_random_order() -> None:
     one, two, other = ([b.targets.tolist() for b in drawn([(X, Y)], 2, 12, seed)] for seed in (1, 1, 2))
     assert one == two

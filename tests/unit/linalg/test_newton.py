@@ -191,6 +191,21 @@ def test_a_known_loss_does_not_shorten_good_steps() -> None:
     assert len(decrements) == 2
 
 
+def test_a_search_ends_where_no_length_lowers_the_loss() -> None:
+    """Beside the corner of |d| every step goes beyond it, and a thousandth of it too."""
+    solved = []
+
+    def solve(d: Tensor, r: Tensor) -> Tensor:
+        solved.append(float(d))
+        return r
+
+    start = torch.tensor([1e-5], dtype=D)
+    found, decrements = newton(torch.sign, solve, start, tolerance=1e-12, value=lambda d: float(d.abs().sum()))
+    assert torch.equal(found, start)
+    assert decrements == [1.0]
+    assert solved == [1e-5]
+
+
 def test_a_search_that_overflows_says_so() -> None:
     """Far left of its minimum e^d - d is flat: one step leads where nothing is finite."""
     solved = []

@@ -395,6 +395,19 @@ def test_a_prior_is_learned_for_the_other_modes() -> None:
     assert float((learned - 1).abs()) > 1e-3
 
 
+def test_the_prior_of_single_weights_is_learned_by_the_evidence_of_diagonal() -> None:
+    """Kron takes layers, and cannot."""
+    energy, weights = small("categorical", 3), lw.subnetwork(torch.tensor([1, 5, 13, 20, 24]))
+    options = {"weights": weights, "prior": None}
+    learned = fitted(energy, lw.Diagonal(), **options).prior.values
+    found = fitted(energy, lw.HFL(mode="linearised"), **options)
+    assert torch.equal(found.prior.values, learned)
+    assert float((learned - 1).abs()) > 1e-3
+    x = new(energy)
+    full = fitted(energy, lw.Full(), weights=weights, prior=float(learned))
+    assert_close(found.functions(x).cov, full.functions(x).cov, SOLVED)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_predictions(mode: str) -> None:
     regression, classes = small(), small("categorical", 3)
@@ -618,7 +631,7 @@ def test_an_indefinite_hessian(limit: int, monkeypatch: pytest.MonkeyPatch) -> N
     message = (
         r"not positive definite: its smallest eigenvalue is -.*train it further with this prior.*mode='linearised'"
         if limit
-        else r"met a direction with curvature -.*expected a positive definite operator\. Raise the prior precision"
+        else r"met a direction with curvature -.*Raise the prior precision.*train it further.*mode='linearised'"
     )
     with pytest.raises(lw.NumericalError, match=message):
         fitted(energy, lw.HFL())

@@ -195,6 +195,36 @@ def test_calibration_of_classes() -> None:
     assert all(best >= score(scaled.posterior.scale * factor) - 1e-6 for factor in (0.5, 0.9, 0.98, 1.02, 1.1, 2.0))
 
 
+def test_calibration_data_that_want_no_variance_are_told(tmp_path: Path) -> None:
+    """Targets that are the outputs: any variance at all makes them less likely."""
+    energy = small()
+    held = held_out(energy, noise=0.0)
+    found = pretrained(energy, calibration=held)
+    (finding,) = found.posterior.findings
+    assert finding.startswith("the calibration data want none at all: the network is calibrated, or too wide")
+    assert f"the scale ended at {found.posterior.scale:.2g}, where the search does" in finding
+    assert found.posterior.scale == pytest.approx(math.exp(-12), rel=0.7)
+    found.save(tmp_path / "it")
+    assert lw.load(tmp_path / "it", energy.model).posterior.findings == (finding,)
+    assert pretrained(energy, calibration=held_out(energy)).posterior.findings == ()
+
+
+def test_calibration_classes_that_are_all_right_want_no_variance() -> None:
+    energy = small("categorical", 3)
+    x = new(energy, 40)
+    (finding,) = pretrained(energy, calibration=[(x, energy.model(x).argmax(1))]).posterior.findings
+    assert "want none at all" in finding
+
+
+def test_calibration_data_that_want_ever_more_are_told() -> None:
+    """Targets further away than the largest scale reaches."""
+    energy = small()
+    (x, _), _ = held_out(energy)
+    found = pretrained(energy, variant="absolute", calibration=[(x, energy.model(x).detach() + 1e9)])
+    assert re.match(r"the calibration data want ever larger ones; the scale ended at 8e\+08", found.posterior.findings[0])
+    assert len(found.posterior.findings) == 1
+
+
 def counted(model: nn.Module) -> list[int]:
     passes: list[int] = []
     model.register_forward_hook(lambda *_: passes.append(1))

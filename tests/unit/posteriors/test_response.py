@@ -36,6 +36,17 @@ def test_solving_with_the_hessian(kind: str, outputs: int, monkeypatch: pytest.M
     assert off(by_steps.solve(rows), exact) < 1e-3
 
 
+@pytest.mark.parametrize("limit", [25, 24])
+def test_an_indefinite_hessian_is_refused_with_advice(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formed, or met by conjugate gradients."""
+    monkeypatch.setattr("lapwing.posteriors.response.DENSE", limit)
+    objective = responder(small()).objective.moved(torch.linspace(-2, 2, 25, dtype=D))
+    met = "smallest eigenvalue is -" if limit == 25 else "met a direction with curvature -"
+    advice = r"at no minimum .*: train it further with this prior as weight decay, or use HFL\(mode='linearised'\)\.$"
+    with pytest.raises(lw.NumericalError, match=f"{met}.*{advice}"):
+        Hessian(objective).solve(torch.eye(25, dtype=D)[:3])
+
+
 def test_the_hessian_is_formed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = responder(small()).objective
     for limit, formed in ((25, True), (24, False)):

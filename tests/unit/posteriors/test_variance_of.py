@@ -117,11 +117,24 @@ METHODS: dict[str, Any] = {
     "diagonal": lw.Diagonal(),
 }  # fmt: skip
 NONE: dict[str, tuple[Any, str]] = {
-    "a matrix": (lambda w: w["0.weight"], r"gives a tensor of the shape \(6, 2\); expected a tensor of one number"),
+    "a matrix": (
+        lambda w: w["0.weight"],
+        r"gives a tensor of the shape \(6, 2\); expected a tensor of one number. Take one entry, a sum or a mean",
+    ),
     "nothing": (lambda w: w["0.weight"][:0].sum(1), r"gives a tensor of the shape \(0,\); expected a tensor of one"),
     "a number": (lambda w: float(w["0.weight"].detach().sum()), r"gives -?\d.*; expected a tensor of one number"),
     "words": (lambda w: "norm", r"gives 'norm'; expected a tensor of one number"),
     "a constant": (lambda w: w["0.weight"].detach().sum(), r"does not depend on them; expected one of the selected"),
+    "no number": (lambda w: w["2.bias"].sum() * torch.nan, r"gives nan with slopes up to nan; expected finite numbers"),
+    "too much": (lambda w: w["2.bias"].sum() / 0, r"gives -?inf with slopes up to inf; expected finite numbers"),
+    "a root of nought": (
+        lambda w: (w["2.bias"] - w["2.bias"].detach()).sum().sqrt(),
+        r"gives 0 with slopes up to inf; expected finite numbers\. Give one that is smooth here: .*no root of nought",
+    ),
+    "a norm of nought": (
+        lambda w: (w["0.weight"] - w["0.weight"].detach()).square().sum().sqrt(),
+        r"gives 0 with slopes up to nan; expected finite numbers",
+    ),
 }
 
 
@@ -133,7 +146,7 @@ def test_what_is_no_scalar_of_the_weights_is_refused(method: str, kind: str) -> 
     function, message = NONE[kind]
 
     def run() -> None:
-        with pytest.raises(lw.ModelError, match=message):
+        with pytest.raises(lw.ModelError, match="the function of the weights " + message):
             found.variance_of(function)
 
     problems.unchanged(energy.model, run)
