@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.core.data import Data
@@ -21,7 +24,7 @@ from lapwing.curvature.anchored import Anchors
 from lapwing.curvature.kernel import prior_kernel
 from lapwing.curvature.pool import Pool
 from lapwing.experiments.result import Result, Row, mean_scores, plain
-from lapwing.experiments.training import Recipe, trained
+from lapwing.experiments.training import ACTIVATIONS, Recipe, trained
 from lapwing.linalg.kmeans import kmeans
 from lapwing.metrics import regression
 
@@ -40,7 +43,7 @@ class Inducing:
 
     Precision and noise are learned once, by the evidence of the exact posterior, and are the same for all methods.
     ``draws`` of landmarks are averaged; ``starts`` is the number of draws for each size of the sensitivity study, and
-    ``networks`` the number of networks trained from other seeds.
+    ``networks`` the number of networks trained from other seeds, and from other draws of the same seeds.
     """
 
     data_dir: Path
@@ -134,7 +137,8 @@ def run(settings: Inducing, report: Report = lambda line: None) -> Result:
     """Every method at one number of points; then other numbers, other starts and other networks."""
     begun = time.perf_counter()
     x, y = read_toy(settings.data_dir)
-    task = _Task.of(trained(x, y, 1, settings.recipe, settings.seed), x, y, settings.margin, settings.grid)
+    model = trained_as_published(x, y, settings.recipe, settings.seed)
+    task = _Task.of(model, x, y, settings.margin, settings.grid)
     report(f"network and exact posterior: {time.perf_counter() - begun:.0f} s")
     published = _learned_as_published(task, settings, report)
     rows = [Row("exact", task.scores(task.exact, 0.0, task.seconds), "Full")]
@@ -196,22 +200,42 @@ def _ours(task: _Task, settings: Inducing) -> list[Row]:
     return [*rows, Row("rbf kernel", task.scored(free, settings.seed), f"FMGP({count})")]
 
 
+def trained_as_published(x: Tensor, y: Tensor, recipe: Recipe, seed: int) -> nn.Sequential:
+    """With the random numbers of the published demonstration: a seed alone does not make the network.
+
+    Weights are drawn in float64, and batches come from a DataLoader that goes on with the same global generator.
+    """
+    sizes, layers = (x.shape[1], *recipe.hidden, 1), []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for d_in, d_out in pairwise(sizes):
+            layers += [nn.Linear(d_in, d_out, dtype=torch.float64), ACTIVATIONS[recipe.activation]()]
+        model = nn.Sequential(*layers[:-1])
+        optimiser = torch.optim.Adam(model.parameters(), lr=recipe.learning_rate)
+        loader = DataLoader(TensorDataset(x, y), batch_size=recipe.batch_size, shuffle=True)
+        endless = (batch for _ in iter(int, 1) for batch in loader)
+        for inputs, targets in islice(endless, recipe.max_steps):
+            optimiser.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimiser.step()
+    optimiser.zero_grad()
+    return model.eval()
+
+
 def _other_networks(x: Tensor, y: Tensor, settings: Inducing, report: Report) -> tuple[list[Row], list[str]]:
-    """The same data with other random weights and batches, and with a learning rate that ends at nought."""
-    recipes = {f"seed {seed}": (settings.recipe, seed) for seed in _seeds(settings)}
-    recipes["falling rate"] = (replace(settings.recipe, falling=True), settings.seed)
+    """The same data with other seeds, with other draws of the same seeds, and with a rate that ends at nought."""
+    recipe, seeds = settings.recipe, [settings.seed - k for k in range(settings.networks + 1)]
+    networks = {f"seed {seed}": partial(trained_as_published, x, y, recipe, seed) for seed in seeds[1:]}
+    networks |= {f"seed {seed}, other draws": partial(trained, x, y, 1, recipe, seed) for seed in seeds}
+    networks["other draws, falling rate"] = partial(trained, x, y, 1, replace(recipe, falling=True), settings.seed)
     rows, notes = [], []
-    for name, (recipe, seed) in recipes.items():
-        task = _Task.of(trained(x, y, 1, recipe, seed), x, y, settings.margin, settings.grid)
+    for name, make in networks.items():
+        task = _Task.of(make(), x, y, settings.margin, settings.grid)
         for count in dict.fromkeys((settings.points, max(settings.sizes))):
             rows.append(Row(f"{name}, VaLLA({count})", task.scored(lw.VaLLA(count), settings.seed), "other networks"))
         notes.append(f"{name}: γ {task.full.effective_parameters().total:.1f}")
         report(f"other networks: {name}")
     return rows, notes
-
-
-def _seeds(settings: Inducing) -> list[int]:
-    return [settings.seed - k for k in range(1, settings.networks + 1)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,6 @@ from lapwing.curvature.anchored import Anchors
 from lapwing.curvature.kernel import prior_kernel
 from lapwing.experiments import inducing
 from lapwing.experiments.result import Result
-from lapwing.experiments.training import trained
 
 QUICK = replace(inducing.RECIPE, hidden=(10,), max_steps=300, learning_rate=1e-2)
 
@@ -48,7 +47,8 @@ def result(settings: inducing.Inducing) -> Result:
 @pytest.fixture(scope="module")
 def task(settings: inducing.Inducing) -> inducing._Task:
     x, y = inducing.read_toy(settings.data_dir)
-    return inducing._Task.of(trained(x, y, 1, QUICK, 1), x, y, settings.margin, settings.grid)
+    model = inducing.trained_as_published(x, y, QUICK, 1)
+    return inducing._Task.of(model, x, y, settings.margin, settings.grid)
 
 
 def scores(result: Result) -> dict[str, dict[str, float]]:
@@ -146,6 +146,25 @@ def test_equal_seeds_give_equal_numbers_and_others_do_not(settings: inducing.Ind
     one, again, other = (inducing.run(replace(small, seed=seed)) for seed in (3, 3, 4))
     assert one.arrays == again.arrays
     assert one.arrays != other.arrays
+
+
+def test_the_published_draws_are_those_of_one_global_generator() -> None:
+    """Weights in float64 first, then the orders of a DataLoader; and the generator is as it was."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).unsqueeze(1)
+    recipe = replace(QUICK, hidden=(3,), max_steps=5, batch_size=5, learning_rate=0.0)
+    before = torch.get_rng_state()
+    one, again, other = (inducing.trained_as_published(x, x.sin(), recipe, seed) for seed in (7, 7, 8))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(7)
+    drawn = torch.nn.Linear(1, 3, dtype=torch.float64).weight
+    assert torch.equal(one[0].weight, drawn)
+    assert torch.equal(one[0].weight, again[0].weight)
+    assert not torch.equal(one[0].weight, other[0].weight)
+    moved = [inducing.trained_as_published(x, x.sin(), replace(recipe, learning_rate=0.1), 7) for _ in range(2)]
+    assert torch.equal(moved[0][0].weight, moved[1][0].weight)
+    assert not torch.equal(moved[0][0].weight, drawn)
+    assert not moved[0].training
+    assert moved[0][0].weight.grad is None
 
 
 def test_new_points_fill_the_gap_that_the_data_leave() -> None:
