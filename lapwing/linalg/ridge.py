@@ -24,7 +24,7 @@ from lapwing.linalg.stochastic import Streamed
 
 Descent = Callable[[Design, Tensor, Tensor, float], Solution]  # design, ζ, ε, shift
 HELD = 1e-5  # what may be left of a row outside the basis that is said to hold it: rounding in single precision
-GROWTH = 2  # products by which a basis grows before it is asked again: one too many is a pass over the data
+FIRST, GROWTH = 4, 2  # products that a basis begins with, and by which it grows before it is asked again
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ class Ridge:
         """The Krylov basis as far as it was needed so far."""
         if "basis" not in self._memo:
             start = torch.cat([self.prior[: self._based], self._unscaled(self.back)[: self._based]])
-            self._memo["basis"] = block_krylov(self.product, start, GROWTH, tolerance=self._rounding)
+            self._memo["basis"] = block_krylov(self.product, start, FIRST, tolerance=self._rounding)
         basis: BlockKrylov = self._memo["basis"]
         return basis
 
