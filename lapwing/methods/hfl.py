@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, map_tensors, minibatches
-from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.core.data import Data, Inputs, check_finite, map_tensors, minibatches
+from lapwing.core.errors import DataError, LapwingError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
 from lapwing.core.random import normal
@@ -44,6 +45,7 @@ from lapwing.posteriors.response import (
 MODES = ("nonlinear", "linearised", "pretrained")
 SOLVERS = ("newton", "adam")
 WIDE = 1_000_000  # weights up to which everything runs in float64
+NEAR = 1e-4  # of the prior precision: a minimum that is flat one way curves so little either way beside it
 TUNED = 0.05  # what fine-tuning by Adam may leave out of a variance
 SEEN = 256  # training inputs that Adam pushes, where no evaluation inputs are given
 SCALES = (-12, 20)  # logarithms between which calibration data choose the scale of scores
@@ -68,7 +70,8 @@ class HFL:
 
     ``solver``: "newton" with all data (a Hessian up to 2,048 weights, block CG above), or "adam" with ``steps`` steps
     on batches, pushes and an unpushed twin side by side on the same batches. Works in float64 up to a million weights.
-    What does not come within ``tolerance`` is refused, with the cause; an infinite one takes what comes.
+    What does not come within ``tolerance`` is refused, with the cause; an infinite one takes what comes (not in
+    "linearised").
 
     Cost of a prediction: nonlinear, for each output some tens of gradients over all data; linearised, one product with
     the GGN for each iteration and all outputs together; pretrained, one forward pass more.
@@ -97,17 +100,25 @@ class HFL:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
         if self.lam is not None and not 0 < self.lam < math.inf:
             raise UnsupportedError(f"lam is {self.lam}; expected a positive number, or None to have it chosen.")
-        for name in ("pushes", "steps", "batch_size"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise UnsupportedError(f"{name} is {getattr(self, name)}; expected a whole number, at least 1.")
-        if not 0 < self.learning_rate < math.inf or not self.drift >= 0:
+        for name, count in (("pushes", self.pushes), ("steps", self.steps), ("batch_size", self.batch_size)):
+            if not isinstance(count, Integral) or count < 1:
+                raise UnsupportedError(f"{name} is {count!r:.80}; expected a whole number, at least 1.")
+        if not 0 < self.learning_rate < math.inf:
+            raise UnsupportedError(f"learning_rate is {self.learning_rate}; expected a positive number.")
+        if not self.drift >= 0:
+            raise UnsupportedError(f"drift is {self.drift}; expected at least nought; math.inf allows any.")
+        if self.tolerance is not None and not self.tolerance > 0:
+            raise UnsupportedError(f"tolerance is {self.tolerance}; expected a positive number, or None for the usual.")
+        if self.mode == "linearised" and self.tolerance is not None and self.tolerance >= 1:
             raise UnsupportedError(
-                f"learning_rate is {self.learning_rate} and drift {self.drift}; expected a positive number, and one of "
-                "at least nought."
+                f"tolerance is {self.tolerance}; expected below 1 in the mode 'linearised', where a residual of 1 is "
+                "no solution at all."
             )
-        most = 1.0 if self.mode == "linearised" else math.inf
-        if self.tolerance is not None and not 0 < self.tolerance <= most or self.tolerance == most == 1.0:
-            raise UnsupportedError("")
+        if self.mode != "pretrained" and self.calibration is not None:
+            raise UnsupportedError(
+                f"calibration data for the mode {self.mode!r}, whose variances have their scale; leave them out, or "
+                "use HFL(mode='pretrained')."
+            )
         if self.dtype is not None and self.dtype not in TOLERANCE:
             raise UnsupportedError(f"dtype is {self.dtype}; expected torch.float64 or torch.float32.")
 
@@ -120,10 +131,10 @@ class HFL:
             design = NetworkDesign.build(network, problem.likelihood, data)
             refuse_reordered(design)
             likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
-            exact = torch.float64 in (network.dtype, self._dtype(network.selection.size))
-            tolerance = self.tolerance or (1e-10 if exact else 1e-3)
+            exact = network.dtype == torch.float64
+            wide = not exact and self._dtype(network.selection.size) == torch.float64
+            tolerance = self.tolerance or (1e-10 if exact else 1e-4 if wide else 1e-3)
             problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
-            wide = exact and network.dtype != torch.float64
             return LinearisedResponse(problem, design, design.statistics, network.theta(), tolerance, wide)
         statistics = loss_only(network, problem.likelihood, data)
         problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
@@ -174,6 +185,8 @@ class HFL:
             push, read, count = (lambda d: force), (lambda d: d), self.pushes
         else:
             inputs = self._evaluation(problem, data)
+            if self.evaluation is not None:
+                _refuse_evaluation(objective, inputs)
             push, read, count = averaged(objective, inputs, variant == "absolute"), (lambda d: d), 1
         found = self._pushed(responder, push, read, count)
         theta = problem.network.theta()
@@ -211,8 +224,13 @@ class HFL:
         start = torch.zeros(count, objective.size).to(objective.centre)
         slopes = push(start)
         spread = (slopes * responder.hessian.solve(slopes)).sum(1).max().double()
+        if float(spread) == 0:
+            raise NumericalError(
+                "HFL: no weight moves what is pushed, the average over the evaluation inputs; expected one that does. "
+                "Give other evaluation inputs, or another variant."
+            )
         share = 1e-4 if objective.dtype == objective.network.dtype == torch.float64 else 0.01
-        return float(share / spread.sqrt().clamp_min(1e-30))
+        return float(share / spread.sqrt())
 
     def _evaluation(self, problem: Problem, data: Data) -> list[Inputs]:
         if self.evaluation is None and self._solver(problem.network.selection.size) == "adam":
@@ -220,14 +238,14 @@ class HFL:
         if self.evaluation is None:
             return [batch.inputs for batch in data.batches("evaluation")]
         one = isinstance(self.evaluation, Tensor | Mapping | tuple)
-        parts = [self.evaluation] if one else list(self.evaluation)
+        parts = [self.evaluation] if one or not isinstance(self.evaluation, Iterable) else list(self.evaluation)
         return [map_tensors(part, lambda t: t.to(problem.network.device)) for part in parts]
 
 
 def settled(objective: Objective) -> tuple[Tensor, list[float]]:
     """The minimum that the weights belong to, as a step from them, and the decrements on the way."""
     start = torch.zeros_like(objective.centre)
-    solve = lambda d, rows: Hessian(objective.moved(d)).solve(rows)
+    solve = lambda d, rows: Hessian(objective.moved(d), NEAR).solve(rows)
     tolerance = 1e-18 if objective.dtype == torch.float64 else 1e-9
     return newton(objective.gradient, solve, start, tolerance=tolerance, value=objective.value)
 
@@ -240,6 +258,25 @@ def noticed(distance: float, told: str = "") -> tuple[str, ...]:
         f"the weights are {distance:.2g} posterior standard deviations from the minimum of their regularised loss"
         f"{told}; the error bars are those at the minimum",
     )
+
+
+def _refuse_evaluation(objective: Objective, inputs: list[Inputs]) -> None:
+    """What the network does not take, or what is no number."""
+    sizes = [batch_size(part) for part in inputs]
+    if not sizes or min(sizes) == 0:
+        raise DataError(f"evaluation holds batches of {sizes} inputs; expected at least one batch, and inputs in each.")
+    for part in inputs:
+        check_finite(part, "evaluation inputs")
+        try:
+            f = objective.outputs(torch.zeros_like(objective.centre)[None], part)
+        except LapwingError:
+            raise
+        except (TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
+            raise DataError(
+                f"the network does not take the evaluation inputs ({error!s:.200}); expected inputs alone, without "
+                "targets: one batch, or a list of batches."
+            ) from error
+        check_finite(f, "outputs of the network at the evaluation inputs")
 
 
 def averaged(objective: Objective, inputs: list[Inputs], absolute: bool) -> Push:
@@ -277,15 +314,29 @@ def fitted_scale(posterior: PushedWeights, data: Data) -> float:
     for batch in data.batches("calibration"):
         belief = posterior(batch.inputs)
         y = posterior.problem.likelihood.targets(belief.mean, batch.targets)
-        kept.append((belief.mean, belief.cov, y))
+        kept.append((belief.mean.double(), belief.cov.double(), y))
+    if not any(bool(cov.any()) for _, cov, _ in kept):
+        raise DataError(
+            "the scores are nought at all calibration inputs, which then say nothing of their scale; expected some "
+            "above. Give other calibration data, other evaluation inputs, or variant='absolute'."
+        )
 
     def cost(log_scale: float) -> float:
         factor = math.exp(log_scale)
         predicted = (posterior.problem.likelihood.predict(FunctionGaussian(f, factor * cov)).log_prob(y)
                      for f, cov, y in kept)  # fmt: skip
-        return -sum(float(part.sum()) for part in predicted)
+        try:
+            found = -sum(float(part.sum()) for part in predicted)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # a variance so large that it overflows
+            return math.inf
+        return found if math.isfinite(found) else math.inf
 
     start = min((k / 2 for k in range(2 * SCALES[0], 2 * SCALES[1] + 1)), key=cost)
+    if math.isinf(cost(start)):
+        raise NumericalError(
+            "HFL: the calibration data have no finite likelihood under any scale of the scores. Check that their "
+            "targets are of the kind that the network was trained on, and its outputs there for overflow."
+        )
     low, high, ratio = start - 0.5, start + 0.5, (math.sqrt(5) - 1) / 2
     for _ in range(30):
         a, b = high - ratio * (high - low), low + ratio * (high - low)

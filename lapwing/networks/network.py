@@ -109,7 +109,7 @@ class Tangent:
             if self.differentiable:
                 raise ModelError(
                     f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
-                    "inputs. Keep the inputs where they are, as VaLLA(optimiser='none') does, or leave it out with named()."
+                    "inputs. Keep those where they are, as VaLLA(optimiser='none') does, or leave it out with named()."
                 )
             return self._fallback(block, seeds.to(self.network.dtype))
         with torch.set_grad_enabled(self.differentiable):

@@ -42,14 +42,15 @@ class Hessian:
     """The Hessian of the objective at its centre, to solve with: factorised where it is small, else by block CG.
 
     At a minimum it may be flat: the weights of an attention head can turn together without any change of the outputs.
-    ``FLAT`` of the prior holds what is so. A push of outputs has nothing in these directions, and ``held`` tells.
+    ``flat`` of the prior holds what is so. A push of outputs has nothing in these directions, and ``held`` tells.
     """
 
     objective: Objective
+    flat: float = FLAT
 
     @cached_property
     def _hold(self) -> Tensor:
-        return FLAT * self.objective.prior.vector.detach().to(self.objective.centre)
+        return self.flat * self.objective.prior.vector.detach().to(self.objective.centre)
 
     @cached_property
     def _factor(self) -> Tensor | None:
@@ -135,8 +136,8 @@ class Response:
         if math.isnan(self.residuals[worst]):
             return f"Up and down move alike (bend {bend:.2g}), so steps ran out: give more steps"
         return (
-            f"Newton's steps do not reach the pushed minimum (bend {bend:.2g} where they end): give a smaller lam, or a "
-            "larger tolerance"
+            f"Newton's steps do not reach the pushed minimum (bend {bend:.2g} where they end): give a smaller lam, or "
+            "a larger tolerance"
         )
 
     def _refuse_bent(self) -> NoReturn:

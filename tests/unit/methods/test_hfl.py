@@ -140,6 +140,53 @@ def test_the_noise_is_that_of_the_residuals() -> None:
             assert_close(found.functions(x).variance[:, 1], exact, SOLVED)
 
 
+class Noisy(Energy):
+    """A network that gives its own noise: means, then log-variances."""
+
+    def loss(self, f: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        return 0.5 * (log_variance + (self.y - mean).square() / log_variance.exp()).sum()
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_noise_that_the_network_gives(outputs: int) -> None:
+    start = small("gaussian", outputs)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2 * outputs)).double()
+    energy = Noisy("gaussian", model, start.x, start.y, 0.5).minimise(200)
+    x = new(energy)
+    options = {"likelihood": lw.HeteroscedasticGaussian()}
+    assert off(fitted(energy, lw.HFL(), **options).functions(x).cov, energy.each(x)) < 1e-6
+    linear, full = (fitted(energy, method, **options) for method in (lw.HFL(mode="linearised"), lw.Full()))
+    assert_close(linear.functions(x).cov, full.functions(x).cov, SOLVED)
+
+
+@pytest.mark.parametrize("limit", [2048, 0])
+@pytest.mark.parametrize("dtype", [D, torch.float32])
+def test_weights_that_can_turn_together(limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two linear layers in a row, as in an attention head: along the turns the loss is flat, and the outputs stay."""
+    monkeypatch.setattr("lapwing.posteriors.response.DENSE", limit)
+    start = small("gaussian", 2)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2)).double()
+    energy = Energy("gaussian", model, start.x, start.y, 0.5, 0.04).minimise(200)
+    values, vectors = torch.linalg.eigh(energy.hessian())
+    flat = values < 1e-9
+    assert int(flat.sum()) == 3
+    jac, inverse = energy.jacobian(new(energy)), vectors[:, ~flat] / values[~flat] @ vectors[:, ~flat].T
+    data = [(energy.x.to(dtype), energy.y.to(dtype))]
+    found = lw.fit(copied(energy).model.to(dtype), data, lw.Gaussian(noise_std=0.2), method=lw.HFL(), prior=0.5)
+    cov = found.functions(new(energy).to(dtype), joint=True).cov.reshape(6, 6)
+    assert off(cov, jac @ inverse @ jac.T) < 1e-6
+    turn = energy.named(vectors[:, 0])
+    message = r"the loss is flat along what is pushed .*Push outputs, or use HFL\(mode='linearised'\)"
+    with pytest.raises(lw.NumericalError, match=message):
+        found.variance_of(lambda w: sum((w[name] * turn[name].to(w[name])).sum() for name in turn))
+    norm = lambda w: w["0.weight"].square().sum()  # does not turn
+    g = torch.func.grad(lambda theta: norm(energy.named(theta)))(energy.theta)
+    assert float(found.variance_of(norm)) == pytest.approx(float(g @ inverse @ g), rel=1e-5)
+
+
 def test_conjugate_gradients_in_the_place_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
     energy = small("gaussian", 2)
     x = new(energy, 2)
@@ -229,6 +276,31 @@ def test_the_tangent_model_has_the_variance_of_the_ggn(kind: str, outputs: int) 
     assert off(found.functions(x).cov, energy.each(x, energy.ggn())) < 1e-8
     joint = found.functions(x, joint=True).cov.reshape(3 * outputs, 3 * outputs)
     assert off(joint, energy.covariance(x, energy.ggn())) < 1e-8
+
+
+def much_data(prior: float, place: float, *methods: Any) -> list[Any]:
+    """How the variance at one place is asked for by each method: single precision, a hundred times the data."""
+    energy = gapped()
+    model, x = copied(energy).model.float(), torch.tensor([[place]])
+    data = [(energy.x.float().repeat(100, 1), energy.y.float().repeat(100, 1))]
+    fits = [lw.fit(model, data, lw.Gaussian(noise_std=0.15), method=method, prior=prior) for method in methods]
+    return [lambda found=found: found.functions(x).variance for found in fits]
+
+
+@pytest.mark.parametrize("place", [-2.5, 0.0, 1.0, 1.5])
+def test_single_precision_and_much_data(place: float) -> None:
+    """Variances of a millionth of the prior's: a residual that is small beside the push is not small beside those."""
+    exact, found = much_data(0.1, place, lw.Full(), lw.HFL(mode="linearised"))
+    assert_close(found(), exact(), SOLVED)
+
+
+def test_single_precision_throughout_is_finished_or_refused() -> None:
+    narrow = lw.HFL(mode="linearised", dtype=torch.float32)
+    exact, found = much_data(1.0, 1.5, lw.Full(), narrow)
+    assert_close(found(), exact(), 1 / 3)
+    (found,) = much_data(0.1, 1.5, narrow)
+    with pytest.raises(lw.NumericalError, match=r"a relative residual of \S+; expected .*compute in float64"):
+        found()
 
 
 # Fine-tuning
@@ -436,6 +508,16 @@ def test_float32_is_close_to_its_float64_copy(mode: str) -> None:
     assert off(belief.cov, exact.cov) < (2e-2 if mode == "pretrained" else 1e-3)
 
 
+@pytest.mark.parametrize("tolerance", [1.0, 100.0, math.inf])
+def test_a_tolerance_that_takes_anything_still_works(tolerance: float) -> None:
+    """As far as it would for the usual one."""
+    energy = small()
+    x = new(energy)
+    assert off(fitted(energy, lw.HFL(tolerance=tolerance)).functions(x).cov, energy.each(x)) < 1e-6
+    lam = 0.01 / float(energy.each(x).max()) ** 0.5
+    assert off(fitted(energy, lw.HFL(tolerance=tolerance, lam=lam)).functions(x).cov, energy.each(x)) < 1e-3
+
+
 def test_float32_within() -> None:
     """Asked to work in single precision, it has the tolerance of that."""
     energy = small("gaussian", 2)
@@ -520,8 +602,24 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative lam": ({"lam": -1.0}, "lam is -1.0; expected a positive number"),
     "lam that is none": ({"lam": math.nan}, "lam is nan; expected a positive number"),
     "endless lam": ({"lam": math.inf}, "lam is inf; expected a positive number"),
-    "no pushes": ({"pushes": 0}, "pushes is 0 and steps 1000; expected at least 1 of each"),
-    "no steps": ({"steps": 0}, "pushes is 32 and steps 0; expected at least 1 of each"),
+    "no pushes": ({"pushes": 0}, "pushes is 0; expected a whole number, at least 1"),
+    "no steps": ({"steps": 0}, "steps is 0; expected a whole number, at least 1"),
+    "half a step": ({"steps": 1.5}, "steps is 1.5; expected a whole number"),
+    "no batch": ({"batch_size": -3}, "batch_size is -3; expected a whole number, at least 1"),
+    "no rate": ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive number"),
+    "rate that is none": ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive number"),
+    "negative drift": ({"drift": -1.0}, "drift is -1.0; expected at least nought; math.inf allows any"),
+    "drift that is none": ({"drift": math.nan}, "drift is nan; expected at least nought"),
+    "no tolerance": ({"tolerance": 0.0}, "tolerance is 0.0; expected a positive number, or None for the usual"),
+    "tolerance that is none": ({"tolerance": math.nan}, "tolerance is nan; expected a positive number"),
+    "no solution": (
+        {"mode": "linearised", "tolerance": math.inf},
+        "tolerance is inf; expected below 1 in the mode 'linearised', where a residual of 1 is no solution",
+    ),
+    "calibration of variances": (
+        {"calibration": []},
+        "calibration data for the mode 'nonlinear', whose variances have their scale; leave them",
+    ),
     "dtype": ({"dtype": torch.float16}, r"dtype is torch.float16; expected torch.float64 or torch.float32"),
 }
 

@@ -99,6 +99,50 @@ def test_the_evaluation_set() -> None:
     assert off(trained, whole) > 0.05
 
 
+NO_EVALUATION: dict[str, tuple[Any, str]] = {
+    "nothing": ([], r"evaluation holds batches of \[\] inputs; expected at least one batch"),
+    "no rows": (
+        [small().x, small().x[:0]],
+        r"evaluation holds batches of \[25, 0\] inputs; expected .* inputs in each",
+    ),
+    "no numbers": (small().x * math.nan, r"evaluation inputs: 50 of 50 entries are NaN"),
+    "with targets": ([(small().x, small().y)], r"does not take the evaluation inputs \(.*\); expected inputs alone"),
+    "too wide": (
+        torch.ones(3, 5, dtype=D),
+        r"does not take the evaluation inputs \(.*\); expected inputs alone, without",
+    ),
+    "a number": (3, r"the inputs hold no tensor with a batch dimension"),
+}
+
+
+@pytest.mark.parametrize("name", NO_EVALUATION)
+def test_what_is_no_evaluation_set(name: str) -> None:
+    given, message = NO_EVALUATION[name]
+    with pytest.raises(lw.DataError, match=message):
+        pretrained(small(), evaluation=given)
+
+
+def test_an_average_that_no_weight_moves() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.Tanh(), nn.Linear(4, 1, bias=False)).double()
+    energy = Energy("gaussian", model, small().x, small().y, 0.5, 0.04).minimise(100)
+    with pytest.raises(lw.NumericalError, match=r"no weight moves what is pushed, the average over the evaluation"):
+        pretrained(energy, evaluation=torch.zeros(2, 2, dtype=D))
+
+
+def test_outputs_in_a_small_unit() -> None:
+    """A hundred-thousandth of the size, with noise and prior to match: scores of the square of it."""
+    energy, unit = small(), 1e-5
+    tiny = copied(energy, y=unit * energy.y, phi=unit**2 * energy.phi)
+    tiny.model[2].weight.data *= unit
+    tiny.model[2].bias.data *= unit
+    precision = torch.tensor([0.5] * 18 + [0.5 / unit**2] * 7, dtype=D)
+    x = new(energy, 5)
+    scores = pretrained(energy).posterior.scores(x)[1]
+    found = fitted(tiny, lw.HFL(mode="pretrained"), prior=lw.diagonal(precision)).posterior.scores(x)[1]
+    assert off(found / unit**2, scores) < 1e-3
+
+
 @pytest.mark.parametrize("name", ["tuple_input", "dict_input"])
 def test_evaluation_sets_of_networks_with_several_inputs(name: str) -> None:
     """A tuple or a mapping is one batch of inputs, as it is for the network."""
@@ -221,8 +265,35 @@ def test_calibration_data_that_want_ever_more_are_told() -> None:
     energy = small()
     (x, _), _ = held_out(energy)
     found = pretrained(energy, variant="absolute", calibration=[(x, energy.model(x).detach() + 1e9)])
-    assert re.match(r"the calibration data want ever larger ones; the scale ended at 8e\+08", found.posterior.findings[0])
-    assert len(found.posterior.findings) == 1
+    (finding,) = found.posterior.findings
+    assert finding.startswith("the calibration data want ever larger ones; the scale ended at 8e+08")
+
+
+@pytest.mark.parametrize("dtype", [D, torch.float32])
+def test_calibration_of_a_network_that_gives_its_noise(dtype: torch.dtype) -> None:
+    """Larger scales than the data want overflow."""
+    energy = small("gaussian", 2)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 4)).to(dtype)
+    x, y = energy.x.to(dtype), energy.y.to(dtype)
+    method = lw.HFL(mode="pretrained", variant="random", pushes=8, calibration=[(x, y)], drift=math.inf)
+    found = lw.fit(model, [(x, y)], lw.HeteroscedasticGaussian(), method=method, prior=100.0)
+    posterior = found.posterior
+    score = lambda scale: float(lw.Fitted(posterior.scaled(scale), found.fingerprint).predict(x).log_prob(y).sum())
+    assert 1e-4 < posterior.scale < 1e3
+    assert all(score(posterior.scale) >= score(posterior.scale * factor) - 1e-3 for factor in (0.5, 0.9, 1.1, 2.0))
+
+
+def test_calibration_data_without_scores_are_refused() -> None:
+    """Where all are below nought: no scale is better than another."""
+    energy = small("gaussian", 3)
+    evaluation, x = new(energy, 9, seed=8), new(energy, 200)
+    scores = pretrained(energy, evaluation=evaluation).posterior.scores(x)[1][0]
+    below = (scores < 0).all(1)
+    assert bool(below.any())
+    held = [(x[below], energy.model(x[below]).detach())]
+    with pytest.raises(lw.DataError, match=r"the scores are nought at all calibration inputs.*variant='absolute'"):
+        pretrained(energy, evaluation=evaluation, calibration=held)
 
 
 def counted(model: nn.Module) -> list[int]:

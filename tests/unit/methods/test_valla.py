@@ -455,7 +455,7 @@ def test_a_network_without_rules_keeps_its_points_if_asked() -> None:
         case.build(), problems.batches(case), "classification", prior=0.8, method=lw.VaLLA(4, optimiser=o)
     )
     for way in ("lbfgs", "adam"):
-        with pytest.raises(lw.ModelError, match=r"has no rule .* Keep the inputs where they are"):
+        with pytest.raises(lw.ModelError, match=r"has no rule .* Keep those where they are"):
             fit(way)
     assert bool(torch.isfinite(fit("none").functions(case.batch(3)).cov).all())
 

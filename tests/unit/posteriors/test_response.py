@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +74,9 @@ class Spring:
 
     def solve(self, rows: Tensor) -> Tensor:
         return rows / self.curvature
+
+    def held(self, solved: Tensor) -> Tensor:
+        return 1e-6 * solved.square().sum(1)
 
 
 def sprung(spring: Spring, tolerance: float = 1e-6, **settings: Any) -> Responder:
@@ -189,10 +193,34 @@ def test_the_window_of_strengths() -> None:
     for lam in (0.4999, 1e-9):
         spring.respond(push, lambda d: 2 * d, 1, lam)
     for lam in (0.5001, 1e-11):
-        with pytest.raises(lw.NumericalError, match=rf"lam is {lam:.3g}; expected between 5\.6e-11 \(.*and 0\.5 \("):
+        with pytest.raises(lw.NumericalError, match=rf"lam is {lam:.3g}; expected between 1\.1e-10 \(.*and 0\.5 \("):
             spring.respond(push, lambda d: 2 * d, 1, lam)
     with pytest.raises(lw.NumericalError, match=r"expected between 5\.6e-08"):  # larger outputs leave fewer digits
         spring.respond(push, lambda d: 2 * d + 1000, 1, 1e-9)
+
+
+def test_the_window_has_no_unit() -> None:
+    """Outputs of a hundred-thousandth have a window of a hundred thousand times as much."""
+    for unit in (1.0, 1e-5):
+        low, high = (re.escape(f"{figure:.2g}") for figure in (2.2e-10 / unit, 1 / unit))
+        with pytest.raises(lw.NumericalError, match=rf"expected between {low} \(.*and {high} \("):
+            sprung(Spring()).respond(lambda d: unit * torch.ones_like(d), lambda d: unit * d, 1, 1e-12)  # noqa: B023
+
+
+def test_a_strength_is_chosen_above_rounding() -> None:
+    """In single precision a value of one has no difference of a hundred-thousandth to a hundredth."""
+    push, read = (lambda d: 1e-3 * torch.ones_like(d)), (lambda d: 1 + 1e-3 * d)
+    spring = sprung(Spring(dtype=torch.float32), 1e-2)
+    found = spring.respond(push, read, 1).settled(1e-2)
+    assert float(found.cov) == pytest.approx(1e-6, rel=1e-2)
+    assert float(found.strength) > 12 > 0.01 / 1e-3  # a hundredth of the deviation
+    message = (
+        r"no push is above rounding in torch.float32 .* deviation \(0\.001\), with a tolerance of 0\.01\. Give a larger"
+    )
+    with pytest.raises(lw.NumericalError, match=message):
+        spring.respond(push, lambda d: 1e3 + read(d), 1)
+    anything = sprung(Spring(dtype=torch.float32), math.inf).respond(push, lambda d: 1e3 + read(d), 1)
+    assert bool(torch.isfinite(anything.settled(math.inf).cov).all())
 
 
 def response(
@@ -229,7 +257,8 @@ CAUSES: dict[str, tuple[dict[str, float], str]] = {
     ),
     "newton": (
         {"missing": 0.1, "bend": 0.24},
-        r"Newton's steps do not reach the pushed minimum \(bend 0\.24 where they end\): give a smaller lam, or use",
+        r"Newton's steps do not reach the pushed minimum \(bend 0\.24 where they end\): give a smaller lam, or a "
+        r"larger tolerance, or use",
     ),
     "rounding": (
         {"missing": 1e-9, "change": 0.1}, r"two answers down to where all is rounding: give a larger tolerance, or use"
