@@ -198,7 +198,8 @@ def off(posterior: PushedWeights, responder: Responder, task: Task, seed: int) -
     data = Data(task.data, CPU)
     if posterior.variant == "random":
         count = len(posterior.moved)
-        force = random_forces(posterior.problem, data, count, torch.Generator().manual_seed(seed))
+        root = responder.hessian.root
+        force = random_forces(posterior.problem, data, count, torch.Generator().manual_seed(seed), root)
     else:
         inputs = [x for x, _ in task.data]
         force = averaged(objective, inputs, posterior.variant == "absolute")(torch.zeros_like(objective.centre)[None])

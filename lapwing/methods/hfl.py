@@ -181,7 +181,8 @@ class HFL:
         # The sum of all logits is the one direction that a softmax does not see: a push of it says nothing.
         variant = self.variant or ("absolute" if isinstance(problem.likelihood, Categorical) else "mean")
         if variant == "random":
-            force = random_forces(problem, data, self.pushes, generator).to(objective.centre)
+            root = responder.hessian.root if isinstance(responder, Responder) else None
+            force = random_forces(problem, data, self.pushes, generator, root).to(objective.centre)
             push, read, count = (lambda d: force), (lambda d: d), self.pushes
         else:
             inputs = self._evaluation(problem, data)
@@ -296,10 +297,17 @@ def averaged(objective: Objective, inputs: list[Inputs], absolute: bool) -> Push
     return push
 
 
-def random_forces(problem: Problem, data: Data, count: int, generator: torch.Generator) -> Tensor:
-    """ξ ~ N(0, G/φ + A), (count, P): the posterior answers to them with draws of its own, H⁻¹ ξ."""
+def random_forces(
+    problem: Problem, data: Data, count: int, generator: torch.Generator, root: Tensor | None = None
+) -> Tensor:
+    """ξ ~ N(0, H), (count, P), by a ``root`` of the Hessian: the posterior answers with draws of its own, H⁻¹ ξ.
+
+    Where there is none, ξ ~ N(0, G/φ + A) with the GGN, of which draws are known without any matrix.
+    """
     network, likelihood = problem.network, problem.likelihood
     theta = network.theta().double()
+    if root is not None:
+        return normal((count, len(theta)), generator, theta) @ root.mT.to(theta)
     total = normal((count, len(theta)), generator, theta) * problem.prior.vector.detach().to(theta).sqrt()
     phi = likelihood.dispersion.detach().to(theta)
     for jacobians in Sweep(network, likelihood, data, label="random pushes"):

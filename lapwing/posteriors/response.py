@@ -53,16 +53,27 @@ class Hessian:
         return self.flat * self.objective.prior.vector.detach().to(self.objective.centre)
 
     @cached_property
-    def _factor(self) -> Tensor | None:
+    def _matrix(self) -> Tensor | None:
         if self.objective.size > DENSE:
             return None
         eye = torch.eye(self.objective.size, dtype=self.objective.dtype, device=self.objective.centre.device)
         matrix = self.objective.curved(eye).double()
-        matrix = 0.5 * (matrix + matrix.mT)
-        factor, info = torch.linalg.cholesky_ex(matrix)
+        return 0.5 * (matrix + matrix.mT)
+
+    @cached_property
+    def root(self) -> Tensor | None:
+        """L (P, P) with L Lᵀ = H; None where H is too large to be formed, or flat or worse in some direction."""
+        if self._matrix is None:
+            return None
+        factor, info = torch.linalg.cholesky_ex(self._matrix)
         pivots = factor.diagonal().square()
-        if int(info) == 0 and float(pivots.min()) > 1e-13 * float(pivots.max()):
-            return factor
+        return factor if int(info) == 0 and float(pivots.min()) > 1e-13 * float(pivots.max()) else None
+
+    @cached_property
+    def _factor(self) -> Tensor | None:
+        matrix = self._matrix
+        if matrix is None or self.root is not None:
+            return self.root
         factor, info = torch.linalg.cholesky_ex(matrix + torch.diag(self._hold).double())
         if int(info) == 0:
             return factor

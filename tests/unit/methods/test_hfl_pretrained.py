@@ -161,13 +161,18 @@ def test_evaluation_sets_of_networks_with_several_inputs(name: str) -> None:
     assert off(runs[2], runs[0]) < 1e-5
 
 
+@pytest.mark.parametrize("formed", [True, False], ids=["formed", "by products"])
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
-def test_random_pushes_are_draws_of_the_posterior(kind: str) -> None:
-    """H⁻¹ ξ with ξ ~ N(0, G/φ + A): variances of H⁻¹ (G/φ + A) H⁻¹ within five of their stated standard errors."""
+def test_random_pushes_are_draws_of_the_posterior(kind: str, formed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H⁻¹ ξ: with ξ ~ N(0, H) the Laplace variances themselves, within five of their stated standard errors; where the
+    Hessian is not formed, ξ ~ N(0, G/φ + A), those of H⁻¹ (G/φ + A) H⁻¹."""
+    if not formed:
+        monkeypatch.setattr("lapwing.posteriors.response.DENSE", 0)
     energy = small(kind, 3)
     x = new(energy, 3)
     inverse = torch.linalg.inv(energy.hessian())
-    exact = energy.covariance(x, torch.linalg.inv(inverse @ energy.ggn() @ inverse))
+    middle = energy.hessian() if formed else energy.ggn()
+    exact = energy.covariance(x, torch.linalg.inv(inverse @ middle @ inverse))
     count = 1500
     found = pretrained(energy, variant="random", pushes=count, generator=torch.Generator().manual_seed(1))
     belief, error = found.functions(x), found.posterior.standard_error(x)
@@ -422,8 +427,9 @@ def test_unfinished_fine_tuning_is_refused() -> None:
         pretrained(small(), solver="adam", steps=6)
 
 
-def test_all_data_are_in_the_random_pushes() -> None:
-    """In one batch or in two."""
+def test_all_data_are_in_the_random_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one batch or in two, where they are drawn from the data."""
+    monkeypatch.setattr("lapwing.posteriors.response.DENSE", 0)
     energy = small("categorical", 3)
     x = new(energy)
     method = lw.HFL(mode="pretrained", variant="random", pushes=800)
