@@ -23,7 +23,7 @@ from lapwing.experiments.regression import Table
 from lapwing.experiments.result import Result, Row, mean_scores, plain
 from lapwing.experiments.training import Recipe, mlp, optimise
 from lapwing.metrics import regression
-from lapwing.posteriors.response import Hessian, Responder, ResponsePosterior
+from lapwing.posteriors.response import Hessian, Pushes, Responder, ResponsePosterior
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "quadratic": lambda x: x.square(),
@@ -321,9 +321,10 @@ def _strengths(problem: Problem) -> dict[str, list[float]]:
         push = lambda d, o=responder.objective, i=inputs, s=seeds: o.slopes(d, i, s)
         read = lambda d, o=responder.objective, i=inputs: o.each_output(d.expand(len(i), -1), i)
         start = torch.zeros(len(x), responder.objective.size, dtype=dtype)
+        pushes = Pushes.of(push, read, start, own=lambda seen: seen[:, 0])
         median, worst = [], []
         for strength in STRENGTHS:
-            found, _ = responder.at(push, read, (strength / exact.sqrt()).to(dtype), start)
+            found, _ = responder.at(pushes, (strength / exact.sqrt()).to(dtype))
             error = (found[:, 0].double() / exact - 1).abs().nan_to_num(1e6).clamp(1e-16, 1e6)
             median.append(float(error.median()))
             worst.append(float(error.max()))

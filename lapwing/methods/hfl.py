@@ -33,13 +33,12 @@ from lapwing.posteriors.response import (
     Hessian,
     Own,
     Push,
+    Pushes,
     Read,
     Responder,
     Response,
     ResponsePosterior,
-    along,
     away,
-    bent,
 )
 
 MODES = ("nonlinear", "linearised", "pretrained")
@@ -381,27 +380,25 @@ class FineTuner:
         """The responses to ``count`` pushes; None for ``own`` reads weights off."""
         objective, method = self.objective, self.method
         start = torch.zeros(count, objective.size).to(objective.centre)
-        slopes = push(start)
+        pushes = Pushes.of(push, read, start, own)
         if strength is None:
             # A part of one over the deviation under the prior: it moves a prediction by at most that part of its
             # posterior deviation, and yet far enough for steps of Adam's size.
-            spread = (slopes.double().square() / objective.prior.vector.detach()).sum(1)
+            spread = (pushes.slopes.double().square() / objective.prior.vector.detach()).sum(1)
             lam = 0.1 * torch.where(spread > 0, spread, 1.0).rsqrt().to(start)
         else:
             lam = torch.full_like(start[:, 0], strength)
         half, _ = self._difference(read, self._tuned(push, lam, max(1, method.steps // 2)), lam)
         found, (up, down, twin) = self._difference(read, self._tuned(push, lam, method.steps), lam)
-        pushed = own or along(slopes)
         whole, part = found, half
         if own is None:  # weights: judged by the pushed functional, which is what they are for
-            whole, part = (pushed(each).unsqueeze(1) for each in (found, half))
+            whole, part = (pushes.own(each).unsqueeze(1) for each in (found, half))
         tiny = torch.finfo(lam.dtype).tiny
         missing = (whole - part).abs().flatten(1).amax(1) / whole.abs().flatten(1).amax(1).clamp_min(tiny)
-        went = pushed((twin - read(start[:1])).expand_as(up)).abs()
-        drift = went / pushed(found).abs().clamp_min(tiny).sqrt()
+        went = pushes.own((twin - pushes.seen).expand_as(up)).abs()
+        drift = went / pushes.own(found).abs().clamp_min(tiny).sqrt()
         unknown, nought = torch.full_like(lam, torch.nan), torch.zeros_like(lam)
-        bend = bent(pushed, up, down, twin, slopes)
-        return Response(found, lam, unknown, missing, nought, bend, drift, method.steps)
+        return Response(found, lam, unknown, missing, nought, pushes.bend(up, down, twin), drift, method.steps)
 
     def _tuned(self, push: Push, lam: Tensor, steps: int) -> Tensor:
         """Where so many steps of Adam lead, its rate falling to nought: up, down and the twin, (2 K + 1, P)."""

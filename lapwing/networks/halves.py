@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-KEPT = 13  # bits at the end of a float32 that TF32 does not have
+DROPPED = 13  # bits at the end of a float32 that TF32 does not have
 
 
 def coarse(x: Tensor) -> bool:
@@ -24,7 +24,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> high.tolist(), low.tolist()
     ([1.0, 1.0], [0.0, 0.000244140625])
     """
-    high = (x.view(torch.int32) & -(1 << KEPT)).view(torch.float32)
+    high = (x.view(torch.int32) & -(1 << DROPPED)).view(torch.float32)
     return high, x - high
 
 

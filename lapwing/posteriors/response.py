@@ -182,16 +182,28 @@ Read = Callable[[Tensor], Tensor]  # what is read off at every row of d, (K, P) 
 Own = Callable[[Tensor], Tensor]  # g_k, linearly, out of what was read off at row k, (K, ...) -> (K,)
 
 
-def along(slopes: Tensor) -> Own:
-    """Where weights are read off: what was pushed, to first order."""
-    return lambda seen: (slopes * seen).sum(1)
+@dataclass(frozen=True, eq=False)
+class Pushes:
+    """K functionals: how they push, what is read off, which part of that is their own; and both before any push."""
 
+    push: Push
+    read: Read
+    own: Own
+    start: Tensor  # d = 0, (K, P)
+    slopes: Tensor  # (K, P)
+    seen: Tensor  # (1, ...) or (K, ...)
 
-def bent(own: Own, up: Tensor, down: Tensor, twin: Tensor, slopes: Tensor) -> Tensor:
-    """How far from straight what was pushed moves, (K,); what stays where it is in spite of a push has left."""
-    even, odd = own(up + down - 2 * twin).abs(), own(up - down).abs()
-    still = torch.where(slopes.any(1), torch.inf, 0.0).to(odd)
-    return torch.where(odd == 0, still, even / odd)
+    @classmethod
+    def of(cls, push: Push, read: Read, start: Tensor, own: Own | None = None) -> Pushes:
+        """None for ``own`` is for weights that are read off: judged by what was pushed, to first order."""
+        slopes = push(start)
+        return cls(push, read, own or (lambda seen: (slopes * seen).sum(1)), start, slopes, read(start[:1]))
+
+    def bend(self, up: Tensor, down: Tensor, twin: Tensor) -> Tensor:
+        """How far from straight what was pushed moves, (K,); what stays where it is in spite of a push has left."""
+        even, odd = self.own(up + down - 2 * twin).abs(), self.own(up - down).abs()
+        still = torch.where(self.slopes.any(1), torch.inf, 0.0).to(odd)
+        return torch.where(odd == 0, still, even / odd)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +238,8 @@ class Responder:
         Chosen: the first one moves a prediction by a hundredth of its standard deviation, or further where that would
         be rounding; it is halved until two estimates agree, and what their difference says about λ² is taken off.
         """
-        start = torch.zeros(count, self.objective.size).to(self.objective.centre)
-        slopes = push(start)
+        pushes = Pushes.of(push, read, torch.zeros(count, self.objective.size).to(self.objective.centre), own)
+        slopes = pushes.slopes
         solved = self.hessian.solve(slopes)
         first = (slopes * solved).sum(1)  # the variance to first order
         moved = slopes.any(1)  # what no weight moves has no variance, and any push will do
@@ -238,11 +250,11 @@ class Responder:
             )
         _refuse_flat(self.hessian.held(solved) / torch.where(moved, first, 1.0))
         first = torch.where(moved, first, first.max() if bool(moved.any()) else 1.0)
-        floor, most = self._floor(first, read(start[:1])), first.rsqrt()
+        floor, most = self._floor(first, pushes.seen), first.rsqrt()
         if strength is not None:
             _refuse_strength(strength, float(floor.max()), float(most.min()), first.dtype)
             lam = torch.full_like(first, strength)
-            found, ends = self.at(push, read, lam, start, own)
+            found, ends = self.at(pushes, lam)
             return _response(found, lam, ends, torch.zeros_like(lam), ends.steps)
         lam = torch.maximum(0.01 * most, 4 * floor)  # rounding leaves room to halve it
         if self.tolerance < 1 and bool((lam > most).any()):
@@ -251,18 +263,18 @@ class Responder:
                 f"deviation ({float(first.min().sqrt()):.2g}), with a tolerance of {self.tolerance:g}. Give a larger "
                 "tolerance, or HFL(dtype=torch.float64) where it is another."
             )
-        return self._refined(push, read, torch.minimum(lam, most), start, floor, own)
+        return self._refined(pushes, torch.minimum(lam, most), floor)
 
-    def _refined(self, push: Push, read: Read, lam: Tensor, start: Tensor, floor: Tensor, own: Own | None) -> Response:
+    def _refined(self, pushes: Pushes, lam: Tensor, floor: Tensor) -> Response:
         """λ halved for every push until two estimates agree."""
-        raw, ends = self.at(push, read, lam, start, own)
+        raw, ends = self.at(pushes, lam)
         found, total, change = raw, ends.steps, torch.full_like(lam, torch.inf)
         for _ in range(16):
             going = (torch.maximum(change, ends.missing) > 0.3 * self.goal) & (lam / 2 > floor)
             if not bool(going.any()):
                 break
             lam = torch.where(going, lam / 2, lam)
-            finer, ends = self.at(push, read, lam, start, own)
+            finer, ends = self.at(pushes, lam)
             total += ends.steps
             gap = (finer - raw) / 3  # the error falls with λ²
             size = finer.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
@@ -271,21 +283,17 @@ class Responder:
             raw = finer
         return _response(found, lam, ends, change, total)
 
-    def at(self, push: Push, read: Read, lam: Tensor, start: Tensor, own: Own | None = None) -> tuple[Tensor, Ends]:
-        """The responses at these strengths (K,), and how far the pushes came; nothing is refused.
-
-        ``own`` as in ``respond``.
-        """
+    def at(self, pushes: Pushes, lam: Tensor) -> tuple[Tensor, Ends]:
+        """The responses at these strengths (K,), and how far the pushes came; nothing is refused."""
         both = torch.cat([lam, -lam])
-        twice = lambda d: torch.cat([push(half) for half in d.chunk(2)])
+        twice = lambda d: torch.cat([pushes.push(half) for half in d.chunk(2)])
         inner = max(1e-2 * self.goal, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)
         ends = pushed(
-            self.objective.gradient, twice, self.hessian.solve, both, torch.cat([start, start]),
+            self.objective.gradient, twice, self.hessian.solve, both, torch.cat([pushes.start, pushes.start]),
             tolerance=min(inner, self.goal), max_steps=self.max_steps,
         )  # fmt: skip
-        slopes, twin = push(start), read(start[:1])  # the minimum itself: settled before, and it stays
-        up, down = (read(half) for half in ends.d.chunk(2))
-        bend = bent(own or along(slopes), up, down, twin, slopes)
+        up, down = (pushes.read(half) for half in ends.d.chunk(2))
+        bend = pushes.bend(up, down, pushes.seen)  # the twin is the minimum itself: settled before, and it stays
         worst = lambda t: torch.maximum(*t.chunk(2))
         found = Ends(worst(ends.residuals), worst(ends.missing), bend, ends.steps)
         return (up - down) / (2 * lam).reshape(-1, *[1] * (up.ndim - 1)), found
@@ -359,7 +367,7 @@ class ResponsePosterior:
         push = lambda d: objective.slopes(d, inputs, seeds)
         everywhere = lambda d: objective.outputs(d, x).flatten(1)
         read = everywhere if joint else lambda d: self._own(d, inputs)
-        own = torch.diagonal if joint else along(seeds.flatten(1))
+        own = torch.diagonal if joint else lambda seen: (seeds.flatten(1) * seen).sum(1)
         return self.responder.respond(push, read, len(index), self.strength, own)
 
     def _own(self, d: Tensor, inputs: Inputs) -> Tensor:
