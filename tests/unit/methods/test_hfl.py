@@ -278,6 +278,15 @@ def test_the_tangent_model_has_the_variance_of_the_ggn(kind: str, outputs: int) 
     assert off(joint, energy.covariance(x, energy.ggn())) < 1e-8
 
 
+@pytest.mark.parametrize("lam", [None, 1e-12, 1e-3, 10.0, 1e6])
+def test_the_tangent_model_responds_alike_to_every_strength(lam: float | None) -> None:
+    """On the task with a gap, to 1e-8: its loss is quadratic."""
+    energy = gapped()
+    x = torch.linspace(-2.5, 2.5, 11, dtype=D).unsqueeze(1)
+    found, full = (fitted(energy, method).functions(x) for method in (lw.HFL(mode="linearised", lam=lam), lw.Full()))
+    assert float((found.cov / full.cov - 1).abs().max()) < 1e-8
+
+
 def much_data(prior: float, place: float, *methods: Any) -> list[Any]:
     """How the variance at one place is asked for by each method: single precision, a hundred times the data."""
     energy = gapped()
