@@ -95,14 +95,28 @@ def cifar10(folder: Path, part: str, device: torch.device) -> tuple[Tensor, Tens
     return (x - mean) / std, torch.cat(classes).to(device).long()
 
 
-def cropped(x: Tensor, seed: int, smallest: float = 0.5) -> Tensor:
-    """Every image as a random part of it, between ``smallest`` and all of its area, at the old size."""
+def cropped(x: Tensor, seed: int, smallest: float = 0.5, aspect: float = 4 / 3) -> Tensor:
+    """Every image as a random rectangle of it, stretched to the old size.
+
+    The rectangle has between ``smallest`` and all of the area, and up to ``aspect`` times the width for its height or
+    the other way round; one that does not fit is drawn again, and after ten the image stays whole. That is how images
+    that the given networks have seen are held out in the literature.
+    """
     generator = torch.Generator().manual_seed(seed)
     size, found = x.shape[-1], []
-    draws = torch.rand(len(x), 3, generator=generator)
-    for image, (area, left, top) in zip(x, draws.tolist(), strict=True):
-        side = max(1, round(size * (smallest + (1 - smallest) * area) ** 0.5))
-        i, j = round(top * (size - side)), round(left * (size - side))
-        part = image[None, :, i : i + side, j : j + side]
+    for image in x:
+        left, top, width, height = _rectangle(size, smallest, aspect, generator)
+        part = image[None, :, top : top + height, left : left + width]
         found.append(F.interpolate(part, (size, size), mode="bilinear", align_corners=False))
     return torch.cat(found)
+
+
+def _rectangle(size: int, smallest: float, aspect: float, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Left, top, width and height."""
+    for _ in range(10):
+        area, shape, left, top = torch.rand(4, generator=generator).tolist()
+        side, stretch = size * (smallest + (1 - smallest) * area) ** 0.5, aspect ** (shape - 0.5)
+        width, height = round(side * stretch), round(side / stretch)
+        if max(width, height) <= size:
+            return int(left * (size - width + 1)), int(top * (size - height + 1)), width, height
+    return 0, 0, size, size

@@ -77,3 +77,17 @@ def test_crops_are_parts_of_the_image_at_the_old_size() -> None:
     assert float(found.min()) >= 0
     assert float(found.max()) <= 31
     assert bool((found.diff(dim=-1) >= -1e-4).all())  # a ramp stays a ramp
+
+
+def test_rectangles_fit_and_have_the_area_and_shape_that_were_asked_for() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.tensor([resnets._rectangle(320, 0.5, 4 / 3, generator) for _ in range(2000)]).double()
+    left, top, width, height = drawn.unbind(1)
+    assert bool((left >= 0).all() & (top >= 0).all())
+    assert bool((left + width <= 320).all() & (top + height <= 320).all())
+    area, shape = width * height / 320**2, width / height
+    assert 0.495 < float(area.min()) < 0.52
+    assert float(area.max()) > 0.95
+    assert 0.74 < float(shape.min()) < 0.78
+    assert 1.28 < float(shape.max()) < 1.35
+    assert abs(float(shape.log().mean())) < 0.02  # neither way more than the other
