@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import platform
 import time
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)  # how far a basis is
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = torch.device(arguments.device)
     x, y = (t[: arguments.images] for t in cifar10(arguments.data_dir, "train", device))

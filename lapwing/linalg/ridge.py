@@ -6,6 +6,7 @@ XᵀX / φ + α D. In coordinates √D θ that is a shifted Gram matrix, and one
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ from lapwing.linalg.stochastic import Streamed
 Descent = Callable[[Design, Tensor, Tensor, float], Solution]  # design, ζ, ε, shift
 HELD = 1e-5  # what may be left of a row outside the basis that is said to hold it: rounding in single precision
 FIRST, GROWTH = 4, 2  # products that a basis begins with, and by which it grows before it is asked again
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +148,8 @@ class Ridge:
         most = max(2 * self._based, self.bytes // (8 * self.size))
         while not found.exhausted and len(found.basis) + len(found.ahead) <= most:
             solved = found.solve(_weights(self._based, shift, found), shift, tolerance=tolerance, truncated=True)
+            log.info("residual %.3g at shift %.3g, from a basis of %d rows after %d products",
+                     float(solved.residuals.max()), shift, len(found.basis), found.products)  # fmt: skip
             if solved.converged:
                 break
             found = found.extended(self.product, GROWTH, max_basis=most)
