@@ -17,12 +17,10 @@ from lapwing.choice import Auto
 from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.errors import DataError, ModelError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.curvature.design import NetworkDesign, refuse_reordered
+from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.operators import Operator
 from lapwing.curvature.sweep import data_count, mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
-from lapwing.linalg.design import gram_product
-from lapwing.linalg.operators import refuse_asymmetric
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.networks.fallback import swapped
@@ -385,7 +383,7 @@ class Fitted:
         if kind == "jacobian":
             refuse_reordered(design)
         elif design.streamed:
-            refuse_asymmetric(lambda v: gram_product(design, v), design.size, device=self.network.device)
+            refuse_unsteady(design)
         return Operator(design, kind)
 
     @property

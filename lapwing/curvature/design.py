@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from lapwing.core.random import normal
 from lapwing.curvature.structures import floored_by_layer
 from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.design import Part, forward_product
+from lapwing.linalg.design import Part, forward_product, gram_product
+from lapwing.linalg.operators import refuse_asymmetric
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
@@ -59,6 +61,7 @@ class NetworkDesign:
     rows: int
     curvature: str = "ggn"  # or "jacobian": J itself, without the likelihood's root
     part: int | None = None
+    kept: bool = False  # whether the data are in memory, and so the same at every pass
 
     @classmethod
     def build(
@@ -74,7 +77,7 @@ class NetworkDesign:
         if cache is None:
             gpu = network.device.type == "cuda"
             cache = torch.cuda.mem_get_info(network.device)[0] // 3 if gpu else CACHE
-        data = fixed(data, cache)
+        given, data = data, fixed(data, cache)
         sweep = Sweep(network, likelihood, data, curvature, label="Jacobian", part=part)
         kept: list[LayerJacobians] | None = []
         rows = taken = 0
@@ -88,7 +91,7 @@ class NetworkDesign:
                 if taken > cache:
                     kept = None
         held = None if kept is None else tuple(kept)
-        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature, part)
+        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature, part, data is not given)
 
     @property
     def streamed(self) -> bool:
@@ -102,6 +105,13 @@ class NetworkDesign:
     @property
     def like(self) -> Tensor:
         return torch.empty(0, dtype=self.network.dtype, device=self.network.device)
+
+    def tried(self) -> NetworkDesign:
+        """What tells whether products can be relied on: the first batch where nothing but the network could change."""
+        if self.held is not None or not self.kept:
+            return self
+        first = Data(list(islice(iter(self.data.source), 1)), self.data.device)
+        return NetworkDesign.build(self.network, self.likelihood, first, 0, self.curvature, self.part)
 
     def diagonal(self) -> Tensor:
         """Of the GGN, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
@@ -127,13 +137,20 @@ class NetworkDesign:
             )
 
 
+def refuse_unsteady(design: NetworkDesign, generator: torch.Generator | None = None) -> None:
+    """Raise unless the products are those of one symmetric matrix. Two passes, over one batch where data are kept."""
+    tried = design.tried()
+    refuse_asymmetric(lambda v: gram_product(tried, v), tried.size, generator=generator, device=design.network.device)
+
+
 def refuse_reordered(design: NetworkDesign) -> None:
-    """Raise unless two passes give the same rows in the same order; what is held does. Two passes where nothing is.
+    """Raise unless two passes give the same rows in the same order. Two passes, over one batch where data are kept.
 
     The GGN is a sum and does not mind the order of the data; whatever has a number for each row does.
     """
     if not design.streamed:
         return
+    design = design.tried()
     like = torch.empty(0, dtype=torch.float64, device=design.like.device)
     v = normal((1, design.size), torch.Generator().manual_seed(0), like)
     first, second = forward_product(design, v), forward_product(design, v)

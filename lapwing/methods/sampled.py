@@ -10,11 +10,10 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
-from lapwing.curvature.design import NetworkDesign
+from lapwing.curvature.design import NetworkDesign, refuse_unsteady
 from lapwing.curvature.sweep import checked_curvature, residual_noise
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.operators import refuse_asymmetric
 from lapwing.linalg.ridge import Logdet, Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
 from lapwing.posteriors.problem import Problem
@@ -74,7 +73,7 @@ class Sampled:
         if stochastic:
             refuse_groups(self.solver, problem.prior)
         design = NetworkDesign.build(network, problem.likelihood, data, part=self.batch if stochastic else None)
-        refuse_asymmetric(lambda v: gram_product(design, v), design.size, generator=generator, device=network.device)
+        refuse_unsteady(design, generator)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
         settings: dict[str, int] = {"width": self.width}

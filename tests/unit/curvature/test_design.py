@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.core.errors import DataError
-from lapwing.curvature.design import NetworkDesign, refuse_reordered
+from lapwing.core.errors import DataError, LapwingError
+from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.linalg.design import back_product, forward_product, gram_product, kernel
 from lapwing.networks.blocks import DenseJacobian, LinearJacobian
 from lapwing.networks.network import Network
@@ -404,3 +404,39 @@ def test_the_model_is_left_as_it_was(case: Case, cache: int | None) -> None:
         design.diagonal()
 
     problems.unchanged(model, run)
+
+
+def test_one_batch_is_tried_where_the_data_are_kept_and_all_where_they_are_not() -> None:
+    case = BY_NAME["cnn"]
+    pairs = [(case.batch(11)[i : i + 4], problems.targets(case, 11)[i : i + 4]) for i in (0, 4, 8)]
+    kept, streamed = over(case, pairs, 15_000), over(case, pairs, 0)
+    assert kept.streamed
+    v = rows(2, kept.size)
+    assert_close(gram_product(kept.tried(), v), gram_product(over(case, pairs[:1], None), v))
+    assert streamed.tried() is streamed
+    refuse_unsteady(kept)
+
+
+class Noisy(nn.Module):
+    """A layer that adds chance to what passes, in evaluation mode too, once it is told to."""
+
+    size = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.size * torch.randn_like(x)
+
+
+@pytest.mark.parametrize("refuse", [refuse_unsteady, refuse_reordered])
+def test_a_network_with_chance_in_it_is_found_on_one_batch(refuse: Any) -> None:
+    case = BY_NAME["mlp"]
+    noisy = Noisy()
+    network = Network.build(nn.Sequential(noisy, case.build()), case.batch(6))
+    x, y = case.batch(12), problems.targets(case, 12)
+    data = Data([(x[:6], y[:6]), (x[6:], y[6:])], CPU)
+    design = NetworkDesign.build(network, problems.likelihood(case), data, 1200)
+    assert design.streamed
+    assert design.kept
+    refuse(design)
+    noisy.size = 0.1
+    with pytest.raises(LapwingError, match=r"two calls|different rows"):
+        refuse(design)
