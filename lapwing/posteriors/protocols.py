@@ -129,11 +129,12 @@ class HasVarianceOf(Protocol):
 
 
 @runtime_checkable
-class HasPrecision(Protocol):
-    """A belief about the weights with a precision that prior and noise enter."""
+class Linearised(Protocol):
+    """A belief about the weights, which the Jacobian takes to outputs; another prior or noise costs no data."""
 
-    @property
-    def settled(self) -> Precision: ...
+    def covariance(self, jacobian: LayerJacobians) -> Tensor:
+        """Of the outputs that the Jacobian belongs to, (B, S, C, C)."""
+        ...
 
     def with_problem(self, problem: Problem) -> Posterior: ...
 

@@ -14,6 +14,7 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
+from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Tangent
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Solver
@@ -78,6 +79,12 @@ class SampledPosterior:
                 lambda: torch.einsum("n...c,n...d->...cd", moved, moved) / len(moved),
             ),
         )
+
+    def covariance(self, jacobian: LayerJacobians) -> Tensor:
+        """Of each datum, (B, S, C, C): the mean of J z zᵀ Jᵀ over the samples."""
+        moved = jacobian.jvp(self.samples)
+        moved = moved.reshape(*moved.shape[:2], jacobian.tokens, -1)
+        return torch.einsum("nbsc,nbsd->bscd", moved, moved) / len(moved)
 
     def _moved(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """f and J z for every sample: (B, [T,] C) and (K, B, [T,] C)."""

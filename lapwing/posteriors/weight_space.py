@@ -13,6 +13,7 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.curvature.outputs import PerOutputCurvature
 from lapwing.curvature.sweep import Statistics, residual_noise
+from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.functional import Functional, weight_slope
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Curvature, Precision
@@ -135,6 +136,10 @@ class WeightPosterior:
         f = tangent.f.to(network.dtype)
         cov = self.settled.cross(tangent.jacobians())
         return FunctionGaussian(f, cov.reshape(*f.shape, *f.shape), joint=True)
+
+    def covariance(self, jacobian: LayerJacobians) -> Tensor:
+        """J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
+        return self.settled.quadratic(jacobian, True)
 
     @cached_property
     def settled(self) -> Precision:

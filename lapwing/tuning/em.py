@@ -28,9 +28,11 @@ class SampleEM:
        \qquad \phi = \mathrm{SSE}(\theta_*) / (NC - \gamma) $$
 
     θ* is the optimum of the tangent model, as in ``linear_mode``; ``mode="network"`` takes w̃ instead, which costs no
-    passes. The noise of the samples stays the same from step to step, so that the map is deterministic and ends in a
-    fixed point; the trace has γ at every step and the findings its standard error. γ in function space is never
-    negative and one sample knows it to sqrt(2/γ). ``noise=True`` learns the noise of a Gaussian likelihood from θ*.
+    passes. γ falls where α rises, so with w̃ half of each step is taken, in the logarithm: full steps would overshoot
+    to precisions smaller, and so dearer to solve for, than the fixed point. The noise of the samples stays the same
+    from step to step, so that the map is deterministic and ends in a fixed point; the trace has γ at every step and the
+    findings its standard error. γ in function space is never negative and one sample knows it to sqrt(2/γ).
+    ``noise=True`` learns the noise of a Gaussian likelihood from θ*.
 
     Cost of a step: the samples at the new precision and one product with them, and θ* from where it was. For one
     precision a Krylov basis gives both without a pass over the data.
@@ -106,6 +108,8 @@ class SampleEM:
     def _updated(self, current: SampledPosterior, gamma: Tensor, theta: Tensor, loss: float) -> SampledPosterior:
         prior = current.problem.prior
         precision = gamma.clamp_min(1e-12) / prior.squares(theta).clamp_min(1e-300)
+        if self.mode == "network":
+            precision = (precision * prior.values.reshape(precision.shape).to(precision)).sqrt()
         problem = current.problem.with_prior(prior.with_precision(precision.reshape(prior.values.shape)))
         if self.noise and current.noise is not None:
             count = current.statistics.data * current.statistics.outputs

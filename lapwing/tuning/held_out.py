@@ -14,7 +14,7 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.networks.forward import batch_size
-from lapwing.posteriors.protocols import HasEvidence, HasPrecision
+from lapwing.posteriors.protocols import HasEvidence, Linearised
 from lapwing.posteriors.trace import Step, Trace
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
@@ -187,7 +187,7 @@ def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, lis
 
 
 def _belief(candidate: Any, f: Tensor, jacobians: Any) -> FunctionGaussian:
-    found = candidate.settled.quadratic(jacobians, True)
+    found = candidate.covariance(jacobians)
     return FunctionGaussian(f, found if f.ndim == 3 else found.squeeze(1))
 
 
@@ -200,7 +200,7 @@ def _with_precisions(posterior: Any, precisions: Sequence[float]) -> list[Any]:
 
 
 def _refuse_without(posterior: Any) -> None:
-    if not isinstance(posterior, HasPrecision):
+    if not isinstance(posterior, Linearised):
         raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use a method that has one.")
 
 

@@ -216,6 +216,15 @@ def test_at_the_networks_own_weights(noise: bool) -> None:
     assert float(found.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=1e-5)
 
 
+@pytest.mark.parametrize("begun", [1e-3, 1e4])
+def test_at_the_networks_own_weights_no_step_overshoots(begun: float) -> None:
+    steps = completed(fitted(begun)).tuned(lw.sample_em(mode="network", **TIGHT)).trace.steps
+    precisions = torch.tensor([step.precisions[0] for step in steps], dtype=torch.float64)
+    moves = precisions.log().diff()
+    assert len(moves) > 3
+    assert bool((moves.sign() == moves[0].sign()).all())
+
+
 def test_a_given_noise_is_kept() -> None:
     found = completed(fitted(1.0, std=0.5)).tuned(lw.sample_em(data(), noise=True))
     assert found.likelihood.dispersion.item() == 0.25

@@ -21,6 +21,7 @@ MLP, TOKENS, SINGLE = BY_NAME["mlp"], BY_NAME["token_level"], BY_NAME["squeezed"
 METHODS: dict[str, Any] = {
     "full": lw.Full(), "diagonal": lw.Diagonal(), "kron": lw.Kron(), "ekron": lw.EKron(),
     "low_rank": lw.LowRank(rank=7), "ella": lw.ELLA(num_landmarks=12, rank=7), "valla": lw.VaLLA(7, optimiser="none"),
+    "sampled": lw.Sampled(num_samples=5, tolerance=1e-10),
 }  # fmt: skip
 VALUES = (0.03, 0.1, 0.4, 1.0, 3.0, 20.0, 100.0)
 HELD = (2, 4, 1)
