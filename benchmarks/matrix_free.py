@@ -65,7 +65,7 @@ def lenet(folder: Path, count: int, samples: int, seed: int = 0) -> dict[str, An
     x, y = images.test
     return {
         "images": count, "weights": posterior.network.selection.size, "samples": samples, "residual": residual,
-        "precision": float(posterior.prior.values), "basis": len(posterior.posterior.solver.ridge.basis.basis),
+        "precision": float(posterior.prior.values), "basis": len(posterior.posterior.solver.ridge.basis.rows),
         "training s": trained - start, "fit and tuning s": fitted - trained,
         "NLL plain": nll(model(x).detach().softmax(-1), y), "NLL": nll(probabilities(posterior, x), y),
     }  # fmt: skip

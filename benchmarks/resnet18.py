@@ -31,7 +31,7 @@ from lapwing.metrics import classification, ood
 
 Pair = tuple[Tensor, Tensor]
 DECAY = 5e-4
-PRECISIONS = tuple(10.0 ** (k / 2) for k in range(11, 4, -1))  # from 316,000 down to 316
+PRECISIONS = tuple(10.0 ** (k / 4) for k in range(20, 11, -1))  # from 100,000 down to 1,000
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:

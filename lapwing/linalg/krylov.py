@@ -12,14 +12,14 @@ from lapwing.core.errors import NumericalError
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.lanczos import Eigenpairs
 from lapwing.linalg.operators import Product, applied
-from lapwing.linalg.orthogonal import orthonormal_rows
+from lapwing.linalg.orthogonal import OrthonormalRows, orthonormal_rows
 
 TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, eq=False)
 class BlockKrylov:
-    """The operator seen from an orthonormal basis of the Krylov space of a start block (K, P).
+    """The operator seen from an orthonormal basis, ``rows``, of the Krylov space of a start block (K, P).
 
     ``projected`` (d, d) are the measured products, basis · A · basisᵀ, symmetric up to the rounding of the products;
     ``values`` (d,), descending, and ``turn`` (d, d) the eigenvalues and eigenvectors (columns) of its symmetric part.
@@ -27,7 +27,7 @@ class BlockKrylov:
     (d,) and ``missed`` (K,) are the lengths of what was dropped as dependent, from the basis and from the start.
     """
 
-    basis: Tensor
+    rows: OrthonormalRows
     values: Tensor
     turn: Tensor
     start: Tensor
@@ -40,9 +40,14 @@ class BlockKrylov:
     tolerance: float
 
     @property
+    def basis(self) -> Tensor:
+        """(d, P) in one piece, which is a copy."""
+        return self.rows.whole()
+
+    @property
     def coordinates(self) -> Tensor:
         """(K, d) with coordinates · basis = the start block."""
-        return pad(self.start, (0, len(self.basis) - self.start.shape[1]))
+        return pad(self.start, (0, len(self.rows) - self.start.shape[1]))
 
     @property
     def exhausted(self) -> bool:
@@ -58,14 +63,14 @@ class BlockKrylov:
         inside the basis and what y_last · edge puts outside, and a bound for what was dropped. An answer above the
         tolerance raises, unless ``truncated`` says that the best in this space will do.
         """
-        shifts = torch.as_tensor(shift, dtype=torch.float64, device=self.basis.device).reshape(-1, 1)
-        weights = weights.to(self.basis)
+        shifts = torch.as_tensor(shift, dtype=torch.float64, device=self.start.device).reshape(-1, 1)
+        weights = weights.to(self.start)
         self._refuse_indefinite(shifts)
         target = weights @ self.coordinates
         y = (target @ self.turn / (self.values + shifts)) @ self.turn.mT
         left = self._remainder(y, target, shifts) + weights.abs() @ self.missed
         residuals = left / target.norm(dim=1).clamp_min(TINY)
-        found = Solution(y @ self.basis, residuals, self.products, tolerance)
+        found = Solution(self.rows.combined(y), residuals, self.products, tolerance)
         advice = "Take more steps, add rows to the start block, or raise the prior precision."
         return found if truncated else found.settled("a solve in a Krylov space", advice)
 
@@ -74,53 +79,52 @@ class BlockKrylov:
 
         Exact for rows in the basis, up to what was dropped from it as dependent.
         """
-        y = rows.to(self.basis) @ self.basis.mT
-        inside = y @ self.projected @ self.basis
+        y = self.rows.coordinates(rows.to(self.start))
+        inside = self.rows.combined(y @ self.projected)
         outside = y[:, y.shape[1] - len(self.edge) :] @ self.edge[:, : len(self.ahead)] @ self.ahead
-        return inside + outside, (rows - y @ self.basis).norm(dim=1)
+        return inside + outside, (rows - self.rows.combined(y)).norm(dim=1)
 
     def pairs(self, rank: int | None = None) -> Eigenpairs:
         """The leading Ritz pairs, for deflation."""
         values, y = self.values[:rank], self.turn.mT[:rank]
         scale = self.values[:1].abs().clamp_min(TINY)
         residuals = self._remainder(y, torch.zeros_like(y), -values[:, None]) / scale
-        return Eigenpairs(values, y @ self.basis, residuals, self.products)
+        return Eigenpairs(values, self.rows.combined(y), residuals, self.products)
 
     def extended(self, product: Product, steps: int, *, max_basis: int | None = None) -> BlockKrylov:
         """The space after so many more products; each adds a block, unless nothing is left or ``max_basis`` is full."""
-        rows, (_, size) = len(self.basis), self.ahead.shape
-        room = min(size, rows + steps * len(self.ahead), max_basis or size)
-        basis, projected, lost = self.basis.new_empty(room, size), *self._widened(room)
-        basis[:rows] = self.basis
+        basis, (_, size) = self.rows, self.ahead.shape
+        room = min(size, len(basis) + steps * len(self.ahead), max_basis or size)
+        projected, lost = self._widened(room)
         block, edge, products = self.ahead, self.edge, self.products
-        scale = float(projected[:rows].norm(dim=1).max()) if rows else 0.0
-        while products < self.products + steps and 0 < len(block) <= room - rows:
-            new, last = slice(rows, rows + len(block)), slice(rows - len(edge), rows)
+        scale = float(projected.norm(dim=1).max()) if room else 0.0
+        while products < self.products + steps and 0 < len(block) <= room - len(basis):
+            new, last = slice(len(basis), len(basis) + len(block)), slice(len(basis) - len(edge), len(basis))
             projected[last, new] = edge[:, : len(block)]
             lost[last] = edge[:, len(block) :].norm(dim=1)
-            basis[new] = block
-            rows, products = new.stop, products + 1
+            basis, products = basis.extended(block), products + 1
             image = applied(product, block)
             scale = max(scale, float(image.norm(dim=1).max()))
             for _ in range(2):
-                inside = image @ basis[:rows].mT
-                projected[new, :rows] += inside
-                image = image - inside @ basis[:rows]
+                inside = basis.coordinates(image)
+                projected[new, : new.stop] += inside
+                image = image - basis.combined(inside)
             # Rows in units of their own noise, of which asymmetry is a sign: a row with a small image has little, and
             # what it brings must not be measured by that of the others.
-            skew = (projected[new, :rows] - projected[:rows, new].mT).norm(dim=1, keepdim=True)
+            skew = (projected[new, : new.stop] - projected[: new.stop, new].mT).norm(dim=1, keepdim=True)
             noise = skew.clamp_min(max(self.tolerance * scale, TINY))
-            edge, block = orthonormal_rows(image / noise, cut=1.0, against=basis[:rows])
+            edge, block = orthonormal_rows(image / noise, cut=1.0, against=basis)
             edge = edge * noise
-        projected, lost = projected[:rows, :rows], lost[:rows]
+        rank = len(basis)
+        projected, lost = projected[:rank, :rank], lost[:rank]
         values, turn = torch.linalg.eigh(0.5 * (projected + projected.mT))
         return replace(
-            self, basis=basis[:rows], values=values.flip(0), turn=turn.flip(1), projected=projected,
+            self, rows=basis, values=values.flip(0), turn=turn.flip(1), projected=projected,
             edge=edge, ahead=block, lost=lost, products=products,
         )  # fmt: skip
 
     def _widened(self, room: int) -> tuple[Tensor, Tensor]:
-        more = room - len(self.basis)
+        more = room - len(self.rows)
         return pad(self.projected, (0, more, 0, more)), pad(self.lost, (0, more))
 
     def _remainder(self, y: Tensor, target: Tensor, shifts: Tensor) -> Tensor:
@@ -166,7 +170,7 @@ def block_krylov(
         raise ValueError(f"the start block has rank {len(block)}, more than a basis of {max_basis}; raise max_basis.")
     mix, none, square = mix * lengths, rows.new_zeros(0), rows.new_zeros(0, 0)
     nothing = BlockKrylov(
-        block[:0], none, square, mix[:, : len(block)], square, square.new_zeros(0, len(block)), block, none,
-        mix[:, len(block) :].norm(dim=1), 0, tolerance,
+        OrthonormalRows((block[:0],)), none, square, mix[:, : len(block)], square, square.new_zeros(0, len(block)),
+        block, none, mix[:, len(block) :].norm(dim=1), 0, tolerance,
     )  # fmt: skip
     return nothing.extended(product, steps, max_basis=max_basis)

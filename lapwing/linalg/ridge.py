@@ -146,14 +146,13 @@ class Ridge:
         """The basis, grown until the first samples are solved at this shift, or it may not grow any more."""
         found = self.basis
         most = max(2 * self._based, self.bytes // (8 * self.size))
-        while not found.exhausted and len(found.basis) + len(found.ahead) <= most:
+        while not found.exhausted and len(found.rows) + len(found.ahead) <= most:
             solved = found.solve(_weights(self._based, shift, found), shift, tolerance=tolerance, truncated=True)
             log.info("residual %.3g at shift %.3g, from a basis of %d rows after %d products",
-                     float(solved.residuals.max()), shift, len(found.basis), found.products)  # fmt: skip
+                     float(solved.residuals.max()), shift, len(found.rows), found.products)  # fmt: skip
             if solved.converged:
                 break
-            found = found.extended(self.product, GROWTH, max_basis=most)
-        self._memo["basis"] = found
+            self._memo["basis"] = found = found.extended(self.product, GROWTH, max_basis=most)
         return found
 
     @property
@@ -237,12 +236,12 @@ class ScaledDesign:
 
 def _weights(count: int, shift: float, basis: BlockKrylov) -> Tensor:
     """The right-hand sides √shift z + Xᵀε as combinations of the start block [z_1.., Xᵀε_1..]."""
-    eye = torch.eye(count, dtype=torch.float64, device=basis.basis.device)
+    eye = torch.eye(count, dtype=torch.float64, device=basis.start.device)
     return torch.cat([shift**0.5 * eye, eye], 1)
 
 
 def _deflating(basis: BlockKrylov, shift: float) -> Product:
     """A symmetric root of an inverse of A + shift: right on the Ritz vectors, the identity elsewhere."""
-    vectors = basis.turn.mT @ basis.basis  # (d, P)
     ratios = (shift / (basis.values.clamp_min(0) + shift)).sqrt() - 1
-    return lambda v: v + ((v @ vectors.mT) * ratios) @ vectors
+    inner = (basis.turn * ratios) @ basis.turn.mT
+    return lambda v: v + basis.rows.combined(basis.rows.coordinates(v) @ inner)

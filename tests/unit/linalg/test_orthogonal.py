@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.linalg.orthogonal import orthonormal_rows, thin_svd
+from lapwing.linalg.orthogonal import OrthonormalRows, orthonormal_rows, thin_svd
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -48,8 +48,21 @@ def test_little_that_is_new_is_still_orthogonal() -> None:
         rows = rows - (rows @ against.T) @ against
     _, astray = orthonormal_rows(rows, cut=1e-14)
     assert float((astray @ against.T).abs().max()) > 1e-6
-    mix, basis = orthonormal_rows(rows, cut=1e-14, against=against)
+    mix, basis = orthonormal_rows(rows, cut=1e-14, against=OrthonormalRows((against,)))
     assert len(basis) == 3
     whole = torch.cat([against, basis])
     assert_close(whole @ whole.T, torch.eye(23, dtype=D))
     assert_close(mix @ basis, rows)
+
+
+def test_rows_in_blocks_are_what_they_are_in_one_piece() -> None:
+    gen = torch.Generator().manual_seed(4)
+    whole = torch.linalg.qr(torch.randn(30, 12, dtype=D, generator=gen)).Q.T
+    rows = OrthonormalRows((whole[:0],)).extended(whole[:5]).extended(whole[5:6]).extended(whole[6:])
+    v, y = torch.randn(4, 30, dtype=D, generator=gen), torch.randn(3, 12, dtype=D, generator=gen)
+    assert len(rows) == 12
+    assert torch.equal(rows.whole(), whole)
+    assert_close(rows.coordinates(v), v @ whole.T)
+    assert_close(rows.combined(y), y @ whole)
+    assert_close(rows.removed(v), v - v @ whole.T @ whole)
+    assert rows.blocks[1].data_ptr() == whole.data_ptr()  # held, not copied
