@@ -90,12 +90,22 @@ def trained(x: Tensor, y: Tensor, outputs: int, recipe: Recipe, seed: int) -> nn
 def optimise(
     model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, seed: int, after: Callable[[int], None] = lambda epoch: None
 ) -> None:
-    """Train in place and leave in evaluation mode. ``after`` hears of every epoch done, from 1, in evaluation mode."""
+    """Train in place and leave in evaluation mode. ``after`` hears of every epoch done, from 1, in evaluation mode.
+
+    Dropout draws from the global random state, so that is the seed's as well while training lasts.
+    """
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        torch.manual_seed(seed)
+        _optimise(model, x, y, recipe, torch.Generator().manual_seed(seed), after)
+
+
+def _optimise(
+    model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, generator: torch.Generator, after: Callable[[int], None]
+) -> None:
     loss = loss_of(y)
     optimiser = torch.optim.Adam(
         model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
     )
-    generator = torch.Generator().manual_seed(seed)
     epoch = math.ceil(len(x) / recipe.batch_size)
     steps = min(recipe.max_steps, recipe.epochs * epoch)
     model.train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,18 @@ def test_training_fits_a_line_and_repeats_itself() -> None:
     again, other = trained(x, y, 1, SHORT, seed=0), trained(x, y, 1, SHORT, seed=1)
     assert torch.equal(model[0].weight, again[0].weight)
     assert not torch.equal(model[0].weight, other[0].weight)
+
+
+def test_what_dropout_draws_comes_from_the_seed() -> None:
+    x, y = line()
+    recipe, weights = replace(SHORT, dropout=0.2), []
+    for state in (0, 1):
+        torch.manual_seed(state)
+        weights.append(trained(x, y, 1, recipe, seed=3)[0].weight)
+    assert torch.equal(*weights)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), expected)  # and leaves the state as it was
 
 
 def test_class_numbers_are_trained_by_cross_entropy() -> None:
