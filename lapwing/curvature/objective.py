@@ -76,10 +76,10 @@ class Objective:
         return torch.as_tensor(self.prior.mean, dtype=self.dtype, device=self.centre.device)
 
     def weights(self, d: Tensor) -> Weights:
-        """The selected parameters by name at θ = centre + d, d (P,)."""
+        """All parameters by name, the selected ones at θ = centre + d, d (P,)."""
         tensors = dict(self.model.named_parameters())
         moved = self.network.selection.split(d + (self.centre - self.start))
-        return {name: tensors[name] + value for name, value in moved.items()}
+        return tensors | {name: tensors[name] + value for name, value in moved.items()}
 
     def moved(self, d: Tensor) -> Objective:
         """The same around centre + d."""

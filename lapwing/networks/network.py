@@ -231,11 +231,11 @@ class Network:
         return self.selection.picked(full)
 
     def slope(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
-        """The gradient of a scalar function of the selected parameters by name, (P,)."""
-        tensors = dict(self.model.named_parameters())
+        """The gradient in the selected parameters, (P,), of a scalar function of all of them by name."""
+        fixed = {name: tensor.detach().to(self.dtype) for name, tensor in self.model.named_parameters()}
         with torch.enable_grad():
-            leaves = {name: tensors[name].detach().to(self.dtype).requires_grad_() for name in self.selection.names}
-            value = scalar(function(leaves))
+            leaves = {name: fixed[name].requires_grad_() for name in self.selection.names}
+            value = scalar(function(fixed))
             if not value.requires_grad:
                 raise ModelError(
                     "the function of the weights does not depend on them; expected one of the selected weights, "

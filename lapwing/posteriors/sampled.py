@@ -16,6 +16,7 @@ from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Tangent
+from lapwing.posteriors.functional import Functional, weight_slope
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Solver
 from lapwing.posteriors.trace import Trace
@@ -112,6 +113,10 @@ class SampledPosterior:
         self._refuse_more(n)
         f, moved = self._moved(x)
         return f + moved[:n]
+
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Of a scalar function of the weights by name, or of the outputs at x: the mean of (∇g·z)² over the samples."""
+        return (self.samples @ weight_slope(self.problem.network, function, x)).square().mean()
 
     def _refuse_more(self, n: int) -> None:
         if not 0 <= n <= len(self.samples):

@@ -74,7 +74,7 @@ def test_some_weights() -> None:
     assert_close(objective.curved(d), d @ energy.hessian())
     named = objective.weights(d[0])
     expected = energy.named(energy.theta + d[0])
-    assert set(named) == {"0.weight", "0.bias", "2.bias"}
+    assert set(named) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     for name, value in named.items():
         assert_close(value, expected[name])
 

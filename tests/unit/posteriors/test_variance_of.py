@@ -86,6 +86,31 @@ def test_a_belief_about_the_weights(method: str, function: Function) -> None:
         assert_close(found.variance_of(function), g @ torch.linalg.solve(energy.ggn(), g), SOLVED)
 
 
+def test_samples_have_the_mean_of_their_squares(function: Function) -> None:
+    """And many of them the variance of Full, to five of their standard errors."""
+    energy = small("categorical", 3)
+    found = fitted(energy, lw.Sampled(num_samples=400, tolerance=1e-8))
+    g = slope(energy, function)
+    own = ((found.posterior.weight_samples(400) - energy.theta) @ g).square().mean()
+    assert float(found.variance_of(function)) == pytest.approx(float(own), rel=1e-6)
+    exact = g @ torch.linalg.solve(energy.ggn(), g)
+    assert float(found.variance_of(function)) == pytest.approx(float(exact), rel=5 * (2 / 400) ** 0.5)
+
+
+@pytest.mark.parametrize("method", [lw.HFL(), lw.Full()], ids=["push", "full"])
+def test_weights_outside_the_selection_are_known_numbers(method: Any) -> None:
+    energy = small()
+    found = fitted(energy, method, weights="last_layer")
+    alone = found.variance_of(lambda w: w["2.bias"].sum())
+    scaled = found.variance_of(lambda w: w["2.bias"].sum() * w["0.weight"][0, 0] + w["0.bias"].sum())
+    factor = float(dict(energy.model.named_parameters())["0.weight"][0, 0].detach()) ** 2
+    assert float(scaled) == pytest.approx(factor * float(alone), rel=1e-6)
+    with pytest.raises(
+        lw.ModelError, match=r"does not depend on them; expected one of the selected weights, 2\.weight"
+    ):
+        found.variance_of(lambda w: w["0.bias"].sum())
+
+
 def test_an_output_is_a_function_of_the_weights() -> None:
     """Its variance is that of the prediction."""
     energy = small()
