@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--precisions", type=float, nargs="+", default=PRECISIONS, help="from large to small")
     parser.add_argument("--evidence", action="store_true", help="learn a second precision, by sample EM")
     parser.add_argument("--width", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--images", type=int, default=50_000)
@@ -139,13 +140,13 @@ def main() -> None:
         return posterior
 
     method = lw.Sampled(num_samples=arguments.samples, width=2 * arguments.samples)
-    tuner = lw.Grid(held, PRECISIONS)
+    tuner = lw.Grid(held, arguments.precisions)
     sampled = judged(
         "samples, validation",
         lambda: lw.fit(model, data, "classification", method=method, prior=1e4, tuner=tuner, progress=True),
     )
     kron = judged("Kron, evidence", lambda: lw.fit(model, data, "classification", progress=False))
-    judged("Kron, validation", lambda: kron.tuned(lw.Grid(held, PRECISIONS)))
+    judged("Kron, validation", lambda: kron.tuned(lw.Grid(held, arguments.precisions)))
     judged("last layer, evidence", lambda: lw.fit(model, data, "classification", method=lw.Full(), progress=False,
                                                   weights="last_layer"))  # fmt: skip
     if arguments.evidence:  # goes on from the same basis, to a smaller precision
