@@ -113,6 +113,16 @@ class NetworkDesign:
         first = Data(list(islice(iter(self.data.source), 1)), self.data.device)
         return NetworkDesign.build(self.network, self.likelihood, first, 0, self.curvature, self.part)
 
+    def whole(self) -> Tensor:
+        """Rᵀ J itself, (rows, P) in float64, from factors that were cast before they were multiplied. For few rows."""
+        found = torch.empty(self.rows, self.size, dtype=torch.float64, device=self.like.device)
+        start = 0
+        for part in self:
+            assert isinstance(part, JacobianPart)
+            found[start : start + part.rows] = part.jacobians.double().whole().flatten(0, 1)
+            start += part.rows
+        return found
+
     def diagonal(self) -> Tensor:
         """Of the GGN, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
         squares = SquaredSum(self.network)

@@ -178,14 +178,3 @@ def back_product(design: Design, u: Tensor) -> Tensor:
         total += part.back(u[:, start : start + part.rows])
         start += part.rows
     return total
-
-
-def kernel(design: Design, inverse: Tensor | None = None) -> Tensor:
-    """X D Xᵀ (rows, rows) in float64, with D a diagonal (P,) or the identity. For few rows."""
-    eye = torch.eye(design.rows, dtype=torch.float64, device=design.like.device)
-    found = []
-    for rows in eye.split(max(1, 2**27 // (8 * design.size))):
-        wide = back_product(design, rows)
-        found.append(forward_product(design, wide if inverse is None else wide * inverse))
-    matrix = torch.cat(found)
-    return 0.5 * (matrix + matrix.mT)

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
-from lapwing.curvature.design import NetworkDesign, refuse_reordered
+from lapwing.curvature.design import NetworkDesign, refuse_unsteady
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
-from lapwing.linalg.design import back_product, kernel
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
+
+COLUMNS = 2**16  # weights that are turned at a time
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class KernelSpace:
                 f"GiB and their cube in time; the limit is {self.limit}. Use Full(), Kron() or Sampled(), or raise "
                 "KernelSpace(limit=...)."
             )
-        refuse_reordered(design)
+        refuse_unsteady(design, generator)
         values, vectors = eigenpairs(design)
         curvature = LowRankCurvature(values, vectors, network.layout, network.selection)
         return WeightPosterior.fitted(problem, curvature, design.statistics)
@@ -49,15 +50,17 @@ class KernelSpace:
 
 def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
     """The eigenvalues of the GGN that are not nought (r,), descending, and their eigenvectors (r, P)."""
-    matrix = kernel(design)
+    rows = design.whole()
+    matrix = rows @ rows.mT
     if not bool(torch.isfinite(matrix).all()):
         raise NumericalError("the kernel of the data is not finite; check the data and the network for overflow.")
     values, turn = torch.linalg.eigh(matrix)
     values, turn = values.flip(0), turn.flip(1)
     # Below the rounding of the kernel's entries an eigenvalue is noise, and its vector with it.
-    real = values > 10 * len(values) * torch.finfo(design.like.dtype).eps * values[0].clamp_min(1e-300)
+    real = values > 10 * len(values) * torch.finfo(torch.float64).eps * values[0].clamp_min(1e-300)
     values, turn = values[real], turn[:, real]
     if len(values) == 0:  # the outputs do not depend on the weights: a vector of noughts stands for none
         return values.new_zeros(1), values.new_zeros(1, design.size)
-    vectors = back_product(design, turn.mT) / values.sqrt()[:, None]
-    return values, vectors
+    for columns in rows.split(COLUMNS, 1):  # in place: nC vectors of P weights are held once
+        columns[: len(values)] = (turn.mT @ columns) / values.sqrt()[:, None]
+    return values, rows[: len(values)]
