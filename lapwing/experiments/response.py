@@ -249,9 +249,7 @@ def _by_adam(problem: Problem, model: nn.Module, seed: int) -> nn.Module:
     recipe = Recipe(
         (settings.hidden,), epochs=settings.epochs, batch_size=len(problem.x), learning_rate=1e-2, weight_decay=decay
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        optimise(model, problem.x, problem.y, recipe, seed)
+    optimise(model, problem.x, problem.y, recipe, seed)
     return model
 
 

@@ -112,10 +112,7 @@ def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]
 
 def _dropping(x: Tensor, y: Tensor, settings: Uci, split: int) -> nn.Module:
     """The same network trained with dropout."""
-    recipe = replace(settings.recipe, dropout=DROPPED)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed + split)
-        return trained(x, y, 1, recipe, settings.seed + split)
+    return trained(x, y, 1, replace(settings.recipe, dropout=DROPPED), settings.seed + split)
 
 
 def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:
