@@ -90,8 +90,9 @@ def within(
     sweep = Sweep(problem.network, problem.likelihood, data, label="features")
     total = directions.new_zeros(len(directions), len(directions))
     for jacobians in sweep:
+        if squares is not None:
+            jacobians = jacobians.double()  # what the directions miss is a difference, in which rounding is all
+            squares.add(jacobians)
         features = jacobians.jvp(directions).to(total).flatten(1)
         total += features @ features.mT
-        if squares is not None:
-            squares.add(jacobians)
     return total, sweep.statistics

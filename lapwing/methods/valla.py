@@ -276,9 +276,10 @@ def _known(problem: Problem, data: Data, anchors: Anchors, white: Tensor) -> tup
     """Σ T Tᵀ over the data at unit dispersion (r, r), and the diagonal of the GGN (P,): one pass."""
     known, squares = white.new_zeros(white.shape[1], white.shape[1]), SquaredSum(problem.network)
     for jacobians in Sweep(problem.network, problem.likelihood, data, label="inducing points"):
-        rows = anchors.against(jacobians, problem.prior) @ white
+        wide = jacobians.double()  # what the points miss is a difference, in which rounding is all
+        rows = anchors.against(wide, problem.prior) @ white
         known += rows.mT @ rows
-        squares.add(jacobians)
+        squares.add(wide)
     return known, squares.diagonal()
 
 
