@@ -131,6 +131,36 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
+class Units:
+    """Where the features of each column are and how far they spread: learning moves points in these units.
+
+    A constant column has the spread of the others, and nothing moves in it. The features of a last layer keep their
+    own units, which all columns share.
+    """
+
+    centre: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, kind: str, seen: Tensor) -> Units:
+        if kind != "rbf":
+            return cls(torch.zeros_like(seen[0]), seen.std(correction=0).clamp_min(1e-12).expand_as(seen[0]))
+        centre, spread = seen.mean(0), seen.std(0, correction=0)
+        varies = spread > 1e-9 * centre.abs()
+        usual = spread[varies].square().mean().sqrt() if bool(varies.any()) else torch.ones_like(spread[0])
+        return cls(centre, torch.where(varies, spread, usual))
+
+    def measured(self, table: Table) -> Table:
+        return replace(table, seen=(table.seen - self.centre) / self.size)
+
+    def undone(self, state: State) -> State:
+        lengths = state.kernel.log_lengths + self.size.log()[: len(state.kernel.log_lengths)]
+        return replace(
+            state, kernel=replace(state.kernel, log_lengths=lengths), points=state.points * self.size + self.centre
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class State:
     """All that is learned."""
 
@@ -177,12 +207,15 @@ class Learning:
     generator: torch.Generator
     state: State
     shift: Tensor  # what is taken off the targets before the second process sees them
+    units: Units
 
     @classmethod
     def of(
         cls, method: FMGP, likelihood: Likelihood, kind: str, table: Table, held: Table | None,
         generator: torch.Generator,
     ) -> Learning:  # fmt: skip
+        units = Units.of(kind, table.seen)
+        table, held = units.measured(table), None if held is None else units.measured(held)
         outputs, count = table.f.shape[-1], min(method.num_inducing, len(table))
         numbers = (torch.arange(count, device=table.f.device) % outputs).sort().values
         labels = classes(table.y, outputs)
@@ -193,10 +226,11 @@ class Learning:
             mine = few.seen if labels is None else few.seen[classes(few.y, outputs) == number]
             centres.append(kmeans(mine if len(mine) else few.seen, int((numbers == number).sum()), generator))
         points = torch.cat(centres)
-        scale = few.seen.std(correction=0)
+        spread = few.seen.std(0, correction=0)
         noise = torch.randn(points.shape, generator=generator, dtype=torch.float64).to(points)
-        points = points + 1e-3 * scale * noise  # centres that fall on one another would make the kernel singular
-        spread = few.seen.std(0, correction=0).clamp_min(1e-3 * scale.clamp_min(1e-12))
+        # Centres that fall on one another would make the kernel singular.
+        points = points + 1e-3 * noise * (spread > 0 if kind == "rbf" else 1)
+        spread = torch.where(spread > 0, spread, 1) if kind == "rbf" else spread.clamp_min(1e-3)
         lengths = spread * math.sqrt(few.seen.shape[1]) if kind == "rbf" else spread.mean().reshape(1)
         # Logits are about nought and of the order of one; other outputs have the targets' own place and scale.
         logits = hasattr(likelihood, "link")
@@ -210,7 +244,7 @@ class Learning:
             Inducing.before_data(count, points),
         )  # fmt: skip
         shift = torch.zeros_like(table.f[0]) if logits else table.f.mean(0)
-        return cls(method, likelihood, table, held, generator, state, shift)
+        return cls(method, likelihood, table, held, generator, state, shift, units)
 
     def run(self, progress: bool) -> tuple[State, tuple[Step, ...]]:
         method = self.method
@@ -219,7 +253,7 @@ class Learning:
         rest = [t for t in state.free if t is not state.points and t is not state.kernel.mixing]
         optimiser = torch.optim.Adam(
             [
-                {"params": [state.points], "lr": float(rate * self.table.seen.std(correction=0))},
+                {"params": [state.points], "lr": rate},
                 {"params": [state.kernel.mixing], "lr": float(3 * rate * size)},
                 {"params": rest, "lr": rate},
             ]
@@ -241,7 +275,7 @@ class Learning:
                 bar.show(objective=value, KL=float(self.state.inducing.divergence()))
                 if watch is not None and watch.ended(step):
                     break
-        return (self.state.copied() if watch is None else watch.best), tuple(steps)
+        return self.units.undone(self.state.copied() if watch is None else watch.best), tuple(steps)
 
     def _step(self, optimiser: torch.optim.Optimizer, length: float) -> float:
         table, state = self.table, self.state

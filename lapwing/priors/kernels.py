@@ -29,6 +29,9 @@ class FreeKernel:
         return root @ root.mT
 
     def _base(self, u: Tensor, v: Tensor) -> Tensor:
+        if self.kind == "rbf":  # only differences count, and squares of what all have in common would drown them
+            common = v.detach().mean(0)
+            u, v = u - common, v - common
         u, v = u / self.log_lengths.exp(), v / self.log_lengths.exp()
         inner = u @ v.mT
         if self.kind == "features":

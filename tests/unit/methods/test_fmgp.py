@@ -231,6 +231,42 @@ def test_where_the_targets_lie_does_not_matter(likelihood: Any) -> None:
 # The state that is kept.
 
 
+class Columns(nn.Module):
+    """The sine in the first column, in whatever units; others are not looked at."""
+
+    def __init__(self, size: float, place: float) -> None:
+        super().__init__()
+        self.inner, self.size, self.place = model(), size, place
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner((x[:, :1] - self.place) / self.size)
+        return found
+
+
+@pytest.mark.parametrize(("size", "place"), [(1e-4, 0.0), (1e4, 0.0), (1.0, 1e6)])
+def test_the_units_of_an_input_do_not_matter(size: float, place: float) -> None:
+    """Nor do those of one matter to what is learned about another."""
+    x, y = curve()
+    other = torch.randn(60, 1, dtype=D, generator=torch.Generator().manual_seed(3))
+    found = []
+    for unit, zero in ((1.0, 0.0), (size, place)):
+        inputs = torch.cat([unit * x + zero, other], 1)
+        method = lw.FMGP(10, steps=20)
+        found.append(lw.fit(Columns(unit, zero), [(inputs, y)], "regression", method=method).functions(inputs).cov)
+    assert float((found[1] - found[0]).abs().max()) < 1e-4 * float(found[0].abs().max())
+
+
+@pytest.mark.parametrize("value", [0.0, 7.0])
+def test_a_constant_input_is_no_hindrance(value: float) -> None:
+    """The points stay on it, and the variance is small among the data and large away from them, as without it."""
+    x, y = curve()
+    wide = lambda t: torch.cat([t, torch.full_like(t, value)], 1)
+    found = lw.fit(Columns(1.0, 0.0), [(wide(x), y)], "regression", method=lw.FMGP(20))
+    assert torch.equal(found.posterior.points[:, 1], torch.full((20,), value, dtype=D))
+    among, away = (found.functions(wide(torch.tensor([[t]], dtype=D))).variance for t in (0.0, 20.0))
+    assert float(away) > 5 * float(among)
+
+
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[State]:
     states: list[State] = []
     original = module._finished
@@ -273,7 +309,7 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
         learning._step(still, 0.3)
     state = learning.state
     precision = state.inducing.precision.clone().requires_grad_()
-    before, rows = (t.detach() for t in state.whitened(table))
+    before, rows = (t.detach() for t in state.whitened(learning.table))
     cov = Inducing(precision).left(before, rows)
     energies = sum(energy(likelihood, 1.0, mean, cov, y).sum() for mean in (table.f, learning.shift.expand(60, 1)))
     divergence = 2 * Inducing(precision).divergence()
