@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -153,6 +154,16 @@ class Learner:
     def _phi(self) -> Tensor:
         return self.problem.likelihood.dispersion.to(self.problem.network.device).double()
 
+    def unit(self) -> Tensor:
+        """How far the points spread, in the shape of one: each column of a table by itself, images as a whole.
+
+        Locations are learned in these units. Nothing moves in a column that is constant.
+        """
+        z = self.anchors.inputs
+        spread = z.detach().double().std(0, correction=0)
+        spread = spread if z.ndim == 2 else spread.mean().expand_as(spread)
+        return (spread if bool(spread.any()) else torch.ones_like(spread)).to(z)
+
     def _penalty(self) -> Tensor:
         prior = self.problem.prior
         return prior.penalty(self.problem.network.theta().double()).double().detach()
@@ -164,13 +175,14 @@ class Learner:
         prior = self.problem.prior
         before = sum(float(_spread(part, self)) for part in parts)
         phi, penalty, learn = self._phi, self._penalty(), self.problem.learn_prior
-        z = self.anchors.inputs.detach().clone().requires_grad_()
-        scale = torch.zeros((), dtype=torch.float64, device=z.device, requires_grad=learn)
+        start, unit = self.anchors.inputs.detach(), self.unit()
+        moves = torch.zeros_like(start, requires_grad=True)
+        scale = torch.zeros((), dtype=torch.float64, device=start.device, requires_grad=learn)
         steps, total = [], self.method.steps or 300
         bar, shown = Steps(total, "inducing points", data.progress), {"KL": 0.0}
 
         def objective() -> Tensor:
-            jacobian = self.anchors.differentiable(z)
+            jacobian = self.anchors.differentiable(start + unit * moves)
             white = smooth_whitening(prior_kernel(jacobian, prior))
             rows = torch.cat([prior_kernel(part, prior, jacobian) for part in parts]) @ white
             s = scale.exp()
@@ -182,12 +194,12 @@ class Learner:
             value = 0.5 * s / phi * (before - rows.square().sum()) + logdet
             return value + 0.5 * penalty / s if learn else value
 
-        variables = [z, scale] if learn else [z]
+        variables = [moves, scale] if learn else [moves]
         optimiser = torch.optim.LBFGS(
             variables, max_iter=1, max_eval=25, history_size=50, line_search_fn="strong_wolfe", tolerance_grad=0.0,
             tolerance_change=0.0,
         )  # fmt: skip
-        best, kept, still = math.inf, (z.detach().clone(), scale.detach().clone()), 0
+        best, kept, still = math.inf, (moves.detach().clone(), scale.detach().clone()), 0
 
         def closure() -> Tensor:
             optimiser.zero_grad()
@@ -204,14 +216,14 @@ class Learner:
                 bar.show(objective=value, **shown)
                 still = still + 1 if value > best - 1e-9 * (1 + abs(best)) else 0
                 if value < best:
-                    best, kept = value, (z.detach().clone(), scale.detach().clone())
+                    best, kept = value, (moves.detach().clone(), scale.detach().clone())
                 if still >= 5:
                     break
             last = float(objective().detach())
             if last < best:
-                best, kept = last, (z.detach().clone(), scale.detach().clone())
+                best, kept = last, (moves.detach().clone(), scale.detach().clone())
         finding = "" if still >= 5 else f"{total} steps did not end the search; the bound still rises"
-        return replace(self, anchors=self.anchors.at(kept[0]), log_scale=kept[1], steps=tuple(steps),
+        return replace(self, anchors=self.anchors.at(start + unit * kept[0]), log_scale=kept[1], steps=tuple(steps),
                        findings=(finding,) if finding else ())  # fmt: skip
 
     @property
@@ -290,7 +302,7 @@ class Stochastic:
     learner: Learner
     data: Data
     generator: torch.Generator
-    z: Tensor
+    moves: Tensor | None  # of the points, in their units, where they move
     log_scale: Tensor
     log_noise: Tensor | None
     inducing: Inducing
@@ -299,22 +311,27 @@ class Stochastic:
     def of(cls, learner: Learner, data: Data, generator: torch.Generator) -> Stochastic:
         problem, method = learner.problem, learner.method
         device = problem.network.device
-        z = learner.anchors.inputs
-        if learner.moving:
-            z = z.detach().clone().requires_grad_()
+        moves = torch.zeros_like(learner.anchors.inputs, requires_grad=True) if learner.moving else None
         scale = torch.zeros((), dtype=torch.float64, device=device, requires_grad=problem.learn_prior)
         noise = None
         if method.alpha > 0 and problem.likelihood.learns_dispersion:
             noise = problem.likelihood.dispersion.detach().double().log().to(device).requires_grad_()
         inducing = Inducing.before_data(len(learner.anchors), torch.empty(0, device=device))
-        return cls(learner, data, generator, z, scale, noise, inducing)
+        return cls(learner, data, generator, moves, scale, noise, inducing)
+
+    @property
+    def z(self) -> Any:
+        """Where the points are."""
+        start = self.learner.anchors.inputs
+        return start if self.moves is None else start.detach() + self.unit * self.moves
+
+    @cached_property
+    def unit(self) -> Tensor:
+        return self.learner.unit()
 
     def run(self) -> Learner:
         learner, method = self.learner, self.learner.method
-        groups = []
-        if learner.moving:
-            spread = float(self.z.detach().double().std(0, correction=0).mean())
-            groups.append({"params": [self.z], "lr": method.learning_rate * (spread or 1.0)})
+        groups = [{"params": [self.moves], "lr": method.learning_rate}] if self.moves is not None else []
         rest = [t for t in (self.log_scale, self.log_noise) if t is not None and t.requires_grad]
         groups += [{"params": rest, "lr": 3 * method.learning_rate}] if rest else []
         optimiser = torch.optim.Adam(groups) if groups else None
@@ -355,7 +372,7 @@ class Stochastic:
 
     def state(self) -> Snapshot:
         noise = None if self.log_noise is None else self.log_noise.detach().clone()
-        z = self.z.detach().clone() if isinstance(self.z, Tensor) else self.z
+        z = self.z.detach() if isinstance(self.z, Tensor) else self.z
         return Snapshot(z, self.log_scale.detach().clone(), noise, self.inducing)
 
     def likelihood(self) -> Likelihood:
