@@ -19,7 +19,7 @@ from lapwing.core.errors import DataError, ModelError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.operators import Operator
-from lapwing.curvature.sweep import data_count, mean_squared_residual
+from lapwing.curvature.sweep import checked_targets, mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
@@ -51,12 +51,14 @@ from lapwing.posteriors.protocols import (
     Posterior,
     Reweightable,
 )
+from lapwing.posteriors.sampled import SampledPosterior, outside_inference
 from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior, isotropic
 from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.training import loop as training
 from lapwing.training.loop import Epoch, State
 from lapwing.training.recipe import Recipe, online
+from lapwing.tuning.em import SampleEM
 from lapwing.tuning.evidence import maximise_evidence, started
 
 Tuner = Callable[[Any], Any]
@@ -81,8 +83,8 @@ def fit(
 
     ``data`` is the training data: a DataLoader, a list of ``(inputs, targets)`` batches, mappings with a target
     key, or one pair of tensors. ``prior=None`` learns an isotropic precision by the evidence (``tuner``, by
-    default ``maximise_evidence``); a given prior is used as given, and a number is an isotropic precision.
-    ``progress=None`` shows a bar on a terminal. The model is not changed.
+    default ``maximise_evidence``, or ``sample_em`` for samples); a given prior is used as given, and a number is an
+    isotropic precision. ``progress=None`` shows a bar on a terminal. The model is not changed.
 
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -132,7 +134,8 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """With the prior learned, from a start near the optimum."""
     statistics = posterior.statistics
     begun = started(posterior, statistics.data, statistics.outputs, posterior.problem.network.theta())
-    found = _on(tuner or maximise_evidence, data)(begun)
+    usual: Tuner = SampleEM(mode="network") if isinstance(posterior, SampledPosterior) else maximise_evidence
+    found = _on(tuner or usual, data)(begun)
     before, after = getattr(posterior, "trace", None), getattr(found, "trace", None)
     if before is None or after is None or not before.findings:
         return found
@@ -144,8 +147,9 @@ def _method(method: Method | Auto | str | None, problem: Problem, data: Data) ->
     auto = Auto(gpu=problem.network.device.type == "cuda") if method == "auto" else method
     if not isinstance(auto, Auto):
         return method_named(auto), ""
-    rows = data_count(problem.network, problem.likelihood, data) * problem.network.output_shape[-1]
-    selection = problem.network.selection
+    network, selection = problem.network, problem.network.selection
+    # Ignored data too: they have rows of noughts in a design.
+    rows = sum(checked_targets(network, problem.likelihood, batch)[0].numel() for batch in data.batches("counting"))
     found = auto.choose(selection.size, rows, selection.index is not None)
     return found.method, found.why
 
@@ -317,6 +321,7 @@ class Fitted:
         return torch.stack(found).to(network.dtype)
 
     @outside_autocast
+    @outside_inference
     def log_evidence(self) -> Tensor:
         """The log marginal likelihood of the tangent model, with every constant."""
         self._unchanged()
@@ -328,6 +333,7 @@ class Fitted:
         return float(getattr(self.posterior, "evidence_error", 0.0))
 
     @outside_autocast
+    @torch.inference_mode(False)  # as for fit
     def tuned(self, tuner: Tuner = maximise_evidence) -> Fitted:
         """The same posterior under better hyperparameters; ``trace`` says how they were found."""
         self._unchanged()

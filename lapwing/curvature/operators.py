@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.linalg.design import Design, back_product, forward_product, gram_product
+from lapwing.networks.forward import outside_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class Operator:
         other = {"jacobian": "transposed", "transposed": "jacobian", "ggn": "ggn"}
         return Operator(self.design, other[self.kind])
 
+    @outside_autocast
     def __matmul__(self, v: Tensor) -> Tensor:
         good = isinstance(v, Tensor) and not v.is_complex() and v.ndim in (1, 2) and v.numel() > 0
         if not good or v.shape[0] != self.shape[1]:
@@ -40,6 +42,12 @@ class Operator:
             raise DataError(
                 f"a product of an operator {self.shape} with {seen}; expected a real tensor ({self.shape[1]},) or "
                 f"({self.shape[1]}, K)."
+            )
+        most, largest = torch.finfo(self.design.like.dtype).max, float(v.detach().double().abs().max())
+        if not largest <= most:  # nor is NaN
+            raise DataError(
+                f"a product of an operator {self.shape} with a vector whose largest entry is {largest:.3g}; expected "
+                f"finite numbers of at most {most:.3g}, as the network computes in {self.design.like.dtype}. Scale it."
             )
         rows = v.reshape(v.shape[0], -1).mT.to(self.design.like.device)
         apply = {"jacobian": forward_product, "transposed": back_product, "ggn": gram_product}[self.kind]
@@ -56,7 +64,15 @@ class Operator:
             raise UnsupportedError("a SciPy view of an operator needs scipy: pip install scipy.") from error
 
         def times(operator: Operator) -> Any:
-            return lambda v: (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
+            def product(v: Any) -> Any:
+                if np.iscomplexobj(v):
+                    raise DataError(
+                        f"a product of an operator {operator.shape} with an array {np.shape(v)} of {v.dtype}; expected "
+                        "real numbers. Multiply the real and the imaginary part apart."
+                    )
+                return (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
+
+            return product
 
         return LinearOperator(
             self.shape, matvec=times(self), rmatvec=times(self.T), matmat=times(self), rmatmat=times(self.T),

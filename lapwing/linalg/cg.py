@@ -110,6 +110,7 @@ def block_conjugate_gradients(
     *,
     root: Product | None = None,
     tolerance: float = 1e-6,
+    sizes: Tensor | None = None,
     max_iterations: int = 1000,
     truncated: bool = False,
 ) -> Solution:
@@ -117,15 +118,15 @@ def block_conjugate_gradients(
 
     Each row uses the directions of all, so K rows take far fewer iterations than one does alone; ``root`` L, symmetric,
     makes it L A L. The residual block is kept as mix · q with orthonormal rows q: rows that become dependent, or are
-    done, leave the block and do no harm. Tolerance, ``truncated`` and negative curvature as in ``conjugate_gradients``.
-    Reference: Dubrulle 2001 (BCGrQ).
+    done, leave the block and do no harm. Tolerance, ``truncated`` and negative curvature as in ``conjugate_gradients``;
+    residuals are relative to ``sizes`` (K,) where they are given. Reference: Dubrulle 2001 (BCGrQ).
 
     >>> a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
     >>> block_conjugate_gradients(lambda v: v @ a, torch.eye(2, dtype=torch.float64)).iterations
     1
     """
     half = _identity if root is None else root
-    size = rhs.double().norm(dim=1, keepdim=True).clamp_min(TINY)
+    size = (rhs.double().norm(dim=1) if sizes is None else sizes)[:, None].clamp_min(TINY)
     b = rhs.double() / size
     x, r = torch.zeros_like(b), b.clone()
     mix, q = _residual_basis(half(r).double())

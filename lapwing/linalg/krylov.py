@@ -55,13 +55,20 @@ class BlockKrylov:
         return len(self.ahead) == 0
 
     def solve(
-        self, weights: Tensor, shift: float | Tensor, *, tolerance: float = 1e-6, truncated: bool = False
+        self,
+        weights: Tensor,
+        shift: float | Tensor,
+        *,
+        tolerance: float = 1e-6,
+        sizes: Tensor | None = None,
+        truncated: bool = False,
     ) -> Solution:
         """Solve (A + shift I) x = weights (n, K) · start, with no new products; one shift, or one for each row (n,).
 
         The residuals are those of the measured products: with y the coordinates of x, what y · projected leaves
-        inside the basis and what y_last · edge puts outside, and a bound for what was dropped. An answer above the
-        tolerance raises, unless ``truncated`` says that the best in this space will do.
+        inside the basis and what y_last · edge puts outside, and a bound for what was dropped; relative to the
+        right-hand sides, or to ``sizes`` (n,). An answer above the tolerance raises, unless ``truncated`` says that
+        the best in this space will do.
         """
         shifts = torch.as_tensor(shift, dtype=torch.float64, device=self.start.device).reshape(-1, 1)
         weights = weights.to(self.start)
@@ -69,7 +76,7 @@ class BlockKrylov:
         target = weights @ self.coordinates
         y = (target @ self.turn / (self.values + shifts)) @ self.turn.mT
         left = self._remainder(y, target, shifts) + weights.abs() @ self.missed
-        residuals = left / target.norm(dim=1).clamp_min(TINY)
+        residuals = left / (target.norm(dim=1) if sizes is None else sizes).clamp_min(TINY)
         found = Solution(self.rows.combined(y), residuals, self.products, tolerance)
         advice = "Take more steps, add rows to the start block, or raise the prior precision."
         return found if truncated else found.settled("a solve in a Krylov space", advice)

@@ -25,6 +25,7 @@ from lapwing.linalg.stochastic import Streamed
 
 Descent = Callable[[Design, Tensor, Tensor, float], Solution]  # design, ζ, ε, shift
 HELD = 1e-5  # what may be left of a row outside the basis that is said to hold it: rounding in single precision
+LEAST = 1e-12  # relative residuals below this are rounding
 FIRST, GROWTH = 4, 2  # products that a basis begins with, and by which it grows before it is asked again
 log = logging.getLogger(__name__)
 
@@ -95,18 +96,23 @@ class Ridge:
         """K draws from N(0, Λ⁻¹), Λ = XᵀX / φ + α D: the same noise for every α and φ.
 
         The first come from the basis, which grows until it holds them; the others start from it and are finished by
-        conjugate gradients that it preconditions. One that does not reach the tolerance is an error.
+        conjugate gradients that it preconditions. One that does not reach the tolerance is an error. Residuals are
+        relative to the prior's part of the right-hand side, √shift |ζ|: the error e of a draw then has
+        eᵀ Λ e ≤ (tolerance |ζ|)², so that it is, in the mean over all directions, this share of a standard deviation.
+        Relative to the whole right-hand side, which the data may dominate, a small residual would say nothing.
         """
         shift = alpha * phi
-        basis = self._reaching(shift, tolerance)
+        basis = self.reaching(shift, tolerance)
         count = self._based
-        found = basis.solve(_weights(count, shift, basis), shift, tolerance=tolerance, truncated=True)
+        found = self._looked(basis, shift, tolerance)
         done = count if found.converged else 0
         rows, residuals = [found.x[:done]], [found.residuals[:done]]
         if done < len(self.prior):
-            rhs = shift**0.5 * self.prior[done:] + self._unscaled(self.back)[done:]
-            root = self.deflating(shift)
-            more = block_conjugate_gradients(lambda v: self.product(v) + shift * v, rhs, root=root, tolerance=tolerance)
+            rhs, root = self._rhs(shift)[done:], self.deflating(shift)
+            sizes = error_sizes(shift**0.5 * self.prior[done:], rhs, tolerance)
+            more = block_conjugate_gradients(
+                lambda v: self.product(v) + shift * v, rhs, root=root, tolerance=tolerance, sizes=sizes
+            )
             rows, residuals = [*rows, more.x], [*residuals, more.residuals]
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), basis.products, tolerance)
@@ -142,12 +148,21 @@ class Ridge:
         """How many samples the basis starts from."""
         return max(1, min(len(self.prior), self.width // 2))
 
-    def _reaching(self, shift: float, tolerance: float) -> BlockKrylov:
+    def _rhs(self, shift: float) -> Tensor:
+        return shift**0.5 * self.prior + self._unscaled(self.back)
+
+    def _looked(self, basis: BlockKrylov, shift: float, tolerance: float) -> Solution:
+        """The first samples, as far as a basis has them."""
+        count = self._based
+        sizes = error_sizes(shift**0.5 * self.prior[:count], self._rhs(shift)[:count], tolerance)
+        return basis.solve(_weights(count, shift, basis), shift, tolerance=tolerance, sizes=sizes, truncated=True)
+
+    def reaching(self, shift: float, tolerance: float) -> BlockKrylov:
         """The basis, grown until the first samples are solved at this shift, or it may not grow any more."""
         found = self.basis
         most = max(2 * self._based, self.bytes // (8 * self.size))
         while not found.exhausted and len(found.rows) + len(found.ahead) <= most:
-            solved = found.solve(_weights(self._based, shift, found), shift, tolerance=tolerance, truncated=True)
+            solved = self._looked(found, shift, tolerance)
             log.info("residual %.3g at shift %.3g, from a basis of %d rows after %d products",
                      float(solved.residuals.max()), shift, len(found.rows), found.products)  # fmt: skip
             if solved.converged:
@@ -179,8 +194,9 @@ class Ridge:
         return Logdet(torch.log1p(values / shift).sum() + each.mean(), spread + bias)
 
     def _quadrature(self, probes: int, steps: int) -> tuple[Tensor, Quadrature]:
-        key = f"quadrature {probes} {steps}"
-        if key not in self._memo:
+        """Of what the basis leaves, once for all shifts; anew where the basis has since doubled."""
+        key, rank = f"quadrature {probes} {steps}", len(self.basis.rows)
+        if key not in self._memo or rank >= 2 * self._memo[key][0]:
             pairs = self.basis.pairs()
             # Others would be counted twice, by halves. Relative to the value itself: what couples a pair to the rest
             # adds its square over that value and the shift, which may be far smaller than the largest.
@@ -190,9 +206,9 @@ class Ridge:
             rows = signs(probes, self.size, generator, self.prior.device)
             for _ in range(2):
                 rows = rows - (rows @ vectors.mT) @ vectors
-            self._memo[key] = (values, lanczos_quadrature(self._away(vectors), rows, steps))
-        found: tuple[Tensor, Quadrature] = self._memo[key]
-        return found
+            self._memo[key] = (rank, values, lanczos_quadrature(self._away(vectors), rows, steps))
+        _, values, found = self._memo[key]
+        return values, found
 
     def _away(self, vectors: Tensor) -> Product:
         """The product on what is orthogonal to the vectors: rounding must not bring them back."""
@@ -232,6 +248,14 @@ class ScaledDesign:
 
     def _scaled(self, part: Part) -> Part:
         return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
+
+
+def error_sizes(prior: Tensor, rhs: Tensor, tolerance: float) -> Tensor:
+    """What the residuals of samples are relative to, (K,): the prior's part of the right-hand sides, both (K, P).
+
+    But no residual is asked for that float64 does not have.
+    """
+    return torch.maximum(prior.norm(dim=1), LEAST / tolerance * rhs.norm(dim=1))
 
 
 def _weights(count: int, shift: float, basis: BlockKrylov) -> Tensor:

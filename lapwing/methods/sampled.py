@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from lapwing.curvature.design import NetworkDesign, refuse_unsteady
 from lapwing.curvature.sweep import checked_curvature, residual_noise
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.ridge import Logdet, Ridge
+from lapwing.linalg.ridge import Logdet, Ridge, error_sizes
 from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.sampled import SampledPosterior
@@ -32,8 +33,9 @@ class Sampled:
 
     ``solver="krylov"`` (default) builds one block Krylov basis, from at most ``width`` rows, that serves every prior
     precision and noise; a prior by groups is solved by block conjugate gradients at its precisions, and "cg" does so
-    for every prior. ``tolerance`` is the relative residual that every sample must reach; one that does not is an
-    error, not an answer. The evidence has its log-determinant by ``probes`` of ``steps`` Lanczos steps.
+    for every prior. ``tolerance`` is the error that a sample may have, in standard deviations and in the mean over all
+    directions (a bound, by the residual); a sample that does not reach it is an error, not an answer. The evidence has
+    its log-determinant by ``probes`` of ``steps`` Lanczos steps.
 
     "sgd" and "sdd" descend on ``batch`` data at a time, for ``epochs`` passes at every precision, where a prior has one
     number; ``objective`` is where "sgd" has the noise, "reduced" in the regulariser or "classic" in the data.
@@ -54,6 +56,18 @@ class Sampled:
     epochs: int = 400
 
     def __post_init__(self) -> None:
+        for name in ("num_samples", "width", "probes", "steps", "batch", "epochs"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise UnsupportedError(f"{name} is {value!r:.80}; expected a whole number.")
+        real = isinstance(self.tolerance, Real) and not isinstance(self.tolerance, bool)
+        if not real or not 0 < self.tolerance < 1:
+            raise UnsupportedError(
+                f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "
+                "a standard deviation by which a sample may be off."
+            )
+        if self.width < 1:
+            raise UnsupportedError(f"width is {self.width}; expected at least 1.")
         if self.num_samples < 1:
             raise UnsupportedError(f"num_samples is {self.num_samples}; expected at least 1.")
         if self.probes < 2 or self.steps < 1:
@@ -108,6 +122,7 @@ class RidgeSolver:
             lambda v: unit * gram_product(self.ridge.design, unit * v) / phi + v,
             rhs,
             tolerance=self.settings.tolerance,
+            sizes=error_sizes(self.ridge.prior, rhs, self.settings.tolerance),
         )
         return replace(found, x=found.x * unit)
 
@@ -139,13 +154,23 @@ class RidgeSolver:
                 )
             ridge = replace(self.ridge, scale=prior.vector.detach(), _memo={})
             shift = phi
+        else:  # what the basis has is exact, the rest an estimate
+            ridge.reaching(float(shift.detach()), self.settings.tolerance)
         return ridge.logdet(shift, self.settings.probes, self.settings.steps)
 
     def gamma(self, problem: Problem, samples: Tensor) -> Tensor:
-        """γ of every weight, from each sample: z (G z) / φ, (K, P). Samples that a basis gave need no pass."""
+        """γ of every weight, from each sample, (K, P). Samples that a basis gave need no pass.
+
+        Their sum is z G z / φ. Single terms of that have the signs of chance, and so have sums over a layer: a weight
+        gets ζ (ζ - √A z) instead, what the data took of its prior noise, with the same mean and a small spread, and an
+        equal share of what is left to the sum.
+        """
         based = self.settings.solver == "krylov" and self._shared(problem.prior)
         image = self.ridge.gram(samples) if based else gram_product(self.ridge.design, samples)
-        return samples * image / float(problem.likelihood.dispersion)
+        total = (samples * image).sum(1, keepdim=True) / float(problem.likelihood.dispersion)
+        zeta = self.ridge.prior
+        taken = zeta * (zeta - problem.prior.vector.detach().sqrt() * samples)
+        return taken + (total - taken.sum(1, keepdim=True)) / taken.shape[1]
 
     def _shared(self, prior: Prior) -> bool:
         """Whether the prior is one number times the diagonal that the basis was built for."""

@@ -232,8 +232,8 @@ class Network:
 
     def slope(self, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
         """The gradient in the selected parameters, (P,), of a scalar function of all of them by name."""
-        fixed = {name: tensor.detach().to(self.dtype) for name, tensor in self.model.named_parameters()}
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            fixed = {name: tensor.detach().to(self.dtype) for name, tensor in self.model.named_parameters()}
             leaves = {name: fixed[name].requires_grad_() for name in self.selection.names}
             value = scalar(function(fixed))
             if not value.requires_grad:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
+from numbers import Integral
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +17,28 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
+from lapwing.networks.forward import outside_autocast
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Tangent
 from lapwing.posteriors.functional import Functional, weight_slope
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Solver
 from lapwing.posteriors.trace import Trace
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def outside_inference(call: Call) -> Call:
+    """What is remembered of a result may take part in a gradient later, which a tensor of inference mode cannot."""
+
+    @wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return call(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return call(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +57,8 @@ class SampledPosterior:
     trace: Trace | None = None
 
     @cached_property
+    @outside_autocast
+    @outside_inference
     def solution(self) -> Solution:
         """The samples (K, P) around nought, with the relative residual of each."""
         with torch.no_grad():
@@ -76,8 +97,8 @@ class SampledPosterior:
         return FunctionGaussian(
             f,
             Deferred(
-                lambda: moved.square().mean(0),
-                lambda: torch.einsum("n...c,n...d->...cd", moved, moved) / len(moved),
+                outside_autocast(lambda: moved.square().mean(0)),
+                outside_autocast(lambda: torch.einsum("n...c,n...d->...cd", moved, moved) / len(moved)),
             ),
         )
 
@@ -114,27 +135,37 @@ class SampledPosterior:
         f, moved = self._moved(x)
         return f + moved[:n]
 
+    @outside_inference
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Of a scalar function of the weights by name, or of the outputs at x: the mean of (∇g·z)² over the samples."""
         return (self.samples @ weight_slope(self.problem.network, function, x)).square().mean()
 
     def _refuse_more(self, n: int) -> None:
+        if isinstance(n, bool) or not isinstance(n, Integral):
+            raise UnsupportedError(f"n is {n!r:.80}; expected a whole number of samples, at most {len(self.samples)}.")
         if not 0 <= n <= len(self.samples):
             raise UnsupportedError(
                 f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples=...)."
             )
 
+    @outside_inference
     def gammas(self) -> Tensor:
         """γ of every weight, (P,): the mean over the samples of z (G z) / φ."""
         with torch.no_grad():
             return self.solver.gamma(self.problem, self.samples).mean(0)
 
+    @property
+    def loss(self) -> float:
+        """At w̃, summed over the data, at unit dispersion."""
+        return self.statistics.loss
+
     def log_likelihood(self) -> Tensor:
         """log p(D | w̃)."""
         phi, likelihood = self.problem.likelihood.dispersion.to(self.theta.device), self.problem.likelihood
         normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
-        return -self.statistics.loss / phi - self.statistics.data * normaliser
+        return -self.loss / phi - self.statistics.data * normaliser
 
+    @outside_inference
     def log_evidence(self) -> Tensor:
         """As for the full posterior, with the log-determinant estimated; ``evidence_error`` is its standard error."""
         return self.log_likelihood() - 0.5 * (
@@ -142,6 +173,8 @@ class SampledPosterior:
         )
 
     @property
+    @outside_autocast
+    @outside_inference
     def evidence_error(self) -> float:
         return 0.5 * float(self.solver.logdet(self.problem).error)
 

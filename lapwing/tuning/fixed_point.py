@@ -27,7 +27,8 @@ class FixedPoint:
     anyway, and one for each output is updated with its own γ. Ends when no logarithm moves by more than
     ``tolerance``, at the stationary point that ``maximise_evidence`` finds. An update that would lose evidence is
     halved, and so are those of a logarithm that turns back.
-    γ of every layer at the end is ``posterior.effective_parameters()``.
+    γ of every layer at the end is ``posterior.effective_parameters()``. With samples γ is their estimate, and the
+    evidence has no say.
 
     Cost: posterior variances of the weights at each step; no data is touched.
     """
@@ -68,7 +69,10 @@ class FixedPoint:
         """The whole update, or the half, quarter ... of it that does not lose evidence.
 
         Each logarithm moves the way its slope points, so that a short enough step gains; whole ones may oscillate.
+        Where evidence and γ are estimates, each of its own, the one has no say in where the other stands still.
         """
+        if hasattr(coordinates.posterior, "evidence_error"):
+            return new, float(coordinates.at(new).log_evidence())
         for halvings in range(8):
             trial = x + (new - x) * 0.5**halvings
             found = float(coordinates.at(trial).log_evidence())

@@ -349,6 +349,26 @@ def test_with_prior_returns_a_new_value(x: Tensor, y: Tensor) -> None:
     assert bool((two.functions(x).variance < one.functions(x).variance).all())
 
 
+@pytest.mark.parametrize("method", [lw.Full(), lw.KernelSpace(), lw.Kron(), lw.Sampled()])
+def test_evidence_and_tuning_in_inference_mode(method: Any, x: Tensor, y: Tensor) -> None:
+    """As in fit: nothing that is kept belongs to that mode, and the answers are the same."""
+    one, other = (fit(net(), [(x, y)], method=method, prior=1.0) for _ in range(2))
+    expected = one.log_evidence(), one.tuned().prior.values
+    with torch.inference_mode():
+        found = other.log_evidence(), other.tuned().prior.values
+    assert not any(t.is_inference() for t in found)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_tuners_with_data_in_inference_mode(x: Tensor, y: Tensor) -> None:
+    tuner = lw.linear_mode([(x, y)])
+    posterior = fit(net(), [(x, y)], method=lw.Full(), prior=1.0)
+    expected = posterior.tuned(tuner).prior.values
+    with torch.inference_mode():
+        assert torch.equal(posterior.tuned(tuner).prior.values, expected)
+
+
 def test_pieces_are_at_hand(x: Tensor, y: Tensor) -> None:
     model = net()
     posterior = fit(model, [(x, y)])

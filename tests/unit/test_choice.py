@@ -171,6 +171,40 @@ def test_every_token_is_a_datum() -> None:
     assert found.why.startswith("Full: 123 weights, 72 rows")  # six inputs, four tokens, three classes
 
 
+def test_ignored_data_are_counted() -> None:
+    """They have rows in a design, and a limit without them would be refused."""
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Sequential(nn.Linear(3, 100), nn.Tanh(), nn.Linear(100, 5)),
+        torch.randn(20, 3),
+        torch.arange(20) % 5,
+    )
+    y[::2] = -100
+    found = lw.fit(model, [(x, y)], "classification", method="auto", prior=1.0)
+    assert found.why.startswith("KernelSpace: 905 weights, 100 rows")
+    given = lw.fit(model, [(x, y)], "classification", method=lw.KernelSpace(), prior=1.0)
+    assert torch.equal(found.log_evidence(), given.log_evidence())
+
+
+def test_ignored_tokens_are_counted() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 40), nn.Tanh(), nn.Linear(40, 5))
+    batches = []
+    for tokens in (4, 6):  # lengths may differ
+        y = torch.randint(0, 5, (3, tokens))
+        y[:, 2:] = -100
+        batches.append((torch.randint(0, 7, (3, tokens)), y))
+    found = lw.fit(model, batches, "classification", method="auto", prior=1.0)
+    assert found.why.startswith("KernelSpace: 485 weights, 150 rows")  # three inputs of four tokens and three of six
+
+
+def test_nothing_but_ignored_data_is_refused() -> None:
+    with pytest.raises(lw.DataError, match="no datum counts"):
+        lw.fit(
+            nn.Linear(3, 2), [(torch.randn(4, 3), torch.full((4,), -100))], "classification", method="auto", prior=1.0
+        )
+
+
 @pytest.mark.parametrize("name", ["memory", "seconds"])
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, -math.inf])
 def test_budgets_that_are_refused(name: str, value: float) -> None:

@@ -124,6 +124,100 @@ def test_candidates_may_differ_in_weights_and_prior() -> None:
     assert {c.name: c.weights for c in found.candidates} == {"last": 18, "all": 83}
 
 
+# Evidences that are estimated.
+
+
+def sampled(seed: int, probes: int = 4, prior: float = 1.0) -> lw.Fitted:
+    """A hundred and some weights of which a narrow basis sees little: the log-determinant is mostly an estimate."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1)).double()
+    x = torch.randn(80, 3, dtype=D)
+    method = lw.Sampled(num_samples=2, width=2, probes=probes, steps=3, tolerance=0.3)
+    generator = torch.Generator().manual_seed(seed)
+    return lw.fit(model, [(x, x[:, :1].sin())], lw.Gaussian(noise_std=0.1), method=method, prior=prior,
+                  generator=generator)  # fmt: skip
+
+
+def stated(value: float, error: float) -> Any:
+    """A fitted posterior that states this evidence and error."""
+
+    class Stated(lw.Fitted):
+        evidence_error = error
+
+        def log_evidence(self) -> Tensor:
+            return torch.tensor(value, dtype=D)
+
+    fitted = classifier()
+    return Stated(fitted.posterior, fitted.fingerprint)
+
+
+def test_the_same_network_under_other_seeds_is_not_ranked() -> None:
+    """However far apart the estimates are, they are within their errors."""
+    fits = {f"seed {seed}": sampled(seed) for seed in range(4)}
+    found = lw.compare(fits)
+    errors = {name: fitted.evidence_error for name, fitted in fits.items()}
+    assert {c.name: c.error for c in found.candidates} == errors
+    assert min(errors.values()) > 0
+    evidences = torch.tensor([c.log_evidence for c in found.candidates], dtype=D)
+    assert found.candidates[0].probability != pytest.approx(float(evidences.softmax(0)[0]), abs=1e-3)
+    assert found.candidates[0].probability < 0.9
+    assert sum(c.probability for c in found.candidates) == pytest.approx(1, abs=1e-12)
+    assert found.findings[0].startswith(f"{found.best} leads ")
+    assert found.findings[0].endswith("Raise probes= and steps= of Sampled(), or use an exact method.")
+
+
+def test_a_lead_within_the_errors_is_no_certainty() -> None:
+    """Estimates of one network by four seeds, as found: from them alone the first would have all of the odds."""
+    values = (-100.2, 38.8), (-125.8, 38.5), (-134.1, 38.8), (-150.5, 36.8)
+    found = lw.compare({str(i): stated(*pair) for i, pair in enumerate(values)})
+    assert all(0.02 < c.probability < 0.6 for c in found.candidates)
+    exact = lw.compare({str(i): stated(value, 0.0) for i, (value, _) in enumerate(values)})
+    assert exact.candidates[0].probability == 1 / sum(math.exp(value + 100.2) for value, _ in values)
+    assert "error" not in str(exact)
+
+
+def test_probabilities_are_averaged_over_gaussian_errors() -> None:
+    """Of two: the mean of a sigmoid under a Gaussian, by quadrature."""
+    found = lw.compare({"a": stated(-3.0, 3.0), "b": stated(-5.0, 4.0)})
+    gap = torch.linspace(2 - 60, 2 + 60, 20_001, dtype=D)
+    density = torch.distributions.Normal(torch.tensor(2.0, dtype=D), 5.0).log_prob(gap).exp()
+    expected = float(torch.trapezoid(gap.sigmoid() * density, gap))
+    assert [c.name for c in found.candidates] == ["a", "b"]
+    assert found.candidates[0].probability == pytest.approx(expected, abs=5e-3)
+
+
+def test_the_order_of_the_mapping_has_no_say() -> None:
+    fits = {"a": stated(-3.0, 3.0), "b": stated(-5.0, 4.0), "c": stated(-4.0, 0.0)}
+    one, other = lw.compare(fits), lw.compare(dict(reversed(fits.items())))
+    assert one.candidates == other.candidates
+    assert one.findings[0] == other.findings[0]
+
+
+def test_what_the_errors_leave_open_is_said() -> None:
+    found = lw.compare(
+        {"a": stated(-3.0, 3.0), "b": stated(-17.9, 4.0), "c": stated(-18.1, 4.0), "d": stated(-9.0, 0.0)}
+    )
+    assert found.findings[0].startswith(
+        "a leads d by 6 +- 3 nats, b by 15 +- 5 nats: within 3 standard errors of the estimated evidences, so this "
+        "order is not decided."
+    )
+    assert lw.compare({"a": stated(-3.0, 3.0), "c": stated(-18.1, 4.0)}).findings == ()
+
+
+def test_errors_that_are_small_change_nothing() -> None:
+    found = lw.compare({"a": stated(-3.0, 1e-9), "b": stated(-4.0, 1e-9)})
+    assert found.candidates[0].probability == pytest.approx(1 / (1 + math.exp(-1.0)), abs=1e-8)
+    assert found.findings == ()
+
+
+def test_errors_have_a_column() -> None:
+    found = lw.compare({"a": stated(-3.0, 3.0), "b": stated(-5.0, 0.0)})
+    head, *rows = str(found).splitlines()
+    assert head.split()[:5] == ["model", "log", "evidence", "error", "fit"]
+    assert [row.split()[:3] for row in rows[:2]] == [["a", "-3.00", "3.00"], ["b", "-5.00", "0.00"]]
+    assert len({len(row) for row in (head, *rows[:2])}) == 1
+
+
 # What γ says.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -243,6 +244,53 @@ def test_vectors_of_another_shape_are_refused(vector: Any, seen: str) -> None:
     operator = fitted(BY_NAME["mlp"]).ggn(problems.batches(BY_NAME["mlp"]))
     with pytest.raises(lw.DataError, match=rf"an operator \(83, 83\) with {seen}.*expected a real tensor \(83,\)"):
         operator @ vector
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(torch.nan, D), (torch.inf, D), (-torch.inf, D), (1e39, torch.float32), (-1e39, torch.float32)],
+)
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+def test_vectors_out_of_range_are_refused(value: float, dtype: torch.dtype, kind: str) -> None:
+    case = BY_NAME["mlp"]
+    operator = getattr(fitted(case, dtype), kind)(problems.batches(case, dtype=dtype))
+    vector = columns(83)
+    vector[5, 1] = value
+    with pytest.raises(
+        lw.DataError, match=rf"largest entry is {re.escape(f'{abs(value):.3g}')}; expected finite .*{dtype}"
+    ):
+        operator @ vector
+
+
+def test_vectors_of_whole_numbers_will_do() -> None:
+    case = BY_NAME["mlp"]
+    operator = fitted(case).ggn(problems.batches(case))
+    expected = operator @ torch.ones(83, dtype=D)
+    for dtype in (torch.bool, torch.uint8, torch.int64):
+        assert torch.equal(operator @ torch.ones(83, dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+def test_scipy_has_no_complex_products(kind: str) -> None:
+    case = BY_NAME["mlp"]
+    operator = getattr(fitted(case), kind)(problems.batches(case)).scipy()
+    for product, size in ((operator.matvec, operator.shape[1]), (operator.rmatvec, operator.shape[0])):
+        with pytest.raises(lw.DataError, match=rf"an array \({size},\) of complex128; expected real numbers"):
+            product(1j * np.ones(size))
+    with pytest.raises(lw.DataError, match="of complex64"):
+        operator @ np.ones((operator.shape[1], 2), dtype=np.complex64)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_autocast_has_no_say(narrow: torch.dtype) -> None:
+    case = BY_NAME["mlp"]
+    posterior, data = fitted(case, torch.float32), problems.batches(case, dtype=torch.float32)
+    j = posterior.jacobian(data)
+    for operator in (j, j.T, posterior.ggn(data)):
+        several = columns(operator.shape[1])
+        expected = operator @ several
+        with torch.autocast("cpu", narrow):
+            assert torch.equal(operator @ several, expected)
 
 
 def test_vectors_that_are_learned_get_no_graph() -> None:

@@ -445,7 +445,9 @@ def test_maximise_evidence_lands_near_full(prior: str, noise: bool) -> None:
     """With a basis that does not see it all."""
     make = {"isotropic": lambda: None, "g": lambda: lw.g_prior(0.1)}[prior]
     tuner = lw.MaximiseEvidence(noise=noise)
-    found, full = (on_larger(method, make(), std=None, tuner=tuner) for method in (lw.Sampled(width=4), lw.Full()))
+    found, full = (
+        on_larger(method, make(), std=None, tuner=tuner) for method in (lw.Sampled(width=4, probes=32), lw.Full())
+    )
     assert float(found.prior.values) == pytest.approx(float(full.prior.values), rel=0.1)
     assert float(found.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=0.05)
     assert float(found.log_evidence()) == pytest.approx(float(full.log_evidence()), abs=3 * found.evidence_error)

@@ -111,6 +111,14 @@ def test_weights_outside_the_selection_are_known_numbers(method: Any) -> None:
         found.variance_of(lambda w: w["0.bias"].sum())
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_surroundings_without_gradients(around: Any) -> None:
+    found = fitted(small(), lw.Full())
+    outside = found.variance_of(lambda w: w["2.bias"].sum())
+    with around():
+        assert_close(found.variance_of(lambda w: w["2.bias"].sum()), outside)
+
+
 def test_an_output_is_a_function_of_the_weights() -> None:
     """Its variance is that of the prediction."""
     energy = small()

@@ -316,9 +316,9 @@ def test_groups_say_how_well_they_are_known() -> None:
 
 
 def test_a_negative_gamma_of_a_group_is_refused() -> None:
-    """z_d (G z)_d is no square: noise can be found for which it is negative in one group and positive in sum."""
-    start = fitted(lw.per_layer(1.0))
-    for seed in range(50):
+    """That of a group is no sum of squares: noise can be found for which it is negative in one, and positive in sum."""
+    start = fitted(lw.per_layer(30.0))
+    for seed in range(500):
         gen = torch.Generator().manual_seed(seed)
         rows = torch.randn(1, P, dtype=D, generator=gen), torch.randn(1, N * OUTPUTS, dtype=D, generator=gen)
         drawn = with_rows(start, *rows)
@@ -328,7 +328,7 @@ def test_a_negative_gamma_of_a_group_is_refused() -> None:
     assert float(each.sum()) > 0
     with pytest.raises(lw.DivergedError, match=r"gamma of a group is -\S+ from 1 samples.*num_samples") as error:
         drawn.tuned(lw.sample_em(data()))
-    assert error.value.posterior.problem.prior.values.tolist() == [1.0, 1.0]
+    assert error.value.posterior.problem.prior.values.tolist() == [30.0, 30.0]
     assert len(error.value.trace.steps) == 1
 
 

@@ -308,3 +308,31 @@ def test_too_few_steps_are_refused_or_told() -> None:
 def test_without_an_evidence_it_is_refused() -> None:
     with pytest.raises(lw.UnsupportedError, match="no evidence to maximise; give the prior"):
         regression(lw.MapOnly()).tuned(lw.fixed_point)
+
+
+# Samples.
+
+
+@pytest.mark.parametrize("prior", ["isotropic", "per_layer", "g"])
+def test_samples_end_where_their_own_gamma_says(prior: str) -> None:
+    """α_d = γ_d / |w_d|² and φ = SSE / (N C - γ), with γ by the samples; near what Full finds."""
+    method = lw.Sampled(num_samples=256, tolerance=1e-6)
+    found = regression(method, PRIORS[prior]).tuned(lw.fixed_point)
+    effective = found.effective_parameters()
+    squares = found.prior.squares(found.posterior.centre)
+    assert torch.allclose(found.prior.values.reshape(-1), effective.by_precision / squares, rtol=1e-4)
+    statistics = found.posterior.statistics
+    assert float(found.likelihood.dispersion) == pytest.approx(2 * statistics.loss / (18 - effective.total), rel=1e-4)
+    full = regression(lw.Full(), PRIORS[prior]).tuned(lw.fixed_point)
+    assert float((found.prior.values / full.prior.values).log().abs().max()) < 0.3
+
+
+def test_samples_need_not_climb() -> None:
+    """Their evidence, an estimate of its own, peaks elsewhere than where γ stands still."""
+    torch.manual_seed(5)
+    x = torch.randn(60, 3)
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+    y = x[:, :1].sin() + 0.1 * torch.randn(60, 1)
+    found = lw.fit(model, [(x, y)], "regression", method=lw.Sampled(), tuner=lw.fixed_point)
+    assert len(found.trace.steps) < 40
+    assert found.trace.findings == ()

@@ -1,0 +1,106 @@
+"""What surrounds a call on samples: inference mode and autocast must leave no trace; and numbers that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+
+
+def setting() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.randn(40, 3), torch.randint(0, 3, (40,))
+
+
+def fitted(prior: Any = 1.0) -> lw.Fitted:
+    model, x, y = setting()
+    return lw.fit(model, [(x, y)], "classification", method=lw.Sampled(num_samples=8, width=4), prior=prior)
+
+
+def weight(w: Any) -> Tensor:
+    return w["0.weight"][0, 0]
+
+
+ASKED: dict[str, Callable[[lw.Fitted], Any]] = {
+    "evidence": lambda p: p.log_evidence(),
+    "evidence of the posterior": lambda p: p.posterior.log_evidence(),
+    "error": lambda p: p.evidence_error,
+    "gamma": lambda p: p.effective_parameters().total,
+    "std": lambda p: p.functions(setting()[1][:5]).std,
+    "variance of a weight": lambda p: p.variance_of(weight),
+    "tuned": lambda p: p.tuned().prior.values,
+    "tuned by samples": lambda p: p.tuned(lw.SampleEM(mode="network")).prior.values,
+    "tuned by their optimum": lambda p: p.tuned(lw.SampleEM([setting()[1:]], max_steps=2, tolerance=10.0)).prior.values,
+    "fixed point": lambda p: p.tuned(lw.FixedPoint(max_steps=1)).prior.values,
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_inference_mode_changes_nothing(what: str) -> None:
+    one, other = fitted(), fitted()
+    expected = torch.as_tensor(ASKED[what](one))
+    with torch.inference_mode():
+        found = torch.as_tensor(ASKED[what](other))
+    assert torch.equal(found.clone(), expected)
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_nothing_of_inference_mode_is_remembered(what: str) -> None:
+    """What was computed there must be able to take part in a gradient."""
+    asked = fitted()
+    with torch.inference_mode():
+        ASKED[what](asked)
+    assert not asked.posterior.samples.is_inference()
+    prior = asked.prior.with_precision(torch.tensor(2.0, dtype=torch.float64, requires_grad=True))
+    moved = asked.posterior.with_problem(asked.problem.with_prior(prior))
+    (slope,) = torch.autograd.grad(moved.log_evidence(), prior.values)
+    assert bool(slope.isfinite())
+    assert float(asked.tuned().prior.values) == pytest.approx(float(fitted().tuned().prior.values), rel=1e-3)
+
+
+def test_no_grad_stays() -> None:
+    asked = fitted()
+    prior = asked.prior.with_precision(torch.tensor(2.0, dtype=torch.float64, requires_grad=True))
+    moved = asked.posterior.with_problem(asked.problem.with_prior(prior))
+    assert moved.log_evidence().requires_grad
+    with torch.no_grad():
+        assert not moved.log_evidence().requires_grad
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("joint", [False, True])
+def test_autocast_changes_nothing(narrow: torch.dtype, joint: bool) -> None:
+    """Covariances of wide beliefs would overflow in half precision."""
+    posterior, x = fitted(1e-4), 30 * setting()[1][:5]
+    expected = posterior.functions(x, joint)
+    expected_cov, expected_std = expected.cov, posterior.functions(x, joint).std
+    with torch.autocast("cpu", narrow):
+        assert torch.equal(posterior.functions(x, joint).cov, expected_cov)
+        assert torch.equal(posterior.functions(x, joint).std, expected_std)
+    assert expected_cov.dtype == torch.float32
+    assert float(expected_cov.abs().max()) > 7e4
+
+
+def test_nothing_of_autocast_is_remembered() -> None:
+    """The basis behind samples and errors is the same whoever asks first, and where."""
+    one, other, third = fitted(), fitted(), fitted()
+    with torch.autocast("cpu", torch.bfloat16):
+        error, samples = other.evidence_error, third.posterior.samples
+    assert error == one.evidence_error
+    assert torch.equal(other.log_evidence(), one.log_evidence())
+    assert torch.equal(samples, one.posterior.samples)
+
+
+@pytest.mark.parametrize("n", [2.5, 2.0, True, "2", None])
+def test_samples_are_counted_in_whole_numbers(n: Any) -> None:
+    with pytest.raises(lw.UnsupportedError, match=f"n is {n!r}; expected a whole number of samples, at most 8"):
+        fitted().weight_samples(n)
+    if isinstance(n, float):
+        with pytest.raises(lw.UnsupportedError, match=f"n is {n!r}; expected a whole number of samples, at most 8"):
+            fitted().function_samples(setting()[1][:5], n)  # type: ignore[arg-type]
