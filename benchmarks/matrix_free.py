@@ -5,7 +5,7 @@ and the CNN of the other benchmarks: with the layer factors kept, and streaming.
 single ones on the MLP and 13 on the CNN.
 
 *LeNet*: with a folder of data, a LeNet on 10,000 Fashion-MNIST images: train, sample the full posterior, tune its
-precision by the evidence; residuals and times. The goal is ten minutes on two cores.
+precision by sample EM; residuals and times. The goal is ten minutes on two cores.
 """
 
 from __future__ import annotations

@@ -187,7 +187,8 @@ def minibatches(data: Data, size: int, generator: torch.Generator, joined: int =
     while True:
         for batch in merged(data.batches("batches"), joined):
             count = len(batch.targets)
-            order = torch.rand(count, generator=generator, device=generator.device).argsort().to(data.device)
+            draws = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float32)
+            order = draws.argsort().to(data.device)
             for rows in order.split(size):
                 yield Batch(take(batch.inputs, count, rows), batch.targets[rows])
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.core.data import take
 from lapwing.core.random import uniform
 from lapwing.curvature.anchored import Anchors
 from lapwing.curvature.pool import Pool
 from lapwing.linalg.kmeans import kmeans
 from lapwing.linalg.pivoted import greedy_pivots, trace_pivots
+from lapwing.linalg.whitening import checked
 from lapwing.networks.network import Network
 from lapwing.priors.gaussian import Prior
 
@@ -20,9 +20,13 @@ PIVOTS = {"greedy": greedy_pivots, "trace": trace_pivots}
 
 def every_output(network: Network, pool: Pool) -> Anchors:
     """All outputs at all inputs of the pool."""
+    return _numbered(network, pool, torch.arange(len(pool) * torch.Size(network.output_shape).numel()))
+
+
+def _numbered(network: Network, pool: Pool, numbers: Tensor) -> Anchors:
+    """Some of all outputs at all inputs of the pool, those of one input after those of another."""
     outputs = torch.Size(network.output_shape).numel()
-    index = torch.arange(len(pool)).repeat_interleave(outputs)
-    return Anchors(network, pool.rows(index), torch.arange(outputs, device=network.device).repeat(len(pool)))
+    return Anchors(network, pool.rows(numbers // outputs), (numbers % outputs).to(network.device))
 
 
 def landmarks(network: Network, pool: Pool, count: int, generator: torch.Generator) -> Anchors:
@@ -54,11 +58,10 @@ def _pivots(
     network: Network, prior: Prior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
 ) -> Anchors:
     """One after another by what those before it leave, in the tangent kernel, among random candidates."""
-    every = every_output(network, pool)
-    some = _random((len(every),), generator).argsort()[: max(candidates, count)].to(network.device)
-    few = Anchors(network, take(every.inputs, len(every), some), every.outputs[some])
-    picked = PIVOTS[start](few.kernel(prior), count)
-    return Anchors(network, take(few.inputs, len(few), picked), few.outputs[picked])
+    every = len(pool) * torch.Size(network.output_shape).numel()
+    some = _random((every,), generator).argsort()[: max(candidates, count)].cpu()
+    picked = PIVOTS[start](checked(_numbered(network, pool, some).kernel(prior)), count)
+    return _numbered(network, pool, some[picked.cpu()])
 
 
 def _centres(network: Network, pool: Pool, numbers: Tensor, generator: torch.Generator) -> Anchors:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, map_tensors, take, tensors_in
+from lapwing.core.data import Batch, Data, Inputs, map_tensors, tensors_in
 from lapwing.core.errors import DataError
 from lapwing.core.random import uniform
 from lapwing.networks.forward import batch_size
 
+KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from
+
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Rows of the data: inputs (N, ...), targets (N, ...), and how many there were in all."""
+    """Rows of the data: inputs (N, ...), targets (N, ...), and how many there were in all.
+
+    ``shared`` tells which tensors of the inputs have no row for each sample (a context for all of them).
+    """
 
     inputs: Inputs
     targets: Tensor
     total: int
+    shared: tuple[bool, ...]
 
     @classmethod
     def drawn(cls, data: Data, most: int, generator: torch.Generator | None = None) -> Pool:
@@ -27,7 +35,11 @@ class Pool:
 
         Two passes over the data, none through the network. The same rows whatever the batch size.
         """
-        total = sum(batch_size(batch.inputs) for batch in data.batches("counting"))
+        total = 0
+        shared: tuple[bool, ...] = ()
+        for batch in data.batches("counting"):
+            total += batch_size(batch.inputs)
+            shared = either(shared, uncut(batch.inputs))
         order = uniform((total,), generator, torch.empty(0, dtype=torch.float64)).argsort()
         chosen = order[:most].sort().values
         inputs, targets, start = [], [], 0
@@ -39,26 +51,132 @@ class Pool:
             mine = chosen[(chosen >= start) & (chosen < start + size)] - start
             if len(mine):
                 rows = mine.to(batch.targets.device)
-                inputs.append(take(batch.inputs, size, rows))
+                inputs.append(cut(batch.inputs, rows, shared))
                 targets.append(batch.targets[rows])
             start += size
-        return cls(joined(inputs), torch.cat(targets), total)
+        return cls(joined(inputs, shared), torch.cat(targets), total, shared)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def rows(self, index: Tensor) -> Inputs:
         """The inputs with these numbers, which may repeat."""
-        return take(self.inputs, len(self), index.to(self.targets.device))
+        return cut(self.inputs, index.to(self.targets.device), self.shared)
 
 
-def joined(inputs: list[Inputs]) -> Inputs:
-    """Batches of inputs of one form as one."""
-    flat = [list(tensors_in(one)) for one in inputs]
-    if any(t.shape[1:] != first.shape[1:] for one in flat for t, first in zip(one, flat[0], strict=True)):
+def uncut(inputs: Inputs) -> tuple[bool, ...]:
+    """For each tensor of a batch, whether it has no row for each sample."""
+    size = batch_size(inputs)
+    return tuple(t.ndim == 0 or t.shape[0] != size for t in tensors_in(inputs))
+
+
+def either(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
+    """What is shared in one batch is shared in all: in others it may have as many rows as the batch by chance."""
+    if one and len(one) != len(other):
+        raise DataError(f"batches of {len(one)} and of {len(other)} input tensors; expected as many in all of them.")
+    return tuple(a or b for a, b in zip(one, other, strict=True)) if one else other
+
+
+def cut(inputs: Inputs, rows: Tensor, shared: Sequence[bool]) -> Inputs:
+    """These rows of all tensors but the shared ones."""
+    flags = iter(shared)
+    return map_tensors(inputs, lambda t: t if next(flags) else t[rows.to(t.device)])
+
+
+def joined(inputs: list[Inputs], shared: Sequence[bool] = ()) -> Inputs:
+    """Batches of inputs of one form as one; of what all samples share, one copy."""
+    columns = list(zip(*(tensors_in(one) for one in inputs), strict=True))
+    flags = shared or (False,) * len(columns)
+    found = iter([_same(parts) if flag else _stacked(parts) for parts, flag in zip(columns, flags, strict=True)])
+    return map_tensors(inputs[0], lambda _: next(found))
+
+
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+    if any(part.shape[1:] != parts[0].shape[1:] for part in parts):
         raise DataError(
             "inputs of different shapes (padded text, images of several sizes) cannot be put into one batch of "
             "inducing points; expected one shape. Pad all batches alike."
         )
-    columns = iter([torch.cat(parts) for parts in zip(*flat, strict=True)])
-    return map_tensors(inputs[0], lambda _: next(columns))
+    return torch.cat(parts)
+
+
+def _same(parts: tuple[Tensor, ...]) -> Tensor:
+    first = parts[0]
+    if any(part is not first and not torch.equal(part, first) for part in parts):
+        raise DataError(
+            f"a tensor of the inputs of shape {tuple(first.shape)} has no row for each sample, and is not the same in "
+            "all batches; inducing points from several batches cannot share it. Expected one for all data, or a row "
+            "for each sample: expand it along the first dimension."
+        )
+    return first
+
+
+def shuffled(data: Data, size: int, generator: torch.Generator, kept: int = KEPT) -> Iterator[Batch]:
+    """Batches of about ``size`` rows without end, each a random part of the data however those are cut and ordered.
+
+    Rows are drawn from all data that are a list in memory or take at most ``kept`` bytes; of others from as many
+    consecutive batches as do, which should come in random order. Fewer than half of ``size`` rows that a pass has left
+    over wait for the next: they would stand for all data in a step.
+    """
+    while True:
+        blocks = 0
+        for block in _blocks(data, kept):
+            yield from block.passed(size, generator, data.device)
+            blocks += 1
+        while blocks == 1:  # all of them: they need not be read again
+            yield from block.passed(size, generator, data.device)
+
+
+def _blocks(data: Data, kept: int) -> Iterator[Block]:
+    """Consecutive batches of at most so many bytes; those of a list, which are in memory already, all at once."""
+    listed = isinstance(data.source, list | tuple)
+    home = next((t.device for t in tensors_in(data.source)), data.device) if listed else data.device
+    held: list[Batch] = []
+    taken = 0
+    for batch in Data(data.source, home, data.target_key).batches("batches"):
+        more = sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
+        if held and taken + more > kept and not listed:
+            yield Block.of(held)
+            held, taken = [], 0
+        held.append(batch)
+        taken += more
+    yield Block.of(held)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Batches whose rows are numbered through."""
+
+    batches: list[Batch]
+    ends: Tensor
+    shared: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, batches: list[Batch]) -> Block:
+        shared: tuple[bool, ...] = ()
+        for batch in batches:
+            shared = either(shared, uncut(batch.inputs))
+        return cls(batches, torch.tensor(list(accumulate(len(batch.targets) for batch in batches))), shared)
+
+    def passed(self, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Batch]:
+        """The rows in random order, in batches."""
+        count = int(self.ends[-1])
+        draws = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float32)
+        for rows in draws.argsort().cpu().split(size):
+            if 2 * len(rows) >= min(size, count):
+                yield self.rows(rows, device)
+
+    def rows(self, index: Tensor, device: torch.device) -> Batch:
+        """Those with these numbers, in their order; no others are touched."""
+        where = torch.bucketize(index, self.ends, right=True)
+        inputs, targets, places = [], [], []
+        for number in where.unique().tolist():
+            batch, mine = self.batches[number], (where == number).nonzero()[:, 0]
+            rows = index[mine] - (int(self.ends[number - 1]) if number else 0)
+            inputs.append(cut(batch.inputs, rows, self.shared))
+            targets.append(batch.targets[rows.to(batch.targets.device)])
+            places.append(mine)
+        order = torch.cat(places).argsort()
+        found = Batch(cut(joined(inputs, self.shared), order, self.shared), _stacked(tuple(targets)))
+        move = lambda t: t.to(device, non_blocking=True)
+        return Batch(map_tensors(found.inputs, move), move(found.targets[order.to(found.targets.device)]))

@@ -26,6 +26,29 @@ def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
         raise UnsupportedError(
             "a predictive made of draws (link='mc') has no slope to learn by; use link='probit' or 'bridge'."
         )
+    if alpha > 0:
+        _refuse_weights(likelihood)
+
+
+def _refuse_weights(likelihood: Likelihood) -> None:
+    """A predictive knows of no weights and no temperature: they would have no say, and nobody would notice."""
+    for name in ("class_weights", "pos_weight", "temperature"):
+        value = getattr(likelihood, name, None)
+        if value is not None and bool((torch.as_tensor(value) != 1).any()):
+            raise UnsupportedError(
+                f"{name} of {type(likelihood).__name__} is {value}; expected none: the predictive log-likelihood, by "
+                f"which FMGP() and VaLLA() with alpha above 0 learn, knows of none. Use VaLLA(alpha=0), or no {name}."
+            )
+
+
+def refuse_ignored(likelihood: Likelihood, y: Tensor, what: str = "targets") -> None:
+    """A predictive gives every target a probability, a mark for an unknown one too."""
+    ignored = getattr(likelihood, "ignore_index", None)
+    if ignored is not None and bool((y == ignored).any()):
+        raise DataError(
+            f"some {what} are ignored ones, which the predictive has no say on; expected known ones: "
+            "leave those data out."
+        )
 
 
 def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
@@ -35,9 +58,7 @@ def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: T
     log-likelihood, with the curvature at the mean: exact for a Gaussian.
     """
     if alpha == 1:
-        ignored = getattr(likelihood, "ignore_index", None)
-        if ignored is not None and bool((y == ignored).any()):
-            raise DataError("some targets are ignored ones, which the predictive has no say on; leave those data out.")
+        refuse_ignored(likelihood, y)
         found: Tensor = likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y)
         return found
     phi = likelihood.dispersion.to(mean)

@@ -22,9 +22,9 @@ def kmeans(points: Tensor, count: int, generator: torch.Generator | None = None,
     centres = _seeds(points, count, generator)
     for _ in range(steps):
         nearest = _nearest(points, centres)
-        sums = torch.zeros_like(centres).index_add_(0, nearest, points)
-        sizes = torch.bincount(nearest, minlength=len(centres)).to(points)
-        moved = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp_min(1), centres)
+        sums = torch.zeros_like(centres, dtype=torch.float64).index_add_(0, nearest, points.double())
+        sizes = torch.bincount(nearest, minlength=len(centres)).to(sums)
+        moved = torch.where(sizes[:, None] > 0, (sums / sizes[:, None].clamp_min(1)).to(centres), centres)
         if torch.equal(moved, centres):
             break
         centres = moved
@@ -46,6 +46,9 @@ def _seeds(points: Tensor, count: int, generator: torch.Generator | None) -> Ten
 
 
 def _nearest(points: Tensor, centres: Tensor) -> Tensor:
+    """Measured from the middle of the centres: squares of what all have in common would drown their differences."""
     step = max(1, CHUNK // len(centres))
-    half = 0.5 * centres.square().sum(1)
-    return torch.cat([(part @ centres.mT - half).argmax(1) for part in points.split(step)])
+    middle = centres.double().mean(0).to(centres)
+    about = centres - middle
+    half = 0.5 * about.square().sum(1)
+    return torch.cat([((part - middle) @ about.mT - half).argmax(1) for part in points.split(step)])

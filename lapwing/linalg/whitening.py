@@ -7,25 +7,28 @@ from torch import Tensor
 
 from lapwing.core.errors import NumericalError
 
+NOUGHT = (
+    "the kernel of the inducing points is nought: no output depends on the selected weights at any of them; "
+    "choose other weights."
+)
 
-def whitening(kernel: Tensor, cut: float = 1e-13) -> Tensor:
+
+def whitening(kernel: Tensor, cut: float = 1e-14) -> Tensor:
     """W (M, r) with Wᵀ K W = I: the eigenvectors of K over the roots of their eigenvalues.
 
     Directions below ``cut`` of the largest eigenvalue are left out: they are rounding, and one over their root is noise
     that would be taken for variance.
     """
-    if not bool(torch.isfinite(kernel).all()):
-        raise NumericalError("the kernel of the inducing points is not finite; check the inputs and the network.")
-    values, vectors = torch.linalg.eigh(kernel.double())
-    real = values > cut * len(values) * values[-1].clamp_min(1e-300)
+    values, vectors = torch.linalg.eigh(checked(kernel).double())
+    real = values > cut * values[-1].clamp_min(1e-300)
     if not bool(real.any()):
-        raise NumericalError("the kernel of the inducing points is nought: no output there depends on the weights.")
+        raise NumericalError(NOUGHT)
     return vectors[:, real] / values[real].sqrt()
 
 
 def smooth_whitening(kernel: Tensor, jitter: float = 1e-9) -> Tensor:
     """The same by Cholesky, with a little on the diagonal: its gradient in K is defined everywhere."""
-    size = len(kernel)
+    size = len(checked(kernel))
     extra = jitter * kernel.detach().diagonal().mean()
     eye = torch.eye(size, dtype=kernel.dtype, device=kernel.device)
     for _ in range(4):
@@ -37,3 +40,12 @@ def smooth_whitening(kernel: Tensor, jitter: float = 1e-9) -> Tensor:
         f"the kernel of {size} inducing points is not positive definite to one part in a thousand; expected a Gram "
         "matrix. Compute in float64."
     )
+
+
+def checked(kernel: Tensor) -> Tensor:
+    """The kernel, where it is one; what is wrong with it otherwise."""
+    if not bool(torch.isfinite(kernel.detach()).all()):
+        raise NumericalError("the kernel of the inducing points is not finite; check the inputs and the network.")
+    if not bool(kernel.detach().any()):
+        raise NumericalError(NOUGHT)
+    return kernel

@@ -16,7 +16,8 @@ from lapwing.core.progress import Steps
 from lapwing.core.random import derived, uniform
 from lapwing.curvature.placing import classes
 from lapwing.curvature.sweep import Statistics, counted, residual_noise
-from lapwing.likelihoods.energies import energy, refuse_energy
+from lapwing.likelihoods.energies import energy, refuse_energy, refuse_ignored
+from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.kmeans import kmeans
 from lapwing.linalg.variational import Inducing, positive_part
@@ -80,6 +81,7 @@ class FMGP:
         if self.validation is not None:
             source = Data(self.validation, network.device, data.target_key)
             held, _ = Table.read(problem.likelihood, sight, source)
+            refuse_ignored(problem.likelihood, held.y, "validation targets")
         learning = Learning.of(self, problem.likelihood, kind, table, held, generator)
         state, steps = learning.run(data.progress)
         return _finished(problem, sight, state, statistics, steps)
@@ -140,24 +142,40 @@ class Units:
 
     centre: Tensor
     size: Tensor
+    varies: Tensor  # which columns are not constant but for rounding
 
     @classmethod
     def of(cls, kind: str, seen: Tensor) -> Units:
         if kind != "rbf":
-            return cls(torch.zeros_like(seen[0]), seen.std(correction=0).clamp_min(1e-12).expand_as(seen[0]))
+            size = seen.std(correction=0).clamp_min(1e-12).expand_as(seen[0])
+            return cls(torch.zeros_like(seen[0]), size, torch.ones_like(seen[0], dtype=torch.bool))
         centre, spread = seen.mean(0), seen.std(0, correction=0)
         varies = spread > 1e-9 * centre.abs()
         usual = spread[varies].square().mean().sqrt() if bool(varies.any()) else torch.ones_like(spread[0])
-        return cls(centre, torch.where(varies, spread, usual))
+        return cls(centre, torch.where(varies, spread, usual), varies)
 
     def measured(self, table: Table) -> Table:
         return replace(table, seen=(table.seen - self.centre) / self.size)
+
+    def flattened(self, table: Table) -> Table:
+        """Without what rounding leaves in a constant column: a length would be learned for it."""
+        return replace(table, seen=torch.where(self.varies, table.seen, 0))
 
     def undone(self, state: State) -> State:
         lengths = state.kernel.log_lengths + self.size.log()[: len(state.kernel.log_lengths)]
         return replace(
             state, kernel=replace(state.kernel, log_lengths=lengths), points=state.points * self.size + self.centre
         )
+
+
+def scale(likelihood: Likelihood, table: Table) -> Tensor:
+    """(C,): how far each output spreads; of a constant one how far its targets do, or one where those are too."""
+    if not isinstance(likelihood, Gaussian):  # log-rates have no units, and targets of another scale
+        return table.f.std(0, correction=0).clamp_min(1e-3)
+    moments = [(t.mean(0).abs(), t.std(0, correction=0)) for t in (table.f, table.y.to(table.f))]
+    rounding = 1e-9 * torch.maximum(moments[0][0], moments[1][0])
+    own, targets = (torch.where(spread > rounding, spread, 0) for _, spread in moments)
+    return torch.where(own > 1e-3 * targets, own, torch.where(targets > 0, targets, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +233,7 @@ class Learning:
         generator: torch.Generator,
     ) -> Learning:  # fmt: skip
         units = Units.of(kind, table.seen)
-        table, held = units.measured(table), None if held is None else units.measured(held)
+        table, held = units.flattened(units.measured(table)), None if held is None else units.measured(held)
         outputs, count = table.f.shape[-1], min(method.num_inducing, len(table))
         numbers = (torch.arange(count, device=table.f.device) % outputs).sort().values
         labels = classes(table.y, outputs)
@@ -229,12 +247,13 @@ class Learning:
         spread = few.seen.std(0, correction=0)
         noise = torch.randn(points.shape, generator=generator, dtype=torch.float64).to(points)
         # Centres that fall on one another would make the kernel singular.
-        points = points + 1e-3 * noise * (spread > 0 if kind == "rbf" else 1)
-        spread = torch.where(spread > 0, spread, 1) if kind == "rbf" else spread.clamp_min(1e-3)
+        points = points + 1e-3 * noise * units.varies
+        usual = units.varies & (spread > 1e-3)  # of some data; in these units that of all is one
+        spread = torch.where(usual, spread, 1) if kind == "rbf" else spread.clamp_min(1e-3)
         lengths = spread * math.sqrt(few.seen.shape[1]) if kind == "rbf" else spread.mean().reshape(1)
         # Logits are about nought and of the order of one; other outputs have the targets' own place and scale.
         logits = hasattr(likelihood, "link")
-        size = torch.ones_like(table.f[0]) if logits else table.f.std(0, correction=0).clamp_min(1e-3)
+        size = torch.ones_like(table.f[0]) if logits else scale(likelihood, table)
         kernel = FreeKernel(kind, lengths.log().requires_grad_(), torch.diag(0.3 * size).requires_grad_())
         log_noise = None
         if likelihood.learns_dispersion:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, minibatches
+from lapwing.core.data import Batch, Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
@@ -18,9 +18,9 @@ from lapwing.core.random import derived
 from lapwing.curvature.anchored import AnchoredCurvature, Anchors
 from lapwing.curvature.kernel import prior_kernel, prior_precision
 from lapwing.curvature.placing import STARTS, every_output, placed
-from lapwing.curvature.pool import Pool
+from lapwing.curvature.pool import Pool, shuffled
 from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep, loss_only, residual_noise
-from lapwing.likelihoods.energies import energy, refuse_energy
+from lapwing.likelihoods.energies import energy, refuse_energy, refuse_ignored
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.variational import Inducing, positive_part
 from lapwing.linalg.whitening import smooth_whitening, whitening
@@ -338,7 +338,7 @@ class Stochastic:
         total = method.steps or (500 if groups else 50)
         watch = self._watch(total)
         bar, steps = Steps(total, "inducing points", self.data.progress), []
-        batches = minibatches(self.data, method.batch_size, self.generator)
+        batches = shuffled(self.data, method.batch_size, self.generator)
         with torch.inference_mode(False):
             for step in bar:
                 value, divergence = self.step(next(batches), optimiser, 1.0 if step == 0 else max(0.1, 1 / (step + 1)))
@@ -444,6 +444,7 @@ class Stochastic:
             white = smooth_whitening(anchors.kernel(learner.problem.prior))
             for batch in data.batches("validation"):
                 f, y, before, rows = self._rows(batch, anchors.parts, white)
+                refuse_ignored(likelihood, y, "validation targets")
                 for i, each in enumerate(states):
                     s = each.log_scale.exp()
                     belief = FunctionGaussian(f, each.inducing.left(s * before, s.sqrt() * rows))

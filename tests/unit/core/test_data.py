@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -151,3 +152,15 @@ def test_minibatches_of_several_tensors() -> None:
     for batch in drawn([((X, {"more": X + 1}), Y)], 2, 3):
         assert torch.equal(batch.inputs[0], X[batch.targets])
         assert torch.equal(batch.inputs[1]["more"], X[batch.targets] + 1)
+
+
+def test_the_default_dtype_has_no_say_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [batch.targets.tolist() for batch in drawn([(X, Y)], 2, 12)]
+    monkeypatch.setattr(torch, "rand", partial(_wide, torch.rand))
+    assert [batch.targets.tolist() for batch in drawn([(X, Y)], 2, 12)] == before
+
+
+def _wide(rand: Any, *shape: int, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
+    """As under ``set_default_dtype(float64)``, without changing it for other tests."""
+    found: Tensor = rand(*shape, dtype=dtype, **options)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.curvature.pool import Pool, joined
+from lapwing.core.data import Batch, Data
+from lapwing.curvature.pool import Pool, joined, shuffled
 from tests import problems
 
 CPU = torch.device("cpu")
@@ -83,3 +84,104 @@ def test_two_passes_over_the_data_and_no_more() -> None:
 def test_rows_may_repeat() -> None:
     found: Tensor = drawn(5).rows(torch.tensor([1, 1, 4]))
     assert torch.equal(found, drawn(5).inputs[[1, 1, 4]])
+
+
+# What all samples share.
+
+
+SHARED = {"nought-dimensional": torch.tensor(1.5), "one number": torch.tensor([1.5]), "rows": torch.randn(8, 3)}
+
+
+@pytest.mark.parametrize("sizes", [(N,), (8, 1, 11), (8, 12)])
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("most", [1, 8, N])
+def test_a_tensor_that_all_samples_share_is_kept_once(name: str, sizes: tuple[int, ...], most: int) -> None:
+    """Also where it has as many rows as one of the batches, or as the pool, by chance."""
+    context = SHARED[name]
+    data = [((x, context), y) for x, y in problems.split(X, Y, sizes)]
+    pool = Pool.drawn(Data(data, CPU), most, torch.Generator().manual_seed(0))
+    assert torch.equal(pool.inputs[0], X[pool.targets])
+    assert torch.equal(pool.inputs[1], context)
+    again = pool.rows(torch.zeros(3, dtype=torch.long))
+    assert torch.equal(again[0], pool.inputs[0][[0, 0, 0]])
+    assert torch.equal(again[1], context)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_one_that_differs_between_batches_is_refused(name: str) -> None:
+    data = [((x, SHARED[name] + i), y) for i, (x, y) in enumerate(problems.split(X, Y, (9, 11)))]
+    for ask in (lambda: Pool.drawn(Data(data, CPU), N), lambda: next(shuffled(Data(data, CPU), 9, torch.Generator()))):
+        with pytest.raises(lw.DataError, match=r"has no row for each sample, and is not the same in all batches"):
+            ask()
+
+
+def test_batches_of_other_tensors_are_refused() -> None:
+    with pytest.raises(lw.DataError, match="batches of 1 and of 2 input tensors; expected as many"):
+        Pool.drawn(Data([(X[:9], Y[:9]), ((X[9:], X[9:]), Y[9:])], CPU), 5)
+
+
+# Batches without end.
+
+
+class Loader:
+    """Batches that are not in memory before they are asked for; counts how often."""
+
+    def __init__(self, sizes: tuple[int, ...], context: Tensor | None = None) -> None:
+        self.sizes, self.context, self.passes = sizes, context, 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        for x, y in problems.split(X, Y, self.sizes):
+            yield (x, y) if self.context is None else ({"x": x, "context": self.context}, y)
+
+
+def batches(source: Any, size: int, count: int, seed: int = 0, **options: Any) -> list[Batch]:
+    return list(islice(shuffled(Data(source, CPU), size, torch.Generator().manual_seed(seed), **options), count))
+
+
+@pytest.mark.parametrize("sizes", [(1,) * N, (8, 1, 11), (19, 1)])
+@pytest.mark.parametrize("listed", [True, False])
+def test_rows_are_drawn_from_all_data_however_they_are_cut(sizes: tuple[int, ...], listed: bool) -> None:
+    """In the same order; a step on sorted data, one by one, is a step on a random part of them."""
+    source = problems.split(X, Y, sizes) if listed else Loader(sizes)
+    found, whole = batches(source, 5, 12), batches([(X, Y)], 5, 12)
+    for one, other in zip(found, whole, strict=True):
+        assert one.targets.tolist() == other.targets.tolist()
+        assert torch.equal(one.inputs, X[one.targets])
+        assert len(one.targets) == 5
+    for start in (0, 4, 8):
+        assert sorted(torch.cat([b.targets for b in found[start : start + 4]]).tolist()) == Y.tolist()
+    assert found[0].targets.tolist() != found[4].targets.tolist()
+    assert [b.targets.tolist() for b in batches(source, 5, 12, seed=1)] != [b.targets.tolist() for b in found]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(3, [3] * 6 + [2]), (6, [6, 6, 6]), (7, [7, 7, 6]), (50, [N])])
+def test_few_rows_that_are_left_do_not_stand_for_all(size: int, expected: list[int]) -> None:
+    """Two left of six wait for the next pass."""
+    assert [len(b.targets) for b in batches([(X, Y)], size, 2 * len(expected))] == 2 * expected
+
+
+def test_data_that_are_kept_are_read_once() -> None:
+    loader = Loader((8, 1, 11))
+    batches(loader, 5, 40)
+    assert loader.passes == 1
+
+
+def test_of_more_data_than_are_kept_neighbours_are_joined() -> None:
+    """Four batches of two rows take what eight rows do; no more are held, and every pass reads them again."""
+    loader, row = Loader((2,) * 10), X[0].numel() * 4 + 8
+    found = batches(loader, 4, 10, kept=8 * row)
+    assert [len(b.targets) for b in found] == [4] * 10
+    ends = [(0, 8), (8, 16), (16, 20)]
+    for pair, (low, high) in zip((found[:2], found[2:4], found[4:5]), ends, strict=True):
+        assert sorted(torch.cat([b.targets for b in pair]).tolist()) == list(range(low, high))
+    assert loader.passes == 2
+    listed = batches(problems.split(X, Y, (2,) * 10), 4, 5, kept=8 * row)  # in memory as it is
+    assert max(listed[0].targets.tolist()) >= 8
+
+
+def test_batches_of_several_tensors() -> None:
+    context = torch.randn(8, 3)
+    for batch in batches(Loader((8, 1, 11), context), 8, 6):
+        assert torch.equal(batch.inputs["x"], X[batch.targets])
+        assert torch.equal(batch.inputs["context"], context)

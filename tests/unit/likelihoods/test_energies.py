@@ -183,3 +183,25 @@ def test_ignored_targets_have_no_predictive(likelihood: Any, y: Tensor) -> None:
     with pytest.raises(lw.DataError, match=r"some targets are ignored ones.*leave those data out"):
         energy(likelihood, 1.0, mean, cov, y)
     assert float(energy(likelihood, 0.0, mean, cov, y)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "name"),
+    [
+        (lw.Categorical(class_weights=(1.0, 2.0)), "class_weights"),
+        (lw.Categorical(class_weights=torch.tensor([1.0, 0.0])), "class_weights"),
+        (lw.Categorical(temperature=0.5), "temperature"),
+        (lw.Bernoulli(pos_weight=3.0), "pos_weight"),
+        (lw.Bernoulli(pos_weight=(1.0, 3.0)), "pos_weight"),
+        (lw.Bernoulli(temperature=2.0), "temperature"),
+    ],
+)
+def test_weights_that_the_predictive_does_not_know_are_refused(likelihood: Any, name: str) -> None:
+    with pytest.raises(lw.UnsupportedError, match=rf"{name} of \w+ is .* Use VaLLA\(alpha=0\), or no {name}"):
+        refuse_energy(likelihood, 1.0)
+    refuse_energy(likelihood, 0.0)
+
+
+def test_weights_of_one_change_nothing() -> None:
+    for likelihood in (lw.Categorical(class_weights=(1.0, 1.0)), lw.Bernoulli(pos_weight=1.0), lw.Poisson()):
+        refuse_energy(likelihood, 1.0)

@@ -97,3 +97,12 @@ def test_seeds_are_drawn_by_squared_distance() -> None:
 
 def test_the_dtype_stays() -> None:
     assert kmeans(cloud().float(), 3, generator()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -3e4])
+def test_where_the_points_lie_does_not_matter_in_single_precision(offset: float) -> None:
+    """Squares of what all points have in common would drown the distances between them."""
+    places = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    points = torch.cat([0.1 * cloud(100, 2, i).float() + place for i, place in enumerate(places)]) + offset
+    centres = kmeans(points, 4, generator(1)).double() - offset
+    assert float(torch.cdist(places.double(), centres).amin(1).max()) < 0.05

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,12 +52,23 @@ def test_single_precision_is_widened() -> None:
     [
         (torch.full((2, 2), float("nan")), "not finite; check the inputs"),
         (torch.full((2, 2), float("inf")), "not finite; check the inputs"),
-        (torch.zeros(3, 3), "nought: no output there depends on the weights"),
+        (torch.full((1, 1), float("inf")), "not finite; check the inputs"),
+        (torch.zeros(3, 3), "nought: no output depends on the selected weights .* choose other weights"),
     ],
 )
-def test_kernels_that_are_none(matrix: Tensor, message: str) -> None:
+@pytest.mark.parametrize("way", [whitening, smooth_whitening])
+def test_kernels_that_are_none(way: Callable[[Tensor], Tensor], matrix: Tensor, message: str) -> None:
     with pytest.raises(lw.NumericalError, match=message):
-        whitening(matrix)
+        way(matrix)
+
+
+@pytest.mark.parametrize("size", [20, 200])
+def test_small_directions_count_however_many_there_are(size: int) -> None:
+    """A weak prior makes the data decide them, and what is left out has the variance of the prior."""
+    turn = torch.linalg.qr(kernel(size, size + 5)).Q
+    values = torch.zeros(size, dtype=D)
+    values[:4] = torch.tensor([1.0, 1e-6, 1e-12, 5e-14], dtype=D)
+    assert whitening((turn * values) @ turn.T).shape == (size, 4)
 
 
 @pytest.mark.parametrize("jitter", [1e-9, 1e-3])

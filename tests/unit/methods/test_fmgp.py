@@ -256,6 +256,55 @@ def test_the_units_of_an_input_do_not_matter(size: float, place: float) -> None:
     assert float((found[1] - found[0]).abs().max()) < 1e-4 * float(found[0].abs().max())
 
 
+class Scaled(nn.Module):
+    """The sine in other units."""
+
+    def __init__(self, unit: float) -> None:
+        super().__init__()
+        self.inner, self.unit = model(), unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.unit * self.inner(x)
+        return found
+
+
+@pytest.mark.parametrize("unit", [1e-8, 1e-4, 1e4])
+def test_the_units_of_the_targets_do_not_matter(unit: float) -> None:
+    (x, y), q = curve(), torch.linspace(-4, 4, 9, dtype=D)[:, None]
+    fit = lambda u: lw.fit(Scaled(u), [(x, u * y)], "regression", method=lw.FMGP(10, steps=30))
+    one, other = fit(1.0), fit(unit)
+    assert_close(other.functions(q).cov / unit**2, one.functions(q).cov, 0.35)
+    assert_close(other.likelihood.dispersion / unit**2, one.likelihood.dispersion, 0.35)
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e3])
+def test_an_output_that_is_constant_has_the_scale_of_its_targets(unit: float) -> None:
+    y = unit * curve()[1]
+    spread = float(y.std(correction=0))
+    constant = torch.full((60, 1), 0.1 * unit, dtype=D)
+    assert float(module.scale(lw.Gaussian(), Table(y, constant, y))) == pytest.approx(spread)
+    assert float(module.scale(lw.Gaussian(), Table(y, 0.3 * y, y))) == pytest.approx(0.3 * spread)
+    assert float(module.scale(lw.Gaussian(), Table(y, 0.3 * y, constant))) == pytest.approx(0.3 * spread)
+    assert float(module.scale(lw.Gaussian(), Table(y, constant, constant))) == 1
+    assert float(module.scale(lw.Poisson(), Table(y, 0.3 * y / unit, 1e6 * y))) == pytest.approx(0.3 * spread / unit)
+
+
+@pytest.mark.parametrize("value", [0.3, math.pi, 1e5 + 0.1])
+def test_nor_is_one_whose_mean_is_rounded(value: float) -> None:
+    """Or that is constant but for rounding; no length is learned for it."""
+    x, y = curve()
+    fit = lambda c: lw.fit(
+        Columns(1.0, 0.0), [(torch.cat([x, c.expand_as(x)], 1), y)], "regression", method=lw.FMGP(10, steps=200)
+    )
+    rounded = torch.full((60, 1), value, dtype=D)
+    rounded[::2] *= 1 + 1e-13
+    kernels = [
+        fit(c).posterior.kernel for c in (torch.zeros(60, 1, dtype=D), torch.full((1,), value, dtype=D), rounded)
+    ]
+    for kernel in kernels[1:]:
+        assert_close(kernel.log_lengths, kernels[0].log_lengths, SOLVED)
+
+
 @pytest.mark.parametrize("value", [0.0, 7.0])
 def test_a_constant_input_is_no_hindrance(value: float) -> None:
     """The points stay on it, and the variance is small among the data and large away from them, as without it."""
@@ -346,6 +395,24 @@ def test_the_best_state_on_validation_data_is_kept(gap: float, first: bool, monk
     else:
         assert looks.index(max(looks)) > 5
         assert score > looks[0] + 0.5
+
+
+@pytest.mark.parametrize("likelihood", ["labels", "classes"])
+def test_ignored_validation_targets_are_refused(likelihood: str) -> None:
+    """They would be scored as if they were known."""
+    x, y = classes()
+    targets = (x[:, :1] + torch.arange(3) > 0).double() if likelihood == "labels" else y
+    chosen = lw.Bernoulli(ignore_index=-1) if likelihood == "labels" else lw.Categorical(ignore_index=-1)
+    held = targets.clone()
+    held[4] = -1
+    with pytest.raises(lw.DataError, match="some validation targets are ignored ones"):
+        lw.fit(confident(), [(x, targets)], chosen, method=lw.FMGP(6, steps=3, validation=[(x, held)]))
+
+
+@pytest.mark.parametrize("likelihood", [lw.Categorical(class_weights=(3.0, 1.0, 1.0)), lw.Categorical(temperature=0.1)])
+def test_weights_that_would_have_no_say_are_refused(likelihood: Any) -> None:
+    with pytest.raises(lw.UnsupportedError, match=r"of Categorical is .* Use VaLLA\(alpha=0\)"):
+        lw.fit(confident(), [classes()], likelihood, method=lw.FMGP(6, steps=3))
 
 
 # What it costs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -424,6 +425,94 @@ def test_validation_data_for_the_bound() -> None:
     assert_close(found.functions(x, joint=True).cov.reshape(7, 7), expected, SOLVED)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("likelihood", ["labels", "classes"])
+def test_ignored_validation_targets_are_refused(likelihood: str, alpha: float) -> None:
+    """They would be scored as if they were known."""
+    x, y = classes()
+    targets = (x[:, :3] > 0).double() if likelihood == "labels" else y
+    chosen = lw.Bernoulli(ignore_index=-1) if likelihood == "labels" else lw.Categorical(ignore_index=-1)
+    held = targets.clone()
+    held[4] = -1
+    method = lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=3, validation=[(x, held)])
+    with pytest.raises(lw.DataError, match="some validation targets are ignored ones"):
+        lw.fit(MLP.build(), [(x, targets)], chosen, method=method, prior=0.5)
+
+
+# Batches.
+
+
+class Loader:
+    """Batches that are made when they are asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = curve()
+        order = x[:, 0].argsort()
+        return zip(x[order].split(self.size), y[order].split(self.size), strict=True)
+
+
+@pytest.mark.parametrize("alpha", [0.4, 1.0])
+@pytest.mark.parametrize("size", [1, 7, 10])
+def test_how_sorted_data_are_cut_does_not_matter(size: int, alpha: float) -> None:
+    """A batch of one row, or of neighbours, would stand for all data."""
+    q = torch.linspace(-2, 2, 9, dtype=D)[:, None]
+    method = lw.VaLLA(5, alpha=alpha, steps=30, batch_size=10)
+    whole = fitted(method, data=list(Loader(40))).functions(q).cov
+    for data in (list(Loader(size)), Loader(size)):
+        assert_close(fitted(method, data=data).functions(q).cov, whole, SOLVED)
+
+
+# Inputs that all samples share.
+
+
+class InContext(nn.Module):
+    """x (B, 3) with one set (K, 3) for all samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        found: Tensor = self.b(torch.tanh(self.a(x + context.sum(0))))
+        return found
+
+
+@pytest.mark.parametrize("sizes", [(12,), (6, 6), (7, 5), (4, 4, 4)])
+@pytest.mark.parametrize("method", [lw.VaLLA(100), lw.VaLLA(5, candidates=5, optimiser="none"), lw.VaLLA(5, steps=4)])
+def test_a_context_for_all_samples(method: lw.VaLLA, sizes: tuple[int, ...]) -> None:
+    """How the data are cut does not matter, and at all data the posterior is the exact one."""
+    torch.manual_seed(0)
+    network, context = InContext().double(), 0.3 * torch.randn(5, 3, dtype=D)
+    x, y = torch.randn(12, 3, dtype=D), torch.randn(12, 1, dtype=D)
+    cut = lambda some: [((a, context), b) for a, b in problems.split(x, y, some)]
+    fit = lambda m, some: lw.fit(network, cut(some), GIVEN, method=m, prior=1.0)
+    found, new = fit(method, sizes), (x[:8] + 0.1, context)
+    assert_close(found.functions(new).cov, fit(method, (12,)).functions(new).cov, SOLVED)
+    if method.num_inducing == 100:
+        assert_close(found.functions(new).cov, fit(lw.Full(), (12,)).functions(new).cov, SOLVED)
+        assert_close(found.log_evidence(), fit(lw.Full(), (12,)).log_evidence(), SOLVED)
+    learned = fit(lw.VaLLA(4, alpha=1.0, steps=5, batch_size=6), sizes).functions(new).cov
+    assert_close(learned, fit(lw.VaLLA(4, alpha=1.0, steps=5, batch_size=6), (12,)).functions(new).cov, SOLVED)
+
+
+@pytest.mark.parametrize(("precision", "noise", "allowed"), [(1e-4, 0.01, 1e-2), (1e-2, 0.1, 1e-4), (1.0, 0.2, 1e-6)])
+def test_all_data_are_exact_under_a_weak_prior_too(precision: float, noise: float, allowed: float) -> None:
+    """Directions that are small in the kernel are decided by the data where prior and noise are."""
+    x = torch.linspace(-3, 3, 120, dtype=D)[:, None]
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)).double()
+    fit = lambda m: lw.fit(network, [(x, x.sin())], lw.Gaussian(noise_std=noise), method=m, prior=precision)
+    found, full, new = fit(lw.VaLLA(120)), fit(lw.Full()), torch.linspace(-5, 5, 21, dtype=D)[:, None]
+    ratio = found.functions(new).variance / full.functions(new).variance
+    assert float((ratio - 1).abs().max()) < allowed
+    assert float((found.log_evidence() - full.log_evidence()).abs()) < allowed
+    some = fit(lw.VaLLA(30, optimiser="none")).log_evidence()
+    assert float(some) < float(full.log_evidence()) + allowed
+
+
 # Points that stay where they are.
 
 
@@ -717,8 +806,11 @@ def test_an_objective_that_runs_away() -> None:
 def test_a_kernel_that_is_nought() -> None:
     network = nn.Linear(2, 1, bias=False).double()
     x, y = torch.zeros(3, 2, dtype=D), torch.zeros(3, 1, dtype=D)
-    with pytest.raises(lw.NumericalError, match="no output there depends on the weights"):
-        lw.fit(network, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.VaLLA(3), prior=1.0)
+    for method in (lw.VaLLA(3), *METHODS.values(), lw.VaLLA(2, optimiser="lbfgs"), lw.VaLLA(2, alpha=1.0)):
+        with pytest.raises(
+            lw.NumericalError, match=r"no output depends on the selected weights .* choose other weights"
+        ):
+            lw.fit(network, [(x, y)], lw.Gaussian(noise_std=1.0), method=method, prior=1.0)
 
 
 def test_the_start_of_a_prior_is_where_half_of_what_can_be_decided_is() -> None:
