@@ -136,11 +136,11 @@ def _blocks(data: Data, kept: int) -> Iterator[Block]:
     for batch in Data(data.source, home, data.target_key).batches("batches"):
         more = sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
         if held and taken + more > kept and not listed:
-            yield Block.of(held)
+            yield Block.of(held, copied=True)
             held, taken = [], 0
         held.append(batch)
         taken += more
-    yield Block.of(held)
+    yield Block.of(held, copied=taken <= kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +152,14 @@ class Block:
     shared: tuple[bool, ...]
 
     @classmethod
-    def of(cls, batches: list[Batch]) -> Block:
+    def of(cls, batches: list[Batch], copied: bool) -> Block:
+        """``copied`` into one batch where they are small: rows of many are gathered one by one."""
         shared: tuple[bool, ...] = ()
         for batch in batches:
             shared = either(shared, uncut(batch.inputs))
+        if copied and len(batches) > 1:
+            inputs, targets = [batch.inputs for batch in batches], tuple(batch.targets for batch in batches)
+            batches = [Batch(joined(inputs, shared), _stacked(targets))]
         return cls(batches, torch.tensor(list(accumulate(len(batch.targets) for batch in batches))), shared)
 
     def passed(self, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Batch]:
