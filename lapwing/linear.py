@@ -184,18 +184,19 @@ class LinearPosterior:
         current, steps = self, []
         least = 1e-13 * float(self.y.square().mean())  # a noise below that of rounding
         for _ in range(max_steps):
-            gamma, _ = current.gamma
+            try:
+                gamma, _ = current.gamma
+            except NumericalError as failed:
+                if not steps:
+                    raise
+                raise _without_optimum(current.precision, current.noise_variance, steps[-1]) from failed
             squares = float(current.mean.square().sum())
             alpha = current.precision if not precision else gamma / squares if squares > 0 else math.inf
             phi = current._squared_error / current._undecided if noise else current.noise_variance
             steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma))
             good = math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and gamma > 1e-6
             if not good or not phi > least * noise:
-                raise NumericalError(
-                    f"fit_linear: precision {alpha:.3g} and noise variance {phi:.3g} after {steps[-1]}; expected an "
-                    "optimum. Features that say nothing about the targets have none, nor have targets without noise. "
-                    "Give precision=... or noise_std=...."
-                )
+                raise _without_optimum(alpha, phi, steps[-1])
             moved = max(abs(math.log(alpha / current.precision)), abs(math.log(phi / current.noise_variance)))
             current = replace(current, precision=alpha, noise_variance=phi)
             if moved < 1e-4:
@@ -204,3 +205,11 @@ class LinearPosterior:
         finding = f"gamma {gamma:.4g} ± {error:.2g}"
         finding += "" if moved < 1e-4 else f"; a logarithm still moved by {moved:.2g} at the last step"
         return replace(current, trace=Trace("fit_linear", "gamma", tuple(steps), (finding,)))
+
+
+def _without_optimum(alpha: float, phi: float, last: Step) -> NumericalError:
+    return NumericalError(
+        f"fit_linear: precision {alpha:.3g} and noise variance {phi:.3g} after {last}; expected an optimum. Features "
+        "that say nothing about the targets have none, nor have targets without noise. Give precision=... or "
+        "noise_std=...."
+    )
