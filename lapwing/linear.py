@@ -181,7 +181,7 @@ class LinearPosterior:
 
     def tuned(self, precision: bool = True, noise: bool = True, max_steps: int = 200) -> LinearPosterior:
         """Expectation maximisation over the precision, the noise, or both; the noise of the samples stays the same."""
-        current, steps = self, []
+        current, steps = self, list[Step]()
         least = 1e-13 * float(self.y.square().mean())  # a noise below that of rounding
         for _ in range(max_steps):
             try:

@@ -108,14 +108,21 @@ class Ridge:
         done = count if found.converged else 0
         rows, residuals = [found.x[:done]], [found.residuals[:done]]
         if done < len(self.prior):
-            rhs, root = self._rhs(shift)[done:], self.deflating(shift)
-            sizes = error_sizes(shift**0.5 * self.prior[done:], rhs, tolerance)
-            more = block_conjugate_gradients(
-                lambda v: self.product(v) + shift * v, rhs, root=root, tolerance=tolerance, sizes=sizes
-            )
-            rows, residuals = [*rows, more.x], [*residuals, more.residuals]
+            rest = self._finished(shift, tolerance, done)
+            rows, residuals = [*rows, rest.x], [*residuals, rest.residuals]
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), basis.products, tolerance)
+
+    def _finished(self, shift: float, tolerance: float, done: int) -> Solution:
+        """The samples that the basis does not have, from where they were at the shift before."""
+        rhs, apply = self._rhs(shift)[done:], lambda v: self.product(v) + shift * v
+        sizes = error_sizes(shift**0.5 * self.prior[done:], rhs, tolerance)
+        start = self._memo.get("rest", rhs.new_zeros(0))
+        start = start if start.shape == rhs.shape else torch.zeros_like(rhs)
+        left = rhs - apply(start) if bool(start.any()) else rhs
+        more = block_conjugate_gradients(apply, left, root=self.deflating(shift), tolerance=tolerance, sizes=sizes)
+        self._memo["rest"] = start + more.x
+        return replace(more, x=self._memo["rest"])
 
     def gram(self, rows: Tensor) -> Tensor:
         """XᵀX θ for every row (n, P): read off the basis where it holds them, as it does its samples; else a pass."""
