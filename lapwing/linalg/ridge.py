@@ -86,20 +86,21 @@ class Ridge:
         return 10 * float(torch.finfo(self.design.like.dtype).eps)
 
     def _unscaled(self, rows: Tensor) -> Tensor:
-        return rows if self.scale is None else rows / self.scale.sqrt()
+        return rows if self.scale is None else rows / self._root
 
     def product(self, v: Tensor) -> Tensor:
         """D^-½ XᵀX D^-½ v."""
         return self._unscaled(gram_product(self.design, self._unscaled(v)))
 
-    def samples(self, alpha: float, phi: float, tolerance: float) -> Solution:
+    def samples(self, alpha: float, phi: float, tolerance: float, start: Tensor | None = None) -> Solution:
         """K draws from N(0, Λ⁻¹), Λ = XᵀX / φ + α D: the same noise for every α and φ.
 
-        The first come from the basis, which grows until it holds them; the others start from it and are finished by
-        conjugate gradients that it preconditions. One that does not reach the tolerance is an error. Residuals are
-        relative to the prior's part of the right-hand side, √shift |ζ|: the error e of a draw then has
-        eᵀ Λ e ≤ (tolerance |ζ|)², so that it is, in the mean over all directions, this share of a standard deviation.
-        Relative to the whole right-hand side, which the data may dominate, a small residual would say nothing.
+        The first come from the basis, which grows until it holds them; the others are finished by conjugate gradients
+        that it preconditions, from ``start`` (K, P) where samples near them are known. One that does not reach the
+        tolerance is an error. Residuals are relative to the prior's part of the right-hand side, √shift |ζ|: the error
+        e of a draw then has eᵀ Λ e ≤ (tolerance |ζ|)², so that it is, in the mean over all directions, this share of a
+        standard deviation. Relative to the whole right-hand side, which the data may dominate, a small residual would
+        say nothing.
         """
         shift = alpha * phi
         basis = self.reaching(shift, tolerance)
@@ -108,28 +109,30 @@ class Ridge:
         done = count if found.converged else 0
         rows, residuals = [found.x[:done]], [found.residuals[:done]]
         if done < len(self.prior):
-            rest = self._finished(shift, tolerance, done)
+            near = None if start is None else start[done:].double() * self._root / phi**0.5
+            rest = self._finished(shift, tolerance, done, near)
             rows, residuals = [*rows, rest.x], [*residuals, rest.residuals]
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), basis.products, tolerance)
 
-    def _finished(self, shift: float, tolerance: float, done: int) -> Solution:
-        """The samples that the basis does not have, from where they were at the shift before."""
+    def _finished(self, shift: float, tolerance: float, done: int, start: Tensor | None) -> Solution:
+        """The samples that the basis does not have."""
         rhs, apply = self._rhs(shift)[done:], lambda v: self.product(v) + shift * v
         sizes = error_sizes(shift**0.5 * self.prior[done:], rhs, tolerance)
-        start = self._memo.get("rest", rhs.new_zeros(0))
-        start = start if start.shape == rhs.shape else torch.zeros_like(rhs)
-        left = rhs - apply(start) if bool(start.any()) else rhs
+        left = rhs if start is None else rhs - apply(start)
         more = block_conjugate_gradients(apply, left, root=self.deflating(shift), tolerance=tolerance, sizes=sizes)
-        self._memo["rest"] = start + more.x
-        return replace(more, x=self._memo["rest"])
+        return more if start is None else replace(more, x=start + more.x)
+
+    @property
+    def _root(self) -> Tensor | float:
+        return 1.0 if self.scale is None else self.scale.sqrt()
 
     def gram(self, rows: Tensor) -> Tensor:
         """XᵀX θ for every row (n, P): read off the basis where it holds them, as it does its samples; else a pass."""
         basis: BlockKrylov | None = self._memo.get("basis")
         if basis is None:
             return gram_product(self.design, rows)
-        root = 1.0 if self.scale is None else self.scale.sqrt()
+        root = self._root
         scaled = rows.double() * root
         found, outside = basis.image(scaled)
         found = found * root

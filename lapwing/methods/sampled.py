@@ -106,11 +106,11 @@ class RidgeSolver:
     settings: Sampled
     ridge: Ridge
 
-    def solved(self, problem: Problem) -> Solution:
-        """The samples under this prior and noise."""
+    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
+        """The samples under this prior and noise, from a start near them where there is one."""
         prior, phi = problem.prior, float(problem.likelihood.dispersion)
         if self.settings.solver == "krylov" and self._shared(prior):
-            return self.ridge.samples(float(prior.values), phi, self.settings.tolerance).settled(
+            return self.ridge.samples(float(prior.values), phi, self.settings.tolerance, start).settled(
                 "Sampled()", "Raise the prior precision or the tolerance."
             )
         if self.settings.solver in STOCHASTIC:

@@ -55,6 +55,7 @@ class SampledPosterior:
     statistics: Statistics
     theta: Tensor  # w̃, (P,)
     trace: Trace | None = None
+    start: Tensor | None = None  # samples that are near those looked for, (K, P)
 
     @cached_property
     @outside_autocast
@@ -62,7 +63,7 @@ class SampledPosterior:
     def solution(self) -> Solution:
         """The samples (K, P) around nought, with the relative residual of each."""
         with torch.no_grad():
-            return self.solver.solved(self.problem)
+            return self.solver.solved(self.problem, self.start)
 
     @property
     def samples(self) -> Tensor:
@@ -192,7 +193,7 @@ class StoredSamples:
     solution: Solution
     log_determinant: Logdet
 
-    def solved(self, problem: Problem) -> Solution:
+    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
         self._refuse_other(problem)
         return self.solution
 

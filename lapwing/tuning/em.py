@@ -116,7 +116,7 @@ class SampleEM:
             phi = 2 * loss / max(count - float(gamma.sum()), 1e-3 * count)
             likelihood = problem.likelihood.with_dispersion(torch.tensor(phi, dtype=torch.float64).to(precision))
             problem = problem.with_likelihood(likelihood)
-        return current.with_problem(problem)
+        return replace(current.with_problem(problem), start=current.solution.x)
 
 
 def refuse_negative(gammas: Tensor, steps: list[Step], current: SampledPosterior) -> None:
