@@ -95,3 +95,15 @@ def unchanged(model: nn.Module, run: Callable[[], Any]) -> Any:
         return run()
     finally:
         assert_unchanged(before, model)
+
+
+class InContext(nn.Module):
+    """x (B, 3) with one set (K, 3) for all samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        found: Tensor = self.b(torch.tanh(self.a(x + context.sum(0))))
+        return found

@@ -292,23 +292,11 @@ def test_with_the_residual_the_evidence_is_a_bound() -> None:
     assert float(fit(lw.ELLA(30, 2)).log_evidence()) > found[0]  # the subspace alone has no such term
 
 
-class InContext(nn.Module):
-    """x (B, 3) with one set (K, 3) for all samples of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        found: Tensor = self.b(torch.tanh(self.a(x + context.sum(0))))
-        return found
-
-
 @pytest.mark.parametrize("sizes", [(12,), (6, 6), (7, 5), (4, 4, 4)])
 def test_a_context_for_all_samples(sizes: tuple[int, ...]) -> None:
     """Kept once, however the data are cut; landmarks at all data are then exact."""
     torch.manual_seed(0)
-    network, context = InContext().double(), 0.3 * torch.randn(5, 3, dtype=torch.float64)
+    network, context = problems.InContext().double(), 0.3 * torch.randn(5, 3, dtype=torch.float64)
     x, y = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
     data, new = [((a, context), b) for a, b in problems.split(x, y, sizes)], (x[:8] + 0.1, context)
     fit = lambda m: lw.fit(network, data, lw.Gaussian(noise_std=0.3), method=m, prior=1.0)

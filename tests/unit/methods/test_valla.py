@@ -468,24 +468,12 @@ def test_how_sorted_data_are_cut_does_not_matter(size: int, alpha: float) -> Non
 # Inputs that all samples share.
 
 
-class InContext(nn.Module):
-    """x (B, 3) with one set (K, 3) for all samples of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        found: Tensor = self.b(torch.tanh(self.a(x + context.sum(0))))
-        return found
-
-
 @pytest.mark.parametrize("sizes", [(12,), (6, 6), (7, 5), (4, 4, 4)])
 @pytest.mark.parametrize("method", [lw.VaLLA(100), lw.VaLLA(5, candidates=5, optimiser="none"), lw.VaLLA(5, steps=4)])
 def test_a_context_for_all_samples(method: lw.VaLLA, sizes: tuple[int, ...]) -> None:
     """How the data are cut does not matter, and at all data the posterior is the exact one."""
     torch.manual_seed(0)
-    network, context = InContext().double(), 0.3 * torch.randn(5, 3, dtype=D)
+    network, context = problems.InContext().double(), 0.3 * torch.randn(5, 3, dtype=D)
     x, y = torch.randn(12, 3, dtype=D), torch.randn(12, 1, dtype=D)
     cut = lambda some: [((a, context), b) for a, b in problems.split(x, y, some)]
     fit = lambda m, some: lw.fit(network, cut(some), GIVEN, method=m, prior=1.0)
