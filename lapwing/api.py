@@ -28,6 +28,7 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
     batch_size,
     outside_autocast,
+    outside_inference,
     plain_kernels,
     raw_output,
     refuse_training_mode,
@@ -51,7 +52,7 @@ from lapwing.posteriors.protocols import (
     Posterior,
     Reweightable,
 )
-from lapwing.posteriors.sampled import SampledPosterior, outside_inference
+from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior, isotropic
 from lapwing.registry import likelihood_named, method_named, weights_named

@@ -117,7 +117,7 @@ class Ridge:
 
     def _finished(self, shift: float, tolerance: float, done: int, start: Tensor | None) -> Solution:
         """The samples that the basis does not have."""
-        rhs, apply = self._rhs(shift)[done:], lambda v: self.product(v) + shift * v
+        rhs, apply = self._rhs(shift, slice(done, None)), lambda v: self.product(v) + shift * v
         sizes = error_sizes(shift**0.5 * self.prior[done:], rhs, tolerance)
         left = rhs if start is None else rhs - apply(start)
         more = block_conjugate_gradients(apply, left, root=self.deflating(shift), tolerance=tolerance, sizes=sizes)
@@ -158,13 +158,13 @@ class Ridge:
         """How many samples the basis starts from."""
         return max(1, min(len(self.prior), self.width // 2))
 
-    def _rhs(self, shift: float) -> Tensor:
-        return shift**0.5 * self.prior + self._unscaled(self.back)
+    def _rhs(self, shift: float, some: slice) -> Tensor:
+        return shift**0.5 * self.prior[some] + self._unscaled(self.back[some])
 
     def _looked(self, basis: BlockKrylov, shift: float, tolerance: float) -> Solution:
         """The first samples, as far as a basis has them."""
         count = self._based
-        sizes = error_sizes(shift**0.5 * self.prior[:count], self._rhs(shift)[:count], tolerance)
+        sizes = error_sizes(shift**0.5 * self.prior[:count], self._rhs(shift, slice(count)), tolerance)
         return basis.solve(_weights(count, shift, basis), shift, tolerance=tolerance, sizes=sizes, truncated=True)
 
     def reaching(self, shift: float, tolerance: float) -> BlockKrylov:

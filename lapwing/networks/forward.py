@@ -65,6 +65,19 @@ def outside_autocast(call: Call) -> Call:
     return run  # type: ignore[return-value]
 
 
+def outside_inference(call: Call) -> Call:
+    """What is remembered of a result may take part in a gradient later, which a tensor of inference mode cannot."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return call(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return call(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
 @contextlib.contextmanager
 def plain_kernels(plain: bool) -> Iterator[None]:
     """PyTorch's own kernels instead of cuDNN's and oneDNN's, if asked for."""

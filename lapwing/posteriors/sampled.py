@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property
 from numbers import Integral
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,28 +15,13 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
-from lapwing.networks.forward import outside_autocast
+from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Tangent
 from lapwing.posteriors.functional import Functional, weight_slope
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Solver
 from lapwing.posteriors.trace import Trace
-
-Call = TypeVar("Call", bound=Callable[..., Any])
-
-
-def outside_inference(call: Call) -> Call:
-    """What is remembered of a result may take part in a gradient later, which a tensor of inference mode cannot."""
-
-    @wraps(call)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return call(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return call(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lapwing.core.errors import DataError
 from lapwing.experiments import flights
@@ -24,13 +25,22 @@ def settings(folder: Path) -> flights.Flights:
 
 
 def test_every_method_is_judged_by_the_same_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(flights.METHODS, "VaLLA, alpha 1", lambda held: {"method": flights.lw.VaLLA(5, steps=3)})
+    few = lambda model, held: {"method": flights.lw.VaLLA(5, steps=3)}
+    monkeypatch.setitem(flights.METHODS, "VaLLA, alpha 1", few)
     found = flights.run(settings(tmp_path))
     assert [row.name for row in found.rows] == ["plain", "Kron", "VaLLA, alpha 1"]
     assert len({row.scores["RMSE"] for row in found.rows}) == 1  # the mean is the network's
     widths = [row.scores["width"] for row in found.rows]
     assert widths[0] < widths[1]
     assert Result.from_json(found.to_json()) == found
+
+
+def test_temperature_is_the_noise_of_held_out_rows() -> None:
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.ones_(model.weight)
+    x = torch.arange(6, dtype=torch.float64).unsqueeze(1)
+    likelihood = flights._tempered(model, [(x[:4], x[:4] + 2), (x[4:], x[4:] - 2)])["likelihood"]
+    assert float(likelihood.dispersion) == pytest.approx(4.0)
 
 
 def test_test_rows_are_kept_apart(tmp_path: Path) -> None:
