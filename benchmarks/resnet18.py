@@ -32,6 +32,7 @@ from lapwing.metrics import classification, ood
 Pair = tuple[Tensor, Tensor]
 DECAY = 5e-4
 PRECISIONS = tuple(10.0 ** (k / 4) for k in range(20, 11, -1))  # from 100,000 down to 1,000
+WEAKER = tuple(10.0 ** (k / 2) for k in range(-4, 9))  # for the few weights of the last layer
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -147,8 +148,9 @@ def main() -> None:
     )
     kron = judged("Kron, evidence", lambda: lw.fit(model, data, "classification", progress=False))
     judged("Kron, validation", lambda: kron.tuned(lw.Grid(held, arguments.precisions)))
-    judged("last layer, evidence", lambda: lw.fit(model, data, "classification", method=lw.Full(), progress=False,
-                                                  weights="last_layer"))  # fmt: skip
+    last = judged("last layer, evidence", lambda: lw.fit(model, data, "classification", method=lw.Full(),
+                                                         progress=False, weights="last_layer"))  # fmt: skip
+    judged("last layer, validation", lambda: last.tuned(lw.Grid(held, WEAKER)))
     if arguments.evidence:  # goes on from the same basis, to a smaller precision
         judged("samples, evidence", lambda: sampled.tuned(lw.SampleEM(mode="network", tolerance=0.02, max_steps=20)))
 
