@@ -60,12 +60,13 @@ def lenet(folder: Path, count: int, samples: int, seed: int = 0) -> dict[str, An
     trained = time.perf_counter()
     data = batches(*images.train, 500)
     posterior = lw.fit(model, data, "classification", method=lw.Sampled(num_samples=samples), progress=False)
-    residual = float(posterior.posterior.solution.residuals.max())
+    drawn: Any = posterior.posterior
+    residual = float(drawn.solution.residuals.max())
     fitted = time.perf_counter()
     x, y = images.test
     return {
         "images": count, "weights": posterior.network.selection.size, "samples": samples, "residual": residual,
-        "precision": float(posterior.prior.values), "basis": len(posterior.posterior.solver.ridge.basis.rows),
+        "precision": float(posterior.prior.values), "basis": len(drawn.solver.ridge.basis.rows),
         "training s": trained - start, "fit and tuning s": fitted - trained,
         "NLL plain": nll(model(x).detach().softmax(-1), y), "NLL": nll(probabilities(posterior, x), y),
     }  # fmt: skip

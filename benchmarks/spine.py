@@ -17,8 +17,9 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-CASES = {
+CASES: dict[str, dict[str, float]] = {
     # name: (what, reach) -- the reach of each figure, as a ratio unless a unit is given
     "mlp_kron": {"fit / epoch": 4.5, "variance / forward": 25},
     "mlp_diagonal": {"fit / epoch": 2.5, "variance / forward": 15},
@@ -33,12 +34,12 @@ CASES = {
 }
 
 
-def run_child(python: str, arguments: list[str], environment: dict[str, str]) -> dict[str, object] | None:
+def run_child(python: str, arguments: list[str], environment: dict[str, str]) -> dict[str, Any] | None:
     """One measurement in a process of its own; None if it failed."""
     done = subprocess.run([python, *arguments], capture_output=True, text=True, env=environment, check=False)
     for line in reversed(done.stdout.splitlines()):
         if line.startswith("{"):
-            found: dict[str, object] = json.loads(line)
+            found: dict[str, Any] = json.loads(line)
             return found
     sys.stderr.write(done.stderr[-2000:])
     return None
@@ -54,7 +55,7 @@ def main() -> int:
     peer = options.peer if options.peer and Path(options.peer).exists() else None
     if peer is None:
         print("laplace-torch is not compared: no python with it was given (make peer, then make bench)")
-    results: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, Any]] = {}
     print(f"{'case':18s} {'figure':34s} {'lapwing':>10s} {'reach':>8s} {'':5s} {'laplace-torch 0.3':>18s}")
     for name in options.only:
         ours = run_child(sys.executable, ["-m", "benchmarks.spine_case", name], environment)
@@ -62,8 +63,8 @@ def main() -> int:
         theirs = run_child(peer, [script, name], environment) if peer else None
         results[name] = {"lapwing": ours, "laplace-torch": theirs, "reach": CASES[name]}
         for figure, reach in CASES[name].items():
-            got = ours["figures"].get(figure) if ours else None  # type: ignore[attr-defined]
-            other = theirs["figures"].get(figure) if theirs else None  # type: ignore[attr-defined]
+            got = ours["figures"].get(figure) if ours else None
+            other = theirs["figures"].get(figure) if theirs else None
             mark = "" if got is None else "ok" if got <= reach else "MISS"
             print(f"{name:18s} {figure:34s} {_number(got):>10s} {reach:8g} {mark:5s} {_number(other):>18s}", flush=True)
         notes = (theirs or {}).get("note") if peer else None
@@ -72,7 +73,7 @@ def main() -> int:
     machine = {"cpu": cpu_name(), "python": platform.python_version(), "system": platform.system()}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
-    versions = next((r["lapwing"]["versions"] for r in results.values() if r["lapwing"]), {})  # type: ignore[index]
+    versions: dict[str, Any] = next((r["lapwing"]["versions"] for r in results.values() if r["lapwing"]), {})
     print(f"\n{machine['cpu']}, one thread, python {machine['python']}, {versions}; written to {options.out}")
     return 0
 

@@ -55,12 +55,12 @@ class FullPrecision:
         r"""One linear map at one position: S_cd = Σ_ij g_ci g_dj (aᵀ Σ_ij a).
 
         The inner forms are computed once for all outputs and only for i <= j: half of P² multiplications for
-        each input instead of C P².
+        each input instead of C P². In float64, as the sums are: covariances under a weak prior cancel.
         """
-        a, g = part.a[0, :, 0], part.g[0, :, :, 0]
+        a, g = part.a[0, :, 0].double(), part.g[0, :, :, 0].double()
         batch, d_in = a.shape
         d_out = g.shape[-1]
-        blocks = self._arranged(jacobian, a.dtype)  # (pairs, d_in, d_in)
+        blocks = self._arranged(jacobian)  # (pairs, d_in, d_in)
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         forms = a.new_empty(batch, d_out, d_out)
         step = max(1, temporary(a.device) // (a.element_size() * max(1, batch) * d_in))
@@ -73,11 +73,11 @@ class FullPrecision:
         rows = g.transpose(0, 1)  # (B, K, d_out)
         left = torch.bmm(rows, forms)
         if not full:
-            return (left * rows).sum(-1).reshape(batch, jacobian.tokens, -1)
+            return (left * rows).sum(-1).reshape(batch, jacobian.tokens, -1).to(part.g.dtype)
         left, rows = (t.reshape(batch, jacobian.tokens, -1, d_out) for t in (left, rows))
-        return left @ rows.mT
+        return (left @ rows.mT).to(part.g.dtype)
 
-    def _arranged(self, jacobian: LayerJacobians, dtype: torch.dtype) -> Tensor:
+    def _arranged(self, jacobian: LayerJacobians) -> Tensor:
         """Blocks Σ_ij for i <= j of the one linear map, (pairs, d_in, d_in), symmetrised in the inputs."""
         if "blocks" not in self._cache:
             (block,) = jacobian.layout
@@ -85,7 +85,7 @@ class FullPrecision:
             order = order[0].long().to(self.factor.device)  # (d_out, d_in): where each entry sits in theta
             first, second = torch.triu_indices(block.d_out, block.d_out, device=order.device)
             tall = self.covariance[order[first].unsqueeze(-1), order[second].unsqueeze(-2)]
-            self._cache["blocks"] = (0.5 * (tall + tall.mT)).to(dtype)
+            self._cache["blocks"] = 0.5 * (tall + tall.mT)
         return self._cache["blocks"]
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
@@ -200,23 +200,23 @@ def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCur
 
 
 class _PairSums:
-    """Σ_b (Σ_k g_ki g_kj) a aᵀ for i <= j, (pairs, d_in, d_in): a K-th of the work of JᵀJ.
+    """Σ_b (Σ_k g_ki g_kj) a aᵀ for i <= j, (pairs, d_in, d_in), float64: a K-th of the work of JᵀJ.
 
-    Rows are collected until a product with them is worth the pass over the large result, whose lower halves in the
-    inputs are left out; float32 products are summed in float64.
+    Rows are collected until a product with them is worth the pass over the large result. Inputs go in strips, and a
+    strip meets only what is at and behind it, since the rest is symmetric.
     """
 
     ROWS = 512
+    STRIP = 32
 
     def __init__(self) -> None:
         self._inputs: list[Tensor] = []
         self._weights: list[Tensor] = []
-        self._top: Tensor | None = None  # rows of the first half of the inputs
-        self._low: Tensor | None = None  # second half by second half
+        self._strips: list[Tensor] = []  # (pairs, strip, d_in - start)
         self.used = False
 
     def add(self, part: LinearJacobian) -> None:
-        a, g = part.a[0, :, 0], part.g[0, :, :, 0].transpose(0, 1)  # (B, d_in), (B, K, d_out)
+        a, g = part.a[0, :, 0].double(), part.g[0, :, :, 0].transpose(0, 1).double()  # (B, d_in), (B, K, d_out)
         first, second = torch.triu_indices(g.shape[-1], g.shape[-1], device=a.device)
         self._inputs.append(a)
         self._weights.append(torch.bmm(g.mT, g)[:, first, second])
@@ -227,36 +227,35 @@ class _PairSums:
     def _flush(self) -> None:
         if not self._inputs:
             return
-        a, w = torch.cat(self._inputs), torch.cat(self._weights)
+        a, w = torch.cat(self._inputs), torch.cat(self._weights).mT.contiguous()
         self._inputs, self._weights = [], []
-        half = a.shape[1] // 2
-        top = _weighted_products(a[:, :half], w, a)
-        low = _weighted_products(a[:, half:], w, a[:, half:])
-        self._top = top.double() if self._top is None else self._top.add_(top)
-        self._low = low.double() if self._low is None else self._low.add_(low)
+        size = a.shape[1]
+        if not self._strips:
+            starts = range(0, size, self.STRIP)
+            self._strips = [a.new_zeros(len(w), min(self.STRIP, size - start), size - start) for start in starts]
+        columns = a.mT.contiguous()
+        for k, strip in enumerate(self._strips):
+            start = k * self.STRIP
+            _add_weighted(strip, columns[start : start + self.STRIP], w, a[:, start:])
 
     def value(self) -> Tensor:
         self._flush()
-        assert self._top is not None
-        assert self._low is not None
-        half, size = self._top.shape[1:]
-        whole = self._top.new_empty(len(self._top), size, size)
-        whole[:, :half] = self._top
-        whole[:, half:, :half] = self._top[:, :, half:].mT
-        whole[:, half:, half:] = self._low
+        pairs, _, size = self._strips[0].shape
+        whole = self._strips[0].new_empty(pairs, size, size)
+        for k, strip in enumerate(self._strips):
+            start = k * self.STRIP
+            whole[:, start : start + self.STRIP, start:] = strip
+            whole[:, start:, start : start + self.STRIP] = strip.mT
         return whole
 
 
-def _weighted_products(left: Tensor, weights: Tensor, right: Tensor) -> Tensor:
-    """Σ_b weights_bp left_b rightᵀ_b: (pairs, d_left, d_right)."""
-    pairs, rows = weights.shape[1], len(left)
-    found = left.new_empty(pairs, left.shape[1], right.shape[1])
-    step = max(1, temporary(left.device) // (4 * left.element_size() * rows * max(1, left.shape[1])))
-    for start in range(0, pairs, step):
-        w = weights[:, start : start + step].mT  # (p, B)
-        tall = (left.mT.unsqueeze(0) * w.unsqueeze(1)).reshape(-1, rows)  # (p d_left, B)
-        torch.mm(tall, right, out=found[start : start + step].view(-1, right.shape[1]))
-    return found
+def _add_weighted(total: Tensor, left: Tensor, weights: Tensor, right: Tensor) -> None:
+    """total += Σ_b weights_pb left_ib right_bj: (pairs, d_left, d_right)."""
+    rows, (width, last) = left.shape[1], total.shape[1:]
+    step = max(1, temporary(left.device) // (left.element_size() * max(1, rows * width)))
+    for start in range(0, len(weights), step):
+        tall = weights[start : start + step].unsqueeze(1) * left  # (p, d_left, B)
+        total[start : start + step].view(-1, last).addmm_(tall.view(-1, rows), right)
 
 
 def _spread_pairs(pairs: Tensor, network: Network) -> Tensor:

@@ -49,6 +49,7 @@ class ImageTable:
     validation: int = 5000
     data: int | None = None  # training images; None takes all
     test: int | None = None  # test images of each kind
+    draws: int = 2000  # of the logits; few cost likelihood, since the log of a mean over draws is too small on average
     seeds: int = 3
     device: str = "cpu"
     seed: int = 0
@@ -88,7 +89,7 @@ def run(settings: ImageTable, report: Callable[[str], None] = lambda line: None)
             start = time.perf_counter()
             beliefs, note = METHODS[name](task, settings, seed)
             seconds = time.perf_counter() - start
-            scores = {**scored(beliefs, task), "fit s": seconds}
+            scores = {**scored(beliefs, task, settings.draws), "fit s": seconds}
             found.setdefault(name, []).append(scores)
             notes += [f"seed {seed}, {name}: {note}"] if note else []
             report(f"seed {seed}, {name}: { {k: float(f'{v:.4g}') for k, v in scores.items()} } {note}")
@@ -147,7 +148,7 @@ def _split(count: int, held: int, generator: torch.Generator, device: torch.devi
     return order[held:], order[:held]
 
 
-def scored(beliefs: Beliefs, task: Task) -> dict[str, float]:
+def scored(beliefs: Beliefs, task: Task, draws: int) -> dict[str, float]:
     x, y = task.test
     start = time.perf_counter()
     inside = [beliefs(part) for part in x.split(task.size)]
@@ -156,7 +157,7 @@ def scored(beliefs: Beliefs, task: Task) -> dict[str, float]:
     found = {}
     for link, prefix in (("probit", ""), ("mc", "MC ")):
         probs, strange = (
-            torch.cat([SoftmaxPredictive(part, link).probs for part in parts]) for parts in (inside, outside)
+            torch.cat([SoftmaxPredictive(part, link, draws).probs for part in parts]) for parts in (inside, outside)
         )
         found[prefix + "NLL"] = classification.nll(probs, y)
         found[prefix + "ECE"] = classification.ece(probs, y)

@@ -44,6 +44,7 @@ class PushedImages:
     channels: tuple[int, int] = (6, 10)
     precision: float = 1.0
     pushes: int = 32
+    draws: int = 2000  # of the logits
     each: int = 8  # test images whose outputs are pushed one by one
     seeds: int = 1
     seed: int = 0
@@ -127,16 +128,16 @@ def _judged(
         notes.append(f"{name}: scale {scale:.3g}")
         report(f"seed {seed}, {name}: {taken + more:.0f} s")
     exact = _total(posteriors["full Hessian"].functions, task.test[0])
-    found = {name: {**_scores(mine, task, exact), "fit s": seconds[name]} for name, mine in beliefs.items()}
+    found = {name: {**_scores(mine, task, settings, exact), "fit s": seconds[name]} for name, mine in beliefs.items()}
     each, responder = _each(task, settings, seed, posteriors)
     report(f"seed {seed}, {each[0]}")
     pushed = {name: fit.posterior for name, fit in posteriors.items() if isinstance(fit.posterior, PushedWeights)}
     return found, [*notes, *each, *(_ended(name, mine, responder, task, seed) for name, mine in pushed.items())]
 
 
-def _scores(beliefs: Beliefs, task: Task, exact: Tensor) -> dict[str, float]:
+def _scores(beliefs: Beliefs, task: Task, settings: PushedImages, exact: Tensor) -> dict[str, float]:
     """Those of all image tables, and how good a score the variance alone is."""
-    found = scored(beliefs, task)
+    found = scored(beliefs, task, settings.draws)
     variance = _total(beliefs, task.test[0])
     return {
         **{name: found[name] for name in SHOWN},
