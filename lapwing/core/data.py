@@ -179,20 +179,6 @@ def _joined(held: list[Batch]) -> Batch:
     return Batch(torch.cat([batch.inputs for batch in held]), torch.cat([batch.targets for batch in held]))
 
 
-def minibatches(data: Data, size: int, generator: torch.Generator, joined: int = 0) -> Iterator[Batch]:
-    """Batches of at most ``size`` rows without end: those of the data, each in random order and cut to size.
-
-    Batches are joined up to ``joined`` rows first (see ``merged``): those of a list come in the same cut at every pass.
-    """
-    while True:
-        for batch in merged(data.batches("batches"), joined):
-            count = len(batch.targets)
-            draws = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float32)
-            order = draws.argsort().to(data.device)
-            for rows in order.split(size):
-                yield Batch(take(batch.inputs, count, rows), batch.targets[rows])
-
-
 def check_finite(tree: Inputs, what: str) -> None:
     """Raise if any floating-point tensor holds NaN or infinity."""
     for tensor in tensors_in(tree):

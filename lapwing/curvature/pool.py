@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,8 @@ def cut(inputs: Inputs, rows: Tensor, shared: Sequence[bool]) -> Inputs:
 
 def joined(inputs: list[Inputs], shared: Sequence[bool] = ()) -> Inputs:
     """Batches of inputs of one form as one; of what all samples share, one copy."""
+    if any(_form(one) != _form(inputs[0]) for one in inputs):
+        raise DataError("batches of inputs with different keys or nestings; expected the same in all, in one order.")
     columns = list(zip(*(tensors_in(one) for one in inputs), strict=True))
     flags = shared or (False,) * len(columns)
     found = iter([_same(parts) if flag else _stacked(parts) for parts, flag in zip(columns, flags, strict=True)])
@@ -102,7 +105,7 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
 
 def _same(parts: tuple[Tensor, ...]) -> Tensor:
     first = parts[0]
-    if any(part is not first and not torch.equal(part, first) for part in parts):
+    if not all(_equal(part, first) for part in parts):
         raise DataError(
             f"a tensor of the inputs of shape {tuple(first.shape)} has no row for each sample, and is not the same in "
             "all batches; inducing points from several batches cannot share it. Expected one for all data, or a row "
@@ -111,36 +114,63 @@ def _same(parts: tuple[Tensor, ...]) -> Tensor:
     return first
 
 
-def shuffled(data: Data, size: int, generator: torch.Generator, kept: int = KEPT) -> Iterator[Batch]:
+def shuffled(
+    data: Data, size: int, generator: torch.Generator, kept: int = KEPT, fresh: bool = False
+) -> Iterator[Batch]:
     """Batches of about ``size`` rows without end, each a random part of the data however those are cut and ordered.
 
     Rows are drawn from all data that are a list in memory or take at most ``kept`` bytes; of others from as many
-    consecutive batches as do, which should come in random order. Fewer than half of ``size`` rows that a pass has left
-    over wait for the next: they would stand for all data in a step.
+    consecutive batches as do, which should come in random order. Batches whose rows do not fit together (text padded
+    to several lengths) are cut and never joined. Fewer than half of ``size`` rows that a pass has left over wait for
+    the next: they would stand for all data in a step. ``fresh``: a loader is read again for every pass, and may draw
+    anew what it gives (augmentation).
     """
+    again = fresh and not isinstance(data.source, list | tuple)
     while True:
         blocks = 0
         for block in _blocks(data, kept):
             yield from block.passed(size, generator, data.device)
             blocks += 1
-        while blocks == 1:  # all of them: they need not be read again
+        while blocks == 1 and not again:  # all of them: they need not be read again
             yield from block.passed(size, generator, data.device)
 
 
 def _blocks(data: Data, kept: int) -> Iterator[Block]:
-    """Consecutive batches of at most so many bytes; those of a list, which are in memory already, all at once."""
+    """Consecutive batches that fit, of at most so many bytes; a list, which is in memory already, has no limit."""
     listed = isinstance(data.source, list | tuple)
     home = next((t.device for t in tensors_in(data.source)), data.device) if listed else data.device
     held: list[Batch] = []
     taken = 0
     for batch in Data(data.source, home, data.target_key).batches("batches"):
         more = sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
-        if held and taken + more > kept and not listed:
-            yield Block.of(held, copied=True)
+        if held and ((taken + more > kept and not listed) or not _fits(held[-1], batch)):
+            yield Block.of(held, copied=taken <= kept)
             held, taken = [], 0
         held.append(batch)
         taken += more
     yield Block.of(held, copied=taken <= kept)
+
+
+def _fits(one: Batch, other: Batch) -> bool:
+    """Whether their rows can be in one batch."""
+    if _form(one.inputs) != _form(other.inputs) or one.targets.shape[1:] != other.targets.shape[1:]:
+        return False
+    pairs = zip(tensors_in(one.inputs), tensors_in(other.inputs), strict=True)
+    flags = either(uncut(one.inputs), uncut(other.inputs))
+    return all(
+        _equal(a, b) if shared else a.shape[1:] == b.shape[1:] for (a, b), shared in zip(pairs, flags, strict=True)
+    )
+
+
+def _form(tree: Inputs) -> Any:
+    """The nesting without its tensors."""
+    if isinstance(tree, Mapping):
+        return tuple((key, _form(value)) for key, value in tree.items())
+    return tuple(_form(value) for value in tree) if isinstance(tree, tuple | list) else isinstance(tree, Tensor)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or torch.equal(one, other)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, check_finite, map_tensors, minibatches
+from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.errors import DataError, LapwingError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
 from lapwing.core.random import normal
 from lapwing.curvature.design import NetworkDesign, refuse_reordered
 from lapwing.curvature.objective import Objective
-from lapwing.curvature.pool import Pool
+from lapwing.curvature.pool import Pool, shuffled
 from lapwing.curvature.sweep import Statistics, Sweep, loss_only, residual_noise
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.linalg.newton import newton
@@ -407,7 +407,7 @@ class FineTuner:
         signs = torch.cat([lam, -lam])[:, None]
         first, second = torch.zeros_like(d), torch.zeros_like(d)
         same = torch.Generator().manual_seed(self.generator.initial_seed())
-        batches = minibatches(self.data, method.batch_size, same)
+        batches = shuffled(self.data, method.batch_size, same)
         for step in Steps(steps, "fine-tuning", self.data.progress):
             batch = next(batches)
             f = objective.outputs(d[-1:], batch.inputs)[0]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, merged, minibatches
+from lapwing.core.data import Batch, Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.progress import Steps
 from lapwing.core.random import derived
+from lapwing.curvature.pool import shuffled
 from lapwing.curvature.sweep import Statistics, loss_only, residual_noise
 from lapwing.posteriors.drawn import DrawnPosterior, Draws
 from lapwing.posteriors.members import of_mean
@@ -20,7 +21,6 @@ from lapwing.posteriors.problem import Problem
 
 FIRST, HALVINGS = 0.1, 20  # the rates that are tried where none is given
 NEAR, FAR = 0.1, 1.0  # how far the loss may rise, see Descent.run: where the rate is chosen here; where it is given
-JOINED = 16  # mini-batches' worth of rows that are shuffled together
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Descent:
     @classmethod
     def of(cls, method: SWAG, problem: Problem, data: Data, start: Statistics) -> Descent:
         quiet = replace(data, progress=False)  # there is one bar for all steps
-        size, rows = method.batch_size, JOINED * method.batch_size
-        epoch = sum(-(-len(batch.targets) // size) for batch in merged(quiet.batches("counting"), rows))
+        size, count = method.batch_size, sum(len(batch.targets) for batch in quiet.batches("counting"))
+        epoch = max(1, (2 * count + size) // (2 * size))
         if epoch == 1:
             raise UnsupportedError(
                 f"all {start.data} data are one mini-batch of batch_size={size}; expected several: without noise in "
@@ -158,7 +158,7 @@ class Descent:
         allowed = self.start + most * max(abs(self.loss), float(self.problem.likelihood.dispersion))
         between = method.steps_between or method.epochs_between * self.epoch
         order = derived(torch.Generator().manual_seed(method.seed), torch.empty(0))
-        batches = minibatches(self.data, method.batch_size, order, JOINED * method.batch_size)
+        batches = shuffled(self.data, method.batch_size, order, fresh=True)
         d, velocity = torch.zeros_like(self.gap), torch.zeros_like(self.gap)
         total, running, recent = method.snapshots * between, Running(d, method.rank, network.dtype), Recent(self.epoch)
         bar = Steps(total, "snapshots", self.shown)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -110,14 +112,20 @@ def test_a_tensor_that_all_samples_share_is_kept_once(name: str, sizes: tuple[in
 @pytest.mark.parametrize("name", SHARED)
 def test_one_that_differs_between_batches_is_refused(name: str) -> None:
     data = [((x, SHARED[name] + i), y) for i, (x, y) in enumerate(problems.split(X, Y, (9, 11)))]
-    for ask in (lambda: Pool.drawn(Data(data, CPU), N), lambda: next(shuffled(Data(data, CPU), 9, torch.Generator()))):
-        with pytest.raises(lw.DataError, match=r"has no row for each sample, and is not the same in all batches"):
-            ask()
+    with pytest.raises(lw.DataError, match=r"has no row for each sample, and is not the same in all batches"):
+        Pool.drawn(Data(data, CPU), N)
 
 
 def test_batches_of_other_tensors_are_refused() -> None:
     with pytest.raises(lw.DataError, match="batches of 1 and of 2 input tensors; expected as many"):
         Pool.drawn(Data([(X[:9], Y[:9]), ((X[9:], X[9:]), Y[9:])], CPU), 5)
+
+
+def test_keys_in_another_order_are_refused() -> None:
+    """Columns are joined by their place."""
+    data = [({"a": X[:9], "b": X[:9] + 1}, Y[:9]), ({"b": X[9:] + 1, "a": X[9:]}, Y[9:])]
+    with pytest.raises(lw.DataError, match="different keys or nestings; expected the same in all"):
+        Pool.drawn(Data(data, CPU), N)
 
 
 # Batches without end.
@@ -185,3 +193,41 @@ def test_batches_of_several_tensors() -> None:
     for batch in batches(Loader((8, 1, 11), context), 8, 6):
         assert torch.equal(batch.inputs["x"], X[batch.targets])
         assert torch.equal(batch.inputs["context"], context)
+
+
+def test_a_loader_is_read_again_where_its_batches_are_to_be_fresh() -> None:
+    """What it draws anew, as augmentation does, stays new; a list is the same at every pass."""
+    loader = Loader((8, 1, 11))
+    found = batches(loader, 5, 40, fresh=True)
+    assert loader.passes == 10
+    assert sorted(torch.cat([b.targets for b in found[4:8]]).tolist()) == Y.tolist()
+    assert found[0].targets.tolist() != found[4].targets.tolist()
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_rows_that_do_not_fit_together_stay_in_their_batches(listed: bool) -> None:
+    """Text that is padded to several lengths, and contexts that are not the same: cut, never joined."""
+    data = [
+        ((X[:6], torch.zeros(2)), Y[:6]), ((X[6:8], torch.ones(2) * 0), Y[6:8]), ((X[8:14], torch.ones(2)), Y[8:14]),
+        ((X[14:, :2], torch.ones(2)), Y[14:]),
+    ]  # fmt: skip
+    found = batches(data if listed else deque(data), 4, 5)
+    assert [len(b.targets) for b in found] == [4, 4, 4, 2, 4]
+    for part, expected in zip((found[:2], found[2:4]), (range(8), range(8, 14)), strict=True):
+        assert sorted(torch.cat([b.targets for b in part]).tolist()) == list(expected)
+    for batch in found:
+        late = min(batch.targets.tolist()) >= 8
+        assert torch.equal(batch.inputs[1], torch.full((2,), float(late)))
+        assert torch.equal(batch.inputs[0], X[batch.targets][:, : 2 if min(batch.targets.tolist()) >= 14 else 3])
+
+
+def test_the_default_dtype_has_no_say_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [batch.targets.tolist() for batch in batches([(X, Y)], 2, 12)]
+    monkeypatch.setattr(torch, "rand", partial(_wide, torch.rand))
+    assert [batch.targets.tolist() for batch in batches([(X, Y)], 2, 12)] == before
+
+
+def _wide(rand: Any, *shape: int, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
+    """As under ``set_default_dtype(float64)``, without changing it for other tests."""
+    found: Tensor = rand(*shape, dtype=dtype, **options)
+    return found
