@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from lapwing.core.errors import UnsupportedError
 from lapwing.methods.diagonal import Diagonal
@@ -41,8 +42,12 @@ class Auto:
     gpu: bool = False
 
     def __post_init__(self) -> None:
-        if not self.memory > 0 or not self.seconds > 0:
-            raise UnsupportedError(f"memory is {self.memory} and seconds {self.seconds}; expected positive numbers.")
+        given = (self.memory, self.seconds)
+        if not all(isinstance(v, Real) and not isinstance(v, bool) and v > 0 for v in given):
+            raise UnsupportedError(
+                f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
+            )
+        Sampled(num_samples=self.num_samples)  # refuses what is no number of samples
 
     def choose(self, weights: int, rows: int, single: bool = False) -> Choice:
         """For P weights and n C rows; ``single`` where they are picked one by one, and have no Kronecker structure."""

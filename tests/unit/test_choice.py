@@ -206,9 +206,9 @@ def test_nothing_but_ignored_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["memory", "seconds"])
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, -math.inf])
-def test_budgets_that_are_refused(name: str, value: float) -> None:
-    with pytest.raises(lw.UnsupportedError, match=rf"{name} (is )?{value}.*expected positive numbers"):
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, -math.inf, "a minute", None, True])
+def test_budgets_that_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(lw.UnsupportedError, match=rf"{name} (is )?{value!r}.*expected positive numbers"):
         lw.Auto(**{name: value})
 
 
