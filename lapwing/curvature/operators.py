@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import DataError, UnsupportedError
+from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.linalg.design import Design, back_product, forward_product, gram_product
 from lapwing.networks.forward import outside_autocast
 
@@ -53,6 +53,11 @@ class Operator:
         apply = {"jacobian": forward_product, "transposed": back_product, "ggn": gram_product}[self.kind]
         with torch.no_grad():
             found = apply(self.design, rows.double())
+        if not bool(torch.isfinite(found).all()):
+            raise NumericalError(
+                f"a product of an operator {self.shape} with a vector whose largest entry is {largest:.3g} is beyond "
+                f"the {most:.3g} of {self.design.like.dtype}; expected finite numbers. Scale it."
+            )
         return found.mT.reshape(self.shape[0], *v.shape[1:])
 
     def scipy(self) -> Any:

@@ -262,6 +262,17 @@ def test_vectors_out_of_range_are_refused(value: float, dtype: torch.dtype, kind
         operator @ vector
 
 
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+def test_products_out_of_range_are_refused(kind: str) -> None:
+    """Every entry is a number that the network has; their sums are not."""
+    case = BY_NAME["mlp"]
+    operator = getattr(fitted(case, torch.float32), kind)(problems.batches(case, dtype=torch.float32))
+    with pytest.raises(
+        lw.NumericalError, match=r"largest entry is 3\.39e\+38 is beyond the 3\.4e\+38 of torch.float32"
+    ):
+        operator @ torch.full((83, 2), 3.39e38)
+
+
 def test_vectors_of_whole_numbers_will_do() -> None:
     case = BY_NAME["mlp"]
     operator = fitted(case).ggn(problems.batches(case))
