@@ -331,6 +331,7 @@ class Fitted:
     @property
     def evidence_error(self) -> float:
         """The standard error of ``log_evidence``: nought where its log-determinant is computed and not estimated."""
+        self._unchanged()
         return float(getattr(self.posterior, "evidence_error", 0.0))
 
     @outside_autocast
@@ -389,9 +390,9 @@ class Fitted:
         design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
         if kind == "jacobian":
             refuse_reordered(design)
-        elif design.streamed:
+        else:
             refuse_unsteady(design)
-        return Operator(design, kind)
+        return Operator(design, kind, self._unchanged)
 
     @property
     def problem(self) -> Problem:

@@ -17,6 +17,7 @@ from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.design import Part, forward_product, gram_product
 from lapwing.linalg.operators import refuse_asymmetric
+from lapwing.networks.forward import batch_size
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
@@ -61,7 +62,7 @@ class NetworkDesign:
     rows: int
     curvature: str = "ggn"  # or "jacobian": J itself, without the likelihood's root
     part: int | None = None
-    kept: bool = False  # whether the data are in memory, and so the same at every pass
+    source: Data | None = None  # the data as given, where those above are kept in memory, and so the same at every pass
 
     @classmethod
     def build(
@@ -91,7 +92,8 @@ class NetworkDesign:
                 if taken > cache:
                     kept = None
         held = None if kept is None else tuple(kept)
-        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature, part, data is not given)
+        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature, part,
+                   None if data is given else given)  # fmt: skip
 
     @property
     def streamed(self) -> bool:
@@ -108,7 +110,7 @@ class NetworkDesign:
 
     def tried(self) -> NetworkDesign:
         """What tells whether products can be relied on: the first batch where nothing but the network could change."""
-        if self.held is not None or not self.kept:
+        if self.held is not None or self.source is None:
             return self
         first = Data(list(islice(iter(self.data.source), 1)), self.data.device)
         return NetworkDesign.build(self.network, self.likelihood, first, 0, self.curvature, self.part)
@@ -149,8 +151,10 @@ class NetworkDesign:
 
 def refuse_unsteady(design: NetworkDesign, generator: torch.Generator | None = None) -> None:
     """Raise unless the products are those of one symmetric matrix. Two passes, over one batch where data are kept."""
-    tried = design.tried()
-    refuse_asymmetric(lambda v: gram_product(tried, v), tried.size, generator=generator, device=design.network.device)
+    refuse_redrawn(design)
+    if design.streamed:
+        tried, device = design.tried(), design.network.device
+        refuse_asymmetric(lambda v: gram_product(tried, v), tried.size, generator=generator, device=device)
 
 
 def refuse_reordered(design: NetworkDesign) -> None:
@@ -158,6 +162,7 @@ def refuse_reordered(design: NetworkDesign) -> None:
 
     The GGN is a sum and does not mind the order of the data; whatever has a number for each row does.
     """
+    refuse_redrawn(design)
     if not design.streamed:
         return
     design = design.tried()
@@ -170,6 +175,44 @@ def refuse_reordered(design: NetworkDesign) -> None:
             f"two passes over the data gave different rows, by {gap / scale:.3g} of their size; expected the same "
             "batches in the same order. Use shuffle=False and no random augmentation."
         )
+
+
+def refuse_redrawn(design: NetworkDesign) -> None:
+    """Raise unless a loader whose data are kept gives the same rows again, in any order. One reading, no pass.
+
+    What is kept of a loader that augments at random would be one draw of many, and pass for the data. Rows of several
+    lengths are not compared: padding depends on what else is in a batch.
+    """
+    if design.source is None or isinstance(design.source.source, list | tuple):
+        return
+    first, second = _projected(design.data), _projected(design.source)
+    if first is None or second is None:
+        return
+    sizes = torch.maximum(first, second)[[2, 1]].clamp_min(torch.finfo(torch.float64).tiny)
+    gap = float(((first - second)[:2].abs() / sizes).max())
+    if gap > 1e-9:
+        raise DataError(
+            f"a second reading of the data gave other rows, by {gap:.2g} of their size; expected the same in any "
+            "order. Use no random augmentation, and drop_last=False."
+        )
+
+
+def _projected(data: Data) -> Tensor | None:
+    """The sum over all rows of a random projection of input and target, of its square, and of its size."""
+    patterns: list[Tensor] = []
+    total = torch.zeros(3, dtype=torch.float64, device=data.device)
+    for batch in data.batches("reading again"):
+        size = batch_size(batch.inputs)
+        tensors = [t.reshape(len(t) if t.ndim else 1, -1) for t in (*tensors_in(batch.inputs), batch.targets)]
+        if not patterns:
+            generator = torch.Generator().manual_seed(1)
+            patterns = [normal((t.shape[1],), generator, total) for t in tensors]
+        if [t.shape[1] for t in tensors] != [len(pattern) for pattern in patterns]:
+            return None
+        each = [t.double() @ pattern for t, pattern in zip(tensors, patterns, strict=True)]
+        row = torch.stack([r if len(r) == size else r.sum().expand(size) for r in each]).sum(0)
+        total += torch.stack([row.sum(), row.square().sum(), row.abs().sum()])
+    return total
 
 
 def fixed(data: Data, most: int) -> Data:

@@ -324,18 +324,71 @@ def test_a_changing_number_of_rows_is_refused() -> None:
         gram_product(design, rows(1, design.size))
 
 
-def test_random_augmentation_is_refused_or_frozen() -> None:
+def flipped(x: Tensor, y: Tensor, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """About half of the rows from the other side, as images are: every sum over all entries stays what it was."""
+    return torch.where(torch.rand(len(x), 1, dtype=D, generator=gen) < 0.5, x, x.flip(1)), y
+
+
+AUGMENTED: dict[str, Any] = {
+    "noise": lambda x, y, gen: (x + 0.1 * torch.randn(x.shape, dtype=D, generator=gen), y),
+    "flips": flipped,
+    "other targets": lambda x, y, gen: (x, torch.randint(0, 3, y.shape, generator=gen)),
+}
+
+
+@pytest.mark.parametrize("name", AUGMENTED)
+@pytest.mark.parametrize("cache", [None, 1000], ids=["factors held", "data held"])
+@pytest.mark.parametrize("refuse", [refuse_unsteady, refuse_reordered])
+def test_random_augmentation_is_refused_where_one_draw_was_kept(refuse: Any, cache: int | None, name: str) -> None:
     case = BY_NAME["mlp"]
-    x, y = case.batch(6), problems.targets(case, 6)
-    gen = torch.Generator().manual_seed(3)
-    data = Loader(lambda _: [(x + 0.1 * torch.randn(x.shape, dtype=D, generator=gen), y)])
+    x, y, gen = case.batch(6), problems.targets(case, 6), torch.Generator().manual_seed(3)
+    design = over(case, Loader(lambda _: [AUGMENTED[name](x, y, gen)]), cache)
+    with pytest.raises(DataError, match=r"a second reading of the data gave other rows, by .*no random augmentation"):
+        refuse(design)
+
+
+def test_random_augmentation_is_refused_where_nothing_is_kept() -> None:
+    case = BY_NAME["mlp"]
+    x, y, gen = case.batch(6), problems.targets(case, 6), torch.Generator().manual_seed(3)
     with pytest.raises(DataError, match="two passes over the data gave different rows"):
-        refuse_reordered(over(case, data, 0))
-    frozen = over(case, data, None)
-    passes = data.passes
-    v = rows(2, frozen.size)
-    assert torch.equal(gram_product(frozen, v), gram_product(frozen, v))
-    assert data.passes == passes
+        refuse_reordered(over(case, Loader(lambda _: [AUGMENTED["noise"](x, y, gen)]), 0))
+
+
+@pytest.mark.parametrize("refuse", [refuse_unsteady, refuse_reordered])
+def test_what_is_kept_may_come_in_any_order(refuse: Any) -> None:
+    """Other batches as well: a loader that shuffles was read once."""
+    case = BY_NAME["mlp"]
+    x, y, gen = case.batch(7), problems.targets(case, 7), torch.Generator().manual_seed(3)
+
+    def shuffled(_: int) -> list[tuple[Tensor, Tensor]]:
+        order = torch.randperm(7, generator=gen)
+        return [(x[rows], y[rows]) for rows in order.split(3)]
+
+    refuse(over(case, Loader(shuffled), None))
+
+
+def test_padding_is_not_compared() -> None:
+    """A row that is padded to the longest of its batch is another row in another batch."""
+    x = torch.randn(6, 5, 4, dtype=D)
+    cuts = [(5, 3), (3, 5)]
+    data = Loader(lambda number: [(x[:3, : cuts[number % 2][0]], Y6[:3]), (x[3:, : cuts[number % 2][1]], Y6[3:])])
+    network = Network.build(Pooled(), x)
+    refuse_unsteady(NetworkDesign.build(network, lw.Gaussian(), Data(data, CPU)))
+
+
+Y6 = torch.zeros(6, 1, dtype=D)
+
+
+class Pooled(nn.Module):
+    """The mean over a length that may be any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x.mean(1))
+        return found
 
 
 @pytest.mark.parametrize("cache", [None, 1000], ids=["factors held", "data held"])
@@ -433,7 +486,7 @@ def test_a_network_with_chance_in_it_is_found_on_one_batch(refuse: Any) -> None:
     data = Data([(x[:6], y[:6]), (x[6:], y[6:])], CPU)
     design = NetworkDesign.build(network, problems.likelihood(case), data, 1200)
     assert design.streamed
-    assert design.kept
+    assert design.source is data
     refuse(design)
     noisy.size = 0.1
     with pytest.raises(LapwingError, match=r"two calls|different rows"):

@@ -367,6 +367,34 @@ def test_a_loader_that_leaves_data_out_by_chance_is_refused(kind: str, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+def test_data_that_change_and_fit_are_refused_as_well(kind: str) -> None:
+    case = BY_NAME["mlp"]
+    with pytest.raises(lw.DataError, match="a second reading of the data gave other rows"):
+        getattr(fitted(case), kind)(Changing(case, CHANGES["augmented"]))
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+def test_a_network_that_changes_is_refused_at_every_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed products would be those of another network, and move the statistics of batch normalisation."""
+    case = BY_NAME["resnet_batchnorm"]
+    posterior = fitted(case)
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    operator = getattr(posterior, kind)(problems.batches(case))
+    model, v = posterior.network.model, torch.ones(operator.shape[1], dtype=D)
+    before = operator @ v
+    model.train()
+    with pytest.raises(lw.ModelError, match="training mode"):
+        operator @ v
+    model.eval()
+    assert torch.equal(operator @ v, before)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    for one, length in ((operator, operator.shape[1]), (operator.T, operator.shape[0])):
+        with pytest.raises(lw.ModelError, match="has changed since the fit"):
+            one @ torch.ones(length, dtype=D)
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
 @pytest.mark.parametrize("name", ["conv_zoo", "resnet_batchnorm"])  # dropout, batch norm
 def test_training_mode_is_refused(name: str, kind: str) -> None:
     posterior = fitted(BY_NAME[name])

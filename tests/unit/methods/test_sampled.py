@@ -545,14 +545,15 @@ class Augmented:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_data_that_change_are_refused_before_the_first_iteration(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are held in memory they do not change; where they are not, nothing is even drawn."""
+    """Whether they are held in memory or not; nothing is even drawn."""
     case = BY_NAME["mlp"]
     fit = lambda: lw.fit(
         case.build(), Augmented(case), "classification", method=lw.Sampled(num_samples=2, solver=solver), prior=1.0
     )
-    fit().functions(case.batch(2))
-    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
     monkeypatch.setattr(Ridge, "drawn", lambda *_, **__: pytest.fail("noise was drawn"))
+    with pytest.raises(lw.DataError, match="a second reading of the data gave other rows"):
+        fit()
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
     with pytest.raises(lw.NumericalError, match=r"two calls to an operator .* differ by .*augmentation"):
         fit()
 
