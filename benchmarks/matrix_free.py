@@ -24,7 +24,7 @@ from benchmarks import models
 from benchmarks.clock import best_of, forward, machine
 from lapwing.core.data import Data
 from lapwing.curvature.design import NetworkDesign
-from lapwing.linalg.design import gram_product
+from lapwing.curvature.operators import Operator
 from lapwing.networks.network import Network
 
 COUNTS = (1, 4, 16)
@@ -38,9 +38,9 @@ def products(name: str, model: nn.Module, shape: tuple[int, ...]) -> list[dict[s
     plain = forward(model, data)
     rows = []
     for kind, cache in (("kept", None), ("streamed", 0)):
-        design = NetworkDesign.build(network, lw.Categorical(), batches, cache)
-        vectors = {k: torch.randn(k, design.size) for k in COUNTS}
-        times = {k: best_of(5, lambda v=v, d=design: gram_product(d, v)) for k, v in vectors.items()}  # type: ignore[misc]
+        operator = Operator(NetworkDesign.build(network, lw.Categorical(), batches, cache), "ggn")
+        vectors = {k: torch.randn(operator.shape[1], k) for k in COUNTS}
+        times = {k: best_of(5, lambda v=v, g=operator: g @ v) for k, v in vectors.items()}  # type: ignore[misc]
         rows.append({"network": name, "factors": kind, **{f"{k} / forward": times[k] / plain for k in COUNTS},
                      "16 / 1": times[16] / times[1]})  # fmt: skip
     return rows

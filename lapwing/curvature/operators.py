@@ -55,9 +55,10 @@ class Operator:
                 f"finite numbers of at most {most:.3g}, as the network computes in {self.design.like.dtype}. Scale it."
             )
         rows = v.reshape(v.shape[0], -1).mT.to(self.design.like.device)
+        rows = (rows if rows.dtype in (torch.float32, torch.float64) else rows.double()).contiguous()
         apply = {"jacobian": forward_product, "transposed": back_product, "ggn": gram_product}[self.kind]
         with torch.no_grad():
-            found = apply(self.design, rows.double())
+            found = apply(self.design, rows)
         if not math.isfinite(found.sum()) and not bool(found.isfinite().all()):  # a sum takes a tenth of the time
             raise NumericalError(
                 f"a product of an operator {self.shape} with a vector whose largest entry is {largest:.3g} is beyond "
