@@ -329,6 +329,7 @@ class Fitted:
         return self._with(HasEvidence, "evidence").log_evidence()
 
     @property
+    @outside_autocast
     def evidence_error(self) -> float:
         """The standard error of ``log_evidence``: nought where its log-determinant is computed and not estimated."""
         self._unchanged()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +28,8 @@ from lapwing.linalg.design import (
 from lapwing.linalg.ridge import Ridge
 from lapwing.posteriors.trace import Step, Trace
 from lapwing.predictives.normal import NormalPredictive
+
+WIDE = (torch.float32, torch.float64)
 
 
 def fit_linear(
@@ -48,9 +53,9 @@ def fit_linear(
     >>> [round(float(w), 2) for w in found.mean]
     [1.0, 1.0, 1.0]
     """
-    design = MatrixDesign(_features(features)) if isinstance(features, Tensor) else features
+    design = _design(features)
     y = _checked(design, targets)
-    _refuse_settings(precision, noise_std, num_samples, tolerance)
+    _refuse_settings(precision, noise_std, num_samples, tolerance, generator)
     if isinstance(design, OperatorDesign):
         refuse_unpaired(design)
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
@@ -62,32 +67,66 @@ def fit_linear(
     return start.tuned(precision is None, noise_std is None)
 
 
+def _design(features: Tensor | OperatorDesign) -> Design:
+    """Products in float32 or float64 and without gradients; a matrix in half precision becomes float32."""
+    if isinstance(features, Tensor):
+        x = _features(features.detach())
+        return MatrixDesign(x if x.dtype in WIDE else x.float())
+    if not isinstance(features, OperatorDesign):
+        raise DataError(f"features are a {type(features).__name__}; expected a tensor or an OperatorDesign.")
+    if features.like.dtype not in WIDE:
+        raise DataError(
+            f"the functions of an OperatorDesign take {features.like.dtype}; expected float32 or float64. Compute in "
+            "one of them, and give a like=... of it."
+        )
+    return replace(features, forward=_detached(features.forward), back=_detached(features.back))
+
+
+def _detached(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(v: Tensor) -> Tensor:
+        image = function(v)
+        if not isinstance(image, Tensor) or image.is_complex():
+            seen = image.dtype if isinstance(image, Tensor) else f"a {type(image).__name__}"
+            raise DataError(f"a function of an OperatorDesign gave {seen}; expected a tensor of real numbers.")
+        return image.detach()
+
+    return apply
+
+
 def _features(x: Tensor, columns: int | None = None) -> Tensor:
     """Rows of finite numbers, of so many columns where that is known."""
+    if not isinstance(x, Tensor):
+        raise DataError(f"features are a {type(x).__name__}; expected a tensor (rows, {columns or 'columns'}).")
     if x.ndim != 2 or x.numel() == 0 or x.shape[1] != (columns or x.shape[1]):
         raise DataError(f"features have the shape {tuple(x.shape)}; expected (rows, {columns or 'columns'}).")
     if not x.dtype.is_floating_point:
         raise DataError(f"features are {x.dtype}; expected floating-point numbers.")
-    check_finite(x, "features")
+    check_finite(x.detach(), "features")
     return x
 
 
-def _refuse_settings(precision: float | None, noise_std: float | None, num_samples: int, tolerance: float) -> None:
+def _refuse_settings(precision: Any, noise_std: Any, num_samples: Any, tolerance: Any, generator: Any) -> None:
     for name, value in (("precision", precision), ("noise_std", noise_std)):
-        if value is not None and not 0 < value < math.inf:
-            raise DataError(f"{name} is {value}; expected a positive number, or None to learn it.")
-    if num_samples < 1:
-        raise DataError(f"num_samples is {num_samples}; expected at least 1.")
-    if not 0 < tolerance < 1:
-        raise DataError(f"tolerance is {tolerance}; expected a relative residual between 0 and 1.")
+        if value is not None and not (_number(value, Real) and 0 < value < math.inf):
+            raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
+    if not _number(num_samples, Integral) or num_samples < 1:
+        raise DataError(f"num_samples is {num_samples!r:.80}; expected a whole number, at least 1.")
+    if not (_number(tolerance, Real) and 0 < tolerance < 1):
+        raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise DataError(f"generator is {generator!r:.80}; expected a torch.Generator, or None.")
+
+
+def _number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _checked(design: Design, targets: Tensor) -> Tensor:
-    if not isinstance(design, MatrixDesign | OperatorDesign):
-        raise DataError(f"features are a {type(design).__name__}; expected a tensor or an OperatorDesign.")
     if not isinstance(targets, Tensor):
         raise DataError(f"targets are a {type(targets).__name__}; expected a tensor ({design.rows},).")
-    y = targets.reshape(-1).double().to(design.like.device)
+    if targets.is_complex():
+        raise DataError(f"targets are {targets.dtype}; expected real numbers.")
+    y = targets.detach().reshape(-1).double().to(design.like.device)
     if len(y) != design.rows or targets.shape[:1] != (design.rows,):
         raise DataError(
             f"{design.rows} rows of features and targets {tuple(targets.shape)}; expected ({design.rows},)."
@@ -129,12 +168,13 @@ class LinearPosterior:
     @cached_property
     def solution(self) -> Solution:
         """Samples around the mean (K, P), with the residual of each."""
-        found = self.ridge.samples(self.precision, self.noise_variance, self.tolerance)
-        return found.settled("fit_linear", "Raise the precision or the tolerance.")
+        return self.ridge.samples(self.precision, self.noise_variance, self.tolerance)
 
     def samples(self, n: int | None = None) -> Tensor:
         """(n, P) weights; the first of those stored."""
         count = len(self.solution.x)
+        if n is not None and not _number(n, Integral):
+            raise UnsupportedError(f"n is {n!r:.80}; expected a whole number of samples, at most {count}.")
         if n is not None and not 0 <= n <= count:
             raise UnsupportedError(f"{n} samples were asked for and {count} are stored; raise num_samples.")
         return self.mean + self.solution.x[:n]
@@ -163,6 +203,9 @@ class LinearPosterior:
 
     def log_evidence(self, probes: int = 8, steps: int = 20) -> tuple[float, float]:
         """log p(y), exact but for its log-determinant, and the standard error of that."""
+        for name, value in (("probes", probes), ("steps", steps)):
+            if not _number(value, Integral):
+                raise UnsupportedError(f"{name} is {value!r:.80}; expected a whole number.")
         if probes < 2 or steps < 1:
             raise UnsupportedError(f"probes is {probes} and steps is {steps}; expected at least 2 and 1.")
         shift = torch.tensor(self.precision * self.noise_variance, dtype=torch.float64, device=self.y.device)

@@ -152,9 +152,8 @@ class NetworkDesign:
 def refuse_unsteady(design: NetworkDesign, generator: torch.Generator | None = None) -> None:
     """Raise unless the products are those of one symmetric matrix. Two passes, over one batch where data are kept."""
     refuse_redrawn(design)
-    if design.streamed:
-        tried, device = design.tried(), design.network.device
-        refuse_asymmetric(lambda v: gram_product(tried, v), tried.size, generator=generator, device=device)
+    tried, device = design.tried(), design.network.device
+    refuse_asymmetric(lambda v: gram_product(tried, v), tried.size, generator=generator, device=device)
 
 
 def refuse_reordered(design: NetworkDesign) -> None:

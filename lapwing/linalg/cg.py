@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.core.data import check_finite
 from lapwing.core.errors import NumericalError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.operators import Product as Product
@@ -16,6 +17,7 @@ from lapwing.linalg.orthogonal import orthonormal_rows
 CHECKED = 20  # iterations between two looks at the residual as it is, instead of as it was updated
 EPS = torch.finfo(torch.float64).eps
 TINY = torch.finfo(torch.float64).tiny
+APART = 0.1  # of the updated residual, by which the true one may differ; where it is too large, aim that much lower
 ADVICE = "Raise max_iterations, use a preconditioner, raise the prior precision, or compute in float64."
 
 
@@ -25,16 +27,19 @@ class Solution:
 
     Conjugate gradients update the residual. Every twenty iterations and before they end, with one product more, they
     compute it, and go on from that where it differs by more than a tenth and more than the float64 rounding of A x.
+    ``residuals`` are the larger of the two where the last iteration had both. ``updated`` are the updated ones, and
+    where there are such they decide on convergence: a tolerance below that rounding is met as far as float64 can tell.
     """
 
     x: Tensor
     residuals: Tensor
     iterations: int
     tolerance: float
+    updated: Tensor | None = None
 
     @property
     def converged(self) -> bool:
-        return bool((self.residuals <= self.tolerance).all())
+        return bool(((self.residuals if self.updated is None else self.updated) <= self.tolerance).all())
 
     def settled(self, solver: str, advice: str) -> Solution:
         """Itself; an error with the residual where that is above the tolerance."""
@@ -67,15 +72,16 @@ def conjugate_gradients(
     tensor([[1.0000, 1.0000]], dtype=torch.float64)
     """
     b = rhs.double()
+    check_finite((b, start), "right-hand sides and start of conjugate gradients")
     x = torch.zeros_like(b) if start is None else torch.where(b.any(1, keepdim=True), start.double(), 0.0)
     r = b - product(x).double() if start is not None else b.clone()
     size = b.norm(dim=1).clamp_min(TINY)
     z = r if precondition is None else precondition(r).double()
     p, rho = z.clone(), (r * z).sum(1)
     largest, norm = torch.zeros_like(rho), 0.0  # the largest curvature seen by each row, and the norm of A
-    iterations, before = 0, torch.inf
+    iterations, before, true, aim = 0, torch.inf, torch.zeros_like(rho), tolerance
     while iterations < max_iterations:
-        active = r.norm(dim=1) > tolerance * size
+        active = r.norm(dim=1) > aim * size
         if not bool(active.any()):
             break
         q = product(p).double()
@@ -90,17 +96,20 @@ def conjugate_gradients(
         r -= step[:, None] * q
         iterations += 1
         norm = max(norm, _norm(q[active], p[active]))
-        going = active
-        if iterations % CHECKED == 0 or not (truncated or bool((r.norm(dim=1) > tolerance * size).any())):
-            r, drifted, worst = _checked(product, b, x, r, norm, tolerance * size)
+        going, true = active, torch.zeros_like(rho)
+        last = iterations == max_iterations or not bool((r.norm(dim=1) > aim * size).any())
+        if iterations % CHECKED == 0 or (last and not truncated):
+            r, true, drifted, worst = _checked(product, b, x, r, norm, tolerance * size)
             if worst > 0.5 * before:
                 break
             going, before = active & ~drifted, worst or torch.inf
+            aim = tolerance / (1 + APART) if last and bool((true > tolerance * size).any()) else aim
         z = r if precondition is None else precondition(r).double()
         new = (r * z).sum(1)
         p = z + torch.where(going, new / rho, 0.0)[:, None] * p
         rho = new
-    found = Solution(x, r.norm(dim=1) / size, iterations, tolerance)
+    updated = r.norm(dim=1)
+    found = Solution(x, updated.maximum(true) / size, iterations, tolerance, updated / size)
     return found if truncated else found.settled("conjugate gradients", ADVICE)
 
 
@@ -125,14 +134,15 @@ def block_conjugate_gradients(
     >>> block_conjugate_gradients(lambda v: v @ a, torch.eye(2, dtype=torch.float64)).iterations
     1
     """
+    check_finite(rhs, "right-hand sides of block conjugate gradients")
     half = _identity if root is None else root
     size = (rhs.double().norm(dim=1) if sizes is None else sizes)[:, None].clamp_min(TINY)
     b = rhs.double() / size
-    x, r = torch.zeros_like(b), b.clone()
+    x, r, true = torch.zeros_like(b), b.clone(), b.new_zeros(len(b))
     mix, q = _residual_basis(half(r).double())
     s, largest = q, 0.0
-    iterations, norm, before = 0, 0.0, torch.inf
-    while iterations < max_iterations and len(q) and float(r.norm(dim=1).max()) > tolerance:
+    iterations, norm, before, aim = 0, 0.0, torch.inf, tolerance
+    while iterations < max_iterations and len(q) and float(r.norm(dim=1).max()) > aim:
         own, dependent = torch.linalg.cholesky_ex(s @ s.mT)
         if int(dependent):  # up to rounding: search along the residuals again
             s, own = q, torch.eye(len(q)).to(q)
@@ -156,16 +166,19 @@ def block_conjugate_gradients(
         norm = max(norm, _norm(image, moved))
         turn, q = _residual_basis(q - step @ curved, accuracy * float((step.abs() @ curved.norm(dim=1)).max()))
         mix = mix @ turn
-        done = float(r.norm(dim=1).max()) <= tolerance
-        if iterations % CHECKED == 0 or len(q) == 0 or (done and not truncated):
-            r, drifted, worst = _checked(product, b, x, r, norm, torch.full_like(r[:, 0], tolerance))
+        true = torch.zeros_like(true)
+        last = iterations == max_iterations or float(r.norm(dim=1).max()) <= aim
+        if iterations % CHECKED == 0 or len(q) == 0 or (last and not truncated):
+            r, true, drifted, worst = _checked(product, b, x, r, norm, torch.full_like(true, tolerance))
             if worst > 0.5 * before:
                 break
             before = worst or torch.inf
+            aim = tolerance / (1 + APART) if last and float(true.max()) > tolerance else aim
             if bool(drifted.any()) or len(q) == 0:
                 mix, q = _residual_basis(half(r).double())
         s = q - torch.cholesky_solve(curved @ q.mT, factor).mT @ s
-    found = Solution(size * x, r.norm(dim=1), iterations, tolerance)
+    updated = r.norm(dim=1)
+    found = Solution(size * x, updated.maximum(true), iterations, tolerance, updated)
     return found if truncated else found.settled("block conjugate gradients", ADVICE)
 
 
@@ -196,19 +209,19 @@ def _norm(images: Tensor, rows: Tensor) -> float:
 
 def _checked(
     product: Product, b: Tensor, x: Tensor, r: Tensor, norm: float, enough: Tensor
-) -> tuple[Tensor, Tensor, float]:
-    """The residual, as it is where the updated one has drifted away and is not small enough; and which rows these are.
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The residual, as it is where the updated one has drifted away and is not small enough.
 
-    Then the worst of them where no other row is left: if it hardly falls from one check to the next, the products are
-    not accurate enough to go on.
+    Then the lengths of all as they are, which rows drifted, and the worst of these where no other row is left: if it
+    hardly falls from one check to the next, the products are not accurate enough to go on.
     """
     truth = b - product(x).double()
     size = truth.norm(dim=1)
-    allowed = torch.maximum(0.1 * r.norm(dim=1), 10 * EPS * norm * x.norm(dim=1))
+    allowed = torch.maximum(APART * r.norm(dim=1), 10 * EPS * norm * x.norm(dim=1))
     left = size > enough
     drifted = left & ((truth - r).norm(dim=1) > allowed)
     worst = float((size / enough)[left].max()) if bool(left.any()) and torch.equal(left, drifted) else 0.0
-    return torch.where(drifted[:, None], truth, r), drifted, worst
+    return torch.where(drifted[:, None], truth, r), size, drifted, worst
 
 
 def _residual_basis(rows: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:

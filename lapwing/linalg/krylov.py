@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lapwing.core.data import check_finite
 from lapwing.core.errors import NumericalError
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.lanczos import Eigenpairs
@@ -170,6 +171,7 @@ def block_krylov(
     """
     if steps < 1:
         raise ValueError(f"a Krylov space needs at least one step, not {steps}.")
+    check_finite(start, "the start block of a Krylov space")
     rows = start.double()
     lengths = rows.norm(dim=1, keepdim=True)
     mix, block = orthonormal_rows(rows / lengths.clamp_min(TINY), cut=tolerance)

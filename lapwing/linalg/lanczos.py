@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-from lapwing.linalg.operators import Product
+from lapwing.linalg.operators import Product, refuse_asymmetric
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,13 +16,18 @@ class Eigenpairs:
     """Leading eigenpairs: ``values`` (r,), descending, ``vectors`` (r, P) as rows.
 
     ``residuals`` (r,) are |H u - s u| relative to the largest eigenvalue; ``products`` counts applications of
-    the operator to a block.
+    the operator to a block, and ``tolerance`` is what was asked of the residuals.
     """
 
     values: Tensor
     vectors: Tensor
     residuals: Tensor
     products: int
+    tolerance: float = 1e-3
+
+    @property
+    def converged(self) -> bool:
+        return bool((self.residuals <= self.tolerance).all())
 
 
 def leading_eigenpairs(
@@ -41,10 +46,15 @@ def leading_eigenpairs(
     """Block Lanczos with full reorthogonalisation and Rayleigh-Ritz.
 
     The basis grows by one block for each product until the leading ``rank`` pairs have a residual below
-    ``tolerance`` or the basis holds max(2 rank, rank + oversample) vectors. Directions that the operator maps to
-    nothing new are dropped, so a rank-deficient operator ends early and exactly; before it ends, a block of chance
-    vectors looks for copies of an eigenvalue that the first block was too narrow to see.
+    ``tolerance`` or the basis holds max(2 rank, rank + oversample) vectors; ``converged`` says which. Directions that
+    the operator maps to nothing new are dropped, so a rank-deficient operator ends early and exactly; before it ends,
+    a block of chance vectors looks for copies of an eigenvalue that the first block was too narrow to see. Two
+    products more, of two rows, see first that the operator is symmetric and stays the same.
     """
+    if rank < 1:
+        raise ValueError(f"rank is {rank}; expected at least 1.")
+    check = torch.Generator().manual_seed(0)
+    refuse_asymmetric(lambda v: product(v.to(dtype)), size, generator=check, device=device)
     rank = min(rank, size)
     limit = min(size, max_basis or max(2 * rank, rank + oversample))
     block = min(block, limit)
@@ -80,7 +90,7 @@ def leading_eigenpairs(
             break
         probed = False
         basis, image = torch.cat([basis, fresh]), torch.cat([image, moved])
-    return Eigenpairs(values[:keep].clamp_min(0), vectors, residuals, products)
+    return Eigenpairs(values[:keep].clamp_min(0), vectors, residuals, products, tolerance)
 
 
 def _ritz(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lapwing.core.errors import NumericalError
 from lapwing.linalg.estimators import Estimate, averaged, signs
 from lapwing.linalg.lanczos import Eigenpairs
-from lapwing.linalg.operators import Product, applied
+from lapwing.linalg.operators import Product, applied, refuse_asymmetric
 from lapwing.linalg.quadrature import lanczos_quadrature
 
 
@@ -31,7 +31,8 @@ def log_determinant(
     rather than add probes: what the leading pairs hold is exact. The value lies in the middle between two quadratures
     that hold it from above and below; ``bias`` is half their distance and a bound for the residuals of the pairs,
     which should be small against the shift.
-    A is positive semi-definite. Products: ``steps``, of ``probes`` rows.
+    A is positive semi-definite. Products: ``steps``, of ``probes`` rows, and before them two, of two rows, which see
+    that the operator is symmetric and stays the same.
     Reference: Ubaru, Chen & Saad 2017; Golub & Meurant 1994 for the ends.
 
     >>> a = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))
@@ -39,10 +40,13 @@ def log_determinant(
     >>> found.value  # log 2 + log 4, log 3 + log 7
     tensor([2.0794, 3.0445], dtype=torch.float64)
     """
+    if steps < 1:
+        raise ValueError(f"a log-determinant needs at least one step, not {steps}.")
     rows = signs(probes, size, generator, device)
     shifts = torch.as_tensor(shift, dtype=torch.float64, device=rows.device)
     if not bool((shifts > 0).all()):
         raise NumericalError(f"a log-determinant got a shift of {float(shifts.min()):g}; expected above zero.")
+    refuse_asymmetric(product, size, generator=torch.Generator().manual_seed(0), device=device)
     if deflate is not None:
         product, rows = _beside(product, deflate.vectors.to(rows), rows)
     seen = lanczos_quadrature(product, rows, steps)

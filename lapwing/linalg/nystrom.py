@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.core.errors import NumericalError
 from lapwing.core.random import normal
-from lapwing.linalg.operators import Product, applied
+from lapwing.linalg.operators import Product, applied, refuse_asymmetric
 from lapwing.linalg.orthogonal import thin_svd
 
 PROBES = 4  # rows that measure the approximation and do not make it
@@ -58,13 +58,17 @@ def nystrom(
     """The leading ``rank`` pairs seen through rank + oversample random rows, all in one product.
 
     One approximation serves every shift and every right-hand side. A is positive semi-definite; eigenvalues below
-    zero by more than the products' own asymmetry raise.
+    zero by more than the products' own asymmetry raise. Two products more, of two rows, see first that the operator is
+    symmetric and stays the same.
     Exact when: A has at most ``rank`` eigenvalues that are not zero. Reference: Frangella, Tropp & Udell 2023, alg. 2.
 
     >>> a = torch.diag(torch.tensor([4.0, 1.0, 0.0], dtype=torch.float64))
     >>> nystrom(lambda v: v @ a, size=3, rank=2, generator=torch.Generator().manual_seed(0)).values
     tensor([4.0000, 1.0000], dtype=torch.float64)
     """
+    if rank < 1:
+        raise ValueError(f"rank is {rank}; expected at least 1.")
+    refuse_asymmetric(product, size, generator=torch.Generator().manual_seed(0), device=device)
     width = min(size, rank + oversample)
     drawn = normal((width + PROBES, size), generator, torch.empty(0, dtype=torch.float64, device=device))
     omega, tests = torch.linalg.qr(drawn[:width].mT)[0].mT, drawn[width:]

@@ -17,9 +17,11 @@ class Inducing:
 
     A mini-batch gives an unbiased estimate of the optimal precision, and a natural-gradient step of length ρ is the
     average (1 - ρ) old + ρ new: no learning rate to tune, and one step of length one on all data is the optimum.
+    Data that would rather have a larger variance than the prior's (far from what the network says of them) take off
+    the average, in which others outweigh them; only B as a whole is kept positive.
     """
 
-    precision: Tensor  # (r, r)
+    average: Tensor  # (r, r), of I + B as batches have it
 
     @classmethod
     def before_data(cls, size: int, like: Tensor) -> Inducing:
@@ -27,8 +29,30 @@ class Inducing:
 
     def updated(self, gained: Tensor, step: float) -> Inducing:
         """A step towards I + ``gained``."""
-        eye = torch.eye(len(gained), dtype=gained.dtype, device=gained.device)
-        return Inducing((1 - step) * self.precision + step * (eye + gained))
+        return Inducing((1 - step) * self.average + step * (self._eye + gained))
+
+    def times(self, factor: float) -> Inducing:
+        """With B times a factor, as under a prior variance times it."""
+        return Inducing(self._eye + factor * (self.average - self._eye))
+
+    @property
+    def _eye(self) -> Tensor:
+        return torch.eye(len(self.average), dtype=self.average.dtype, device=self.average.device)
+
+    @cached_property
+    def known(self) -> Tensor:
+        """B, (r, r): the positive part of what the average says."""
+        found = self.average - self._eye
+        shift = 1e-12 * float(self.average.detach().diagonal().abs().max())
+        if int(torch.linalg.cholesky_ex(found + shift * self._eye).info) == 0:
+            return found
+        values, vectors = torch.linalg.eigh(0.5 * (found + found.mT))
+        return (vectors * values.clamp_min(0)) @ vectors.mT
+
+    @cached_property
+    def precision(self) -> Tensor:
+        """(r, r)"""
+        return self._eye + self.known
 
     @cached_property
     def _factor(self) -> Tensor:
@@ -37,8 +61,7 @@ class Inducing:
     @cached_property
     def decided(self) -> Tensor:
         """I - S, (r, r): the share of the prior variance that the data take away."""
-        eye = torch.eye(len(self.precision), dtype=self.precision.dtype, device=self.precision.device)
-        return eye - torch.cholesky_inverse(self._factor)
+        return self._eye - torch.cholesky_inverse(self._factor)
 
     def divergence(self) -> Tensor:
         """KL(q || prior) without the part of the mean: ½ (tr S - r - log det S)."""
@@ -47,9 +70,3 @@ class Inducing:
     def left(self, prior: Tensor, rows: Tensor) -> Tensor:
         """The covariance of outputs (B, C, C), from that before the data and their whitened rows (B, C, r)."""
         return prior - rows @ self.decided @ rows.mT
-
-
-def positive_part(matrices: Tensor) -> Tensor:
-    """Symmetric matrices (..., C, C) with eigenvalues below nought set to it."""
-    values, vectors = torch.linalg.eigh(0.5 * (matrices + matrices.mT))
-    return (vectors * values.clamp_min(0).unsqueeze(-2)) @ vectors.mT

@@ -14,6 +14,9 @@ S = TypeVar("S")
 class BestState(Generic[S]):
     """Looks at a score every so many steps and keeps the state that had the best one.
 
+    It also looks after 1, 2, 4, ... steps until then, so that what is best early is found however rarely it looks;
+    those looks try nobody's patience.
+
     >>> scores = iter([1.0, 3.0, 2.0, 2.5])
     >>> watch = BestState(lambda: next(scores), lambda: "state", every=1, patience=2)
     >>> [watch.ended(step) for step in range(4)], watch.score
@@ -30,13 +33,15 @@ class BestState(Generic[S]):
 
     def ended(self, step: int) -> bool:
         """Whether ``patience`` looks in a row found nothing better."""
-        if (step + 1) % self.every:
+        done = step + 1
+        early = done < self.every and done & (done - 1) == 0
+        if done % self.every and not early:
             return False
         score = self.evaluate()
         if score > self.score:
             self.score, self.kept, self.waited = score, self.snapshot(), 0
             return False
-        self.waited += 1
+        self.waited += not early
         return self.waited >= self.patience
 
     @property

@@ -262,6 +262,26 @@ def test_float32_features(make: Any, shape: str) -> None:
     assert found.log_evidence()[0] == pytest.approx(exact.log_evidence(ALPHA, PHI), rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    x, y = X.to(dtype), Y.to(dtype)
+    one, other = (lw.fit_linear(features, y) for features in (x, x.float()))
+    assert torch.equal(one.mean, other.mean)
+    assert torch.equal(one.samples(), other.samples())
+    assert one.predict(x[:3]).variance.dtype == D
+
+
+@pytest.mark.parametrize("make", [lambda x: x, operator], ids=["matrix", "operator"])
+def test_nothing_of_a_fit_requires_gradients(make: Any) -> None:
+    """Whatever features and targets do; predictions have the slopes of their own features."""
+    found = lw.fit_linear(make(X.clone().requires_grad_()), Y.clone().requires_grad_(), **GIVEN)
+    assert not found.mean.requires_grad
+    assert not found.samples().requires_grad
+    new = X[:1].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(found.predict(new).mean.sum(), new)
+    assert_close(slope[0], found.mean)
+
+
 class Sparse:
     """20,000 rows of 2,000 columns, eight numbers in each row; remembers the most vectors that it was given."""
 
@@ -379,6 +399,8 @@ X, Y = problem().x, problem().y
         (bad(X, math.inf), "features: 1 of 2700 entries are NaN or infinite"),
         (X.numpy(), "features are a ndarray; expected a tensor or an OperatorDesign"),
         (X.tolist(), "features are a list; expected a tensor or an OperatorDesign"),
+        (operator(X.half()), "take torch.float16; expected float32 or float64"),
+        (operator(X + 1j), "take torch.complex128; expected float32 or float64"),
     ],
 )
 def test_features_that_are_refused(features: Any, message: str) -> None:
@@ -395,6 +417,7 @@ def test_features_that_are_refused(features: Any, message: str) -> None:
         (bad(Y, math.nan), "targets hold NaN or infinity; expected finite numbers"),
         (bad(Y, -math.inf), "targets hold NaN or infinity"),
         (Y.numpy(), r"targets are a ndarray; expected a tensor \(90,\)"),
+        (Y + 1j, "targets are torch.complex128; expected real numbers"),
     ],
 )
 @pytest.mark.parametrize("make", [lambda x: x, operator], ids=["matrix", "operator"])
@@ -411,7 +434,14 @@ def test_targets_that_are_refused(make: Any, targets: Any, message: str) -> None
         ({"precision": math.inf}, "precision is inf"),
         ({"noise_std": 0.0}, "noise_std is 0.0; expected a positive number, or None to learn it"),
         ({"noise_std": math.nan}, "noise_std is nan"),
-        ({"num_samples": 0}, "num_samples is 0; expected at least 1"),
+        ({"precision": "1"}, "precision is '1'; expected a positive number"),
+        ({"precision": torch.ones(30)}, r"precision is tensor\(\[1\., "),
+        ({"precision": True}, "precision is True; expected a positive number"),
+        ({"noise_std": "1"}, "noise_std is '1'; expected a positive number"),
+        ({"num_samples": 0}, "num_samples is 0; expected a whole number, at least 1"),
+        ({"num_samples": 2.5}, r"num_samples is 2\.5; expected a whole number"),
+        ({"generator": 3}, r"generator is 3; expected a torch\.Generator, or None"),
+        ({"tolerance": "small"}, "tolerance is 'small'; expected a relative residual"),
         ({"tolerance": 0.0}, "tolerance is 0.0; expected a relative residual between 0 and 1"),
         ({"tolerance": math.nan}, "tolerance is nan"),
         ({"tolerance": 1.0}, "tolerance is 1.0"),
@@ -428,13 +458,19 @@ def test_questions_that_are_refused() -> None:
         with pytest.raises(lw.UnsupportedError, match=f"{n} samples were asked for and 3 are stored; raise num_sam"):
             found.samples(n)
     assert found.samples(0).shape == (0, 30)
+    with pytest.raises(lw.UnsupportedError, match=r"n is 2\.5; expected a whole number of samples, at most 3"):
+        found.samples(2.5)  # type: ignore[arg-type]
     for new, message in ((X[:, :-1], r"shape \(90, 29\); expected \(rows, 30\)"), (X[0], r"shape \(30,\)"),
-                         (bad(X, math.nan), "NaN or infinite"), (X[:0], r"shape \(0, 30\)")):  # fmt: skip
+                         (bad(X, math.nan), "NaN or infinite"), (X[:0], r"shape \(0, 30\)"),
+                         (operator(X), r"features are a OperatorDesign; expected a tensor \(rows, 30\)")):  # fmt: skip
         with pytest.raises(lw.DataError, match=message):
             found.predict(new)
     for probes, steps in ((1, 5), (4, 0)):
         with pytest.raises(lw.UnsupportedError, match=f"probes is {probes} and steps is {steps}; expected at least"):
             found.log_evidence(probes, steps)
+    for name in ("probes", "steps"):
+        with pytest.raises(lw.UnsupportedError, match=rf"{name} is 2\.5; expected a whole number"):
+            found.log_evidence(**{name: 2.5})  # type: ignore[arg-type]
 
 
 class Random:
@@ -452,6 +488,8 @@ OPERATORS: dict[str, tuple[Any, Any, str]] = {
     "mixed rows": (lambda v: v @ X.T, lambda u: u.cumsum(0) @ X, "two calls of back .* rows apart from each other"),
     "columns": (lambda v: X @ v.T, lambda u: u @ X, r"forward .* made \(90, 2\) of rows \(2, 30\); expected \(2, 90\)"),
     "one alone": (lambda v: v @ X.T, lambda u: u[0] @ X, r"back .* made \(30,\) of rows \(2, 90\); expected \(2, 30\)"),
+    "complex": (lambda v: 1j * v @ X.to(1j * X).T, lambda u: u @ X, "gave torch.complex128; expected a tensor of real"),
+    "arrays": (lambda v: (v @ X.T).numpy(), lambda u: u @ X, "gave a ndarray; expected a tensor of real numbers"),
     "not finite": (lambda v: v @ X.T / 0, lambda u: u @ X, "forward of an OperatorDesign gave NaN or infinity"),
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.core.errors import DataError, NumericalError
 from lapwing.linalg.cg import (
     Solution,
     block_conjugate_gradients,
@@ -155,6 +155,53 @@ def test_a_look_at_the_residual_every_twenty_iterations(solve: type) -> None:
     found = solve(counted, rhs, tolerance=1e-8, max_iterations=3000)
     assert found.iterations > 100
     assert counted.calls <= found.iterations + found.iterations // 20 + 1
+
+
+@pytest.mark.parametrize(
+    ("solve", "tolerance"),
+    [(conjugate_gradients, 1e-14), (conjugate_gradients, 1e-25), (block_conjugate_gradients, 1e-14)],
+)
+def test_no_residual_below_the_true_one_is_claimed(solve: type, tolerance: float) -> None:
+    """Below the rounding of A x the updated residual goes on falling: that converges, and the result says how far."""
+    matrix, rhs = operator(torch.logspace(0, 4, 60, dtype=D)), torch.randn(3, 60, dtype=D)
+    found = solve(product(matrix), rhs, tolerance=tolerance)
+    true = true_residuals(matrix, found, rhs)
+    assert found.converged
+    assert float(true.min()) > 3 * tolerance
+    assert bool((found.residuals > 0.5 * true).all())
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_true_residuals_are_within_the_tolerance(solve: type) -> None:
+    """Also with products in float32, which set the updated residual apart from the true one by some per cent."""
+    for number in range(100):
+        torch.manual_seed(number)
+        matrix, rhs = operator(torch.logspace(0, 2, 20, dtype=D)), torch.randn(8, 20, dtype=D)
+        found = solve(product(matrix, torch.float32), rhs, tolerance=3e-5)
+        assert float(found.residuals.max()) <= 3e-5
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_the_last_iteration_is_checked(solve: type) -> None:
+    """Also where the iterations run out: the residual in the message is the true one."""
+    matrix, rhs = operator(torch.linspace(1, 1.5, 50, dtype=D)), torch.randn(2, 50, dtype=D)
+    with pytest.raises(NumericalError, match=r"after 16 iterations with a relative residual of .*e-0[78]"):
+        solve(product(matrix, torch.float32), rhs, tolerance=1e-25, max_iterations=16)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_right_hand_sides_that_are_not_finite_are_refused(solve: type, value: float) -> None:
+    """Before the first product, truncated or not; and a start like that."""
+    counted, rhs = Counted(operator(torch.linspace(1, 2, 8, dtype=D))), torch.ones(2, 8, dtype=D)
+    bad = rhs.clone()
+    bad[1, 3] = value
+    for truncated in (False, True):
+        with pytest.raises(DataError, match=r"right-hand sides .*: 1 of 16 entries are NaN or infinite; expected"):
+            solve(counted, bad, truncated=truncated)
+    with pytest.raises(DataError, match="start of conjugate gradients: 1 of 16"):
+        conjugate_gradients(counted, rhs, start=bad)
+    assert counted.calls == 0
 
 
 def test_what_does_not_converge_raises() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.core.errors import DataError, NumericalError
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
 from tests.tolerances import assert_close
@@ -259,6 +259,14 @@ def test_an_indefinite_operator_is_refused_where_the_shift_does_not_lift_it() ->
     with pytest.raises(NumericalError, match=r"Ritz value of -0\.5"):
         space.solve(torch.eye(4), 0.5)
     assert space.solve(torch.eye(4), 1.5, tolerance=1e-10).converged
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_start_that_is_not_finite_is_refused(value: float) -> None:
+    counted = Counted(operator(SPECTRA["flat"]))
+    with pytest.raises(DataError, match="start block of a Krylov space: 1 of 120 entries are NaN or infinite"):
+        block_krylov(counted, torch.cat([torch.ones(1, 119), torch.tensor([[value]])], 1), 3)
+    assert counted.calls == 0
 
 
 def test_products_that_are_not_numbers_are_refused() -> None:

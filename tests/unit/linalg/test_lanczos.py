@@ -66,6 +66,14 @@ def test_residuals_say_how_far_off_the_pairs_are(generator: torch.Generator) -> 
     residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values[0]
     assert_close(pairs.residuals, residual)
     assert float(residual.max()) > 1e-3
+    assert not pairs.converged
+    assert leading_eigenpairs(product(matrix), 300, 5, block=5, max_basis=300, generator=generator).converged
+
+
+@pytest.mark.parametrize("rank", [0, -3])
+def test_a_rank_below_one_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank is {rank}; expected at least 1"):
+        leading_eigenpairs(product(torch.eye(4, dtype=D)), 4, rank)
 
 
 def test_eigenvalues_repeated_more_often_than_the_block_is_wide(generator: torch.Generator) -> None:

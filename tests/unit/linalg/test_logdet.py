@@ -170,7 +170,7 @@ def test_one_run_serves_every_shift() -> None:
     matrix = operator(SPECTRA["steep"])
     counted = Counted(matrix)
     together = log_determinant(counted, 120, SHIFTS, probes=5, steps=9, generator=seed())
-    assert (counted.calls, counted.rows, together.products) == (9, 45, 9)
+    assert (counted.calls, counted.rows, together.products) == (2 + 9, 4 + 45, 9)  # two of two rows for symmetry
     for index, shift in enumerate(SHIFTS):
         alone = log_determinant(product(matrix), 120, float(shift), probes=5, steps=9, generator=seed())
         assert alone.value.shape == ()
@@ -226,3 +226,5 @@ def test_refusals() -> None:
         log_determinant(product(matrix), 60, torch.tensor([1.0, 0.0]), probes=4, steps=30)
     with pytest.raises(ValueError, match="two probes"):
         log_determinant(product(matrix), 60, 2.0, probes=1, steps=3)
+    with pytest.raises(ValueError, match="at least one step, not 0"):
+        log_determinant(product(matrix), 60, 2.0, probes=4, steps=0)

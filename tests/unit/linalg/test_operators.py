@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from lapwing.core.errors import NumericalError
+from lapwing.linalg.lanczos import leading_eigenpairs
+from lapwing.linalg.logdet import log_determinant
+from lapwing.linalg.nystrom import nystrom
 from lapwing.linalg.operators import applied, refuse_asymmetric
-from tests.unit.linalg.spectra import SPECTRA, D, operator, product
+from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -35,16 +40,36 @@ def test_an_asymmetric_operator_is_refused(size: float) -> None:
             )
 
 
-def test_an_operator_that_changes_is_refused() -> None:
+def dropped(rows: torch.Tensor) -> torch.Tensor:
     """Dropout: other products at every call, each of them symmetric."""
-    matrix = operator(SPECTRA["flat"])
+    keep = (torch.rand(120) < 0.8).to(D)
+    return keep * ((keep * rows) @ operator(SPECTRA["flat"]))
 
-    def dropped(rows: torch.Tensor) -> torch.Tensor:
-        keep = (torch.rand(120) < 0.8).to(D)
-        return keep * ((keep * rows) @ matrix)
 
+def test_an_operator_that_changes_is_refused() -> None:
     with pytest.raises(NumericalError, match=r"two calls.*differ.*dropout"):
         refuse_asymmetric(dropped, 120)
+
+
+USES: dict[str, Any] = {
+    "nystrom": lambda product: nystrom(product, 120, 5),
+    "eigenpairs": lambda product: leading_eigenpairs(product, 120, 5),
+    "log-determinant": lambda product: log_determinant(product, 120, 1.0, probes=4, steps=5),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_needs_a_symmetric_operator_looks_first(use: str) -> None:
+    """Two calls, and no iteration."""
+    skew = torch.randn(120, 120, dtype=D)
+    calls = Counted(operator(SPECTRA["flat"]) + 0.1 * (skew - skew.T))
+    with pytest.raises(NumericalError, match="an operator is not symmetric"):
+        USES[use](calls)
+    assert calls.calls == 2
+    with pytest.raises(NumericalError, match="two calls to an operator with the same rows differ"):
+        USES[use](dropped)
+    with pytest.raises(NumericalError, match="not finite"):
+        USES[use](lambda v: v * torch.nan)
 
 
 def test_an_operator_that_mixes_its_rows_is_refused() -> None:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, kl_divergence
 
-import lapwing as lw
-from lapwing.linalg.variational import Inducing, positive_part
+from lapwing.linalg.variational import Inducing
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64
@@ -75,15 +74,15 @@ def test_the_step_is_the_natural_gradient() -> None:
     assert_close(moved.precision, EYE + gained(1) - 2 * 0.1 * slope, SOLVED)
 
 
-def test_a_precision_that_is_none_is_refused() -> None:
-    with pytest.raises(lw.NumericalError, match="the inducing variables is not positive definite"):
-        Inducing(-EYE).divergence()
-
-
-def test_positive_part() -> None:
-    basis = torch.linalg.qr(torch.randn(2, 3, 3, dtype=D))[0]
-    values = torch.tensor([[2.0, -1.0, 0.5], [-1.0, -2.0, -3.0]], dtype=D)
-    found = positive_part((basis * values.unsqueeze(-2)) @ basis.mT)
-    assert_close(found, (basis * values.clamp_min(0).unsqueeze(-2)) @ basis.mT)
-    skew = torch.randn(3, 3, dtype=D)
-    assert_close(positive_part(skew), positive_part(0.5 * (skew + skew.T)))
+def test_only_the_whole_is_kept_positive() -> None:
+    """Batches may take off what others add; where all together want more than the prior's variance, it stays that."""
+    found = Inducing.before_data(4, torch.empty(0)).updated(-0.5 * gained(1), 1.0).updated(2 * gained(1), 0.5)
+    assert_close(found.precision, EYE + 0.75 * gained(1))
+    basis = torch.linalg.qr(torch.randn(4, 4, dtype=D, generator=torch.Generator().manual_seed(0)))[0]
+    values = torch.tensor([2.0, -0.9, 0.5, -3.0], dtype=D)
+    found = Inducing(EYE + (basis * values) @ basis.mT)
+    assert_close(found.known, (basis * values.clamp_min(0)) @ basis.mT)
+    assert_close(found.precision, EYE + found.known)
+    assert_close(found.updated(torch.zeros_like(EYE), 0.5).average, EYE + 0.5 * (basis * values) @ basis.mT)
+    assert float(found.divergence()) > 0
+    assert_close(found.times(3.0).known, 3 * found.known)

@@ -59,16 +59,22 @@ def test_an_equal_score_is_no_better_one() -> None:
     assert watch.best == 0
 
 
-def test_it_looks_only_every_so_often() -> None:
-    course = Course(1.0, 2.0, 3.0)
-    watch = watching(course, every=4)
+def test_it_looks_early_and_then_every_so_often() -> None:
+    course = Course(*range(6))
+    watch = watching(course, every=6)
     looks = []
-    for step in range(11):
+    for step in range(20):
         before = course.seen
         assert not watch.ended(step)
-        looks += [step] if course.seen > before else []
-    assert looks == [3, 7]
-    assert watch.best == 1
+        looks += [step + 1] if course.seen > before else []
+    assert looks == [1, 2, 4, 6, 12, 18]
+    assert watch.best == 5
+
+
+def test_early_looks_are_kept_and_try_no_patience() -> None:
+    watch = watching(Course(5.0, 0.0, 0.0, 0.0, 0.0, 9.0), every=6, patience=2)
+    assert run(watch, 40) == 12
+    assert (watch.best, watch.score) == (0, 5.0)
 
 
 def test_scores_that_are_no_numbers_are_never_the_best() -> None:
@@ -77,10 +83,9 @@ def test_scores_that_are_no_numbers_are_never_the_best() -> None:
     assert (watch.best, watch.score) == (1, 1.0)
 
 
-def test_without_a_look_the_present_state_is_the_best() -> None:
-    course = Course(1.0)
-    watch = watching(course, every=10)
-    assert not watch.ended(0)
+def test_without_a_score_the_present_state_is_the_best() -> None:
+    course = Course(math.nan, math.nan)
+    watch = watching(course)
+    assert run(watch, 2) == 2
     course.seen = 7
     assert watch.best == 7
-    assert run(watching(Course(math.nan, math.nan)), 2) == 2
