@@ -14,13 +14,14 @@ from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
 from lapwing.core.random import derived, uniform
+from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.placing import classes
 from lapwing.curvature.sweep import Statistics, counted, residual_noise
 from lapwing.likelihoods.energies import energy, refuse_energy, refuse_ignored
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.kmeans import kmeans
-from lapwing.linalg.variational import Inducing, positive_part
+from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
 from lapwing.networks.features import last_layer_network
 from lapwing.posteriors.best_state import BestState
@@ -54,10 +55,8 @@ class FMGP:
 
     def __post_init__(self) -> None:
         for name in ("num_inducing", "steps", "batch_size", "patience"):
-            if getattr(self, name) < 1:
-                raise UnsupportedError(f"{name} is {getattr(self, name)}; expected at least 1.")
-        if not self.learning_rate > 0:
-            raise UnsupportedError(f"learning_rate is {self.learning_rate}; expected a positive number.")
+            refuse_other_than_whole(name, getattr(self, name))
+        refuse_other_than_positive("learning_rate", self.learning_rate)
         if self.kernel is not None and self.kernel not in KERNELS:
             raise UnsupportedError(f"kernel is {self.kernel!r}; expected one of {', '.join(KERNELS)}.")
 
@@ -136,8 +135,8 @@ class Table:
 class Units:
     """Where the features of each column are and how far they spread: learning moves points in these units.
 
-    A constant column has the spread of the others, and nothing moves in it. The features of a last layer keep their
-    own units, which all columns share.
+    A constant column has the spread of the others, and nothing moves in it. The features of a last layer share one
+    unit, their spread; where they have none, their size.
     """
 
     centre: Tensor
@@ -147,8 +146,9 @@ class Units:
     @classmethod
     def of(cls, kind: str, seen: Tensor) -> Units:
         if kind != "rbf":
-            size = seen.std(correction=0).clamp_min(1e-12).expand_as(seen[0])
-            return cls(torch.zeros_like(seen[0]), size, torch.ones_like(seen[0], dtype=torch.bool))
+            spread, level = seen.std(correction=0), seen.square().mean().sqrt()
+            size = spread if bool(spread > 1e-9 * level) else torch.where(level > 0, level, 1)
+            return cls(torch.zeros_like(seen[0]), size.expand_as(seen[0]), torch.ones_like(seen[0], dtype=torch.bool))
         centre, spread = seen.mean(0), seen.std(0, correction=0)
         varies = spread > 1e-9 * centre.abs()
         usual = spread[varies].square().mean().sqrt() if bool(varies.any()) else torch.ones_like(spread[0])
@@ -249,8 +249,10 @@ class Learning:
         # Centres that fall on one another would make the kernel singular.
         points = points + 1e-3 * noise * units.varies
         usual = units.varies & (spread > 1e-3)  # of some data; in these units that of all is one
-        spread = torch.where(usual, spread, 1) if kind == "rbf" else spread.clamp_min(1e-3)
-        lengths = spread * math.sqrt(few.seen.shape[1]) if kind == "rbf" else spread.mean().reshape(1)
+        if kind == "rbf":
+            lengths = torch.where(usual, spread, 1) * math.sqrt(few.seen.shape[1])
+        else:  # a length of nought, for one datum or many that are the same, would make the kernel huge
+            lengths = spread.clamp_min(1e-3).mean().reshape(1) if bool(usual.any()) else torch.ones_like(spread[:1])
         # Logits are about nought and of the order of one; other outputs have the targets' own place and scale.
         logits = hasattr(likelihood, "link")
         size = torch.ones_like(table.f[0]) if logits else scale(likelihood, table)
@@ -316,7 +318,7 @@ class Learning:
         value.backward()
         optimiser.step()
         with torch.no_grad():  # both processes share the covariance: the average of what the two say
-            omega, still = positive_part(-weights), rows.detach()
+            still, omega = rows.detach(), -0.5 * (weights + weights.mT)
             gained = share * torch.einsum("bcr,bcd,bds->rs", still, omega, still)
             self.state = replace(state, inducing=state.inducing.updated(gained, length))
         return float(value.detach())

@@ -15,6 +15,7 @@ from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
 from lapwing.core.random import derived
+from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.anchored import AnchoredCurvature, Anchors
 from lapwing.curvature.kernel import prior_kernel, prior_precision
 from lapwing.curvature.placing import STARTS, every_output, placed
@@ -22,7 +23,7 @@ from lapwing.curvature.pool import Pool, shuffled
 from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep, loss_only, residual_noise
 from lapwing.likelihoods.energies import energy, refuse_energy, refuse_ignored
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.variational import Inducing, positive_part
+from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening, whitening
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
@@ -33,6 +34,7 @@ from lapwing.posteriors.weight_space import WeightPosterior
 
 OPTIMISERS = ("lbfgs", "adam", "none")
 FACTORS = tuple(math.exp(k / 8) for k in range(-12, 13))  # on the prior variance that validation data chose roughly
+ROUNDS = 8  # of them, each from the last of the one before: five decades to either side
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,13 @@ class VaLLA:
     candidates: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("num_inducing", "steps", "batch_size", "patience", "candidates"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UnsupportedError(f"{name} is {value}; expected at least 1.")
-        if not self.learning_rate > 0:
-            raise UnsupportedError(f"learning_rate is {self.learning_rate}; expected a positive number.")
-        if not 0 <= self.alpha <= 1:
-            raise UnsupportedError(f"alpha is {self.alpha}; expected a number between 0 and 1.")
+        for name in ("num_inducing", "batch_size", "patience", "candidates"):
+            refuse_other_than_whole(name, getattr(self, name))
+        if self.steps is not None:
+            refuse_other_than_whole("steps", self.steps)
+        refuse_other_than_positive("learning_rate", self.learning_rate)
+        if not is_real(self.alpha) or not 0 <= self.alpha <= 1:
+            raise UnsupportedError(f"alpha is {self.alpha!r:.80}; expected a number between 0 and 1.")
         if self.start is not None and self.start not in STARTS:
             raise UnsupportedError(f"start is {self.start!r}; expected one of {', '.join(STARTS)}.")
         if self.optimiser is not None and self.optimiser not in OPTIMISERS:
@@ -267,10 +268,10 @@ class Learner:
             mix = white @ (turn * values.clamp_min(0).sqrt())
         else:
             white = smooth_whitening(self.anchors.kernel(problem.prior))
-            known = self.inducing.precision - torch.eye(len(white), dtype=white.dtype, device=white.device)
-            values, turn = torch.linalg.eigh(known)
+            values, turn = torch.linalg.eigh(self.inducing.known)
             mix = white @ (turn * values.clamp_min(0).sqrt()) * likelihood.dispersion.to(white).sqrt()
             own = None
+        if self.inducing is not None or self.method.validation is not None:  # they chose the prior
             problem = replace(problem, learn_prior=False)
         curvature = AnchoredCurvature(self.anchors, mix, own)
         trace = Trace("VaLLA", "bound" if self.method.alpha == 0 else "energy", self.steps, self.findings)
@@ -351,10 +352,10 @@ class Stochastic:
                 bar.show(objective=value, KL=divergence)
                 if watch is not None and watch.ended(step):
                     break
-        state = self.state() if watch is None else self._rescaled(watch.best)
+        state, findings = (self.state(), ()) if watch is None else self._rescaled(watch.best)
         return replace(learner, anchors=learner.anchors.at(state.z), log_scale=state.log_scale,
                        log_noise=state.log_noise, inducing=state.inducing if method.alpha > 0 else None,
-                       steps=tuple(steps))  # fmt: skip
+                       steps=tuple(steps), findings=(*learner.findings, *findings))  # fmt: skip
 
     def _watch(self, total: int) -> BestState[Snapshot] | None:
         method = self.learner.method
@@ -363,12 +364,20 @@ class Stochastic:
         look = lambda: self.log_likelihoods(self.state())[0]
         return BestState(look, self.state, max(1, total // 20), method.patience)
 
-    def _rescaled(self, state: Snapshot) -> Snapshot:
-        """The prior variance of the best state, found at one of twenty looks, once more and finely: one pass."""
+    def _rescaled(self, state: Snapshot) -> tuple[Snapshot, tuple[str, ...]]:
+        """The prior variance of the best state, found at one of the looks, once more and finely; and what to know.
+
+        A pass over the validation data, and one more wherever the best factor is the last of those tried.
+        """
         if not self.log_scale.requires_grad:
-            return state
-        found = zip(self.log_likelihoods(state, FACTORS), FACTORS, strict=True)
-        return state.scaled(max(found, key=lambda pair: (pair[0], -abs(math.log(pair[1]))))[1])
+            return state, ()
+        for _ in range(ROUNDS):
+            found = zip(self.log_likelihoods(state, FACTORS), FACTORS, strict=True)
+            factor = max(found, key=lambda pair: (pair[0], -abs(math.log(pair[1]))))[1]
+            state = state.scaled(factor)
+            if factor not in (FACTORS[0], FACTORS[-1]):
+                return state, ()
+        return state, ("the validation data want a prior variance further out than was looked: they know of no best",)
 
     def state(self) -> Snapshot:
         noise = None if self.log_noise is None else self.log_noise.detach().clone()
@@ -399,17 +408,16 @@ class Stochastic:
                 energy(likelihood, method.alpha, f, watched, y).sum(), watched, retain_graph=False
             )[0]
             value = -share * energy(likelihood, method.alpha, f, cov, y).sum() + self.inducing.divergence()
-            if problem.learn_prior and method.alpha == 0:
-                value = value + 0.5 * self.learner._penalty() / s
+            if problem.learn_prior:  # without it nothing would hold the prior variance up below alpha = 1
+                value = value + 0.5 * (1 - method.alpha) * self.learner._penalty() / s
             if optimiser is not None:
                 optimiser.zero_grad()
                 moved = [t for group in optimiser.param_groups for t in group["params"]]
                 value.backward(inputs=moved)  # and not into the weights, which the graph holds too
                 optimiser.step()
         with torch.no_grad():
-            omega = positive_part(-2 * weights)
             scaled = rows.detach() * s.detach().sqrt()
-            gained = share * torch.einsum("...cr,...cd,...ds->rs", scaled, omega, scaled)
+            gained = share * torch.einsum("...cr,...cd,...ds->rs", scaled, -(weights + weights.mT), scaled)
             divergence = float(self.inducing.divergence())
             self.inducing = self.inducing.updated(gained, length)
         return float(value.detach()), divergence
@@ -466,6 +474,4 @@ class Snapshot:
         """With the prior variance times a factor; what the points know grows with it."""
         if factor == 1.0:
             return self
-        eye = torch.eye(len(self.inducing.precision)).to(self.inducing.precision)
-        inducing = Inducing(eye + factor * (self.inducing.precision - eye))
-        return replace(self, log_scale=self.log_scale + math.log(factor), inducing=inducing)
+        return replace(self, log_scale=self.log_scale + math.log(factor), inducing=self.inducing.times(factor))

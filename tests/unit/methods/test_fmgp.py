@@ -139,7 +139,7 @@ def test_far_from_the_data_the_variance_is_the_priors() -> None:
     prior = float(found.posterior.kernel.outputs[0, 0])
     far = torch.tensor([[-1e3], [1e3]], dtype=D)
     assert_close(found.functions(far).variance, torch.full((2, 1), prior, dtype=D))
-    assert float(found.functions(x).variance.mean()) < 0.05 * prior
+    assert float(found.functions(x).variance.mean()) < 0.15 * prior
     assert_close(found.functions(x).mean, model()(x))
 
 
@@ -390,8 +390,8 @@ def test_the_best_state_on_validation_data_is_kept(gap: float, first: bool, monk
     assert found.trace is not None
     if first:
         assert looks.index(max(looks)) == 0
-        assert len(looks) == 4
-        assert len(found.trace.steps) == 20
+        assert len(looks) == 6  # after 1, 2 and 4 steps, and three that try its patience
+        assert len(found.trace.steps) == 15
     else:
         assert looks.index(max(looks)) > 5
         assert score > looks[0] + 0.5
@@ -513,6 +513,23 @@ def test_few_data_and_many_points(count: int) -> None:
         assert bool(torch.isfinite(found.functions(x).cov).all())
 
 
+FLAT = {"features": (2, 8, 2.0), "one feature": (1, 1, 2.0), "large": (1, 1, 2000.0), "noughts": (1, 1, 0.0)}
+
+
+@pytest.mark.parametrize("kind", FLAT)
+@pytest.mark.parametrize("count", [1, 20])
+def test_features_without_spread_have_a_unit(kind: str, count: int) -> None:
+    """One datum, or the same again and again: error bars of the targets' own size, and not hundreds of times that."""
+    torch.manual_seed(0)
+    inputs, width, value = FLAT[kind]
+    last = nn.Linear(width, 1)
+    network = (last if width == 1 else nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), last)).double()
+    x, y = torch.full((count, inputs), value, dtype=D), torch.randn(count, 1, dtype=D)
+    method, noise = lw.FMGP(20, kernel="features", steps=100), lw.Gaussian(noise_std=0.1)
+    found = lw.fit(network, [(x, y)], noise, method=method)
+    assert float(found.functions(x[:1]).std) < 3
+
+
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_surroundings_without_gradients(around: Any) -> None:
     x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
@@ -561,7 +578,11 @@ def test_the_prior_over_weights_has_no_say() -> None:
     ("settings", "message"),
     [
         ({"num_inducing": 0}, "num_inducing is 0; expected at least 1"),
+        ({"num_inducing": True}, "num_inducing is True; expected a whole number"),
         ({"steps": 0}, "steps is 0; expected at least 1"),
+        ({"steps": 3.5}, "steps is 3.5; expected a whole number"),
+        ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number"),
+        ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive number that is finite"),
         ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
         ({"patience": 0}, "patience is 0; expected at least 1"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a positive number"),
