@@ -42,16 +42,25 @@ def placed(
     network: Network, prior: Prior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
 ) -> Anchors:
     """``count`` points: the largest variance left each time ("greedy"), the most off the sum of all ("trace"), centres
-    of the inputs ("kmeans"), or random data."""
+    of the inputs ("kmeans"), or random data ("random")."""
     if start in PIVOTS:
         return _pivots(network, prior, pool, count, start, candidates, generator)
     outputs = torch.Size(network.output_shape).numel()
     numbers = (torch.arange(count) % outputs).to(network.device)  # outputs in turn
     if start == "kmeans" and isinstance(pool.inputs, Tensor) and pool.inputs.is_floating_point():
         return _centres(network, pool, numbers, generator)
-    index = _random((len(pool),), generator).argsort()[:count]
+    return _drawn(network, pool, numbers, generator)
+
+
+def _drawn(network: Network, pool: Pool, numbers: Tensor, generator: torch.Generator) -> Anchors:
+    """Random inputs, each with its class where the targets are classes; where inputs run out, again with the next
+    output, until no pair is left."""
+    outputs = torch.Size(network.output_shape).numel()
+    index = _random((len(pool),), generator).argsort().repeat(outputs)[: len(numbers)]
     labels = classes(pool.targets[index.to(pool.targets.device)], outputs)
-    return Anchors(network, pool.rows(index), numbers[: len(index)] if labels is None else labels)
+    place = torch.arange(len(index), device=numbers.device)
+    first = numbers[place % len(pool)] if labels is None else labels.to(numbers.device)
+    return Anchors(network, pool.rows(index), (first + place // len(pool)) % outputs)
 
 
 def _pivots(

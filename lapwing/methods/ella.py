@@ -10,6 +10,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.random import derived
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.anchored import Anchors
 from lapwing.curvature.low_rank import BoundedCurvature
 from lapwing.curvature.placing import landmarks
@@ -42,10 +43,10 @@ class ELLA:
     residual: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_landmarks < 1 or self.rank < 1:
-            raise UnsupportedError(
-                f"num_landmarks is {self.num_landmarks} and rank {self.rank}; expected at least 1 of each."
-            )
+        for name in ("num_landmarks", "rank"):
+            refuse_other_than_whole(name, getattr(self, name))
+        if not isinstance(self.residual, bool):
+            raise UnsupportedError(f"residual is {self.residual!r:.80}; expected True or False.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, prior = problem.network, problem.prior

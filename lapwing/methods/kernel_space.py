@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign, refuse_unsteady
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
@@ -20,17 +21,22 @@ COLUMNS = 2**16  # weights that are turned at a time
 
 @dataclass(frozen=True)
 class KernelSpace:
-    r"""The same posterior as ``Full``, from the (nC, nC) kernel K = Rᵀ J Jᵀ R: for few data and many weights.
+    r"""The same posterior as ``Full``, from the nC rows of X = Rᵀ J: for few data and many weights.
 
-    K = V S Vᵀ gives the GGN its eigenvectors, U = S^-½ Vᵀ Rᵀ J, and one eigendecomposition serves the evidence, the
-    variances and the samples of every prior precision and noise. ``limit`` is the largest nC that is tried.
+    X = V S^½ U gives the GGN its eigenvalues S and eigenvectors U, and one decomposition serves the evidence, the
+    variances and the samples of every prior precision and noise. It is of X and not of the kernel X Xᵀ, which knows
+    singular values only to the root of the rounding. ``limit`` is the largest nC that is tried.
 
-    Cost: (nC)² P for the kernel, (nC)³ for its eigenvalues; stores nC vectors of P weights in float64.
+    Cost: (nC)² P for a triangle as large as the kernel, (nC)³ for its singular values; stores nC vectors of P weights
+    in float64.
     Exact when: always.
     """
 
     limit: int = 8192
     curvature: str = "ggn"
+
+    def __post_init__(self) -> None:
+        refuse_other_than_whole("limit", self.limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         checked_curvature(self.curvature, ("ggn",))
@@ -51,16 +57,17 @@ class KernelSpace:
 def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
     """The eigenvalues of the GGN that are not nought (r,), descending, and their eigenvectors (r, P)."""
     rows = design.whole()
-    matrix = rows @ rows.mT
-    if not bool(torch.isfinite(matrix).all()):
+    small = rows.new_empty(0, len(rows))  # Xᵀ = Q small, without Q
+    for columns in rows.split(COLUMNS, 1):
+        small = torch.linalg.qr(torch.cat([small, columns.mT]), mode="r").R
+    if not bool(torch.isfinite(small.square().sum())):
         raise NumericalError("the kernel of the data is not finite; check the data and the network for overflow.")
-    values, turn = torch.linalg.eigh(matrix)
-    values, turn = values.flip(0), turn.flip(1)
-    # Below the rounding of the kernel's entries an eigenvalue is noise, and its vector with it.
-    real = values > 10 * len(values) * torch.finfo(torch.float64).eps * values[0].clamp_min(1e-300)
-    values, turn = values[real], turn[:, real]
-    if len(values) == 0:  # the outputs do not depend on the weights: a vector of noughts stands for none
-        return values.new_zeros(1), values.new_zeros(1, design.size)
+    _, singular, turn = torch.linalg.svd(small, full_matrices=False)
+    # Below the rounding of the rows a singular value is noise, and its vector with it.
+    real = singular > len(rows) * torch.finfo(torch.float64).eps * singular[0]
+    singular, turn = singular[real], turn[real]
+    if len(singular) == 0:  # the outputs do not depend on the weights: a vector of noughts stands for none
+        return singular.new_zeros(1), singular.new_zeros(1, design.size)
     for columns in rows.split(COLUMNS, 1):  # in place: nC vectors of P weights are held once
-        columns[: len(values)] = (turn.mT @ columns) / values.sqrt()[:, None]
-    return values, rows[: len(values)]
+        columns[: len(singular)] = (turn @ columns) / singular[:, None]
+    return singular.square(), rows[: len(singular)]

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
-from lapwing.curvature.design import NetworkDesign, refuse_unsteady
+from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.sweep import checked_curvature, residual_noise
-from lapwing.linalg.cg import Solution, block_conjugate_gradients
+from lapwing.linalg.cg import Solution
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.ridge import Logdet, Ridge, error_sizes
+from lapwing.linalg.ridge import Logdet, Ridge, finished
 from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.sampled import SampledPosterior
@@ -88,6 +88,8 @@ class Sampled:
             refuse_groups(self.solver, problem.prior)
         design = NetworkDesign.build(network, problem.likelihood, data, part=self.batch if stochastic else None)
         refuse_unsteady(design, generator)
+        if stochastic:  # parts of the data have to stay what they were
+            refuse_reordered(design)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
         settings: dict[str, int] = {"width": self.width}
@@ -110,19 +112,17 @@ class RidgeSolver:
         """The samples under this prior and noise, from a start near them where there is one."""
         prior, phi = problem.prior, float(problem.likelihood.dispersion)
         if self.settings.solver == "krylov" and self._shared(prior):
-            return self.ridge.samples(float(prior.values), phi, self.settings.tolerance, start).settled(
-                "Sampled()", "Raise the prior precision or the tolerance."
-            )
+            return self.ridge.samples(float(prior.values), phi, self.settings.tolerance, start)
         if self.settings.solver in STOCHASTIC:
             return self._descended(prior, phi)
-        vector = prior.vector.detach()
-        unit = vector.rsqrt()
-        rhs = self.ridge.prior + unit * self.ridge.back / phi**0.5
-        found = block_conjugate_gradients(
+        unit = prior.vector.detach().rsqrt()
+        near = None if start is None else start.double() / unit
+        found = finished(
             lambda v: unit * gram_product(self.ridge.design, unit * v) / phi + v,
-            rhs,
-            tolerance=self.settings.tolerance,
-            sizes=error_sizes(self.ridge.prior, rhs, self.settings.tolerance),
+            self.ridge.prior + unit * self.ridge.back / phi**0.5,
+            self.ridge.prior,
+            self.settings.tolerance,
+            near,
         )
         return replace(found, x=found.x * unit)
 
@@ -152,10 +152,8 @@ class RidgeSolver:
                     f"the evidence of Sampled() has no slope in a prior of the kind {prior.kind!r}; expected one "
                     f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with sample_em()."
                 )
-            ridge = replace(self.ridge, scale=prior.vector.detach(), _memo={})
-            shift = phi
-        else:  # what the basis has is exact, the rest an estimate
-            ridge.reaching(float(shift.detach()), self.settings.tolerance)
+            ridge, shift = self.ridge.rescaled(prior.vector.detach()), phi
+        ridge.reaching(float(shift.detach()), self.settings.tolerance)  # what the basis has is exact, the rest estimated
         return ridge.logdet(shift, self.settings.probes, self.settings.steps)
 
     def gamma(self, problem: Problem, samples: Tensor) -> Tensor:

@@ -187,7 +187,22 @@ def test_random_points_of_a_regression_take_the_outputs_in_turn() -> None:
     x = torch.randn(20, 2, dtype=D)
     network, prior, pool = setting(x, torch.randn(20, 3, dtype=D))
     assert placed(network, prior, pool, 7, "random", 1000, generator()).outputs.tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert len(placed(network, prior, pool, 50, "random", 1000, generator())) == 20
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+@pytest.mark.parametrize("count", [25, 50, 59, 60])
+def test_random_points_are_other_outputs_of_the_same_inputs_where_those_run_out(kind: str, count: int) -> None:
+    """Every input once, with its class, before any twice; no pair of input and output twice."""
+    x, y = torch.randn(20, 2, dtype=D), torch.randint(0, 3, (20,))
+    network, prior, pool = setting(x, y if kind == "classes" else torch.randn(20, 3, dtype=D))
+    anchors = placed(network, prior, pool, count, "random", 1000, generator())
+    chosen = numbers(anchors.inputs, x)
+    assert len(set(zip(chosen, anchors.outputs.tolist(), strict=True))) == len(chosen) == count
+    assert len(set(chosen[:20])) == 20
+    often = Counter(chosen).values()
+    assert max(often) - min(often) <= 1
+    if kind == "classes":
+        assert torch.equal(anchors.outputs[:20], y[chosen[:20]])
 
 
 @pytest.mark.parametrize("start", STARTS)

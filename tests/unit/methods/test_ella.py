@@ -239,9 +239,19 @@ def test_the_model_is_left_as_it_was(case: str) -> None:
 # Refused.
 
 
-@pytest.mark.parametrize("settings", [{"num_landmarks": 0}, {"rank": 0}, {"num_landmarks": -3}])
-def test_settings_that_are_none(settings: dict[str, int]) -> None:
-    with pytest.raises(lw.UnsupportedError, match="expected at least 1 of each"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_landmarks": 0}, "num_landmarks is 0; expected at least 1"),
+        ({"num_landmarks": -3}, "num_landmarks is -3; expected at least 1"),
+        ({"num_landmarks": None}, "num_landmarks is None; expected a whole number"),
+        ({"rank": 0}, "rank is 0; expected at least 1"),
+        ({"rank": 2.5}, "rank is 2.5; expected a whole number"),
+        ({"residual": "no"}, "residual is 'no'; expected True or False"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(lw.UnsupportedError, match=message):
         lw.ELLA(**settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,64 @@ def test_float32_where_eigenvalues_are_far_apart(prior: float) -> None:
     exact = double.functions(new.double()).cov
     assert float((single.functions(new).cov - exact).norm()) < 1e-5 * float(exact.norm())
     assert float(single.log_evidence()) == pytest.approx(float(double.log_evidence()), rel=1e-6)
+
+
+@cache
+def smooth() -> tuple[nn.Module, Tensor, Tensor]:
+    """A network fitted to 80 points of a curve: its singular values run down to the rounding."""
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 80, dtype=D)[:, None]
+    y = torch.sin(2 * x) + 0.1 * torch.randn_like(x)
+    model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)).double()
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    with torch.enable_grad():
+        for _ in range(300):
+            optimiser.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimiser.step()
+    return model, x, y
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-3])
+@pytest.mark.parametrize("kind", ["isotropic", "per_layer"])
+def test_a_weak_prior(noise: float, kind: str) -> None:
+    """Singular values that the kernel does not know decide here. By those of the Jacobian, weighted by the prior."""
+    model, x, y = smooth()
+    prior = lw.isotropic(1e-6) if kind == "isotropic" else lw.per_layer({"0": 1e-6, "2": 3e-6, "4": 1e-5})
+    found = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=noise), method=lw.KernelSpace(), prior=prior)
+    root = found.prior.vector.rsqrt()
+    _, singular, turn = torch.linalg.svd(dense.jacobian(model, x, 80).flatten(0, 1) * root, full_matrices=False)
+    gained = (singular / noise).square().log1p().sum()
+    penalty = (found.posterior.theta.square() / root.square()).sum()
+    assert float(found.posterior.log_occam()) == pytest.approx(-0.5 * float(penalty + gained), abs=1e-4)
+    new = torch.linspace(-2.5, 2.5, 41, dtype=D)[:, None]
+    rows = dense.jacobian(model, new, 41).flatten(0, 1) * root
+    within = rows @ turn.mT
+    outside = (rows - within @ turn).square().sum(1)
+    exact = outside + (within / (1 + (singular / noise).square()).sqrt()).square().sum(1)
+    gap = (found.functions(new).variance[:, 0] / exact - 1).abs().max()
+    assert float(gap) < {1e-2: 5e-3, 1e-3: 0.2}[noise]  # a difference of numbers 1e14 times as large, with the latter
+
+
+def test_columns_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["mlp"]
+    monkeypatch.setattr("lapwing.methods.kernel_space.COLUMNS", 7)
+    assert_same(fitted(case, lw.KernelSpace(), 0.7), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
+
+
+def test_the_eigenvectors_are_orthonormal() -> None:
+    model, x, y = smooth()
+    found = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=0.1), method=lw.KernelSpace(), prior=1.0).curvature
+    known = found.vectors[found.values > 1e-16 * found.values[0]]  # singular values down to 1e-8 of the largest
+    assert len(known) > 20
+    gap = known @ known.mT - torch.eye(len(known), dtype=D)
+    assert float(gap.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("limit", ["a", 10.5, None, True])
+def test_a_limit_that_is_no_number(limit: Any) -> None:
+    with pytest.raises(lw.UnsupportedError, match=f"limit is {limit!r}; expected a whole number"):
+        lw.KernelSpace(limit=limit)
 
 
 def test_the_methods_name() -> None:
