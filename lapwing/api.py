@@ -145,13 +145,14 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:
     """The method, and why it was picked where that was left open."""
-    auto = Auto(gpu=problem.network.device.type == "cuda") if method == "auto" else method
+    auto = Auto() if method == "auto" else method
     if not isinstance(auto, Auto):
         return method_named(auto), ""
+    auto = replace(auto, gpu=auto.gpu or problem.network.device.type == "cuda")
     network, selection = problem.network, problem.network.selection
     # Ignored data too: they have rows of noughts in a design.
     rows = sum(checked_targets(network, problem.likelihood, batch)[0].numel() for batch in data.batches("counting"))
-    found = auto.choose(selection.size, rows, selection.index is not None)
+    found = auto.choose(selection.size, rows, selection.index is not None, problem.learn_prior)
     return found.method, found.why
 
 

@@ -13,6 +13,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.sampled import Sampled
 from lapwing.posteriors.protocols import Method
 
+SOLVES = 4  # what samples cost with the search for their precision, in solves at one
 RATE = 2e10  # multiplications in a second that a plain processor does; a GPU does a hundred times as many
 
 
@@ -49,8 +50,11 @@ class Auto:
             )
         Sampled(num_samples=self.num_samples)  # refuses what is no number of samples
 
-    def choose(self, weights: int, rows: int, single: bool = False) -> Choice:
-        """For P weights and n C rows; ``single`` where they are picked one by one, and have no Kronecker structure."""
+    def choose(self, weights: int, rows: int, single: bool = False, tuned: bool = False) -> Choice:
+        """For P weights and n C rows; ``single`` where they are picked one by one, and have no Kronecker structure.
+
+        ``tuned`` where the precision is still to be learned, which samples take several solves for.
+        """
         rate = RATE * (100 if self.gpu else 1)
         blocks = 20 * 16  # vectors in a typical Krylov basis
         options: list[tuple[Method, float, float, str]] = [
@@ -64,11 +68,11 @@ class Auto:
         ]
         exact = sorted(options, key=lambda option: option[2])
         sampled = Sampled(num_samples=self.num_samples)
-        vectors = blocks + 2 * self.num_samples
+        vectors = (blocks + 2 * self.num_samples) * (SOLVES if tuned else 1)
         exact.append(
             (
                 sampled,
-                8.0 * weights * vectors,
+                8.0 * weights * (blocks + 2 * self.num_samples),
                 2.0 * rows * weights * vectors,
                 f"{self.num_samples} samples of the exact",
             )

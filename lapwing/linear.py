@@ -228,7 +228,7 @@ class LinearPosterior:
         least = 1e-13 * float(self.y.square().mean())  # a noise below that of rounding
         for _ in range(max_steps):
             try:
-                gamma, _ = current.gamma
+                gamma, error = current.gamma
             except NumericalError as failed:
                 if not steps:
                     raise
@@ -236,7 +236,7 @@ class LinearPosterior:
             squares = float(current.mean.square().sum())
             alpha = current.precision if not precision else gamma / squares if squares > 0 else math.inf
             phi = current._squared_error / current._undecided if noise else current.noise_variance
-            steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma))
+            steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma, error))
             good = math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and gamma > 1e-6
             if not good or not phi > least * noise:
                 raise _without_optimum(alpha, phi, steps[-1])

@@ -19,6 +19,8 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import Prior
 
+LOST = 1e-8  # the share of a prior variance below which what is left of it is not found by a difference
+
 
 class Rows(Protocol):
     """r vectors of P weights, W (r, P): stored, or given by the network itself."""
@@ -98,13 +100,30 @@ class LowRankPrecision:
         before = self._prior_only.quadratic(jacobian, full)
         rows = self._pulled(jacobian).mT.reshape(*before.shape[:3], -1)
         gained = rows @ rows.mT if full else rows.square().sum(-1)
+        if _cancel(before, gained, full):
+            rows = self._left(jacobian).reshape(*before.shape[:3], -1)
+            return (rows @ rows.mT if full else rows.square().sum(-1)).to(dtype)
         return (before - gained).to(dtype)
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
         jacobian, dtype = jacobian.double(), jacobian.dtype
         before = self._prior_only.cross(jacobian)
         rows = self._pulled(jacobian).mT
-        return (before - rows @ rows.mT).to(dtype)
+        gained = rows @ rows.mT
+        if _cancel(before, gained, True):
+            rows = self._left(jacobian)
+            return (rows @ rows.mT).to(dtype)
+        return (before - gained).to(dtype)
+
+    def _left(self, jacobian: LayerJacobians) -> Tensor:
+        r"""Rows (B K, P + r) whose products are J Λ⁻¹ Jᵀ: a sum of squares, for what the difference would lose.
+
+        $$ J \Lambda^{-1} J^\top = \min_c |(J - c W) A^{-1/2}|^2 + |c|^2, \qquad
+           c = J A^{-1} W^\top (I + W A^{-1} W^\top)^{-1} $$
+        """
+        c = torch.cholesky_solve(self.rows.pulled(jacobian, self.prior), self._inner).mT
+        beside = jacobian.whole().flatten(0, 1) - self.rows.combined(c)
+        return torch.cat([beside * self.prior.vector.to(beside).rsqrt(), c], 1)
 
     def sample(self, eps: Tensor) -> Tensor:
         """A^-½ (I - Yᵀ E (s (s + 1))⁻¹ Eᵀ Y) eps, with Y = W A^-½, Y Yᵀ = E (s² - 1) Eᵀ: the root of (I + Yᵀ Y)⁻¹."""
@@ -126,6 +145,13 @@ class LowRankPrecision:
         eye = torch.eye(len(self._gram), dtype=self._gram.dtype, device=self._gram.device)
         rows = self.rows.combined(torch.linalg.solve_triangular(self._inner, eye, upper=False)) * spread
         return spread - rows.square().sum(0)
+
+
+def _cancel(before: Tensor, gained: Tensor, full: bool) -> bool:
+    """Whether a variance is so small a part of the prior's that their difference is rounding."""
+    if full:
+        before, gained = (t.diagonal(dim1=-2, dim2=-1) for t in (before, gained))
+    return bool((before - gained < LOST * before).any())
 
 
 @dataclass(frozen=True, eq=False)

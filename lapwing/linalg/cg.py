@@ -122,6 +122,7 @@ def block_conjugate_gradients(
     sizes: Tensor | None = None,
     max_iterations: int = 1000,
     truncated: bool = False,
+    advice: str = ADVICE,
 ) -> Solution:
     """Solve A x = b for all rows of ``rhs`` (K, P) in the Krylov space that they span together.
 
@@ -179,7 +180,7 @@ def block_conjugate_gradients(
         s = q - torch.cholesky_solve(curved @ q.mT, factor).mT @ s
     updated = r.norm(dim=1)
     found = Solution(size * x, updated.maximum(true), iterations, tolerance, updated)
-    return found if truncated else found.settled("block conjugate gradients", ADVICE)
+    return found if truncated else found.settled("block conjugate gradients", advice)
 
 
 def diagonal_preconditioner(diagonal: Tensor) -> Product:

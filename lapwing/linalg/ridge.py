@@ -107,21 +107,22 @@ class Ridge:
         count = self._based
         found = self._looked(basis, shift, tolerance)
         done = count if found.converged else 0
-        rows, residuals = [found.x[:done]], [found.residuals[:done]]
+        rows, residuals, iterations = [found.x[:done]], [found.residuals[:done]], basis.products
         if done < len(self.prior):
             near = None if start is None else start[done:].double() * self._root / phi**0.5
-            rest = self._finished(shift, tolerance, done, near)
-            rows, residuals = [*rows, rest.x], [*residuals, rest.residuals]
+            rhs, apply = self._rhs(shift, slice(done, None)), lambda v: self.product(v) + shift * v
+            noise = shift**0.5 * self.prior[done:]
+            rest = finished(apply, rhs, noise, tolerance, near, self.deflating(shift))
+            rows, residuals, iterations = [*rows, rest.x], [*residuals, rest.residuals], iterations + rest.iterations
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
-        return Solution(solved, torch.cat(residuals), basis.products, tolerance)
+        return Solution(solved, torch.cat(residuals), iterations, tolerance)
 
-    def _finished(self, shift: float, tolerance: float, done: int, start: Tensor | None) -> Solution:
-        """The samples that the basis does not have."""
-        rhs, apply = self._rhs(shift, slice(done, None)), lambda v: self.product(v) + shift * v
-        sizes = error_sizes(shift**0.5 * self.prior[done:], rhs, tolerance)
-        left = rhs if start is None else rhs - apply(start)
-        more = block_conjugate_gradients(apply, left, root=self.deflating(shift), tolerance=tolerance, sizes=sizes)
-        return more if start is None else replace(more, x=start + more.x)
+    def rescaled(self, scale: Tensor) -> Ridge:
+        """The same noise for another D; the last one that was asked for is remembered."""
+        mine: Ridge | None = self._memo.get("rescaled")
+        if mine is None or mine.scale is None or not torch.equal(mine.scale, scale):
+            self._memo["rescaled"] = mine = replace(self, scale=scale, _memo={})
+        return mine
 
     @property
     def _root(self) -> Tensor | float:
@@ -228,6 +229,19 @@ class Ridge:
             return moved - (moved @ vectors.mT) @ vectors
 
         return apply
+
+
+ADVICE = "Raise the prior precision or the tolerance of the samples, or compute in float64."
+
+
+def finished(
+    apply: Product, rhs: Tensor, noise: Tensor, tolerance: float, start: Tensor | None, root: Product | None = None
+) -> Solution:
+    """Samples by block conjugate gradients, from a start near them if there is one; ``noise`` is the prior's part."""
+    left = rhs if start is None else rhs - apply(start)
+    sizes = error_sizes(noise, rhs, tolerance)
+    more = block_conjugate_gradients(apply, left, root=root, tolerance=tolerance, sizes=sizes, advice=ADVICE)
+    return more if start is None else replace(more, x=start + more.x)
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,7 +153,7 @@ class RidgeSolver:
                     f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with sample_em()."
                 )
             ridge, shift = self.ridge.rescaled(prior.vector.detach()), phi
-        ridge.reaching(float(shift.detach()), self.settings.tolerance)  # what the basis has is exact, the rest estimated
+        ridge.reaching(float(shift.detach()), self.settings.tolerance)  # what a basis has is exact
         return ridge.logdet(shift, self.settings.probes, self.settings.steps)
 
     def gamma(self, problem: Problem, samples: Tensor) -> Tensor:

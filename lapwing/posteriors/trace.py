@@ -18,11 +18,13 @@ class Step:
     precisions: tuple[float, ...]
     noise: tuple[float, ...] = ()  # variances, where they are being learned
     gamma: float | None = None
+    error: float | None = None  # the standard error of gamma, where it is an estimate
 
     def __str__(self) -> str:
         shown = ", ".join(f"{p:.3g}" for p in self.precisions[:4]) + (", ..." if len(self.precisions) > 4 else "")
         noise = f", noise {', '.join(f'{n:.3g}' for n in self.noise[:4])}" if self.noise else ""
         gamma = "" if self.gamma is None else f", gamma {self.gamma:.4g}"
+        gamma += "" if self.error is None else f" ± {self.error:.2g}"
         return f"{self.score:.6g} at precision {shown}{noise}{gamma}"
 
 

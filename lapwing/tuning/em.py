@@ -12,12 +12,15 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
+from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.tangent_model import TangentModel, tangent_model
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.posteriors.trace import DivergedError, Step, Trace
 from lapwing.tuning.evidence import RANGE
 from lapwing.tuning.linear_mode import ModeSolver
+
+UNSETTLED = 1e-2  # a step of a logarithm that is no end
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +33,8 @@ class SampleEM:
     θ* is the optimum of the tangent model, as in ``linear_mode``; ``mode="network"`` takes w̃ instead, which costs no
     passes. γ falls where α rises, so with w̃ half of each step is taken, in the logarithm: full steps would overshoot
     to precisions smaller, and so dearer to solve for, than the fixed point. The noise of the samples stays the same
-    from step to step, so that the map is deterministic and ends in a fixed point; the trace has γ at every step and the
-    findings its standard error. γ in function space is never negative and one sample knows it to sqrt(2/γ).
+    from step to step, so that the map is deterministic and ends in a fixed point; the trace has γ and its standard
+    error at every step. γ in function space is never negative and one sample knows it to sqrt(2/γ).
     ``noise=True`` learns the noise of a Gaussian likelihood from θ*.
 
     Cost of a step: the samples at the new precision and one product with them, and θ* from where it was. For one
@@ -48,8 +51,9 @@ class SampleEM:
     def __post_init__(self) -> None:
         if self.mode not in ("tangent", "network"):
             raise UnsupportedError(f"mode is {self.mode!r}; expected 'tangent' or 'network'.")
-        if self.max_steps < 1:
-            raise UnsupportedError(f"max_steps is {self.max_steps}; expected at least 1.")
+        refuse_other_than_whole("max_steps", self.max_steps)
+        refuse_other_than_positive("tolerance", self.tolerance)
+        refuse_other_than_positive("solver_tolerance", self.solver_tolerance)
 
     def with_data(self, data: Data) -> SampleEM:
         """The same on these data, where none were given."""
@@ -61,17 +65,15 @@ class SampleEM:
         model = self._model(posterior)
         theta, loss = posterior.theta.double(), posterior.statistics.loss
         steps: list[Step] = []
-        errors: list[float] = []
         current = posterior
         for _ in range(self.max_steps):
             if model is not None:
                 found = ModeSolver(model, posterior.theta.double(), self.solver_tolerance)(current, theta)
                 theta, loss = found.theta, found.loss
             gammas = self._gammas(current)
-            errors.append(_error(gammas.sum(1, keepdim=True)))
             updated = self._updated(current, gammas.mean(0), theta, float(loss))
             moved = _distance(current.problem, updated.problem)
-            steps.append(_step(current.problem, float(gammas.sum(1).mean())))
+            steps.append(_step(current.problem, gammas.sum(1, keepdim=True)))
             refuse_negative(gammas, steps, current)
             low, high = (float(end) for end in updated.problem.prior.values.aminmax())
             if not (math.isfinite(moved) and RANGE[0] < low <= high < RANGE[1]):
@@ -84,11 +86,21 @@ class SampleEM:
             current = updated
             if moved <= self.tolerance:
                 break
-        finding = f"gamma {steps[-1].gamma:.4g} ± {errors[-1]:.2g} from {len(gammas)} samples"
+        finding = f"gamma {steps[-1].gamma:.4g} ± {steps[-1].error:.2g} from {len(gammas)} samples"
         if gammas.shape[1] > 1:
             finding += f", of a group ± {_error(gammas):.0%} of it or less"
-        left = "" if moved <= self.tolerance else f"; a logarithm still moved by {moved:.2g} at the last step"
-        return current.with_trace(Trace("sample_em", "gamma", tuple(steps), (finding + left,)))
+        if moved > self.tolerance:
+            finding += f"; a logarithm still moved by {moved:.2g} at the last step"
+        trace = Trace("sample_em", "gamma", tuple(steps), (finding,))
+        if moved > max(UNSETTLED, self.tolerance) and self.max_steps > 1:
+            raise DivergedError(
+                f"sample_em: after {self.max_steps} steps a logarithm moves by {moved:.2g}; expected at most "
+                f"{self.tolerance:g}. Raise max_steps or Sampled(num_samples=...), take mode='network', or give the "
+                "prior.",
+                trace,
+                current.with_trace(trace),
+            )
+        return current.with_trace(trace)
 
     def _model(self, posterior: SampledPosterior) -> TangentModel | None:
         if self.mode == "network":
@@ -140,9 +152,11 @@ def _error(gammas: Tensor) -> float:
     return float(each if len(each) == 1 else (each / gammas.mean(0)).max())
 
 
-def _step(problem: Problem, gamma: float) -> Step:
+def _step(problem: Problem, totals: Tensor) -> Step:
+    """For γ of all weights, from each sample (K, 1)."""
     noise = (float(problem.likelihood.dispersion),) if problem.likelihood.learns_dispersion else ()
-    return Step(gamma, tuple(problem.prior.values.reshape(-1).tolist()), noise, gamma)
+    gamma = float(totals.mean())
+    return Step(gamma, tuple(problem.prior.values.reshape(-1).tolist()), noise, gamma, _error(totals))
 
 
 def _distance(one: Problem, other: Problem) -> float:

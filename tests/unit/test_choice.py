@@ -205,6 +205,15 @@ def test_nothing_but_ignored_data_is_refused() -> None:
         )
 
 
+def test_a_precision_to_be_learned_counts() -> None:
+    """Samples are solved for at several precisions; exact methods have all of them at once."""
+    given, learned = (lw.Auto().choose(100_000, 4_000, tuned=tuned) for tuned in (False, True))
+    assert given.method == lw.Sampled(num_samples=64)
+    assert learned.method == lw.Kron()
+    assert "Sampled would take" in learned.why
+    assert lw.Auto().choose(500, 10_000) == lw.Auto().choose(500, 10_000, tuned=True)
+
+
 @pytest.mark.parametrize("name", ["memory", "seconds"])
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, -math.inf, "a minute", None, True])
 def test_budgets_that_are_refused(name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.linalg.design import back_product
@@ -368,7 +369,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
     start = on_larger(method, given).posterior
     design, scale = start.solver.ridge.design, start.solver.ridge.scale
     gaps, errors = [], []
-    for seed in range(100 if prior == "isotropic" else 40):
+    for seed in range(100):
         drawn = Ridge.drawn(design, 2, torch.Generator().manual_seed(seed), scale, width=2)
         found = replace(start, solver=replace(start.solver, ridge=drawn))
         if after:
@@ -530,6 +531,46 @@ def test_samples_from_a_file_answer_for_no_other_prior_or_noise(prior: str, tmp_
     assert torch.equal(same.posterior.samples, again.posterior.samples)
     if prior == "isotropic":  # the same precision for every weight, said in another way
         assert torch.equal(again.with_prior(lw.diagonal(0.7)).posterior.samples, again.posterior.samples)
+
+
+def test_the_evidence_of_groups_is_as_sharp_as_that_of_one_number() -> None:
+    """The same prior in other words: the basis is grown for it too, and remembered."""
+    method = lw.Sampled(num_samples=4, width=8)
+    one, other = (on_larger(method, given) for given in (1.0, lw.per_layer(torch.ones(2))))
+    assert float(other.log_evidence()) == pytest.approx(float(one.log_evidence()), abs=1e-6)
+    assert other.evidence_error == pytest.approx(one.evidence_error, abs=1e-6)
+    ridge = other.posterior.solver.ridge.rescaled(other.prior.vector.detach())
+    products = ridge.basis.products
+    other.log_evidence()
+    assert other.posterior.solver.ridge.rescaled(other.prior.vector.detach()) is ridge
+    assert ridge.basis.products == products
+
+
+@pytest.mark.parametrize("solver", ["krylov", "cg"])
+def test_samples_of_groups_start_from_those_near_them(solver: str) -> None:
+    """From their own solution there is nothing to do."""
+    found = on_larger(lw.Sampled(num_samples=4, solver=solver), lw.per_layer(torch.tensor([0.5, 2.0]))).posterior
+    solver_of, problem_of = found.solver, found.problem
+    again = solver_of.solved(problem_of, found.solution.x)
+    assert found.solution.iterations > 3
+    assert again.iterations <= 1
+    assert_close(again.x, found.solution.x, 1e-9)
+
+
+def test_iterations_count_what_the_basis_did_not_have() -> None:
+    few, many = (on_larger(lw.Sampled(num_samples=n, width=8)).posterior for n in (4, 20))
+    assert few.solution.iterations == few.solver.ridge.basis.products
+    assert many.solution.iterations > many.solver.ridge.basis.products
+
+
+@pytest.mark.parametrize("solver", ["sgd", "sdd"])
+def test_parts_in_another_order_are_refused_by_descent(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the data is not the same part at the next pass: no number of epochs would help."""
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    model, x, y = larger()
+    loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(lw.DataError, match=r"two passes over the data gave different rows.*shuffle=False"):
+        lw.fit(model, loader, lw.Gaussian(noise_std=0.3), method=lw.Sampled(solver=solver), prior=1.0)
 
 
 class Augmented:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -267,8 +268,9 @@ def test_the_stated_error_of_gamma_is_honest() -> None:
 
 
 def test_one_sample_has_no_error_to_state() -> None:
-    found = fitted(1.0).tuned(lw.sample_em(data(), max_steps=3))
+    found = fitted(1.0).tuned(lw.sample_em(data(), max_steps=1))
     assert "± inf from 1 samples" in found.trace.findings[0]
+    assert found.trace.steps[0].error == math.inf
 
 
 def test_the_trace_has_every_step() -> None:
@@ -280,15 +282,29 @@ def test_the_trace_has_every_step() -> None:
     for step in trace.steps:
         (alpha,), (phi,) = step.precisions, step.noise
         assert step.gamma == step.score == pytest.approx(exact.gamma(alpha, phi), rel=1e-6)
+        assert step.error is not None
+        assert f"gamma {step.gamma:.4g} ± {step.error:.2g}" in str(step)
     last = torch.tensor([trace.steps[-1].precisions[0], float(found.prior.values)]).log()
     assert float((last[1] - last[0]).abs()) <= 1e-6
     assert "still moved" not in trace.findings[0]
 
 
-def test_steps_that_run_out_are_said() -> None:
-    found = completed(fitted(1e3)).tuned(lw.sample_em(data(), max_steps=2))
-    assert len(found.trace.steps) == 2
-    assert re.search(r"a logarithm still moved by \d", found.trace.findings[0])
+def test_steps_that_run_out_are_refused() -> None:
+    """As by fixed_point; a single one is asked for by whoever steps himself."""
+    start = completed(fitted(1e3))
+    with pytest.raises(lw.DivergedError, match=r"after 2 steps a logarithm moves by 2\..*Raise max_steps") as caught:
+        start.tuned(lw.sample_em(data(), max_steps=2))
+    assert len(caught.value.trace.steps) == 2
+    assert re.search(r"a logarithm still moved by \d", caught.value.trace.findings[0])
+    once = start.tuned(lw.sample_em(data(), max_steps=1))
+    assert re.search(r"a logarithm still moved by \d", once.trace.findings[0])
+
+
+@pytest.mark.parametrize("name", ["tolerance", "solver_tolerance", "max_steps"])
+@pytest.mark.parametrize("value", [-1, 0, "1", math.nan, True])
+def test_numbers_that_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(lw.UnsupportedError, match=f"{name} is {value!r}; expected"):
+        lw.sample_em(**{name: value})
 
 
 @pytest.mark.parametrize("prior", [1.0, lw.per_layer(1.0)], ids=["isotropic", "per_layer"])
@@ -363,4 +379,4 @@ def test_posteriors_that_are_refused() -> None:
 
 def test_the_model_is_left_as_it_was() -> None:
     model, _, _ = setting()
-    problems.unchanged(model, lambda: fitted(tuner=lw.sample_em(max_steps=3)))
+    problems.unchanged(model, lambda: fitted(tuner=lw.sample_em(max_steps=1)))
