@@ -135,6 +135,8 @@ def _checked(design: Design, targets: Tensor) -> Tensor:
         raise DataError("targets hold NaN or infinity; expected finite numbers.")
     return y
 
+UNSETTLED = 1e-2  # a step of a logarithm that is no end
+
 
 @dataclass(frozen=True, eq=False)
 class LinearPosterior:
@@ -244,6 +246,8 @@ class LinearPosterior:
             current = replace(current, precision=alpha, noise_variance=phi)
             if moved < 1e-4:
                 break
+        if moved > UNSETTLED and max_steps > 1:
+            raise _without_optimum(current.precision, current.noise_variance, steps[-1])
         gamma, error = current.gamma
         finding = f"gamma {gamma:.4g} ± {error:.2g}"
         finding += "" if moved < 1e-4 else f"; a logarithm still moved by {moved:.2g} at the last step"

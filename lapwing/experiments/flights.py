@@ -14,23 +14,14 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.core.errors import DataError
-from lapwing.experiments.regression import Table, predicted, scores
+from lapwing.experiments.regression import Table, predicted, scores, tempered
 from lapwing.experiments.result import Result, Row, mean_scores, plain, spread_scores
 from lapwing.experiments.training import Batches, Recipe, batches, trained
 
 Options = Callable[[nn.Module, Batches], dict[str, Any]]  # the network and held-out batches -> what fit takes
-
-
-def _tempered(model: nn.Module, held: Batches) -> dict[str, Any]:
-    """Temperature scaling of a regression: the noise that held-out rows have."""
-    with torch.no_grad():
-        left = torch.cat([model(x) - y for x, y in held])
-    return {"method": lw.MapOnly(), "likelihood": lw.Gaussian(noise_std=float(left.square().mean().sqrt()))}
-
-
 METHODS: dict[str, Options] = {
     "plain": lambda model, held: {"method": lw.MapOnly()},
-    "temperature": _tempered,
+    "temperature": lambda model, held: {"method": lw.MapOnly(), "likelihood": tempered(model, held)},
     "last layer": lambda model, held: {"method": lw.Full(), "weights": "last_layer"},
     "Kron": lambda model, held: {},
     "Diagonal": lambda model, held: {"method": lw.Diagonal()},

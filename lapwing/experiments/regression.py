@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.api import Fitted
-from lapwing.experiments.training import Standardiser
+from lapwing.experiments.training import Batches, Standardiser
+from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.metrics import regression
 
 
@@ -59,6 +60,13 @@ def predicted(fitted: Fitted, table: Table, level: float = 0.95) -> Predicted:
         mean, low, high = (t.squeeze(1) * scale + shift for t in (found.mean, low, high))
         std, epistemic = (t.squeeze(1) * scale for t in (found.std, found.epistemic_variance.sqrt()))
     return Predicted(table.y_test, mean, std, epistemic, low, high)
+
+
+def tempered(model: nn.Module, held: Batches) -> Gaussian:
+    """Temperature scaling of a regression: the noise that held-out rows have."""
+    with torch.no_grad():
+        left = torch.cat([model(x) - y for x, y in held])
+    return Gaussian(noise_std=float(left.square().mean().sqrt()))
 
 
 def scores(found: Predicted) -> dict[str, float]:

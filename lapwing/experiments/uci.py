@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.errors import DataError
-from lapwing.experiments.regression import Table, predicted, scores
+from lapwing.experiments.regression import Table, predicted, scores, tempered
 from lapwing.experiments.result import Result, Row, mean_scores, plain
 from lapwing.experiments.training import Batches, Recipe, batches, best_seconds, epoch_seconds, trained
 
 SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"method": lw.MapOnly()},
+    "temperature": {"method": lw.MapOnly()},
     "default": {},
     "per layer": {"prior": lw.per_layer(1.0), "tuner": lw.maximise_evidence},
     "joint noise": {"tuner": lw.MaximiseEvidence(noise=True)},
@@ -39,7 +40,7 @@ DROPPED = 0.05  # of the units of the network for MC dropout, which is trained w
 
 @dataclass(frozen=True)
 class Uci:
-    """One recipe for all tables. ``variants`` are compared on the same trained networks.
+    """One recipe for all tables. ``variants`` are compared on the same trained networks; two train their own.
 
     A table with fewer than ``splits`` splits gives those that it has.
     """
@@ -103,20 +104,31 @@ def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]
     model = trained(x, y, 1, settings.recipe, settings.seed + split)
     data = batches(x, y, settings.recipe.batch_size)
     epoch = epoch_seconds(model, data)
-    models = {"MC dropout": lambda: _dropping(x, y, settings, split)}
-    return {
-        variant: _scored(models.get(variant, lambda: model)(), data, table, VARIANTS[variant], epoch)
-        for variant in settings.variants
-    }
+    own = {"MC dropout": _dropping, "temperature": _tempered}
+    found = {}
+    for variant in settings.variants:
+        network, likelihood = own[variant](x, y, settings, split) if variant in own else (model, lw.Gaussian())
+        options = {"likelihood": likelihood, **VARIANTS[variant]}
+        found[variant] = _scored(network, data, table, options, epoch)
+    return found
 
 
-def _dropping(x: Tensor, y: Tensor, settings: Uci, split: int) -> nn.Module:
+def _dropping(x: Tensor, y: Tensor, settings: Uci, split: int) -> tuple[nn.Module, lw.Gaussian]:
     """The same network trained with dropout."""
-    return trained(x, y, 1, replace(settings.recipe, dropout=DROPPED), settings.seed + split)
+    return trained(x, y, 1, replace(settings.recipe, dropout=DROPPED), settings.seed + split), lw.Gaussian()
+
+
+def _tempered(x: Tensor, y: Tensor, settings: Uci, split: int) -> tuple[nn.Module, lw.Gaussian]:
+    """The same network trained on nine tenths of the rows; the others choose its noise."""
+    seed = settings.seed + split
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    held, rest = order.tensor_split([len(x) // 10])
+    model = trained(x[rest], y[rest], 1, settings.recipe, seed)
+    return model, tempered(model, [(x[held], y[held])])
 
 
 def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:
-    taken, fitted = best_seconds(lambda: lw.fit(model, data, "regression", progress=False, **options), repeats=1)
+    taken, fitted = best_seconds(lambda: lw.fit(model, data, progress=False, **options), repeats=1)
     return {**scores(predicted(fitted, table)), "fit / epoch": taken / epoch}
 
 

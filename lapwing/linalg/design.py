@@ -160,10 +160,10 @@ def _repeated(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, nam
 
 def gram_product(design: Design, v: Tensor) -> Tensor:
     """Xᵀ X v for every row of v (n, P), summed in float64."""
-    total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
+    total: Tensor | None = None
     for part in design:
-        total += part.gram(v)
-    return total
+        total = part.gram(v).double() if total is None else total.add_(part.gram(v))
+    return torch.zeros_like(v, dtype=torch.float64) if total is None else total
 
 
 def forward_product(design: Design, v: Tensor) -> Tensor:

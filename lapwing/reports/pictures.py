@@ -193,20 +193,21 @@ def sampling(result: Drawn, path: Path) -> None:
 
 
 def inducing(result: Drawn, path: Path) -> None:
-    """Bands of every method around those of the exact posterior; and KL against the number of points, by start."""
+    """Bands of every method around those of the exact posterior; KL and NLL against the number of points, by start."""
     names = [key.removesuffix("/std") for key in result.arrays if key.endswith("/std")]
-    figure, axes = _figure(2, 3, (14.4, 7.6))
+    figure, axes = _figure(4, 2, (10.4, 13.6))
     low, high = _two_deviations(result.arrays, "exact/std", "")
     room = 0.05 * (max(high) - min(low))
-    panels = [axes[row][column] for row in (0, 1) for column in (0, 1)]
+    panels = [*axes[0], *axes[1]]
     for axis, name in zip(panels, names, strict=True):
         _against_exact(axis, result.arrays, name)
         axis.set(xlabel="x", ylabel="y", ylim=(min(low) - room, max(high) + room))
         axis.set_title(name, fontsize=10)
-    _points_against_error(axes[0][2], result.arrays, "as started")
-    _points_against_error(axes[1][2], result.arrays, "learned")
-    _level([axes[0][2], axes[1][2]])
-    figure.legend(*_once(panels), frameon=False, ncols=5, fontsize=9, loc="outside lower center")
+    for line, score in ((axes[2], "KL"), (axes[3], "NLL")):
+        for axis, label in zip(line, ("as started", "learned"), strict=True):
+            _points_against_error(axis, result.arrays, score, label)
+        _level(line)
+    figure.legend(*_once(panels), frameon=False, ncols=5, fontsize=9, loc="outside upper center")
     _save(figure, path)
 
 
@@ -241,13 +242,13 @@ def _two_deviations(arrays: Mapping[str, list[float]], key: str, group: str) -> 
     return (mean - 2 * std).tolist(), (mean + 2 * std).tolist()
 
 
-def _points_against_error(axis: Any, arrays: Mapping[str, list[float]], label: str) -> None:
-    """The median over draws, and bars from the least to the largest."""
+def _points_against_error(axis: Any, arrays: Mapping[str, list[float]], score: str, label: str) -> None:
+    """The median over draws, and bars from the least to the largest; for NLL the exact posterior as a line."""
     sizes = arrays["sizes"]
     colours = {"greedy": POSTERIOR, "kmeans": OTHER, "random": PLAIN, "Nyström": INK}
-    starts = list(dict.fromkeys(key.split("/")[1] for key in arrays if key.startswith(f"{label}/")))
+    starts = list(dict.fromkeys(key.split("/")[1] for key in arrays if key.startswith(f"{score} {label}/")))
     for place, start in enumerate(starts):
-        draws = [sorted(arrays[f"{label}/{start}/{size:.0f}"]) for size in sizes]
+        draws = [sorted(arrays[f"{score} {label}/{start}/{size:.0f}"]) for size in sizes]
         middle = [each[len(each) // 2] for each in draws]
         bars = [[m - each[0] for m, each in zip(middle, draws)], [each[-1] - m for m, each in zip(middle, draws)]]
         shifted = [size * 1.02 ** (place - 1) for size in sizes]  # bars side by side
@@ -255,11 +256,16 @@ def _points_against_error(axis: Any, arrays: Mapping[str, list[float]], label: s
             shifted, middle, yerr=bars, color=colours[start], marker="o", markersize=4, linewidth=1.4, capsize=2,
             label=start,
         )  # fmt: skip
-    axis.set(xscale="log", yscale="log", xlabel="number of points", ylabel="KL from exact, nats")
+    axis.set(xscale="log", xlabel="number of points")
+    if score == "KL":
+        axis.set(yscale="log", ylabel="KL from exact, nats")
+    else:
+        axis.axhline(arrays["NLL exact"][0], color=INK, linestyle="--", linewidth=1, label="exact")
+        axis.set(ylabel="NLL of held-out rows, nats")
     axis.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
     axis.minorticks_off()
     axis.set_title(f"points {label}: median and range of draws", fontsize=10)
-    axis.legend(frameon=False, fontsize=9, loc="lower left")
+    axis.legend(frameon=False, fontsize=9, loc="lower left" if score == "KL" else "upper right")
 
 
 def inducing_targets(result: Drawn, path: Path) -> None:

@@ -39,8 +39,8 @@ def test_temperature_is_the_noise_of_held_out_rows() -> None:
     model = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.ones_(model.weight)
     x = torch.arange(6, dtype=torch.float64).unsqueeze(1)
-    likelihood = flights._tempered(model, [(x[:4], x[:4] + 2), (x[4:], x[4:] - 2)])["likelihood"]
-    assert float(likelihood.dispersion) == pytest.approx(4.0)
+    options = flights.METHODS["temperature"](model, [(x[:4], x[:4] + 2), (x[4:], x[4:] - 2)])
+    assert float(options["likelihood"].dispersion) == pytest.approx(4.0)
 
 
 def test_test_rows_are_kept_apart(tmp_path: Path) -> None:

@@ -122,9 +122,45 @@ def test_arrays_hold_the_bands_and_every_draw(result: Result) -> None:
     drawn = result.arrays["Nyström, 6 landmarks/points"]
     assert len(drawn) == 6
     assert set(drawn) <= set(result.arrays["x"])
-    for size in (2, 6):
-        assert len(result.arrays[f"learned/random/{size}"]) == 2
-    assert max(result.arrays["learned/greedy/6"]) < min(result.arrays["learned/greedy/2"])
+    for score in ("KL", "NLL"):
+        for size in (2, 6):
+            assert len(result.arrays[f"{score} learned/random/{size}"]) == 2
+    assert max(result.arrays["KL learned/greedy/6"]) < min(result.arrays["KL learned/greedy/2"])
+    assert result.arrays["NLL exact"] == [scores(result)["Full/exact"]["NLL"]]
+
+
+def test_the_nll_is_of_rows_that_neither_network_nor_posterior_has_seen(
+    result: Result, settings: inducing.Inducing
+) -> None:
+    """Targets that move where they are held out change the NLL, and nothing that is fitted."""
+    x, y = inducing.read_toy(settings.data_dir)
+    moved = y.clone()
+    moved[:: settings.held] += 0.5
+    one, other = (inducing._HeldOut.of(x, targets, settings) for targets in (y, moved))
+    assert torch.equal(one.task.grid, x[::5])
+    assert (len(one.task.x), len(one.targets)) == (48, 12)
+    assert torch.equal(one.task.exact, other.task.exact)
+    predicted = torch.distributions.Normal(
+        one.task.full.network.model(x[::5]).detach().squeeze(1), (one.task.exact + one.task.noise).sqrt()
+    )
+    for found, targets in ((one, y), (other, moved)):
+        expected = -float(predicted.log_prob(targets[::5].squeeze(1)).mean())
+        assert found.nll(found.task.full) == pytest.approx(expected)
+        assert found.nll_of(found.task.exact) == pytest.approx(expected)
+    assert one.nll(one.task.full) == pytest.approx(scores(result)["Full/exact"]["NLL"])
+
+
+def test_every_method_has_an_nll_and_a_point_at_every_row_that_of_the_exact_posterior(
+    result: Result, settings: inducing.Inducing
+) -> None:
+    found = scores(result)
+    assert all(("NLL" in row) is not name.startswith("other networks") for name, row in found.items())
+    held = inducing._HeldOut.of(*inducing.read_toy(settings.data_dir), settings)
+    exact = found["Full/exact"]["NLL"]
+    assert held.nll(held.task.fit(lw.VaLLA(48), seed=0)[0]) == pytest.approx(exact, abs=1e-6)
+    few = found["VaLLA(6)/greedy, lbfgs"]["NLL"]
+    assert few == pytest.approx(held.nll(held.task.fit(lw.VaLLA(6, optimiser="lbfgs"), seed=1)[0]), abs=1e-6)
+    assert few != pytest.approx(exact, abs=1e-3)
 
 
 def test_the_landmarks_drawn_are_those_of_ella(task: inducing._Task) -> None:

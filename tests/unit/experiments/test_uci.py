@@ -89,6 +89,31 @@ def test_variants_share_the_network_and_differ_in_spread(result: Result) -> None
     assert all(s["width"] > scores["plain"]["width"] for name, s in scores.items() if name != "plain")
 
 
+def test_temperature_has_a_network_and_a_noise_of_its_own(result: Result, settings: uci.Uci) -> None:
+    found = uci.run(replace(settings, sets=("boston",), variants=("plain", "temperature")))
+    scores = {row.name: row.scores for row in found.rows if row.group == "boston"}
+    shared = next(row.scores for row in result.rows if (row.group, row.name) == ("boston", "plain"))
+    assert scores["plain"]["RMSE"] == shared["RMSE"]
+    assert scores["temperature"]["RMSE"] != shared["RMSE"]
+    assert "temperature" in found.notes[-1]
+
+
+def test_the_noise_of_temperature_is_that_of_rows_its_network_has_not_seen(settings: uci.Uci) -> None:
+    """Rows that are far off count in the noise where they are held out, and only there."""
+    x = torch.linspace(-2, 2, 70, dtype=torch.float64).unsqueeze(1)
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(1))
+    held, rest = order[:7], order[7:]
+    y = x.sin()
+    y[held] += 100.0
+    model, likelihood = uci._tempered(x, y, settings, 1)
+    left = (y - model(x).detach()).square()
+    assert float(likelihood.dispersion) == pytest.approx(float(left[held].mean()))
+    assert float(left[rest].max()) < 4.0
+    again, same = uci._tempered(x, y, settings, 1)
+    assert torch.equal(model(x), again(x))
+    assert torch.equal(likelihood.dispersion, same.dispersion)
+
+
 def test_improvements_count_tables_with_a_lower_nll() -> None:
     numbers = {("a", "plain"): 1.0, ("a", "default"): 0.5, ("b", "plain"): 1.0, ("b", "default"): 1.0}
     rows = [Row(name, {"NLL": value}, group) for (group, name), value in numbers.items()]
