@@ -135,6 +135,7 @@ def _checked(design: Design, targets: Tensor) -> Tensor:
         raise DataError("targets hold NaN or infinity; expected finite numbers.")
     return y
 
+
 UNSETTLED = 1e-2  # a step of a logarithm that is no end
 
 

@@ -14,8 +14,8 @@ S = TypeVar("S")
 class BestState(Generic[S]):
     """Looks at a score every so many steps and keeps the state that had the best one.
 
-    It also looks after 1, 2, 4, ... steps until then, so that what is best early is found however rarely it looks;
-    those looks try nobody's patience.
+    It also looks after 1, 2, 4, ... steps until then, so that what is best early is found however rarely it looks. Patience
+    is with the other looks: as long as they rise, they may yet rise above what was best early.
 
     >>> scores = iter([1.0, 3.0, 2.0, 2.5])
     >>> watch = BestState(lambda: next(scores), lambda: "state", every=1, patience=2)
@@ -29,6 +29,7 @@ class BestState(Generic[S]):
     patience: int
     score: float = -math.inf
     kept: S | None = None
+    usual: float = -math.inf  # the best of the looks that are not early
     waited: int = 0
 
     def ended(self, step: int) -> bool:
@@ -39,9 +40,13 @@ class BestState(Generic[S]):
             return False
         score = self.evaluate()
         if score > self.score:
-            self.score, self.kept, self.waited = score, self.snapshot(), 0
+            self.score, self.kept = score, self.snapshot()
+        if early:
             return False
-        self.waited += not early
+        if score > self.usual:
+            self.usual, self.waited = score, 0
+            return False
+        self.waited += 1
         return self.waited >= self.patience
 
     @property

@@ -390,8 +390,8 @@ def test_the_best_state_on_validation_data_is_kept(gap: float, first: bool, monk
     assert found.trace is not None
     if first:
         assert looks.index(max(looks)) == 0
-        assert len(looks) == 6  # after 1, 2 and 4 steps, and three that try its patience
-        assert len(found.trace.steps) == 15
+        assert len(looks) == 7  # after 1, 2 and 4 steps, the first after that, and three that try its patience
+        assert len(found.trace.steps) == 20
     else:
         assert looks.index(max(looks)) > 5
         assert score > looks[0] + 0.5

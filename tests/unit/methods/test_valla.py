@@ -419,7 +419,7 @@ def test_the_best_state_is_kept_and_not_the_last(gap: float, best: int, monkeypa
     found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
     assert found.trace is not None
     assert looks.index(max(looks)) == best
-    assert len(looks) == max(best, 1) + 5  # after 1 and 2 steps, and four looks without a better one that ended it
+    assert len(looks) == max(best, 2) + 5  # two early ones, and four without a better one that ended it
     assert len(found.trace.steps) == 3 * (len(looks) - 2) < 60
     score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
     assert score >= max(looks) - 1e-5

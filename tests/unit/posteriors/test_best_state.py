@@ -72,9 +72,16 @@ def test_it_looks_early_and_then_every_so_often() -> None:
 
 
 def test_early_looks_are_kept_and_try_no_patience() -> None:
-    watch = watching(Course(5.0, 0.0, 0.0, 0.0, 0.0, 9.0), every=6, patience=2)
-    assert run(watch, 40) == 12
+    watch = watching(Course(5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0), every=6, patience=2)
+    assert run(watch, 40) == 18
     assert (watch.best, watch.score) == (0, 5.0)
+
+
+def test_later_looks_that_rise_are_waited_for() -> None:
+    """Though what was best early is above them for long."""
+    watch = watching(Course(5.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 5.5), every=6, patience=2)
+    assert run(watch, 36) == 36
+    assert (watch.best, watch.score) == (7, 6.0)
 
 
 def test_scores_that_are_no_numbers_are_never_the_best() -> None:
