@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 
 from lapwing.core.errors import UnsupportedError
+from lapwing.core.settings import is_real
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
@@ -44,7 +44,7 @@ class Auto:
 
     def __post_init__(self) -> None:
         given = (self.memory, self.seconds)
-        if not all(isinstance(v, Real) and not isinstance(v, bool) and v > 0 for v in given):
+        if not all(is_real(v) and v > 0 for v in given):
             raise UnsupportedError(
                 f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
             )

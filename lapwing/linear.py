@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from lapwing.core.data import check_finite
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.settings import is_real, refuse_other_than_whole
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import (
     Design,
@@ -107,18 +107,13 @@ def _features(x: Tensor, columns: int | None = None) -> Tensor:
 
 def _refuse_settings(precision: Any, noise_std: Any, num_samples: Any, tolerance: Any, generator: Any) -> None:
     for name, value in (("precision", precision), ("noise_std", noise_std)):
-        if value is not None and not (_number(value, Real) and 0 < value < math.inf):
+        if value is not None and not (is_real(value) and 0 < value < math.inf):
             raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
-    if not _number(num_samples, Integral) or num_samples < 1:
-        raise DataError(f"num_samples is {num_samples!r:.80}; expected a whole number, at least 1.")
-    if not (_number(tolerance, Real) and 0 < tolerance < 1):
+    refuse_other_than_whole("num_samples", num_samples)
+    if not (is_real(tolerance) and 0 < tolerance < 1):
         raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise DataError(f"generator is {generator!r:.80}; expected a torch.Generator, or None.")
-
-
-def _number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _checked(design: Design, targets: Tensor) -> Tensor:
@@ -176,9 +171,9 @@ class LinearPosterior:
     def samples(self, n: int | None = None) -> Tensor:
         """(n, P) weights; the first of those stored."""
         count = len(self.solution.x)
-        if n is not None and not _number(n, Integral):
-            raise UnsupportedError(f"n is {n!r:.80}; expected a whole number of samples, at most {count}.")
-        if n is not None and not 0 <= n <= count:
+        if n is not None:
+            refuse_other_than_whole("n", n, least=0)
+        if n is not None and n > count:
             raise UnsupportedError(f"{n} samples were asked for and {count} are stored; raise num_samples.")
         return self.mean + self.solution.x[:n]
 
@@ -206,11 +201,8 @@ class LinearPosterior:
 
     def log_evidence(self, probes: int = 8, steps: int = 20) -> tuple[float, float]:
         """log p(y), exact but for its log-determinant, and the standard error of that."""
-        for name, value in (("probes", probes), ("steps", steps)):
-            if not _number(value, Integral):
-                raise UnsupportedError(f"{name} is {value!r:.80}; expected a whole number.")
-        if probes < 2 or steps < 1:
-            raise UnsupportedError(f"probes is {probes} and steps is {steps}; expected at least 2 and 1.")
+        refuse_other_than_whole("probes", probes, least=2)
+        refuse_other_than_whole("steps", steps)
         shift = torch.tensor(self.precision * self.noise_variance, dtype=torch.float64, device=self.y.device)
         logdet = self.ridge.logdet(shift, probes, steps)
         n, phi = len(self.y), self.noise_variance

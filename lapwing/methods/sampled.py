@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
+from lapwing.core.settings import is_real, refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.sweep import checked_curvature, residual_noise
 from lapwing.linalg.cg import Solution
@@ -56,28 +56,18 @@ class Sampled:
     epochs: int = 400
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "width", "probes", "steps", "batch", "epochs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise UnsupportedError(f"{name} is {value!r:.80}; expected a whole number.")
-        real = isinstance(self.tolerance, Real) and not isinstance(self.tolerance, bool)
-        if not real or not 0 < self.tolerance < 1:
+        for name in ("num_samples", "width", "steps", "batch", "epochs"):
+            refuse_other_than_whole(name, getattr(self, name))
+        refuse_other_than_whole("probes", self.probes, least=2)
+        if not is_real(self.tolerance) or not 0 < self.tolerance < 1:
             raise UnsupportedError(
                 f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "
                 "a standard deviation by which a sample may be off."
             )
-        if self.width < 1:
-            raise UnsupportedError(f"width is {self.width}; expected at least 1.")
-        if self.num_samples < 1:
-            raise UnsupportedError(f"num_samples is {self.num_samples}; expected at least 1.")
-        if self.probes < 2 or self.steps < 1:
-            raise UnsupportedError(f"probes is {self.probes} and steps is {self.steps}; expected at least 2 and 1.")
         if self.solver not in SOLVERS:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
         if self.objective not in OBJECTIVES:
             raise UnsupportedError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}.")
-        if self.batch < 1 or self.epochs < 1:
-            raise UnsupportedError(f"batch is {self.batch} and epochs is {self.epochs}; expected at least 1 each.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> SampledPosterior:
         checked_curvature(self.curvature, ("ggn",))

@@ -342,7 +342,8 @@ class Stochastic:
         batches = shuffled(self.data, method.batch_size, self.generator)
         with torch.inference_mode(False):
             for step in bar:
-                value, divergence = self.step(next(batches), optimiser, 1.0 if step == 0 else max(0.1, 1 / (step + 1)))
+                batch = next(batches)
+                value, divergence = self.step(batch, optimiser, max(self._shortest(batch), 1 / (step + 1)))
                 if not math.isfinite(value):
                     raise NumericalError(
                         f"VaLLA: the objective is {value} at step {step}; expected a number. Lower learning_rate, or "
@@ -356,6 +357,10 @@ class Stochastic:
         return replace(learner, anchors=learner.anchors.at(state.z), log_scale=state.log_scale,
                        log_noise=state.log_noise, inducing=state.inducing if method.alpha > 0 else None,
                        steps=tuple(steps), findings=(*learner.findings, *findings))  # fmt: skip
+
+    def _shortest(self, batch: Batch) -> float:
+        """The least length of a step: a part of the data is noisy, the more so where some are far from the network."""
+        return max(0.02, 0.1 * len(batch.targets) / self.learner.samples)
 
     def _watch(self, total: int) -> BestState[Snapshot] | None:
         method = self.learner.method

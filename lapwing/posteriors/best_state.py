@@ -14,8 +14,8 @@ S = TypeVar("S")
 class BestState(Generic[S]):
     """Looks at a score every so many steps and keeps the state that had the best one.
 
-    It also looks after 1, 2, 4, ... steps until then, so that what is best early is found however rarely it looks. Patience
-    is with the other looks: as long as they rise, they may yet rise above what was best early.
+    It also looks after 1, 2, 4, ... steps until then, so that what is best early is found however rarely it looks.
+    Patience is with the other looks: as long as they rise, they may yet rise above what was best early.
 
     >>> scores = iter([1.0, 3.0, 2.0, 2.5])
     >>> watch = BestState(lambda: next(scores), lambda: "state", every=1, patience=2)
