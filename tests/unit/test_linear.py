@@ -467,8 +467,8 @@ def test_questions_that_are_refused() -> None:
                          (operator(X), r"features are a OperatorDesign; expected a tensor \(rows, 30\)")):  # fmt: skip
         with pytest.raises(lw.DataError, match=message):
             found.predict(new)
-    for probes, steps in ((1, 5), (4, 0)):
-        with pytest.raises(lw.UnsupportedError, match=f"probes is {probes} and steps is {steps}; expected at least"):
+    for probes, steps, message in ((1, 5, "probes is 1; expected at least 2"), (4, 0, "steps is 0; expected at")):
+        with pytest.raises(lw.UnsupportedError, match=message):
             found.log_evidence(probes, steps)
     for name in ("probes", "steps"):
         with pytest.raises(lw.UnsupportedError, match=rf"{name} is 2\.5; expected a whole number"):
