@@ -621,8 +621,8 @@ def test_order_does_not_matter_to_samples(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"num_samples": 0}, "num_samples is 0; expected at least 1"),
         ({"solver": "lu"}, "solver is 'lu'; expected one of krylov, cg"),
-        ({"probes": 1}, "probes is 1 and steps is 20; expected at least 2 and 1"),
-        ({"steps": 0}, "probes is 8 and steps is 0; expected at least 2 and 1"),
+        ({"probes": 1}, "probes is 1; expected at least 2"),
+        ({"steps": 0}, "steps is 0; expected at least 1"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
