@@ -26,7 +26,7 @@ from lapwing.linalg.design import (
     refuse_unpaired,
 )
 from lapwing.linalg.ridge import Ridge
-from lapwing.posteriors.trace import Step, Trace
+from lapwing.posteriors.trace import UNSETTLED, Step, Trace
 from lapwing.predictives.normal import NormalPredictive
 
 WIDE = (torch.float32, torch.float64)
@@ -129,9 +129,6 @@ def _checked(design: Design, targets: Tensor) -> Tensor:
     if not bool(torch.isfinite(y).all()):
         raise DataError("targets hold NaN or infinity; expected finite numbers.")
     return y
-
-
-UNSETTLED = 1e-2  # a step of a logarithm that is no end
 
 
 @dataclass(frozen=True, eq=False)

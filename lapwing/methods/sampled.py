@@ -78,7 +78,7 @@ class Sampled:
             refuse_groups(self.solver, problem.prior)
         design = NetworkDesign.build(network, problem.likelihood, data, part=self.batch if stochastic else None)
         refuse_unsteady(design, generator)
-        if stochastic:  # parts of the data have to stay what they were
+        if stochastic and design.source is None:  # parts of the data have to stay what they were; those kept do
             refuse_reordered(design)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))

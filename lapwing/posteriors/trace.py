@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lapwing.core.errors import NumericalError
 
+UNSETTLED = 1e-2  # a step of a logarithm that is no end
+
 
 @dataclass(frozen=True)
 class Step:

@@ -16,11 +16,9 @@ from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_
 from lapwing.curvature.tangent_model import TangentModel, tangent_model
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.posteriors.trace import DivergedError, Step, Trace
+from lapwing.posteriors.trace import UNSETTLED, DivergedError, Step, Trace
 from lapwing.tuning.evidence import RANGE
 from lapwing.tuning.linear_mode import ModeSolver
-
-UNSETTLED = 1e-2  # a step of a logarithm that is no end
 
 
 @dataclass(frozen=True, eq=False)
