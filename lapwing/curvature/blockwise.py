@@ -43,16 +43,21 @@ class BlockwisePrecision:
         return torch.stack(parts).sum(0)
 
     def sample(self, eps: Tensor) -> Tensor:
-        """Λ^-½ eps for eps (n, P)."""
-        values = self.selection.split(eps)
-        return self._flat([p.sample(b.arrange(values)) for p, b in zip(self.blocks, self.layout, strict=True)])
+        return self._flat([p.sample(part) for p, part in zip(self.blocks, self._arranged(eps), strict=True)])
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        return self._flat([p.adjoint(part) for p, part in zip(self.blocks, self._arranged(v), strict=True)])
 
     def solve(self, v: Tensor) -> Tensor:
-        values = self.selection.split(v)
-        return self._flat([p.solve(b.arrange(values)) for p, b in zip(self.blocks, self.layout, strict=True)])
+        both = zip(self.blocks, self._arranged(v), strict=True)
+        return self._flat([p.sample(p.adjoint(part)) for p, part in both])
 
     def variances(self) -> Tensor:
         return self._flat([precision.variances() for precision in self.blocks])
+
+    def _arranged(self, rows: Tensor) -> list[Tensor]:
+        values = self.selection.split(rows)
+        return [block.arrange(values) for block in self.layout]
 
     def _flat(self, parts: list[Tensor]) -> Tensor:
         return in_order(parts, self.layout, self.selection)

@@ -48,7 +48,7 @@ class FullPrecision:
             return self._by_inputs(plain, jacobian, full)
         j = jacobian.whole()
         batch, _, size = j.shape
-        rows = self._solved(j.reshape(-1, size)).reshape(batch, jacobian.tokens, -1, size)
+        rows = self._whitened(j.reshape(-1, size)).reshape(batch, jacobian.tokens, -1, size)
         return (rows @ rows.mT if full else rows.square().sum(-1)).to(j.dtype)
 
     def _by_inputs(self, part: LinearJacobian, jacobian: LayerJacobians, full: bool) -> Tensor:
@@ -90,14 +90,17 @@ class FullPrecision:
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
         j = jacobian.whole()
-        rows = self._solved(j.reshape(-1, j.shape[-1]))
+        rows = self._whitened(j.reshape(-1, j.shape[-1]))
         return (rows @ rows.mT).to(j.dtype)
-
-    def _solved(self, rows: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.factor, rows.to(self.factor).mT, upper=False).mT
 
     def sample(self, eps: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor.mT, eps.to(self.factor).mT, upper=True).mT.to(eps)
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        return self._whitened(v).to(v)
+
+    def _whitened(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor, rows.to(self.factor).mT, upper=False).mT
 
     def solve(self, v: Tensor) -> Tensor:
         return torch.cholesky_solve(v.to(self.factor).mT, self.factor).mT.to(v)

@@ -126,13 +126,19 @@ class LowRankPrecision:
         return torch.cat([beside * self.prior.vector.to(beside).rsqrt(), c], 1)
 
     def sample(self, eps: Tensor) -> Tensor:
-        """A^-½ (I - Yᵀ E (s (s + 1))⁻¹ Eᵀ Y) eps, with Y = W A^-½, Y Yᵀ = E (s² - 1) Eᵀ: the root of (I + Yᵀ Y)⁻¹."""
         root = self.prior.vector.double().rsqrt()
+        return root * self._root(eps.to(root), root)
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        root = self.prior.vector.double().rsqrt()
+        return self._root(root * v.to(root), root)
+
+    def _root(self, v: Tensor, root: Tensor) -> Tensor:
+        """v - Yᵀ E (s (s + 1))⁻¹ Eᵀ Y v, with Y = W A^-½, Y Yᵀ = E (s² - 1) Eᵀ: the symmetric root of (I + Yᵀ Y)⁻¹."""
         values, turn = torch.linalg.eigh(self._gram)
         s = (1 + values.clamp_min(0)).sqrt()
-        eps = eps.to(root)
-        moved = self.rows.times(eps * root) @ (turn / (s * (s + 1))) @ turn.mT
-        return root * (eps - self.rows.combined(moved) * root)
+        moved = self.rows.times(v * root) @ (turn / (s * (s + 1))) @ turn.mT
+        return v - self.rows.combined(moved) * root
 
     def solve(self, v: Tensor) -> Tensor:
         spread = self.prior.vector.double().reciprocal()

@@ -38,8 +38,8 @@ class BlockPrecision(Protocol):
         """Λ^-½ eps for standard normal eps (n, *form)."""
         ...
 
-    def solve(self, v: Tensor) -> Tensor:
-        """Λ⁻¹ v for v (n, *form)."""
+    def adjoint(self, v: Tensor) -> Tensor:
+        """The transpose of ``sample``, for v (n, *form): one after the other they are Λ⁻¹."""
         ...
 
     def variances(self) -> Tensor:
@@ -91,15 +91,12 @@ class EigenPrecision:
         return jacobian.rotated(self.out, self.inp)
 
     def sample(self, eps: Tensor) -> Tensor:
-        return self._turned(eps * self.inverse.sqrt().to(eps))
+        turned = self.out.to(eps) @ (eps * self.inverse.sqrt().to(eps))
+        return turned if self.inp is None else turned @ self.inp.to(eps).mT
 
-    def solve(self, v: Tensor) -> Tensor:
+    def adjoint(self, v: Tensor) -> Tensor:
         turned = self.out.to(v).mT @ (v if self.inp is None else v @ self.inp.to(v))
-        return self._turned(turned * self.inverse.to(v))
-
-    def _turned(self, v: Tensor) -> Tensor:
-        v = self.out.to(v) @ v
-        return v if self.inp is None else v @ self.inp.to(v).mT
+        return turned * self.inverse.sqrt().to(v)
 
     def variances(self) -> Tensor:
         found = self.out.square() @ self.inverse.to(self.out)
@@ -261,8 +258,8 @@ class DiagonalPrecision:
     def sample(self, eps: Tensor) -> Tensor:
         return eps * self.inverse.sqrt().to(eps)
 
-    def solve(self, v: Tensor) -> Tensor:
-        return v * self.inverse.to(v)
+    def adjoint(self, v: Tensor) -> Tensor:
+        return self.sample(v)
 
     def variances(self) -> Tensor:
         return self.inverse
@@ -322,9 +319,10 @@ class CholeskyPrecision:
         solved = torch.linalg.solve_triangular(self.factor.mT, flat.to(self.factor).mT, upper=True).mT
         return solved.reshape(eps.shape).to(eps)
 
-    def solve(self, v: Tensor) -> Tensor:
+    def adjoint(self, v: Tensor) -> Tensor:
         flat = v.reshape(v.shape[0], -1)
-        return torch.cholesky_solve(flat.to(self.factor).mT, self.factor).mT.reshape(v.shape).to(v)
+        solved = torch.linalg.solve_triangular(self.factor, flat.to(self.factor).mT, upper=False).mT
+        return solved.reshape(v.shape).to(v)
 
     def variances(self) -> Tensor:
         return self._root.square().sum(0)

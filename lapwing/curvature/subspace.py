@@ -48,9 +48,15 @@ class SubspacePrecision:
         kept = eps[:, : len(self.inner)].to(self.inner)
         return torch.linalg.solve_triangular(self.inner.mT, kept.mT, upper=True).mT @ self.directions
 
+    def adjoint(self, v: Tensor) -> Tensor:
+        """K columns, then noughts."""
+        found = v.to(self.inner).new_zeros(v.shape)
+        inside = torch.linalg.solve_triangular(self.inner, self.directions @ v.to(self.inner).mT, upper=False)
+        found[:, : len(self.inner)] = inside.mT
+        return found
+
     def solve(self, v: Tensor) -> Tensor:
-        inner = torch.cholesky_solve(self.directions @ v.to(self.inner).mT, self.inner).mT
-        return (inner @ self.directions).to(v)
+        return self.sample(self.adjoint(v)).to(v)
 
     def variances(self) -> Tensor:
         return torch.linalg.solve_triangular(self.inner, self.directions, upper=False).square().sum(0)

@@ -18,6 +18,7 @@ CHECKED = 20  # iterations between two looks at the residual as it is, instead o
 EPS = torch.finfo(torch.float64).eps
 TINY = torch.finfo(torch.float64).tiny
 APART = 0.1  # of the updated residual, by which the true one may differ; where it is too large, aim that much lower
+TRANSPOSED = 1e-3  # how far a root and its transpose may differ by rounding
 ADVICE = "Raise max_iterations, use a preconditioner, raise the prior precision, or compute in float64."
 
 
@@ -118,6 +119,7 @@ def block_conjugate_gradients(
     rhs: Tensor,
     *,
     root: Product | None = None,
+    adjoint: Product | None = None,
     tolerance: float = 1e-6,
     sizes: Tensor | None = None,
     max_iterations: int = 1000,
@@ -126,10 +128,11 @@ def block_conjugate_gradients(
 ) -> Solution:
     """Solve A x = b for all rows of ``rhs`` (K, P) in the Krylov space that they span together.
 
-    Each row uses the directions of all, so K rows take far fewer iterations than one does alone; ``root`` L, symmetric,
-    makes it L A L. The residual block is kept as mix · q with orthonormal rows q: rows that become dependent, or are
-    done, leave the block and do no harm. Tolerance, ``truncated`` and negative curvature as in ``conjugate_gradients``;
-    residuals are relative to ``sizes`` (K,) where they are given. Reference: Dubrulle 2001 (BCGrQ).
+    Each row uses the directions of all, so K rows take far fewer iterations than one does alone. A preconditioner L Lᵀ
+    near A⁻¹ is given by its ``root`` L and, where that is not symmetric, its transpose ``adjoint``. The residuals are
+    kept as mix · q with orthonormal rows q: rows that become dependent, or are done, leave the block and do no harm.
+    Tolerance, ``truncated`` and negative curvature as in ``conjugate_gradients``; residuals are relative to ``sizes``
+    (K,) where they are given. Reference: Dubrulle 2001 (BCGrQ).
 
     >>> a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
     >>> block_conjugate_gradients(lambda v: v @ a, torch.eye(2, dtype=torch.float64)).iterations
@@ -137,10 +140,11 @@ def block_conjugate_gradients(
     """
     check_finite(rhs, "right-hand sides of block conjugate gradients")
     half = _identity if root is None else root
+    back = half if adjoint is None else adjoint
     size = (rhs.double().norm(dim=1) if sizes is None else sizes)[:, None].clamp_min(TINY)
     b = rhs.double() / size
     x, r, true = torch.zeros_like(b), b.clone(), b.new_zeros(len(b))
-    mix, q = _residual_basis(half(r).double())
+    mix, q = _residual_basis(back(r).double())
     s, largest = q, 0.0
     iterations, norm, before, aim = 0, 0.0, torch.inf, tolerance
     while iterations < max_iterations and len(q) and float(r.norm(dim=1).max()) > aim:
@@ -149,8 +153,10 @@ def block_conjugate_gradients(
             s, own = q, torch.eye(len(q)).to(q)
         moved = half(s).double()
         image = applied(product, moved)
-        curved = half(image).double()
+        curved = back(image).double()
         inner = curved @ s.mT
+        if iterations == 0 and back is not _identity:
+            _refuse_no_adjoint(inner, image @ moved.mT)
         accuracy = max(1e2 * EPS, float((inner - inner.mT).norm() / inner.norm()) * (s.shape[1] / len(s)) ** 0.5)
         inner = 0.5 * (inner + inner.mT)
         curvatures = _curvatures(inner, own)
@@ -176,7 +182,7 @@ def block_conjugate_gradients(
             before = worst or torch.inf
             aim = tolerance / (1 + APART) if last and float(true.max()) > tolerance else aim
             if bool(drifted.any()) or len(q) == 0:
-                mix, q = _residual_basis(half(r).double())
+                mix, q = _residual_basis(back(r).double())
         s = q - torch.cholesky_solve(curved @ q.mT, factor).mT @ s
     updated = r.norm(dim=1)
     found = Solution(size * x, updated.maximum(true), iterations, tolerance, updated)
@@ -242,6 +248,16 @@ def _indefinite(curvature: float, largest: float) -> NumericalError:
         f"conjugate gradients met a direction with curvature {curvature:.3g}, after one of {largest:.3g}; expected a "
         "positive definite operator. Raise the prior precision, or compute in float64."
     )
+
+
+def _refuse_no_adjoint(inner: Tensor, outer: Tensor) -> None:
+    """Lᵀ A L between directions, with the transpose and without it."""
+    apart = float((inner - outer).norm() / outer.norm())
+    if not apart <= TRANSPOSED:
+        raise NumericalError(
+            f"the root of a preconditioner and its adjoint differ by {apart:.3g} where they must be transposes; give "
+            "both root and adjoint, such as precision.sample and precision.adjoint, or a symmetric root alone."
+        )
 
 
 def _refuse_nonpositive(diagonal: Tensor) -> None:

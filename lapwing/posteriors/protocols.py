@@ -35,8 +35,12 @@ class Precision(Protocol):
         """Λ^-½ eps for eps (n, P)."""
         ...
 
+    def adjoint(self, v: Tensor) -> Tensor:
+        """The transpose of ``sample``, for v (n, P)."""
+        ...
+
     def solve(self, v: Tensor) -> Tensor:
-        """Λ⁻¹ v for v (n, P)."""
+        """Λ⁻¹ v for v (n, P): ``sample`` after ``adjoint``."""
         ...
 
     def variances(self) -> Tensor:

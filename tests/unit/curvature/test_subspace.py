@@ -69,6 +69,7 @@ def test_the_covariance_is_the_inverse_within_the_span(kind: str) -> None:
     assert int(torch.linalg.matrix_rank(draws)) == K
     v = torch.randn(2, P, dtype=D)
     assert_close(found.solve(v), v @ covariance)
+    assert_close(found.adjoint(torch.eye(P, dtype=D)), draws.T)
     assert_close(found.variances(), covariance.diagonal())
     before = inducing.within(d, torch.diag(prior.vector))
     assert_close(found.decided(prior.vector), prior.vector * (before - covariance).diagonal())

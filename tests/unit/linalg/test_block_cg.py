@@ -44,6 +44,28 @@ def test_a_dense_solve(rows: int, kind: str) -> None:
     assert found.iterations == 1 or (kind != "its inverse" and rows < 40)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 50])
+def test_a_root_that_is_not_symmetric(rows: int) -> None:
+    """A Cholesky factor's inverse, or any other root of the same preconditioner: the same iterates."""
+    matrix = operator(torch.logspace(0, 3, 40, dtype=D))
+    near = matrix + operator(torch.linspace(0.1, 1, 40, dtype=D))
+    factor = torch.linalg.cholesky(near)
+    values, vectors = torch.linalg.eigh(near)
+    rhs = torch.randn(rows, 40, dtype=D)
+    lower = lambda v: torch.linalg.solve_triangular(factor, v.T, upper=False).T
+    upper = lambda v: torch.linalg.solve_triangular(factor.T, v.T, upper=True).T
+    symmetric = product((vectors * values.rsqrt()) @ vectors.T)
+    one, other = (
+        block_conjugate_gradients(product(matrix), rhs, **roots, tolerance=1e-10)
+        for roots in ({"root": upper, "adjoint": lower}, {"root": symmetric})
+    )
+    assert abs(one.iterations - other.iterations) <= 1
+    assert_close(one.x, torch.linalg.solve(matrix, rhs.T).T, SOLVED)
+    for wrong in ({"root": upper}, {"root": upper, "adjoint": upper}, {"adjoint": lower}):
+        with pytest.raises(NumericalError, match=r"differ by .* transposes; give both root and adjoint"):
+            block_conjugate_gradients(product(matrix), rhs, **wrong)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_a_block_takes_fewer_iterations_than_its_rows(rows: int) -> None:
     """One row: the same iterates. Many rows: each profits from all, here by about the width of the block."""

@@ -250,6 +250,9 @@ def assert_inverse(found: Any, precision: Tensor, power: float = 2 / 3) -> None:
     assert_close(found.solve(v), v @ covariance, power)
     assert torch.equal(v, kept)
     assert_close(found.solve(v[:1]) @ precision, v[:1], power)
+    eye = torch.eye(len(precision), dtype=D)
+    assert_close(found.adjoint(eye), found.sample(eye).T, power)  # as rows: the transpose of the transpose
+    assert_close(found.sample(found.adjoint(v)), v @ covariance, power)
 
 
 @pytest.mark.parametrize(("method", "prior"), PAIRS)
@@ -297,5 +300,6 @@ def test_solves_in_float32(method: str) -> None:
     covariance = torch.linalg.inv(matrix_of(method, None) / NOISE + 0.6 * torch.eye(P, dtype=D))  # type: ignore[arg-type]
     v = torch.randn(3, P, dtype=torch.float32)
     assert found.solve(v).dtype == torch.float32
+    assert_close(found.sample(found.adjoint(v)), found.solve(v), SOLVED, torch.float32)
     assert_close(found.solve(v), v.double() @ covariance, SOLVED)
     assert_close(found.variances(), covariance.diagonal(), SOLVED, torch.float32)
