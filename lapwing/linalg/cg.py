@@ -11,7 +11,7 @@ from lapwing.core.data import check_finite
 from lapwing.core.errors import NumericalError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.operators import Product as Product
-from lapwing.linalg.operators import applied
+from lapwing.linalg.operators import applied, refuse_asymmetric_images
 from lapwing.linalg.orthogonal import orthonormal_rows
 
 CHECKED = 20  # iterations between two looks at the residual as it is, instead of as it was updated
@@ -19,7 +19,9 @@ EPS = torch.finfo(torch.float64).eps
 TINY = torch.finfo(torch.float64).tiny
 APART = 0.1  # of the updated residual, by which the true one may differ; where it is too large, aim that much lower
 TRANSPOSED = 1e-3  # how far a root and its transpose may differ by rounding
-ADVICE = "Raise max_iterations, use a preconditioner, raise the prior precision, or compute in float64."
+ADVICE = (
+    "Raise max_iterations, use a preconditioner, raise the prior precision, or take float64 where products are float32."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,8 @@ def conjugate_gradients(
 
     Recurrences are float64 whatever the products are. The tolerance is on the worst row; rows that are done are frozen.
     A solve that ends above it raises with its residual, unless ``truncated`` says that any iterate will do (the inner
-    loop of a Newton method). A direction of negative curvature raises too: the operator is not positive definite.
+    loop of a Newton method). A direction of negative curvature raises too: the operator is not positive definite. So
+    does an asymmetric operator, which several rows show at their first product, and one row may not.
 
     >>> a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
     >>> conjugate_gradients(lambda v: v @ a, torch.tensor([[3.0, 4.0]], dtype=torch.float64)).x
@@ -85,7 +88,9 @@ def conjugate_gradients(
         active = r.norm(dim=1) > aim * size
         if not bool(active.any()):
             break
-        q = product(p).double()
+        q = applied(product, p)
+        if iterations == 0:
+            refuse_asymmetric_images(p, q)
         curved, length = (p * q).sum(1), p.square().sum(1)
         largest = torch.where(active, largest.maximum(curved / length), largest)
         if bool((curved <= EPS * largest * length)[active].any()):
@@ -139,21 +144,23 @@ def block_conjugate_gradients(
     1
     """
     check_finite(rhs, "right-hand sides of block conjugate gradients")
-    half = _identity if root is None else root
-    back = half if adjoint is None else adjoint
-    size = (rhs.double().norm(dim=1) if sizes is None else sizes)[:, None].clamp_min(TINY)
+    half = _checked_root(root)
+    back = half if adjoint is None else _checked_root(adjoint)
+    size = (rhs.double().norm(dim=1) if sizes is None else _positive(sizes, rhs))[:, None].clamp_min(TINY)
     b = rhs.double() / size
     x, r, true = torch.zeros_like(b), b.clone(), b.new_zeros(len(b))
-    mix, q = _residual_basis(back(r).double())
+    mix, q = _residual_basis(back(r))
     s, largest = q, 0.0
     iterations, norm, before, aim = 0, 0.0, torch.inf, tolerance
     while iterations < max_iterations and len(q) and float(r.norm(dim=1).max()) > aim:
         own, dependent = torch.linalg.cholesky_ex(s @ s.mT)
         if int(dependent):  # up to rounding: search along the residuals again
             s, own = q, torch.eye(len(q)).to(q)
-        moved = half(s).double()
+        moved = half(s)
         image = applied(product, moved)
-        curved = back(image).double()
+        if iterations == 0:
+            refuse_asymmetric_images(moved, image)
+        curved = back(image)
         inner = curved @ s.mT
         if iterations == 0 and back is not _identity:
             _refuse_no_adjoint(inner, image @ moved.mT)
@@ -181,8 +188,9 @@ def block_conjugate_gradients(
                 break
             before = worst or torch.inf
             aim = tolerance / (1 + APART) if last and float(true.max()) > tolerance else aim
-            if bool(drifted.any()) or len(q) == 0:
-                mix, q = _residual_basis(back(r).double())
+            left = back(r)
+            if bool(drifted.any()) or len(q) == 0 or _apart(mix @ q, left, r.norm(dim=1) > aim):
+                mix, q = _residual_basis(left)
         s = q - torch.cholesky_solve(curved @ q.mT, factor).mT @ s
     updated = r.norm(dim=1)
     found = Solution(size * x, updated.maximum(true), iterations, tolerance, updated)
@@ -209,6 +217,19 @@ def _identity(rows: Tensor) -> Tensor:
     return rows
 
 
+def _checked_root(root: Product | None) -> Product:
+    return _identity if root is None else lambda rows: applied(root, rows)
+
+
+def _positive(sizes: Tensor, rhs: Tensor) -> Tensor:
+    bad = ~(sizes > 0) & rhs.any(1)
+    if bool(bad.any()):
+        raise NumericalError(
+            f"a size that residuals are relative to is {float(sizes[bad][0]):.3g}; expected all above zero."
+        )
+    return sizes.double()
+
+
 def _norm(images: Tensor, rows: Tensor) -> float:
     """The norm of the operator as far as these rows show it."""
     return float((images.norm(dim=1) / rows.norm(dim=1)).max())
@@ -231,8 +252,15 @@ def _checked(
     return torch.where(drifted[:, None], truth, r), size, drifted, worst
 
 
+def _apart(rows: Tensor, truth: Tensor, counted: Tensor) -> bool:
+    """Whether any row that counts differs from what it should be by more than a tenth."""
+    return bool(((rows - truth).norm(dim=1) > APART * truth.norm(dim=1))[counted].any())
+
+
 def _residual_basis(rows: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:
     """rows = mix · basis, but for what is rounding of the longest row, or of the ``noise`` that is known."""
+    if len(rows) == 0:
+        return rows.new_zeros(0, 0), rows
     mix, basis = orthonormal_rows(rows, cut=max(noise, 1e2 * EPS * float(rows.norm(dim=1).max())))
     return mix[:, : len(basis)], basis
 
@@ -246,7 +274,8 @@ def _curvatures(inner: Tensor, factor: Tensor) -> Tensor:
 def _indefinite(curvature: float, largest: float) -> NumericalError:
     return NumericalError(
         f"conjugate gradients met a direction with curvature {curvature:.3g}, after one of {largest:.3g}; expected a "
-        "positive definite operator. Raise the prior precision, or compute in float64."
+        "positive definite operator, which is symmetric too. Raise the prior precision, or take float64 where products "
+        "are float32."
     )
 
 

@@ -30,6 +30,22 @@ def applied(product: Product, rows: Tensor) -> Tensor:
     return image.double()
 
 
+def refuse_asymmetric_images(rows: Tensor, images: Tensor, tolerance: float = 1e-3) -> None:
+    """Raise where u·Av and v·Au differ between any two of the rows, whose images are known: no product.
+
+    The tolerance is relative to |u| |Av| + |v| |Au|. One row alone shows nothing.
+    """
+    images = images / images.abs().max().clamp_min(torch.finfo(images.dtype).tiny)
+    inner = rows @ images.mT
+    sizes = rows.norm(dim=1)[:, None] * images.norm(dim=1)
+    gap = (inner - inner.mT).abs() / (sizes + sizes.mT).clamp_min(torch.finfo(inner.dtype).tiny)
+    if float(gap.max()) > tolerance:
+        raise NumericalError(
+            f"an operator is not symmetric: u·Av and v·Au differ by {float(gap.max()):.3g} of their size; expected "
+            f"{tolerance:g}. {CAUSES}"
+        )
+
+
 def refuse_asymmetric(
     product: Product,
     size: int,

@@ -262,3 +262,31 @@ def test_diagonal_preconditioners() -> None:
     for helper in (diagonal_preconditioner, diagonal_root):
         with pytest.raises(NumericalError, match="entry of -1; expected all above zero"):
             helper(torch.tensor([1.0, -1.0]))
+
+
+@pytest.mark.parametrize("decades", [5, 6, 7])
+def test_residuals_and_their_basis_do_not_part(decades: int) -> None:
+    """Where a few products exhaust the space the basis of the residuals drifts from them, unless it is made anew."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        matrix, rhs = operator(torch.logspace(0, -decades, 119, dtype=D)), torch.randn(21, 119, dtype=D)
+        found = block_conjugate_gradients(product(matrix), rhs, tolerance=1e-7)
+        assert float(true_residuals(matrix, found, rhs).max()) < 1.1e-7
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_an_asymmetric_operator_is_seen_at_the_first_product(solve: type) -> None:
+    matrix, rhs = operator(torch.linspace(1, 2, 60, dtype=D)), torch.randn(5, 60, dtype=D)
+    counted = Counted(matrix + 0.05 * torch.randn(60, 60, dtype=D))
+    with pytest.raises(NumericalError, match="not symmetric"):
+        solve(counted, rhs)
+    assert counted.calls == 1
+
+
+def test_roots_and_sizes_that_are_no_numbers_are_refused() -> None:
+    matrix, rhs = operator(torch.linspace(1, 2, 20, dtype=D)), torch.randn(3, 20, dtype=D)
+    with pytest.raises(NumericalError, match="products are not finite"):
+        block_conjugate_gradients(product(matrix), rhs, root=lambda rows: rows * torch.nan)
+    with pytest.raises(NumericalError, match="relative to is 0; expected all above zero"):
+        block_conjugate_gradients(product(matrix), rhs, sizes=torch.tensor([1.0, 0.0, 1.0], dtype=D))
+    assert block_conjugate_gradients(product(matrix), rhs[:0]).x.shape == (0, 20)
