@@ -282,7 +282,7 @@ class Learning:
         watch = None
         if self.held is not None:
             every = max(1, method.steps // 20)
-            watch = BestState(self._held_out, lambda: self.state.copied(), every, method.patience)
+            watch = BestState(lambda: (self._held_out(), self.state.copied()), every, method.patience)
         bar, steps = Steps(method.steps, "fixed-mean process", progress), []
         with torch.inference_mode(False), torch.enable_grad():
             for step in bar:

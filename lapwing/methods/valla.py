@@ -33,8 +33,11 @@ from lapwing.posteriors.trace import Step, Trace
 from lapwing.posteriors.weight_space import WeightPosterior
 
 OPTIMISERS = ("lbfgs", "adam", "none")
-FACTORS = tuple(math.exp(k / 8) for k in range(-12, 13))  # on the prior variance that validation data chose roughly
-ROUNDS = 8  # of them, each from the last of the one before: five decades to either side
+COARSE = tuple(
+    math.exp(k / 2) for k in range(-12, 13)
+)  # factors on the prior variance, at each look at validation data
+FINE = tuple(math.exp(k / 8) for k in range(-12, 13))  # and at the end
+ROUNDS = 8  # of the latter, each from the last of the one before: five decades to either side
 
 
 @dataclass(frozen=True)
@@ -366,21 +369,27 @@ class Stochastic:
         method = self.learner.method
         if method.validation is None:
             return None
-        look = lambda: self.log_likelihoods(self.state())[0]
-        return BestState(look, self.state, max(1, total // 20), method.patience)
+        return BestState(lambda: self._looked(self.state(), COARSE)[:2], max(1, total // 20), method.patience)
+
+    def _looked(self, state: Snapshot, factors: tuple[float, ...]) -> tuple[float, Snapshot, float]:
+        """The best log-likelihood of the validation data, the state that has it, and its factor on the prior variance.
+
+        One pass. A state is judged by what it can do: its prior variance follows the training data, which at the start
+        say little and with alpha = 1 too much, and is chosen by validation data at the end. Given priors stay.
+        """
+        factors = factors if self.log_scale.requires_grad else (1.0,)
+        found = zip(self.log_likelihoods(state, factors), factors, strict=True)
+        score, factor = max(found, key=lambda pair: (pair[0], -abs(math.log(pair[1]))))
+        return score, state.scaled(factor), factor
 
     def _rescaled(self, state: Snapshot) -> tuple[Snapshot, tuple[str, ...]]:
-        """The prior variance of the best state, found at one of the looks, once more and finely; and what to know.
+        """The prior variance of the best state once more and finely; and what to know.
 
         A pass over the validation data, and one more wherever the best factor is the last of those tried.
         """
-        if not self.log_scale.requires_grad:
-            return state, ()
         for _ in range(ROUNDS):
-            found = zip(self.log_likelihoods(state, FACTORS), FACTORS, strict=True)
-            factor = max(found, key=lambda pair: (pair[0], -abs(math.log(pair[1]))))[1]
-            state = state.scaled(factor)
-            if factor not in (FACTORS[0], FACTORS[-1]):
+            _, state, factor = self._looked(state, FINE)
+            if factor not in (FINE[0], FINE[-1]):
                 return state, ()
         return state, ("the validation data want a prior variance further out than was looked: they know of no best",)
 

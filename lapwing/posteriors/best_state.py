@@ -17,14 +17,13 @@ class BestState(Generic[S]):
     It also looks after 1, 2, 4, ... steps until then, so that what is best early is found however rarely it looks.
     Patience is with the other looks: as long as they rise, they may yet rise above what was best early.
 
-    >>> scores = iter([1.0, 3.0, 2.0, 2.5])
-    >>> watch = BestState(lambda: next(scores), lambda: "state", every=1, patience=2)
-    >>> [watch.ended(step) for step in range(4)], watch.score
-    ([False, False, False, True], 3.0)
+    >>> looks = iter([(1.0, "a"), (3.0, "b"), (2.0, "c"), (2.5, "d")])
+    >>> watch = BestState(lambda: next(looks), every=1, patience=2)
+    >>> [watch.ended(step) for step in range(4)], watch.score, watch.best
+    ([False, False, False, True], 3.0, 'b')
     """
 
-    evaluate: Callable[[], float]  # higher is better
-    snapshot: Callable[[], S]
+    look: Callable[[], tuple[float, S]]  # a score, higher is better, and the state that has it
     every: int
     patience: int
     score: float = -math.inf
@@ -38,9 +37,9 @@ class BestState(Generic[S]):
         early = done < self.every and done & (done - 1) == 0
         if done % self.every and not early:
             return False
-        score = self.evaluate()
+        score, state = self.look()
         if score > self.score:
-            self.score, self.kept = score, self.snapshot()
+            self.score, self.kept = score, state
         if early:
             return False
         if score > self.usual:
@@ -52,4 +51,4 @@ class BestState(Generic[S]):
     @property
     def best(self) -> S:
         """The state with the best score; the present one where none was looked at or none was a number."""
-        return self.snapshot() if self.kept is None else self.kept
+        return self.look()[1] if self.kept is None else self.kept

@@ -15,16 +15,13 @@ class Course:
     def __init__(self, *scores: float) -> None:
         self.scores, self.seen = scores, -1
 
-    def look(self) -> float:
+    def look(self) -> tuple[float, int]:
         self.seen += 1
-        return self.scores[self.seen]
-
-    def state(self) -> int:
-        return self.seen
+        return self.scores[self.seen], self.seen
 
 
 def watching(course: Course, every: int = 1, patience: int = 2) -> BestState[int]:
-    return BestState(course.look, course.state, every, patience)
+    return BestState(course.look, every, patience)
 
 
 def run(watch: BestState[int], steps: int) -> int:
@@ -91,8 +88,6 @@ def test_scores_that_are_no_numbers_are_never_the_best() -> None:
 
 
 def test_without_a_score_the_present_state_is_the_best() -> None:
-    course = Course(math.nan, math.nan)
-    watch = watching(course)
+    watch = watching(Course(math.nan, math.nan, math.nan))
     assert run(watch, 2) == 2
-    course.seen = 7
-    assert watch.best == 7
+    assert watch.best == 2
