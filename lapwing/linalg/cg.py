@@ -163,7 +163,7 @@ def block_conjugate_gradients(
         curved = back(image)
         inner = curved @ s.mT
         if iterations == 0 and back is not _identity:
-            _refuse_no_adjoint(inner, image @ moved.mT)
+            _refuse_no_adjoint(s, curved, moved, image)
         accuracy = max(1e2 * EPS, float((inner - inner.mT).norm() / inner.norm()) * (s.shape[1] / len(s)) ** 0.5)
         inner = 0.5 * (inner + inner.mT)
         curvatures = _curvatures(inner, own)
@@ -279,9 +279,10 @@ def _indefinite(curvature: float, largest: float) -> NumericalError:
     )
 
 
-def _refuse_no_adjoint(inner: Tensor, outer: Tensor) -> None:
-    """Lᵀ A L between directions, with the transpose and without it."""
-    apart = float((inner - outer).norm() / outer.norm())
+def _refuse_no_adjoint(s: Tensor, curved: Tensor, moved: Tensor, image: Tensor) -> None:
+    """Lᵀ A L between directions, with the transpose and without it, relative to the lengths of what is multiplied."""
+    sizes = curved.norm(dim=1)[:, None] * s.norm(dim=1) + image.norm(dim=1)[:, None] * moved.norm(dim=1)
+    apart = float(((curved @ s.mT - image @ moved.mT).abs() / sizes).max())
     if not apart <= TRANSPOSED:
         raise NumericalError(
             f"the root of a preconditioner and its adjoint differ by {apart:.3g} where they must be transposes; give "

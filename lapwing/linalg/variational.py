@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,6 +51,11 @@ class Inducing:
         return (vectors * values.clamp_min(0)) @ vectors.mT
 
     @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(self.known)
+        return values.clamp_min(0), vectors
+
+    @cached_property
     def precision(self) -> Tensor:
         """(r, r)"""
         return self._eye + self.known
@@ -66,6 +72,14 @@ class Inducing:
     def divergence(self) -> Tensor:
         """KL(q || prior) without the part of the mean: ½ (tr S - r - log det S)."""
         return self._factor.diagonal().log().sum() - 0.5 * self.decided.diagonal().sum()
+
+    def lefts(self, prior: Tensor, rows: Tensor, factors: tuple[float, ...]) -> Iterator[Tensor]:
+        """``left`` under the prior variance times each factor: all of them for little more than one."""
+        values, turn = self._eigen
+        turned = rows @ turn
+        for factor in factors:
+            share = factor * values / (1 + factor * values)
+            yield factor * (prior - (turned * share) @ turned.mT)
 
     def left(self, prior: Tensor, rows: Tensor) -> Tensor:
         """The covariance of outputs (B, C, C), from that before the data and their whitened rows (B, C, r)."""

@@ -456,7 +456,7 @@ class Stochastic:
     def log_likelihoods(self, state: Snapshot, factors: tuple[float, ...] = (1.0,)) -> list[float]:
         """Of the validation data under the predictive, for each datum; with the prior variance times each factor."""
         learner, total, count = self.learner, [0.0] * len(factors), 0
-        states = [state.scaled(factor) for factor in factors]
+        s = state.log_scale.exp()
         likelihood = learner.problem.likelihood
         if state.log_noise is not None:
             likelihood = likelihood.with_dispersion(state.log_noise.exp())
@@ -467,10 +467,8 @@ class Stochastic:
             for batch in data.batches("validation"):
                 f, y, before, rows = self._rows(batch, anchors.parts, white)
                 refuse_ignored(likelihood, y, "validation targets")
-                for i, each in enumerate(states):
-                    s = each.log_scale.exp()
-                    belief = FunctionGaussian(f, each.inducing.left(s * before, s.sqrt() * rows))
-                    total[i] += float(likelihood.predict(belief).log_prob(y).sum())
+                for i, cov in enumerate(state.inducing.lefts(s * before, s.sqrt() * rows, factors)):
+                    total[i] += float(likelihood.predict(FunctionGaussian(f, cov)).log_prob(y).sum())
                 count += len(f)
         return [each / count for each in total]
 

@@ -43,6 +43,14 @@ def test_what_the_data_take_away() -> None:
     assert_close(found.left(prior, rows), expected)
 
 
+def test_what_is_left_under_other_prior_variances() -> None:
+    """Prior, rows and what is known all grow with it."""
+    found, factors = Inducing(EYE + gained()), (0.01, 1.0, 30.0)
+    rows, prior = torch.randn(5, 3, 4, dtype=D), torch.rand(5, 3, 3, dtype=D)
+    for factor, left in zip(factors, found.lefts(prior, rows, factors), strict=True):
+        assert_close(left, found.times(factor).left(factor * prior, factor**0.5 * rows))
+
+
 @pytest.mark.parametrize("step", [1.0, 0.3])
 def test_steps_average_precisions(step: float) -> None:
     """Natural gradients: the new precision is the old one and the optimum's, averaged."""
