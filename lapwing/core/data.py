@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,14 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
 def take(inputs: Inputs, size: int, rows: slice | Tensor) -> Inputs:
     """Some samples of a batch of ``size``: every tensor whose first dimension is the batch is cut."""
     return map_tensors(inputs, lambda t: t[rows] if t.ndim and t.shape[0] == size else t)
+
+
+def picked(inputs: Inputs, own: Sequence[bool], rows: slice | Tensor) -> Inputs:
+    """Some samples of a batch: the tensors that have a row for each sample (``own``, in order) are cut."""
+    flags = iter(own)
+    return map_tensors(
+        inputs, lambda t: t[rows if isinstance(rows, slice) else rows.to(t.device)] if next(flags) else t
+    )
 
 
 def call(model: Callable[..., Any], inputs: Inputs) -> Any:

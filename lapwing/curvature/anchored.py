@@ -8,13 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs, check_finite, take
+from lapwing.core.data import Inputs, check_finite
 from lapwing.core.errors import UnsupportedError
 from lapwing.curvature.kernel import prior_kernel
 from lapwing.curvature.low_rank import LowRankPrecision
 from lapwing.curvature.structures import floored_by_layer
 from lapwing.networks.blocks import Block
-from lapwing.networks.forward import batch_size
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
@@ -41,7 +40,7 @@ class Anchors:
         """The rows in chunks of anchors that fit the byte budget, in float64."""
         found = []
         for rows in self.network.footprint.chunks(len(self), 1, self.network.dtype, self.network.device):
-            tangent = self.network.linearise(take(self.inputs, batch_size(self.inputs), rows))
+            tangent = self.network.linearise(self.network.take(self.inputs, rows))
             check_finite(tangent.own, "outputs of the network")
             found.append(tangent.jacobians(self._seeds(rows)).held().double().held())
         return tuple(found)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Batch, Data, Inputs, map_tensors, take
+from lapwing.core.data import Batch, Data, Inputs, map_tensors
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import batch_size, plain_kernels, quiet, raw_output, shaped
@@ -65,7 +65,7 @@ class Objective:
 
     @cached_property
     def data(self) -> int:
-        return sum(batch_size(batch.inputs) for batch in self.batches)
+        return sum(self.network.count(batch.inputs) for batch in self.batches)
 
     @cached_property
     def _precision(self) -> Tensor:
@@ -111,7 +111,7 @@ class Objective:
     def gradient(self, d: Tensor, batches: tuple[Batch, ...] | None = None) -> Tensor:
         """∇U at every row of d, (K, P); of some batches that stand for all, where they are given."""
         chosen = self.batches if batches is None else batches
-        share = 1.0 if batches is None else self.data / sum(batch_size(batch.inputs) for batch in chosen)
+        share = 1.0 if batches is None else self.data / sum(self.network.count(batch.inputs) for batch in chosen)
         total = self._precision * (self.centre + d - self._mean)
         for batch in chosen:
             slope = torch.func.grad(lambda row, b=batch: self._loss(row, b.inputs, b.targets))
@@ -130,13 +130,13 @@ class Objective:
 
     def slopes(self, d: Tensor, inputs: Inputs, seeds: Tensor) -> Tensor:
         """∇ of seeds_k · f(x_k; θ) in θ at every row of d: inputs (K, ...), seeds (K, [T,] C), one for each row."""
-        size = batch_size(inputs)
         single = lambda row, x, s: (self.run(row, x)[0] * s).sum()
         if isinstance(inputs, Tensor):
             slope = torch.func.grad(lambda row, x, s: single(row, x.unsqueeze(0), s))
             return self.each(slope, d, 1, inputs, seeds)
         each = [
-            torch.func.grad(single)(d[k], take(inputs, size, slice(k, k + 1)), seeds[k]).detach() for k in range(len(d))
+            torch.func.grad(single)(d[k], self.network.take(inputs, slice(k, k + 1)), seeds[k]).detach()
+            for k in range(len(d))
         ]
         return torch.stack(each)
 
@@ -144,8 +144,7 @@ class Objective:
         """f(x_k; centre + d_k) for every row, (K, [T,] C)."""
         if isinstance(inputs, Tensor):
             return self.each(lambda row, x: self.run(row, x.unsqueeze(0))[0], d, 1, inputs)
-        size = batch_size(inputs)
-        each = [self.run(d[k], take(inputs, size, slice(k, k + 1)))[0].detach() for k in range(len(d))]
+        each = [self.run(d[k], self.network.take(inputs, slice(k, k + 1)))[0].detach() for k in range(len(d))]
         return torch.stack(each)
 
     def each(self, function: Callable[..., Tensor], rows: Tensor, samples: int, *others: Tensor) -> Tensor:

@@ -43,12 +43,17 @@ class Pool:
             shared = either(shared, uncut(batch.inputs))
         order = uniform((total,), generator, torch.empty(0, dtype=torch.float64)).argsort()
         chosen = order[:most].sort().values
-        inputs, targets, start = [], [], 0
+        inputs: list[Inputs] = []
+        targets: list[Tensor] = []
+        start = 0
         for batch in data.batches("choosing"):
             size = batch_size(batch.inputs)
             if batch.targets.shape[:1] != (size,):
                 count = batch.targets.shape[0] if batch.targets.ndim else 1
                 raise DataError(f"{size} inputs with {count} targets; expected one target for each.")
+            if targets and batch.targets.shape[1:] != targets[0].shape[1:]:
+                shapes = f"{tuple(targets[0].shape[1:])} and {tuple(batch.targets.shape[1:])}"
+                raise DataError(f"targets of shapes {shapes} in two batches; expected one shape.")
             mine = chosen[(chosen >= start) & (chosen < start + size)] - start
             if len(mine):
                 rows = mine.to(batch.targets.device)
@@ -141,25 +146,31 @@ def _blocks(data: Data, kept: int) -> Iterator[Block]:
     home = next((t.device for t in tensors_in(data.source)), data.device) if listed else data.device
     held: list[Batch] = []
     taken = 0
+    shared: tuple[bool, ...] = ()  # of all batches so far: one alone may have as many rows as a context by chance
     for batch in Data(data.source, home, data.target_key).batches("batches"):
         more = sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
-        if held and ((taken + more > kept and not listed) or not _fits(held[-1], batch)):
-            yield Block.of(held, copied=taken <= kept)
+        fits = not held or _fits(held[-1], batch, shared)
+        if held and ((taken + more > kept and not listed) or not fits):
+            yield Block.of(held, shared, copied=taken <= kept)
             held, taken = [], 0
         held.append(batch)
         taken += more
-    yield Block.of(held, copied=taken <= kept)
+        shared = _alike(shared, uncut(batch.inputs))
+    yield Block.of(held, shared, copied=taken <= kept)
 
 
-def _fits(one: Batch, other: Batch) -> bool:
+def _alike(shared: tuple[bool, ...], found: tuple[bool, ...]) -> tuple[bool, ...]:
+    """What is shared so far; batches of another form, which are never joined, begin anew."""
+    return either(shared, found) if len(shared) == len(found) else found
+
+
+def _fits(one: Batch, other: Batch, shared: tuple[bool, ...]) -> bool:
     """Whether their rows can be in one batch."""
     if _form(one.inputs) != _form(other.inputs) or one.targets.shape[1:] != other.targets.shape[1:]:
         return False
     pairs = zip(tensors_in(one.inputs), tensors_in(other.inputs), strict=True)
-    flags = either(uncut(one.inputs), uncut(other.inputs))
-    return all(
-        _equal(a, b) if shared else a.shape[1:] == b.shape[1:] for (a, b), shared in zip(pairs, flags, strict=True)
-    )
+    flags = either(_alike(shared, uncut(one.inputs)), uncut(other.inputs))
+    return all(_equal(a, b) if flag else a.shape[1:] == b.shape[1:] for (a, b), flag in zip(pairs, flags, strict=True))
 
 
 def _form(tree: Inputs) -> Any:
@@ -182,11 +193,8 @@ class Block:
     shared: tuple[bool, ...]
 
     @classmethod
-    def of(cls, batches: list[Batch], copied: bool) -> Block:
+    def of(cls, batches: list[Batch], shared: tuple[bool, ...], copied: bool) -> Block:
         """``copied`` into one batch where they are small: rows of many are gathered one by one."""
-        shared: tuple[bool, ...] = ()
-        for batch in batches:
-            shared = either(shared, uncut(batch.inputs))
         if copied and len(batches) > 1:
             inputs, targets = [batch.inputs for batch in batches], tuple(batch.targets for batch in batches)
             batches = [Batch(joined(inputs, shared), _stacked(targets))]

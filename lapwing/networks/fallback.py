@@ -6,43 +6,59 @@ kernels), plain backward passes, one sample and one output at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Inputs, map_tensors, rebuilt, take
-from lapwing.networks.forward import quiet
+from lapwing.core.data import Inputs, map_tensors, picked, rebuilt
+from lapwing.core.errors import ModelError
+from lapwing.networks.forward import quiet, spread
 
 Forward = Callable[[nn.Module, Inputs], Tensor]  # (model, inputs) -> f (B, M)
 
 
 def sample_jacobians(
-    model: nn.Module, forward: Forward, inputs: Inputs, batch: int, names: tuple[str, ...]
+    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], f: Tensor, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """The Jacobian (B, M, p) of every named parameter."""
+    """The Jacobian (B, M, p) of every named parameter.
+
+    ``own`` are the tensors with a row for each sample, f (B, M) the outputs of the whole batch: samples are run one by
+    one, and must have the same.
+    """
     try:
-        return _vectorised(model, forward, inputs, batch, names)
+        found, alone = _vectorised(model, forward, inputs, own, names)
     except (RuntimeError, NotImplementedError, ValueError):  # no batching rule on the way: loop instead
-        return _looped(model, forward, inputs, batch, names)
+        found, alone = _looped(model, forward, inputs, own, len(f), names)
+    gap, most = spread(alone, f, f)
+    if len(own) > 1 and not bool(gap < most):
+        raise ModelError(
+            f"the output for a sample changes by {gap.item():.2g} (relative) where it is alone, with what all samples "
+            "share; expected independent samples, and inputs of one kind: a tensor that all samples share in one batch "
+            "is shared in all."
+        )
+    return found
 
 
 def _vectorised(
-    model: nn.Module, forward: Forward, inputs: Inputs, batch: int, names: tuple[str, ...]
-) -> dict[str, Tensor]:
+    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], names: tuple[str, ...]
+) -> tuple[dict[str, Tensor], Tensor]:
     tensors = dict(model.named_parameters())
     chosen = {name: tensors[name].detach() for name in names}
-    dims = map_tensors(inputs, lambda t: 0 if t.ndim and t.shape[0] == batch else None)  # type: ignore[arg-type,return-value]
+    flags = iter(own)
+    dims = map_tensors(inputs, lambda t: 0 if next(flags) else None)  # type: ignore[arg-type,return-value]
 
-    def single(values: dict[str, Tensor], sample: Inputs) -> Tensor:
+    def single(values: dict[str, Tensor], sample: Inputs) -> tuple[Tensor, Tensor]:
         one = _unsqueezed(sample, dims)
-        return swapped(model, values, lambda: forward(model, one)).reshape(-1)
+        f = swapped(model, values, lambda: forward(model, one)).reshape(-1)
+        return f, f
 
     with quiet(), sdpa_kernel(SDPBackend.MATH):
-        jacobian = torch.func.vmap(torch.func.jacrev(single), in_dims=(None, dims))(chosen, inputs)
-    return {name: jacobian[name].detach().flatten(2) if jacobian[name].ndim > 2 else jacobian[name].detach()[..., None]
-            for name in names}  # fmt: skip
+        one_by_one = torch.func.vmap(torch.func.jacrev(single, has_aux=True), in_dims=(None, dims))
+        jacobian, f = one_by_one(chosen, inputs)
+    found = {name: j.detach().flatten(2) if j.ndim > 2 else j.detach()[..., None] for name, j in jacobian.items()}
+    return found, f.detach()
 
 
 def _unsqueezed(sample: Inputs, dims: Inputs) -> Inputs:
@@ -73,15 +89,18 @@ def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tenso
 
 
 def _looped(
-    model: nn.Module, forward: Forward, inputs: Inputs, batch: int, names: tuple[str, ...]
-) -> dict[str, Tensor]:
+    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], batch: int, names: tuple[str, ...]
+) -> tuple[dict[str, Tensor], Tensor]:
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in names]
     rows: list[list[Tensor]] = []
+    outputs = []
     for sample in range(batch):
-        f = forward(model, take(inputs, batch, slice(sample, sample + 1))).reshape(-1)
+        f = forward(model, picked(inputs, own, slice(sample, sample + 1))).reshape(-1)
+        outputs.append(f.detach())
         for value in f:
             grads = torch.autograd.grad(value, chosen, retain_graph=True, allow_unused=True, materialize_grads=True)
             rows.append([(g.to_dense() if g.is_sparse else g).detach().reshape(-1) for g in grads])
     columns = [torch.stack([row[i] for row in rows]) for i in range(len(names))]
-    return {name: column.unflatten(0, (batch, -1)) for name, column in zip(names, columns, strict=True)}
+    found = {name: column.unflatten(0, (batch, -1)) for name, column in zip(names, columns, strict=True)}
+    return found, torch.stack(outputs)

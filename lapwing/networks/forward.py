@@ -6,14 +6,17 @@ import contextlib
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, call, map_tensors, take, tensors_in
+from lapwing.core.data import Inputs, call, map_tensors, picked, take, tensors_in
 from lapwing.core.errors import DataError, ModelError
+
+FEW = 32  # samples that show whether a forward pass repeats itself
+REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by which outputs may differ where kernels reorder their sums
 
 
 @contextlib.contextmanager
@@ -197,26 +200,57 @@ def refuse_training_mode(model: nn.Module) -> None:
             )
 
 
-def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor) -> None:
-    """f(x)[b] must not depend on the other samples of the batch."""
+def refuse_random(model: nn.Module, inputs: Inputs) -> None:
+    """The same inputs must give the same outputs. Two forward passes, over a few of them where it is clear how."""
+    some = inputs
+    if len(list(tensors_in(inputs))) == 1:  # of several, one may belong to all samples
+        some = take(inputs, batch_size(inputs), slice(0, FEW))
+    with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
+        first, second = raw_output(model, some), raw_output(model, some)
+    # A float64 head may sit on a float32 body: the coarsest of all decides.
+    dtypes = {first.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+    allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in dtypes)
+    if first.shape == second.shape:
+        gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
+        if not bool(gap > allowed * scale):
+            return
+        seen = f"differ by {(gap / scale).item():.2g} of the largest output; expected at most {allowed:.2g}"
+    else:
+        seen = f"give the shapes {tuple(first.shape)} and {tuple(second.shape)}; expected the same"
+    raise ModelError(
+        f"two forward passes over the same inputs {seen}: the forward pass is random, or remembers earlier calls. "
+        "Switch off what draws numbers in evaluation mode too (F.dropout without training=self.training, noise, "
+        "sampling), or use deterministic kernels."
+    )
+
+
+def spread(alone: Tensor, within: Tensor, whole: Tensor) -> tuple[Tensor, float]:
+    """How far the outputs of some samples are from those within a batch, relative, and what rounding may do."""
+    gap = (alone.float() - within.float()).abs().max() / whole.float().abs().max().clamp_min(1e-6)
+    return gap, 1e3 * torch.finfo(whole.dtype).eps ** 0.75
+
+
+def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor, own: Sequence[bool]) -> None:
+    """f(x)[b] must not depend on the other samples of the batch; ``own`` are the tensors that are cut with it."""
     batch = raw.shape[0]
     if batch == 1:
         return
     half = (batch + 1) // 2
-    scale = raw.float().abs().max().clamp_min(1e-6)
     gap = torch.zeros((), device=raw.device)
     for rows in (slice(0, half), slice(half, batch)):
         with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
-            alone = raw_output(model, take(inputs, batch, rows))
+            alone = raw_output(model, picked(inputs, own, rows))
         count = rows.stop - rows.start
         if alone.shape[0] != count:
             raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {count}: one for each sample.")
         if alone.shape[1:] != raw.shape[1:]:
             return  # dynamic padding: lengths follow the batch
-        gap = torch.maximum(gap, (alone.float() - raw[rows].float()).abs().max() / scale)
-    if not bool(gap < 1e3 * torch.finfo(raw.dtype).eps ** 0.75):
+        found, most = spread(alone, raw[rows], raw)
+        gap = torch.maximum(gap, found)
+    if not bool(gap < most):
+        hint = f" If all samples share an input that has {batch} rows by chance, use another batch size."
         raise ModelError(
             f"the output for a sample changes by {gap.item():.2g} (relative) with the rest of its batch; "
             "expected independent samples. Put normalisation in evaluation mode, or give the model one sample's "
-            "context inside its own input."
+            f"context inside its own input.{hint if sum(own) > 1 else ''}"
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, check_finite, map_tensors, take
+from lapwing.core.data import Inputs, check_finite, map_tensors, picked
 from lapwing.core.errors import ModelError
 from lapwing.networks import graph as graphs
 from lapwing.networks import products, rules
@@ -27,7 +27,7 @@ from lapwing.networks.forward import (
     plain_kernels,
     raw_output,
     recording,
-    refuse_mixed_samples,
+    refuse_random,
     refuse_training_mode,
     refusing_changes,
     shaped,
@@ -38,6 +38,7 @@ from lapwing.networks.forward import (
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.layout import arranged
 from lapwing.networks.ownership import find_patterns
+from lapwing.networks.samples import counted, height, learned, owned, placed
 from lapwing.networks.selection import Selection, Weights, all_weights
 
 
@@ -150,12 +151,13 @@ class Tangent:
         return DenseJacobian(seeds.new_zeros(seeds.shape[1], seeds.shape[0], block.size))
 
     def _fallback(self, block: Block, seeds: Tensor) -> BlockJacobian:
-        model, batch = self.network.model, self.raw.shape[0]
+        model = self.network.model
         tensors = dict(model.named_parameters())
         with recording(tensors, self.network.selection.names, self.network.plain):
             found = sample_jacobians(
-                model, lambda m, x: shaped(raw_output(m, x)).flatten(1), self.inputs, batch, (block.weight,)
-            )
+                model, lambda m, x: shaped(raw_output(m, x)).flatten(1), self.inputs, self.network.own(self.inputs),
+                self.own.flatten(1), (block.weight,),
+            )  # fmt: skip
         return DenseJacobian(torch.einsum("kbm,bmp->bkp", seeds.flatten(2), found[block.weight].to(seeds.dtype)))
 
 
@@ -171,26 +173,31 @@ class Network:
     forward_mode: bool  # whether forward-mode products are defined for every operation
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
     shift: Tensor | None = None  # theta - w̃ (P,), where the tangent model is evaluated elsewhere than at w̃
+    known: dict[str, bool] = field(default_factory=dict, repr=False)  # which tensors have a row for each sample
     _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
         """Look at the model once, with one batch, and refuse what cannot be handled.
 
-        Cost: three forward passes, and a few backward ones where row owners must be probed. The model is not changed.
+        Cost: three forward passes, two over a few samples, and a few backward ones where row owners must be probed. The
+        model is not changed.
         """
         model = unwrapped(model)
         refuse_training_mode(model)
         weights = all_weights if weights is None else weights
         tensors, recurrent = dict(model.named_parameters()), is_recurrent(model)
         plain = needs_plain_kernels(model)
-        if batch_size(inputs) == 1:  # with one sample nothing tells its own rows from shared ones
+        alone = batch_size(inputs) == 1
+        known = {key: False for key, t in placed(inputs) if height(t) != 1} if alone else {}
+        if alone:  # with one sample nothing tells its own rows from shared ones
             inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.ndim and t.shape[0] == 1 else t)
         with recording(tensors, weights.needs(model), plain), refusing_changes(model):
             raw = raw_output(model, inputs)
         f = shaped(raw.detach())
         check_finite(f, "outputs of the network")
-        refuse_mixed_samples(model, inputs, raw.detach())
+        refuse_random(model, inputs)  # first: what is random looks mixed as well
+        found = learned(model, inputs, raw.detach(), known, copied=alone)
         if raw.grad_fn is None:
             raise ModelError("the output does not depend on any selected parameter; choose other weights.")
         graph = graphs.read(raw, raw.shape[0])
@@ -207,7 +214,7 @@ class Network:
         layout = arranged(graph, uses, patterns, shapes)
         footprint = measured(uses, shapes, raw.shape[0], f[0].numel())
         forward_mode = not recurrent and not _padded(graph)
-        return cls(model, selection, layout, tuple(f.shape[1:]), footprint, forward_mode, recurrent)
+        return cls(model, selection, layout, tuple(f.shape[1:]), footprint, forward_mode, recurrent, known=found)
 
     @cached_property
     def plain(self) -> bool:
@@ -280,12 +287,40 @@ class Network:
         self, inputs: Inputs, seeds: int | None = None, most: int | None = None
     ) -> Iterator[tuple[slice, Tangent]]:
         """The batch linearised in chunks of samples under the byte budget, with at most so many in each."""
-        batch = batch_size(inputs)
+        batch = self.count(inputs)
         seeds = torch.Size(self.output_shape).numel() if seeds is None else seeds
         for chunk in self.footprint.chunks(batch, seeds, self.dtype, self.device):
-            for rows in _split(chunk, most):
-                whole = rows == slice(0, batch)
-                yield rows, self.linearise(inputs if whole else take(inputs, batch, rows))
+            for part in _split(chunk, most):
+                whole = part == slice(0, batch)
+                yield part, self.linearise(inputs if whole else self.take(inputs, part))
+
+    def count(self, inputs: Inputs) -> int:
+        """How many samples a batch has; the model runs only where its tensors leave that open."""
+        found = counted(inputs, self.known)
+        return self._learn(inputs) if found is None else found
+
+    def own(self, inputs: Inputs) -> tuple[bool, ...]:
+        """For each tensor of a batch, whether it has a row for each sample; all samples share the others."""
+        if isinstance(inputs, Tensor):
+            return (True,)
+        batch = self.count(inputs)
+        found = owned(inputs, self.known, batch)
+        if found is None:
+            self._learn(inputs)
+            found = owned(inputs, self.known, batch)
+        assert found is not None
+        return found
+
+    def take(self, inputs: Inputs, rows: slice | Tensor) -> Inputs:
+        """Some samples of a batch."""
+        return picked(inputs, self.own(inputs), rows)
+
+    def _learn(self, inputs: Inputs) -> int:
+        """Run the model to see which tensors go with the samples, and how many of those there are."""
+        with torch.no_grad(), plain_kernels(self.plain):
+            raw = raw_output(self.model, inputs)
+        self.known.update(learned(self.model, inputs, raw, self.known))
+        return raw.shape[0]
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
         """J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""

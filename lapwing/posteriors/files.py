@@ -150,7 +150,7 @@ def _described(network: Network) -> dict[str, Any]:
     return {
         "selection": {"names": network.selection.names, "shapes": network.selection.shapes},
         "layout": [asdict(block) for block in network.layout],
-        "network": {name: getattr(network, name) for name in NETWORK_FIELDS},
+        "network": {name: getattr(network, name) for name in (*NETWORK_FIELDS, "known")},
         "footprint": asdict(network.footprint),
     }
 
@@ -162,7 +162,8 @@ def _network(model: nn.Module, meta: dict[str, Any], index: Tensor | None) -> Ne
     layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in meta["layout"])
     fields = {name: meta["network"][name] for name in NETWORK_FIELDS}
     fields["output_shape"] = tuple(fields["output_shape"])
-    return Network(model, selection, layout, footprint=Footprint(**meta["footprint"]), **fields)
+    known = meta["network"].get("known", {})  # earlier files have none
+    return Network(model, selection, layout, footprint=Footprint(**meta["footprint"]), known=known, **fields)
 
 
 def _kind(curvature: Any) -> dict[str, Any]:

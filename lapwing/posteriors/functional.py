@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs, check_finite, take
+from lapwing.core.data import Inputs, check_finite
 from lapwing.core.errors import ModelError
-from lapwing.networks.forward import batch_size
 from lapwing.networks.network import Network, refuse_steep, scalar
 
 Functional = Callable[[Any], Tensor]  # of the weights by name, or of the outputs f (B, [T,] C)
@@ -20,10 +19,10 @@ def weight_slope(network: Network, function: Functional, x: Inputs | None = None
     """∇g in the weights, (P,): of a function of them, or of one of the outputs at x, Jᵀ ∂g/∂f."""
     if x is None:
         return network.slope(function)
-    seed, batch = output_slope(function, network(x).to(network.dtype)).unsqueeze(0), batch_size(x)
+    seed, batch = output_slope(function, network(x).to(network.dtype)).unsqueeze(0), network.count(x)
     total = torch.zeros_like(network.theta())
     for rows in network.footprint.chunks(batch, 1, network.dtype, network.device):
-        total = total + network.vjp(take(x, batch, rows), seed[:, rows])[0]
+        total = total + network.vjp(network.take(x, rows), seed[:, rows])[0]
     return total
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs, take
+from lapwing.core.data import Inputs
 from lapwing.core.errors import NumericalError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.curvature.objective import Objective, flat_gradient
@@ -19,7 +19,6 @@ from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.cholesky import not_definite
 from lapwing.linalg.newton import pushed
-from lapwing.networks.forward import batch_size
 from lapwing.networks.network import scalar
 from lapwing.posteriors.functional import Functional, output_slope
 from lapwing.posteriors.problem import Problem
@@ -359,11 +358,12 @@ class ResponsePosterior:
         """A push of every output at every input, read off at that input (or, joint, at all): (B C, ...)."""
         objective = self.responder.objective
         x = objective.cast(x)
-        size, outputs = batch_size(x), torch.Size(self.problem.network.output_shape).numel()
+        network = self.problem.network
+        size, outputs = network.count(x), torch.Size(network.output_shape).numel()
         index = torch.arange(size, device=objective.centre.device).repeat_interleave(outputs)
-        inputs = take(x, size, index)
+        inputs = network.take(x, index)
         eye = torch.eye(outputs).to(objective.centre)
-        seeds = eye.repeat(size, 1).reshape(-1, *self.problem.network.output_shape)
+        seeds = eye.repeat(size, 1).reshape(-1, *network.output_shape)
         push = lambda d: objective.slopes(d, inputs, seeds)
         everywhere = lambda d: objective.outputs(d, x).flatten(1)
         read = everywhere if joint else lambda d: self._own(d, inputs)
@@ -372,7 +372,7 @@ class ResponsePosterior:
 
     def _own(self, d: Tensor, inputs: Inputs) -> Tensor:
         """f(x_k) at row k: (K, C)."""
-        count = batch_size(inputs)
+        count = self.problem.network.count(inputs)
         if len(d) != count:  # one row stands for all
             d = d.expand(count, -1)
         return self.responder.objective.each_output(d, inputs).flatten(1)
@@ -390,7 +390,7 @@ class ResponsePosterior:
             push = lambda d: torch.stack([flat_gradient(objective, function, row) for row in d])
             read = lambda d: torch.stack([scalar(function(objective.weights(row))).reshape(1) for row in d])
             return self.responder.respond(push, read, 1, self.strength, own)
-        inputs, size = objective.cast(x), batch_size(x)
+        inputs, size = objective.cast(x), self.problem.network.count(x)
         output_slope(function, objective.outputs(torch.zeros_like(objective.centre)[None], inputs)[0])  # refuses
         value = lambda row: scalar(function(objective.run(row, inputs)), "outputs")
         push = lambda d: objective.each(torch.func.grad(value), d, size)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, take
+from lapwing.core.data import Data
 from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.curvature.kernel import prior_kernel, seeded
 from lapwing.linalg.cholesky import cholesky
-from lapwing.networks.forward import batch_size, outside_autocast, refuse_training_mode
+from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.trace import Step, Trace
 from lapwing.tuning.coordinates import Coordinates
@@ -53,10 +53,10 @@ class Term:
 def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> Iterator[Term]:
     """Every batch in runs of at most ``block`` data."""
     for batch in data.batches(label):
-        size = batch_size(batch.inputs)
+        size = problem.network.count(batch.inputs)
         for start in range(0, size, block):
             rows = slice(start, min(start + block, size))
-            yield Term(problem, take(batch.inputs, size, rows), batch.targets[rows])
+            yield Term(problem, problem.network.take(batch.inputs, rows), batch.targets[rows])
 
 
 @outside_autocast

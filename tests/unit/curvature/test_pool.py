@@ -231,3 +231,9 @@ def _wide(rand: Any, *shape: int, dtype: torch.dtype = torch.float64, **options:
     """As under ``set_default_dtype(float64)``, without changing it for other tests."""
     found: Tensor = rand(*shape, dtype=dtype, **options)
     return found
+
+
+def test_targets_of_two_shapes_are_refused() -> None:
+    x = torch.randn(4, 2)
+    with pytest.raises(lw.DataError, match=r"targets of shapes \(1,\) and \(3,\) in two batches"):
+        Pool.drawn(Data([(x, torch.randn(4, 1)), (x, torch.randn(4, 3))], CPU), 8)

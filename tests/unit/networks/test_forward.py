@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.errors import DataError, ModelError
+from lapwing.networks.forward import refuse_random
 from lapwing.networks.network import Network
 from tests import problems
 from tests.cases import BY_NAME, Output, Wrapped
@@ -76,7 +77,6 @@ MIXING: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)
     ),
     "mean of the batch": BatchStatistics,
-    "functional dropout": lambda: Wrapped(lambda m, x: m.head(F.dropout(x, 0.5, training=True)), head=nn.Linear(4, 3)),
     "attention over the batch": lambda: Wrapped(
         lambda m, x: m.head(m.attend(x, x, x, need_weights=False)[0]),
         head=nn.Linear(4, 3), attend=nn.MultiheadAttention(4, 2),
@@ -91,6 +91,83 @@ def test_mixed_samples_are_refused(how: str) -> None:
     model = MIXING[how]().double().eval()
     with pytest.raises(ModelError, match=r"changes by .* with the rest of its batch; expected independent samples"):
         Network.build(model, x())
+
+
+def noisy(size: float) -> nn.Module:
+    return Wrapped(lambda m, x: m.head((m.body(x) + size * torch.randn(len(x), 6).to(x)).tanh()),
+                   body=nn.Linear(4, 6), head=nn.Linear(6, 3))  # fmt: skip
+
+
+class Counting(nn.Module):
+    """Moves with every call, by no chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.calls = nn.Linear(4, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(x * (1 + 0.01 * self.calls))
+
+
+RANDOM: dict[str, Callable[[], nn.Module]] = {
+    "functional dropout": lambda: Wrapped(lambda m, x: m.head(F.dropout(x, 0.5, training=True)), head=nn.Linear(4, 3)),
+    "noise": lambda: noisy(1e-2),
+    "a little noise": lambda: noisy(1e-4),  # with other halves of the batch it would pass in float32
+    "a state": Counting,
+    "some of the samples": lambda: Wrapped(lambda m, x: m.head(x)[: 5 + m.head.calls % 2], head=Counting()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("how", RANDOM)
+def test_random_forward_passes_are_refused_as_such(how: str, dtype: torch.dtype) -> None:
+    model = RANDOM[how]().to(dtype).eval()
+    with pytest.raises(
+        ModelError, match=r"two forward passes .*the forward pass is random.*F\.dropout without training"
+    ):
+        Network.build(model, x().to(dtype))
+
+
+@pytest.mark.parametrize("method", [lw.Sampled(), lw.KernelSpace(), lw.Full(), lw.Kron(), lw.MapOnly()])
+def test_no_method_fits_a_random_forward_pass(method: Any) -> None:
+    torch.manual_seed(0)
+    inputs, y = x().float(), torch.randint(0, 3, (6,))
+    with pytest.raises(ModelError, match="the forward pass is random"):
+        lw.fit(noisy(1e-3), [(inputs, y)], "classification", method=method, prior=1.0)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-7), (torch.float64, 1e-15), (torch.bfloat16, 1e-3)])
+def test_rounding_is_no_chance(dtype: torch.dtype, size: float) -> None:
+    """Kernels on a GPU, and threads, may add up in another order."""
+    torch.manual_seed(0)
+    inputs = x().to(dtype)
+    assert Network.build(noisy(size).to(dtype), inputs)(inputs).shape == (6, 3)
+
+
+def test_a_wide_head_on_a_narrow_body_may_round_like_the_body() -> None:
+    torch.manual_seed(0)
+    head, run = nn.Linear(4, 3).double(), lambda m, x: m.head(x + 1e-7 * torch.randn_like(x))
+    refuse_random(Wrapped(run, head=head, body=nn.Linear(4, 4)), x())
+    with pytest.raises(ModelError, match="expected at most 1e-12"):
+        refuse_random(Wrapped(run, head=head), x())
+
+
+def test_a_few_samples_show_whether_a_forward_pass_is_random() -> None:
+    seen: list[int] = []
+    model = Wrapped(lambda m, x: (seen.append(len(x)), m.head(x))[1], head=nn.Linear(4, 3)).double()
+    Network.build(model, x(500))
+    assert seen.count(32) == 2
+    assert sorted(set(seen)) == [32, 250, 500]
+
+
+def test_several_inputs_are_not_cut_to_see_whether_a_forward_pass_is_random() -> None:
+    """One of them may belong to all samples, and have as many rows by chance."""
+    seen: list[int] = []
+    model = Wrapped(lambda m, x, table: (seen.append(len(table)), m.head(x @ table.mean(0).diag()))[1],
+                    head=nn.Linear(4, 3)).double()  # fmt: skip
+    refuse_random(model, (x(40), x(40)))
+    assert seen == [40, 40]
 
 
 def test_mixed_samples_are_refused_after_a_first_batch_of_one() -> None:
