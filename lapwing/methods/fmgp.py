@@ -70,8 +70,6 @@ class FMGP:
         first = next(iter(data.batches("first batch"))).inputs
         discrete = hasattr(problem.likelihood, "link") or network.output_shape[-1] > 1
         kind = self.kernel or ("features" if discrete else "rbf")
-        if kind == "rbf" and not (isinstance(first, Tensor) and first.is_floating_point()):
-            raise UnsupportedError("the rbf kernel needs inputs that are one tensor of numbers; use kernel='features'.")
         sight = Sight(network, last_layer_network(network, first) if kind == "features" else None)
         table, statistics = Table.read(problem.likelihood, sight, data)
         problem = replace(problem, learn_prior=False)

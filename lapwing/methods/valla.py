@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -187,7 +188,10 @@ class Learner:
 
         def objective() -> Tensor:
             jacobian = self.anchors.differentiable(start + unit * moves)
-            white = smooth_whitening(prior_kernel(jacobian, prior))
+            kernel = prior_kernel(jacobian, prior)
+            if not bool(torch.isfinite(kernel.detach()).all()):
+                return torch.nan * (moves.sum() + scale)  # a line search that went too far: the best before it is kept
+            white = smooth_whitening(kernel)
             rows = torch.cat([prior_kernel(part, prior, jacobian) for part in parts]) @ white
             s = scale.exp()
             eye = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
@@ -203,7 +207,7 @@ class Learner:
             variables, max_iter=1, max_eval=25, history_size=50, line_search_fn="strong_wolfe", tolerance_grad=0.0,
             tolerance_change=0.0,
         )  # fmt: skip
-        best, kept, still = math.inf, (moves.detach().clone(), scale.detach().clone()), 0
+        best, kept, still, left = math.inf, (moves.detach().clone(), scale.detach().clone()), 0, False
 
         def closure() -> Tensor:
             optimiser.zero_grad()
@@ -214,7 +218,8 @@ class Learner:
         with torch.inference_mode(False), torch.enable_grad():
             for _ in bar:
                 value = float(optimiser.step(closure).detach())
-                if not math.isfinite(value):
+                left = not math.isfinite(value)
+                if left:
                     break
                 steps.append(self._step(-value, scale.detach(), None))
                 bar.show(objective=value, **shown)
@@ -227,6 +232,8 @@ class Learner:
             if last < best:
                 best, kept = last, (moves.detach().clone(), scale.detach().clone())
         finding = "" if still >= 5 else f"{total} steps did not end the search; the bound still rises"
+        if left:
+            finding = f"the search left what numbers can hold after {len(steps)} steps; the best before is kept"
         return replace(self, anchors=self.anchors.at(start + unit * kept[0]), log_scale=kept[1], steps=tuple(steps),
                        findings=(finding,) if finding else ())  # fmt: skip
 
@@ -339,13 +346,13 @@ class Stochastic:
         rest = [t for t in (self.log_scale, self.log_noise) if t is not None and t.requires_grad]
         groups += [{"params": rest, "lr": 3 * method.learning_rate}] if rest else []
         optimiser = torch.optim.Adam(groups) if groups else None
-        total = method.steps or (500 if groups else 50)
+        total = method.steps or (500 if groups else 200)
         watch = self._watch(total)
         bar, steps = Steps(total, "inducing points", self.data.progress), []
         batches = shuffled(self.data, method.batch_size, self.generator)
         with torch.inference_mode(False):
             for step in bar:
-                batch = next(batches)
+                batch, known = next(batches), self.inducing
                 value, divergence = self.step(batch, optimiser, max(self._shortest(batch), 1 / (step + 1)))
                 if not math.isfinite(value):
                     raise NumericalError(
@@ -354,12 +361,37 @@ class Stochastic:
                     )
                 steps.append(learner._step(-value, self.log_scale.detach(), self.log_noise))
                 bar.show(objective=value, KL=divergence)
-                if watch is not None and watch.ended(step):
+                if self.inducing is known or (watch is not None and watch.ended(step)):  # no step was better, or late
                     break
-        state, findings = (self.state(), ()) if watch is None else self._rescaled(watch.best)
+        state, findings = (self.state(), self._unsettled(steps)) if watch is None else self._rescaled(watch.best)
         return replace(learner, anchors=learner.anchors.at(state.z), log_scale=state.log_scale,
                        log_noise=state.log_noise, inducing=state.inducing if method.alpha > 0 else None,
                        steps=tuple(steps), findings=(*learner.findings, *findings))  # fmt: skip
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is nothing but the covariance to learn."""
+        return self.moves is None and not self.log_scale.requires_grad and self.log_noise is None
+
+    def _lower(self, gained: Tensor, objective: Callable[[Inducing], float]) -> Inducing:
+        """The longest of the steps 1, ½, ¼ ... after which the objective is lower; where none is, there is no step.
+
+        With all data the objective is no estimate and can be compared. Without that, data that are further off than the
+        noise allows for make the steps swing: each alone asks for a variance that all together do not need.
+        """
+        now = objective(self.inducing)
+        steps = (self.inducing.updated(gained, 0.5**k) for k in range(30))
+        return next((q for q in steps if objective(q) < now), self.inducing)
+
+    def _unsettled(self, steps: list[Step]) -> tuple[str, ...]:
+        """What to know where every step had all data and nothing but the covariance to learn, and it did not settle."""
+        scores = [step.score for step in steps[-max(2, len(steps) // 4) :]]
+        moved = (max(scores) - min(scores)) / (1 + abs(scores[-1]))
+        if not self._alone or self.learner.method.batch_size < self.learner.samples or moved < 1e-2:
+            return ()
+        return (
+            f"the objective still changes by {moved:.2g} of itself after {len(steps)} steps; raise steps or the noise",
+        )
 
     def _shortest(self, batch: Batch) -> float:
         """The least length of a step: a part of the data is noisy, the more so where some are far from the network."""
@@ -433,7 +465,15 @@ class Stochastic:
             scaled = rows.detach() * s.detach().sqrt()
             gained = share * torch.einsum("...cr,...cd,...ds->rs", scaled, -(weights + weights.mT), scaled)
             divergence = float(self.inducing.divergence())
-            self.inducing = self.inducing.updated(gained, length)
+            if not (self._alone and len(batch.targets) == self.learner.samples):
+                self.inducing = self.inducing.updated(gained, length)
+                return float(value.detach()), divergence
+
+            def objective(q: Inducing) -> float:
+                cov = q.left(s * before, s.sqrt() * rows)
+                return float(q.divergence() - energy(likelihood, method.alpha, f, cov, y).sum())
+
+            self.inducing = self._lower(gained, objective)
         return float(value.detach()), divergence
 
     def _rows(

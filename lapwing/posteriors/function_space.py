@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Inputs
+from lapwing.core.errors import UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.curvature.sweep import Statistics
 from lapwing.networks.features import features
@@ -33,6 +34,8 @@ class Sight:
         if self.last is not None:
             seen, f = features(self.last, x)
             return seen.double(), f.double()
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            raise UnsupportedError("the rbf kernel needs inputs that are one tensor of numbers; use kernel='features'.")
         return x.reshape(batch_size(x), -1).double(), self.network(x).double()
 
 

@@ -308,7 +308,7 @@ def test_single_precision_throughout_is_finished_or_refused() -> None:
     exact, found = much_data(1.0, 1.5, lw.Full(), narrow)
     assert_close(found(), exact(), 1 / 3)
     (found,) = much_data(0.1, 1.5, narrow)
-    with pytest.raises(lw.NumericalError, match=r"a relative residual of \S+; expected .*compute in float64"):
+    with pytest.raises(lw.NumericalError, match=r"a relative residual of \S+; expected .*take float64"):
         found()
 
 

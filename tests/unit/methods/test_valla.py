@@ -439,6 +439,20 @@ def test_more_steps_do_not_lose_what_fewer_found(gap: float) -> None:
     assert few > score(fitted(lw.MapOnly(), lw.Gaussian(), data=data)) + 0.1
 
 
+@pytest.mark.parametrize("noise", [0.2, 0.01, 0.003])
+def test_with_all_data_the_objective_falls_and_settles(noise: float) -> None:
+    """Though noise is far below the residuals: each datum alone wants a large variance, all together a small one."""
+    fit = lambda steps: fitted(lw.VaLLA(40, alpha=0.1, steps=steps), lw.Gaussian(noise_std=noise), 1.0)
+    found, few = fit(None).trace, fit(3).trace
+    assert found is not None
+    assert few is not None
+    scores = [step.score for step in found.steps]
+    assert all(after > before - 1e-9 for before, after in pairwise(scores))
+    assert scores[-1] == pytest.approx(scores[-min(20, len(scores) // 2)], abs=1e-2)
+    assert found.findings == ()
+    assert "objective still changes by" in few.findings[-1]
+
+
 def test_validation_data_that_approve_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look is better than the one before, so that the last state is the best."""
     rising = iter(range(100))
@@ -902,3 +916,14 @@ def test_the_start_of_a_prior_is_where_half_of_what_can_be_decided_is() -> None:
     theta = problem.network.theta()
     found = module.started(problem, exact().posterior.statistics)
     assert float(found.values) == pytest.approx(0.5 * 25 / float(theta.square().sum()))
+
+
+@pytest.mark.parametrize(("activation", "noise", "prior"), [(nn.ReLU, 1e-4, 0.1), (nn.Softplus, 1e-4, 1e-4)])
+def test_a_search_that_leaves_the_numbers_keeps_what_was_best(activation: Any, noise: float, prior: float) -> None:
+    """Line searches in float32 may try a point so far out that its kernel overflows."""
+    torch.manual_seed(0)
+    x, y = 3 * torch.randn(40, 2), torch.randn(40, 1)
+    net = nn.Sequential(nn.Linear(2, 8), activation(), nn.Linear(8, 8), activation(), nn.Linear(8, 1))
+    fit = lambda method: lw.fit(net, [(x, y)], lw.Gaussian(noise_std=noise), method=method, prior=prior)
+    begun, found = (fit(lw.VaLLA(6, steps=40, optimiser=optimiser)) for optimiser in ("none", "lbfgs"))
+    assert float(found.log_evidence()) > float(begun.log_evidence())
