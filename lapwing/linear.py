@@ -25,7 +25,7 @@ from lapwing.linalg.design import (
     gram_product,
     refuse_unpaired,
 )
-from lapwing.linalg.ridge import Ridge
+from lapwing.linalg.ridge import Ridge, deflating
 from lapwing.posteriors.trace import UNSETTLED, Step, Trace
 from lapwing.predictives.normal import NormalPredictive
 
@@ -60,8 +60,10 @@ def fit_linear(
         refuse_unpaired(design)
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
     ridge = Ridge.drawn(design, num_samples, generator, keep=True)
-    alpha, std = precision or 1.0, noise_std or float(y.square().mean().sqrt()) or 1.0  # where EM starts
-    start = LinearPosterior(ridge, y, alpha, std**2, tolerance)
+    phi = noise_std**2 if noise_std else float(y.square().mean()) or 1.0
+    # Where αφ is the trace of XᵀX/n, as ε estimates it, an eigenvalue is above it: γ is a half or more in any units.
+    alpha = precision or float(ridge.back.square().sum(1).mean()) / (design.rows * phi) or 1.0
+    start = LinearPosterior(ridge, y, alpha, phi, tolerance)
     if precision is not None and noise_std is not None:
         return start
     return start.tuned(precision is None, noise_std is None)
@@ -154,11 +156,11 @@ class LinearPosterior:
         found = block_conjugate_gradients(
             lambda v: gram_product(self.design, v) + shift * v,
             rhs,
-            root=self.ridge.deflating(shift),
+            root=deflating(self.ridge.reaching(shift, self.tolerance), shift),
             tolerance=max(min(self.tolerance, 1e-8), 30 * torch.finfo(self.design.like.dtype).eps),
             truncated=True,
         )
-        return found.settled("fit_linear", "Raise the precision, or give the features in float64.").x[0]
+        return found.settled("fit_linear", f"Raise the precision{self.ridge.wider}.").x[0]
 
     @cached_property
     def solution(self) -> Solution:
@@ -200,8 +202,9 @@ class LinearPosterior:
         """log p(y), exact but for its log-determinant, and the standard error of that."""
         refuse_other_than_whole("probes", probes, least=2)
         refuse_other_than_whole("steps", steps)
-        shift = torch.tensor(self.precision * self.noise_variance, dtype=torch.float64, device=self.y.device)
-        logdet = self.ridge.logdet(shift, probes, steps)
+        shift = self.precision * self.noise_variance
+        self.ridge.reaching(shift, self.tolerance)  # what a basis has is exact, and it is the same after samples
+        logdet = self.ridge.logdet(torch.tensor(shift, dtype=torch.float64, device=self.y.device), probes, steps)
         n, phi = len(self.y), self.noise_variance
         fit = self._squared_error / phi + self.precision * float(self.mean.square().sum())
         return -0.5 * (n * math.log(2 * math.pi * phi) + float(logdet.value) + fit), 0.5 * logdet.error
@@ -229,7 +232,7 @@ class LinearPosterior:
             alpha = current.precision if not precision else gamma / squares if squares > 0 else math.inf
             phi = current._squared_error / current._undecided if noise else current.noise_variance
             steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma, error))
-            good = math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and gamma > 1e-6
+            good = math.isfinite(alpha) and math.isfinite(phi) and alpha > 0 and gamma > 1e-6 * precision
             if not good or not phi > least * noise:
                 raise _without_optimum(alpha, phi, steps[-1])
             moved = max(abs(math.log(alpha / current.precision)), abs(math.log(phi / current.noise_variance)))

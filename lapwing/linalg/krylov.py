@@ -94,10 +94,13 @@ class BlockKrylov:
 
     def pairs(self, rank: int | None = None) -> Eigenpairs:
         """The leading Ritz pairs, for deflation."""
-        values, y = self.values[:rank], self.turn.mT[:rank]
-        scale = self.values[:1].abs().clamp_min(TINY)
-        residuals = self._remainder(y, torch.zeros_like(y), -values[:, None]) / scale
-        return Eigenpairs(values, self.rows.combined(y), residuals, self.products)
+        y = self.turn.mT[:rank]
+        return Eigenpairs(self.values[:rank], self.rows.combined(y), self.pair_residuals(rank), self.products)
+
+    def pair_residuals(self, rank: int | None = None) -> Tensor:
+        """Of the leading Ritz pairs, relative to the largest value. Their vectors are not formed."""
+        y, scale = self.turn.mT[:rank], self.values[:1].abs().clamp_min(TINY)
+        return self._remainder(y, torch.zeros_like(y), -self.values[:rank, None]) / scale
 
     def extended(self, product: Product, steps: int, *, max_basis: int | None = None) -> BlockKrylov:
         """The space after so many more products; each adds a block, unless nothing is left or ``max_basis`` is full."""
@@ -148,7 +151,7 @@ class BlockKrylov:
         if smallest <= torch.finfo(torch.float64).eps * float(self.values[0].abs()):
             raise NumericalError(
                 f"a shifted operator is not positive definite: it has a Ritz value of {smallest:.3g}; expected above "
-                "zero. Raise the prior precision, or compute in float64."
+                "zero. Raise the prior precision, or take float64 where products are float32."
             )
 
 

@@ -85,6 +85,11 @@ class Ridge:
     def _rounding(self) -> float:
         return 10 * float(torch.finfo(self.design.like.dtype).eps)
 
+    @property
+    def wider(self) -> str:
+        """What an error advises besides, where the products are not in float64 already."""
+        return "" if self.design.like.dtype == torch.float64 else ", or compute in float64"
+
     def _unscaled(self, rows: Tensor) -> Tensor:
         return rows if self.scale is None else rows / self._root
 
@@ -112,7 +117,7 @@ class Ridge:
             near = None if start is None else start[done:].double() * self._root / phi**0.5
             rhs, apply = self._rhs(shift, slice(done, None)), lambda v: self.product(v) + shift * v
             noise = shift**0.5 * self.prior[done:]
-            rest = finished(apply, rhs, noise, tolerance, near, self.deflating(shift))
+            rest = finished(apply, rhs, noise, tolerance, self.wider, near, deflating(basis, shift))
             rows, residuals, iterations = [*rows, rest.x], [*residuals, rest.residuals], iterations + rest.iterations
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), iterations, tolerance)
@@ -142,10 +147,6 @@ class Ridge:
             found[beyond] = gram_product(self.design, rows[beyond])
         return found
 
-    def deflating(self, shift: float) -> Product:
-        """A symmetric root of an inverse of A + shift, times the shift: right on the Ritz vectors of the basis."""
-        return _deflating(self.basis, shift)
-
     def descended(self, alpha: float, phi: float, descend: Descent) -> Solution:
         """The same draws as ``samples``, by ``sgd`` or ``sdd`` of lapwing.linalg.stochastic."""
         if self.eps is None:
@@ -171,22 +172,28 @@ class Ridge:
     def reaching(self, shift: float, tolerance: float) -> BlockKrylov:
         """The basis, grown until the first samples are solved at this shift, or it may not grow any more."""
         found = self.basis
-        most = max(2 * self._based, self.bytes // (8 * self.size))
-        while not found.exhausted and len(found.rows) + len(found.ahead) <= most:
+        while not found.exhausted and len(found.rows) + len(found.ahead) <= self._most:
             solved = self._looked(found, shift, tolerance)
             log.info("residual %.3g at shift %.3g, from a basis of %d rows after %d products",
                      float(solved.residuals.max()), shift, len(found.rows), found.products)  # fmt: skip
             if solved.converged:
                 break
-            self._memo["basis"] = found = found.extended(self.product, GROWTH, max_basis=most)
+            self._memo["basis"] = found = found.extended(self.product, GROWTH, max_basis=self._most)
         return found
+
+    @property
+    def _most(self) -> int:
+        """Rows of the basis that ``bytes`` allows, and those that it starts from at least."""
+        return max(2 * self._based, self.bytes // (8 * self.size))
 
     @property
     def basis(self) -> BlockKrylov:
         """The Krylov basis as far as it was needed so far."""
         if "basis" not in self._memo:
             start = torch.cat([self.prior[: self._based], self._unscaled(self.back)[: self._based]])
-            self._memo["basis"] = block_krylov(self.product, start, FIRST, tolerance=self._rounding)
+            self._memo["basis"] = block_krylov(
+                self.product, start, FIRST, tolerance=self._rounding, max_basis=self._most
+            )
         basis: BlockKrylov = self._memo["basis"]
         return basis
 
@@ -208,39 +215,35 @@ class Ridge:
         """Of what the basis leaves, once for all shifts; anew where the basis has since doubled."""
         key, rank = f"quadrature {probes} {steps}", len(self.basis.rows)
         if key not in self._memo or rank >= 2 * self._memo[key][0]:
-            pairs = self.basis.pairs()
+            basis, values = self.basis, self.basis.values
             # Others would be counted twice, by halves. Relative to the value itself: what couples a pair to the rest
             # adds its square over that value and the shift, which may be far smaller than the largest.
-            good = pairs.residuals * pairs.values[:1] <= 1e-2 * pairs.values
-            values, vectors = pairs.values[good], pairs.vectors[good]
+            good = basis.pair_residuals() * values[:1] <= 1e-2 * values
+            away = _away(basis, basis.turn[:, good])
             generator = torch.Generator().manual_seed(self.seed)
             rows = signs(probes, self.size, generator, self.prior.device)
             for _ in range(2):
-                rows = rows - (rows @ vectors.mT) @ vectors
-            self._memo[key] = (rank, values, lanczos_quadrature(self._away(vectors), rows, steps))
+                rows = away(rows)
+            outside = lambda v: away(self.product(away(v)))  # both times: rounding must not bring the pairs back
+            self._memo[key] = (rank, values[good], lanczos_quadrature(outside, rows, steps))
         _, values, found = self._memo[key]
         return values, found
 
-    def _away(self, vectors: Tensor) -> Product:
-        """The product on what is orthogonal to the vectors: rounding must not bring them back."""
-
-        def apply(v: Tensor) -> Tensor:
-            moved = self.product(v - (v @ vectors.mT) @ vectors)
-            return moved - (moved @ vectors.mT) @ vectors
-
-        return apply
-
-
-ADVICE = "Raise the prior precision or the tolerance of the samples, or compute in float64."
-
 
 def finished(
-    apply: Product, rhs: Tensor, noise: Tensor, tolerance: float, start: Tensor | None, root: Product | None = None
+    apply: Product,
+    rhs: Tensor,
+    noise: Tensor,
+    tolerance: float,
+    wider: str,
+    start: Tensor | None,
+    root: Product | None = None,
 ) -> Solution:
     """Samples by block conjugate gradients, from a start near them if there is one; ``noise`` is the prior's part."""
+    advice = f"Raise the prior precision or the tolerance of the samples{wider}."
     left = rhs if start is None else rhs - apply(start)
     sizes = error_sizes(noise, rhs, tolerance)
-    more = block_conjugate_gradients(apply, left, root=root, tolerance=tolerance, sizes=sizes, advice=ADVICE)
+    more = block_conjugate_gradients(apply, left, root=root, tolerance=tolerance, sizes=sizes, advice=advice)
     return more if start is None else replace(more, x=start + more.x)
 
 
@@ -288,8 +291,14 @@ def _weights(count: int, shift: float, basis: BlockKrylov) -> Tensor:
     return torch.cat([shift**0.5 * eye, eye], 1)
 
 
-def _deflating(basis: BlockKrylov, shift: float) -> Product:
-    """A symmetric root of an inverse of A + shift: right on the Ritz vectors, the identity elsewhere."""
+def deflating(basis: BlockKrylov, shift: float) -> Product:
+    """A symmetric root of an inverse of A + shift, times the shift: right on the Ritz vectors of the basis."""
     ratios = (shift / (basis.values.clamp_min(0) + shift)).sqrt() - 1
     inner = (basis.turn * ratios) @ basis.turn.mT
     return lambda v: v + basis.rows.combined(basis.rows.coordinates(v) @ inner)
+
+
+def _away(basis: BlockKrylov, turn: Tensor) -> Product:
+    """Off the combinations of the basis with coefficients ``turn`` (d, r), which are not formed."""
+    inner = turn @ turn.mT
+    return lambda v: v - basis.rows.combined(basis.rows.coordinates(v) @ inner)

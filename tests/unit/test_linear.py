@@ -38,6 +38,13 @@ def problem(shape: str | tuple[int, int] = "tall", noise: float = 0.3, number: i
     return Linear(x, signal + noise * torch.randn(rows, dtype=D, generator=gen))
 
 
+def steep() -> Linear:
+    """Eigenvalues of the Gram matrix that fall by four decades."""
+    gen = seed(0)
+    x = torch.randn(700, 500, dtype=D, generator=gen) * torch.logspace(0, -2, 500, dtype=D)
+    return Linear(x, x @ torch.randn(500, dtype=D, generator=gen) + 0.1 * torch.randn(700, dtype=D, generator=gen))
+
+
 def operator(x: Tensor) -> lw.OperatorDesign:
     return lw.OperatorDesign(*x.shape, lambda v: v @ x.T, lambda u: u @ x, x[:0, 0])
 
@@ -64,6 +71,27 @@ def test_the_mean_is_ridge_regression(shape: str, alpha: float, std: float) -> N
     assert_close(found.mean, exact.mean(alpha, std**2), CLOSE)
     assert (found.precision, found.noise_variance) == (alpha, pytest.approx(std**2))
     assert found.trace is None
+
+
+ANSWERS: dict[str, Any] = {
+    "mean": lambda found: found.mean,
+    "samples": lambda found: found.samples(),
+    "evidence": lambda found: torch.tensor(found.log_evidence()),
+}
+
+
+@pytest.mark.parametrize("first", ANSWERS)
+@pytest.mark.parametrize("std", [0.1, 1.0])
+def test_no_answer_depends_on_what_was_asked_before(first: str, std: float) -> None:
+    """Eigenvalues over four decades: alone, or by a basis of a few products, the mean takes far too many iterations."""
+    exact = steep()
+    found, other = (lw.fit_linear(exact.x, exact.y, precision=1.0, noise_std=std) for _ in range(2))
+    early = ANSWERS[first](found)
+    in_turn = {name: answer(other) for name, answer in ANSWERS.items()}
+    assert torch.equal(early, in_turn[first])
+    assert all(torch.equal(ANSWERS[name](found), value) for name, value in in_turn.items())
+    assert float((found.mean - exact.mean(1.0, std**2)).norm()) <= 1e-5 * float(found.mean.norm())
+    assert found.ridge.basis.products == other.ridge.basis.products < 40
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -157,6 +185,30 @@ def test_a_noise_for_a_given_precision(shape: str) -> None:
     assert front.noise_variance == pytest.approx(found.noise_variance, rel=0.3 if shape == "wide" else 0.1)
 
 
+@pytest.mark.parametrize("given", [None, "noise_std", "precision"])
+@pytest.mark.parametrize(("features", "targets"), [(1.0, 1e6), (1.0, 1e-6), (1e-6, 1.0), (1e6, 1.0), (1e12, 1e-9)])
+def test_learning_is_the_same_in_all_units(given: str | None, features: float, targets: float) -> None:
+    """Weights are in units of the one over the other."""
+    exact, weights = problem(), targets / features
+    known = {"noise_std": 0.3, "precision": 1.5}
+    units = {"noise_std": targets, "precision": weights**-2}
+    one = lw.fit_linear(exact.x, exact.y, **{name: known[name] for name in [given] if name})
+    other = lw.fit_linear(
+        features * exact.x, targets * exact.y, **{name: known[name] * units[name] for name in [given] if name}
+    )
+    assert other.precision * weights**2 == pytest.approx(one.precision, rel=1e-6)
+    assert other.noise_variance / targets**2 == pytest.approx(one.noise_variance, rel=1e-6)
+    assert len(other.trace.steps) == len(one.trace.steps)
+    assert_close(other.samples() / weights, one.samples(), SOLVED)
+
+
+def test_a_noise_for_a_precision_that_leaves_nothing_to_the_features() -> None:
+    exact = problem()
+    found = lw.fit_linear(exact.x, 1e6 * exact.y, precision=1.0, num_samples=400)
+    assert found.gamma[0] < 1e-6
+    assert found.noise_variance == pytest.approx(1e12 * float(exact.y.square().mean()), rel=0.05)
+
+
 def test_few_samples_come_near() -> None:
     exact = problem((400, 60))
     alpha, phi = exact.optimum()
@@ -171,8 +223,10 @@ def test_the_trace_has_every_step() -> None:
     found = lw.fit_linear(exact.x, exact.y, num_samples=100)
     trace = found.trace
     assert (trace.tuner, trace.score) == ("fit_linear", "gamma")
-    assert trace.steps[0].precisions == (1.0,)
-    assert trace.steps[0].noise == pytest.approx((float(exact.y.square().mean()),))
+    first = trace.steps[0]
+    assert first.noise == pytest.approx((float(exact.y.square().mean()),))
+    assert first.precisions[0] * first.noise[0] == pytest.approx(float(exact.x.square().sum()) / 90, rel=0.3)
+    assert first.gamma >= 0.5
     last = trace.steps[-1]
     assert last.precisions[0] == pytest.approx(found.precision, rel=1e-4)
     assert last.noise[0] == pytest.approx(found.noise_variance, rel=1e-4)
@@ -377,6 +431,16 @@ def test_features_without_an_optimum_are_refused() -> None:
         lw.fit_linear(torch.zeros(90, 30, dtype=D), problem().y)
 
 
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_features_of_chance_are_refused(unit: float) -> None:
+    """Of which the evidence wants no part."""
+    gen = seed(0)
+    x, y = torch.randn(100, 5, dtype=D, generator=gen), torch.randn(100, dtype=D, generator=gen)
+    y = y - 0.9 * x @ torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+    with pytest.raises(lw.NumericalError, match=f"{OPTIMUM}"):
+        lw.fit_linear(x, unit * y)
+
+
 def bad(x: Tensor, value: float) -> Tensor:
     x = x.clone()
     x.view(-1)[3] = value
@@ -516,3 +580,11 @@ def test_a_residual_above_the_tolerance_is_an_error() -> None:
     found = lw.fit_linear(steep.float(), Y, precision=1e-12, noise_std=0.1)
     with pytest.raises(lw.NumericalError, match=r"fit_linear stopped after \d+ .* residual of \S+; .* in float64"):
         _ = found.mean
+
+
+def test_float64_is_not_advised_where_it_is_used() -> None:
+    powers = torch.linspace(-1, 1, 200, dtype=D)[:, None] ** torch.arange(30, dtype=D)
+    found = lw.fit_linear(powers, powers.sum(1), precision=1e-6, noise_std=1e-3)
+    with pytest.raises(lw.NumericalError, match=r"the tolerance of the samples\.$"):
+        found.samples()
+    assert (found.ridge.wider, noise(powers.float(), 1).wider) == ("", ", or compute in float64")

@@ -12,6 +12,7 @@ from torch import Tensor
 from lapwing.core.errors import NumericalError
 from lapwing.linalg.design import MatrixDesign, OperatorDesign, back_product
 from lapwing.linalg.estimators import student
+from lapwing.linalg.orthogonal import OrthonormalRows
 from lapwing.linalg.ridge import Ridge
 from tests.references.ridge import complete, draws
 from tests.tolerances import SOLVED, assert_close, assert_within
@@ -163,12 +164,24 @@ def test_one_basis_for_every_precision(scaled: bool) -> None:
     assert smaller.iterations == grown - 1  # one was for Xᵀ ε
 
 
-def test_a_basis_that_may_not_grow_is_finished_by_conjugate_gradients() -> None:
+@pytest.mark.parametrize("most", [20, 6])  # after the first products, and before they are done
+def test_a_basis_that_may_not_grow_is_finished_by_conjugate_gradients(most: int) -> None:
     x = spectral(torch.logspace(3, -3, 80, dtype=D), 90)
-    ridge = drawn(x, samples=5, width=4, bytes=8 * 80 * 20)
+    ridge = drawn(x, samples=5, width=4, bytes=8 * 80 * most)
     found = ridge.samples(0.1, 1.0, 1e-9)
-    assert len(ridge.basis.basis) <= 20
+    assert len(ridge.basis.basis) <= most
     assert_close(found.x, exact(ridge, x, 0.1, 1.0), SOLVED)
+
+
+def test_the_logdet_forms_no_second_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Ritz vectors would be as large as the basis, twice."""
+    x = spectral(torch.logspace(3, -3, 80, dtype=D), 90)
+    ridge = drawn(x, samples=5, width=4)
+    assert len(ridge.reaching(0.1, 1e-9).rows) > 20
+    formed, combined = [], OrthonormalRows.combined
+    monkeypatch.setattr(OrthonormalRows, "combined", lambda rows, y: formed.append(len(y)) or combined(rows, y))
+    ridge.logdet(torch.tensor(0.1, dtype=D), 3, 5)
+    assert max(formed) == 3
 
 
 @pytest.mark.parametrize("scaled", [False, True])
