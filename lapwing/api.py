@@ -94,7 +94,7 @@ def fit(
     torch.Size([3, 1])
     """
     device = _device(model)
-    batches = Data(data, device, target_key, sys.stderr.isatty() if progress is None else progress)
+    batches = Data(data, device, target_key, _shown(progress))
     first = next(iter(Data(data, device, target_key).batches("first batch")))
     network = Network.build(model, _several(Data(data, device, target_key)), weights_named(weights))
     chosen = likelihood_named(likelihood, network.output_shape[-1])
@@ -191,7 +191,6 @@ def train(
     torch.Size([3, 1])
     """
     device = _device(model)
-    show = sys.stderr.isatty() if progress is None else progress
     batches = Data(data, device, target_key)
     inputs = _several(batches)
     recipe = online() if recipe is None else recipe
@@ -211,7 +210,7 @@ def train(
         recipe,
         resume=State.load(resume) if isinstance(resume, str | Path) else resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
-        bar=training.progress_bar if show else training.no_bar,
+        bar=training.progress_bar if _shown(progress) else training.no_bar,
     )
     fitted = Fitted(outcome.posterior, Fingerprint.of(outcome.model))
     return Trained(outcome.model, fitted, outcome.history, outcome.state)
@@ -225,6 +224,11 @@ class Trained:
     posterior: Fitted
     history: tuple[Epoch, ...]
     state: State
+
+
+def _shown(progress: bool | None) -> bool:
+    """Whether there are bars: on a terminal, where it is left open."""
+    return sys.stderr.isatty() if progress is None else progress
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -377,18 +381,26 @@ class Fitted:
         return getattr(self.posterior, "trace", None)
 
     @outside_autocast
-    def jacobian(self, data: Iterable[Any]) -> Operator:
-        """J over these data as an operator (N C, P): ``J @ v`` and ``J.T @ u`` for many vectors at once."""
-        return self._operator(data, "jacobian", "jacobian")
+    def jacobian(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
+        """J over these data as an operator (N C, P): ``J @ v`` and ``J.T @ u`` for many vectors at once.
+
+        ``progress=None`` shows a bar on a terminal, as ``fit`` does: while the data are read, and at every product
+        where the factors of all data do not fit and are computed anew.
+        """
+        return self._operator(data, "jacobian", "jacobian", progress)
 
     @outside_autocast
-    def ggn(self, data: Iterable[Any]) -> Operator:
-        """The GGN Σ Jᵀ Λ J at unit dispersion over these data as an operator (P, P); the matrix is never formed."""
-        return self._operator(data, "ggn", "ggn")
+    def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
+        """The GGN Σ Jᵀ Λ J at unit dispersion over these data as an operator (P, P); the matrix is never formed.
 
-    def _operator(self, data: Iterable[Any], curvature: str, kind: str) -> Operator:
+        ``progress`` as for ``jacobian``.
+        """
+        return self._operator(data, "ggn", "ggn", progress)
+
+    def _operator(self, data: Iterable[Any], curvature: str, kind: str, progress: bool | None) -> Operator:
         self._unchanged()
-        batches = data if isinstance(data, Data) else Data(data, self.network.device)
+        batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=_shown(None))
+        batches = batches if progress is None else replace(batches, progress=progress)
         design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
         if kind == "jacobian":
             refuse_reordered(design)

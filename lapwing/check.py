@@ -13,7 +13,7 @@ from lapwing.core.errors import DataError
 from lapwing.methods.ella import ELLA
 from lapwing.methods.hfl import EXACT
 from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.sampled import Sampled
+from lapwing.methods.sampled import BASIS, Sampled
 from lapwing.methods.valla import VaLLA
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
 from lapwing.networks.forward import batch_size
@@ -24,7 +24,6 @@ from lapwing.posteriors.response import DENSE
 from lapwing.registry import weights_named
 
 FULL_LIMIT = 30_000
-BASIS = 320  # vectors in a typical Krylov basis
 
 
 @dataclass(frozen=True)

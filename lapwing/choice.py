@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lapwing.core.errors import UnsupportedError
@@ -10,7 +11,7 @@ from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
-from lapwing.methods.sampled import Sampled
+from lapwing.methods.sampled import BASIS, Sampled
 from lapwing.posteriors.protocols import Method
 
 SOLVES = 4  # what samples cost with the search for their precision, in solves at one
@@ -30,8 +31,9 @@ class Auto:
     """Pick the method: exact if it fits ``memory`` (bytes) and ``seconds``, samples of the exact posterior if they do,
     Kronecker otherwise.
 
-    Costs are counted in multiplications and turned into seconds by a round figure, so that the same problem gets the
-    same method on every machine. ``fit(..., method="auto")`` has these defaults; ``posterior.why`` tells the reason.
+    Memory is what a method holds, besides what a pass of the network holds for one chunk of data. ``Sampled`` is given
+    the limit, and keeps to it. Seconds are multiplications over a round figure, so that the same problem gets the same
+    method on every machine. ``fit(..., method="auto")`` has these defaults; ``posterior.why`` tells the reason.
 
     >>> Auto().choose(weights=500, rows=10_000).why
     'Full: 500 weights, 10000 rows (data times outputs); 0.0037 GiB and about 0.13 s, exact'
@@ -56,7 +58,6 @@ class Auto:
         ``tuned`` where the precision is still to be learned, which samples take several solves for.
         """
         rate = RATE * (100 if self.gpu else 1)
-        blocks = 20 * 16  # vectors in a typical Krylov basis
         options: list[tuple[Method, float, float, str]] = [
             (Full(limit=weights), 16.0 * weights**2, float(rows) * weights**2 + 0.3 * weights**3, "exact"),
             (
@@ -67,14 +68,16 @@ class Auto:
             ),
         ]
         exact = sorted(options, key=lambda option: option[2])
-        sampled = Sampled(num_samples=self.num_samples)
-        vectors = (blocks + 2 * self.num_samples) * (SOLVES if tuned else 1)
+        unlimited = math.isinf(self.memory)
+        sampled = Sampled(num_samples=self.num_samples, memory=None if unlimited else self.memory)
+        vectors = (BASIS + 2 * self.num_samples) * (SOLVES if tuned else 1)
+        most = "" if unlimited else f" in at most {self.memory / 2**30:.2g} GiB"  # kept factors take what there is
         exact.append(
             (
                 sampled,
-                8.0 * weights * (blocks + 2 * self.num_samples),
+                sampled.needs(weights, rows),
                 2.0 * rows * weights * vectors,
-                f"{self.num_samples} samples of the exact",
+                f"{self.num_samples} samples of the exact" + most,
             )
         )
         size = f"{weights} weights, {rows} rows (data times outputs)"

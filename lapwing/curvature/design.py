@@ -17,7 +17,6 @@ from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.design import Part, forward_product, gram_product
 from lapwing.linalg.operators import refuse_asymmetric
-from lapwing.networks.forward import batch_size
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
@@ -108,6 +107,12 @@ class NetworkDesign:
     def like(self) -> Tensor:
         return torch.empty(0, dtype=self.network.dtype, device=self.network.device)
 
+    @property
+    def nbytes(self) -> int:
+        """What is kept between products: factors, and data that were read once for all."""
+        data = () if self.source is None else tensors_in(list(self.data.source))
+        return sum(part.nbytes for part in self.held or ()) + sum(t.numel() * t.element_size() for t in data)
+
     def tried(self) -> NetworkDesign:
         """What tells whether products can be relied on: the first batch where nothing but the network could change."""
         if self.held is not None or self.source is None:
@@ -184,7 +189,7 @@ def refuse_redrawn(design: NetworkDesign) -> None:
     """
     if design.source is None or isinstance(design.source.source, list | tuple):
         return
-    first, second = _projected(design.data), _projected(design.source)
+    first, second = _projected(design.data, design.network), _projected(design.source, design.network)
     if first is None or second is None:
         return
     sizes = torch.maximum(first, second)[[2, 1]].clamp_min(torch.finfo(torch.float64).tiny)
@@ -196,12 +201,12 @@ def refuse_redrawn(design: NetworkDesign) -> None:
         )
 
 
-def _projected(data: Data) -> Tensor | None:
+def _projected(data: Data, network: Network) -> Tensor | None:
     """The sum over all rows of a random projection of input and target, of its square, and of its size."""
     patterns: list[Tensor] = []
     total = torch.zeros(3, dtype=torch.float64, device=data.device)
     for batch in data.batches("reading again"):
-        size = batch_size(batch.inputs)
+        size, own = network.count(batch.inputs), (*network.own(batch.inputs), True)
         tensors = [t.reshape(len(t) if t.ndim else 1, -1) for t in (*tensors_in(batch.inputs), batch.targets)]
         if not patterns:
             generator = torch.Generator().manual_seed(1)
@@ -209,7 +214,7 @@ def _projected(data: Data) -> Tensor | None:
         if [t.shape[1] for t in tensors] != [len(pattern) for pattern in patterns]:
             return None
         each = [t.double() @ pattern for t, pattern in zip(tensors, patterns, strict=True)]
-        row = torch.stack([r if len(r) == size else r.sum().expand(size) for r in each]).sum(0)
+        row = torch.stack([r if mine else r.sum().expand(size) for r, mine in zip(each, own, strict=True)]).sum(0)
         total += torch.stack([row.sum(), row.square().sum(), row.abs().sum()])
     return total
 

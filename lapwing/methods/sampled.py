@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
-from lapwing.core.settings import is_real, refuse_other_than_whole
+from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.sweep import checked_curvature, residual_noise
 from lapwing.linalg.cg import Solution
@@ -23,6 +23,9 @@ from lapwing.priors.gaussian import SINGLE, Prior
 
 STOCHASTIC = ("sgd", "sdd")
 SOLVERS = ("krylov", "cg", *STOCHASTIC)
+BASIS = 320  # rows in a typical Krylov basis
+VECTORS = 20  # of P numbers, that a solve holds for each sample at its peak, as measured; products included
+SQUARES = 4  # of d rows by d, that belong to a basis
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Sampled:
     "sgd" and "sdd" descend on ``batch`` data at a time, for ``epochs`` passes at every precision, where a prior has one
     number; ``objective`` is where "sgd" has the noise, "reduced" in the regulariser or "classic" in the data.
 
+    ``memory`` is how many bytes a fit and its solves may take, besides what a pass of the network holds for one chunk
+    of data: what is left beside the vectors of the samples goes to factors that are kept between products and to a
+    larger basis. None stands for 2 GiB of factors and 4 GiB of basis, or a third of what is free on a GPU for each.
+
     Cost: one pass for the Jacobian's factors, then one product with all vectors for each block of the basis.
     Exact when: never, but variances have a relative standard error of sqrt(2 / num_samples), whatever the network.
     """
@@ -54,11 +61,14 @@ class Sampled:
     objective: str = "reduced"
     batch: int = 128
     epochs: int = 400
+    memory: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "width", "steps", "batch", "epochs"):
             refuse_other_than_whole(name, getattr(self, name))
         refuse_other_than_whole("probes", self.probes, least=2)
+        if self.memory is not None:
+            refuse_other_than_positive("memory", self.memory)
         if not is_real(self.tolerance) or not 0 < self.tolerance < 1:
             raise UnsupportedError(
                 f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "
@@ -76,19 +86,61 @@ class Sampled:
         stochastic = self.solver in STOCHASTIC
         if stochastic:
             refuse_groups(self.solver, problem.prior)
-        design = NetworkDesign.build(network, problem.likelihood, data, part=self.batch if stochastic else None)
+        design = self._design(problem, data, self.batch if stochastic else None)
         refuse_unsteady(design, generator)
         if stochastic and design.source is None:  # parts of the data have to stay what they were; those kept do
             refuse_reordered(design)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
         settings: dict[str, int] = {"width": self.width}
-        if network.device.type == "cuda":  # a basis may take a third of what is free there
+        if self.memory is not None:
+            settings["bytes"] = 8 * design.size * self._most_rows(design)
+        elif network.device.type == "cuda":  # a basis may take a third of what is free there
             settings["bytes"] = max(4 * 2**30, torch.cuda.mem_get_info(network.device)[0] // 3)
         ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
         likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
         problem = problem.with_likelihood(likelihood)
         return SampledPosterior(problem, RidgeSolver(self, ridge), design.statistics, network.theta())
+
+    def needs(self, size: int, rows: int = 0) -> int:
+        """Bytes for P weights and n C rows: the vectors of the samples, the noise of the rows and a typical basis."""
+        basis = min(BASIS, size)
+        return self._vectors(size, rows) + 8 * basis * (size + SQUARES * basis)
+
+    def _vectors(self, size: int, rows: int) -> int:
+        """As ``needs``, without the basis. It grows by ``width`` rows; quadrature keeps the steps of all probes."""
+        solve = VECTORS * max(self.num_samples, self.width)
+        evidence = self.probes * (self.steps + VECTORS) + 4 * self.num_samples
+        return 8 * (max(solve, evidence) * size + self.num_samples * rows)
+
+    def _spare(self, size: int, rows: int = 0) -> int | None:
+        """Bytes that are left beside what is needed; None where there is no limit."""
+        if self.memory is None:
+            return None
+        needs = self.needs(size, rows)
+        if needs > self.memory:
+            raise UnsupportedError(
+                f"Sampled() with {self.num_samples} samples of {size} weights needs {needs / 2**20:.0f} MiB; memory is "
+                f"{self.memory / 2**20:.0f} MiB. Raise it, lower num_samples, or choose fewer weights."
+            )
+        return int(self.memory) - needs
+
+    def _design(self, problem: Problem, data: Data, part: int | None) -> NetworkDesign:
+        """With as much kept between products as there is room for."""
+        size = problem.network.selection.size
+        spare = self._spare(size)
+        cache = None if spare is None else spare // 2  # for the data, and for their factors
+        design = NetworkDesign.build(problem.network, problem.likelihood, data, cache, part=part)
+        spare = self._spare(size, design.rows)
+        if spare is not None and design.nbytes > spare:  # how many rows have noise was not known before
+            return replace(design, held=None)
+        return design
+
+    def _most_rows(self, design: NetworkDesign) -> int:
+        """The largest basis, d (P + SQUARES d) numbers, in the bytes that nothing else takes."""
+        assert self.memory is not None
+        left = (int(self.memory) - self._vectors(design.size, design.rows) - design.nbytes) // 8
+        return int(((design.size**2 + 4 * SQUARES * max(0, left)) ** 0.5 - design.size) / (2 * SQUARES))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +164,7 @@ class RidgeSolver:
             self.ridge.prior + unit * self.ridge.back / phi**0.5,
             self.ridge.prior,
             self.settings.tolerance,
+            self.ridge.wider,
             near,
         )
         return replace(found, x=found.x * unit)

@@ -33,9 +33,10 @@ def named(choice: Choice) -> str:
         (10_000, 5_000, lw.Full(limit=10_000)),  # half the time that the kernel takes
         (2_000, 50, lw.KernelSpace(limit=50)),  # both fit, and this one is cheaper
         (100_000, 100, lw.KernelSpace(limit=100)),
-        (100_000, 5_000, lw.Sampled(num_samples=64)),
+        (100_000, 5_000, lw.Sampled(num_samples=64, memory=4 * GIB)),
+        (300_000, 2_000, lw.Sampled(num_samples=64, memory=4 * GIB)),
         (1_000_000, 500, lw.KernelSpace(limit=500)),
-        (1_000_000, 600, lw.Sampled(num_samples=64)),
+        (1_000_000, 600, lw.Kron()),  # 1,600 vectors of so many weights are 12 GiB
         (10_000_000, 100, lw.Kron()),
         (100_000, 1_000_000, lw.Kron()),
     ],
@@ -45,7 +46,7 @@ def test_the_defaults(weights: int, rows: int, expected: Any) -> None:
 
 
 def test_the_number_of_samples_is_passed_on() -> None:
-    assert lw.Auto(num_samples=7).choose(100_000, 5_000).method == lw.Sampled(num_samples=7)
+    assert lw.Auto(num_samples=7).choose(100_000, 5_000).method == lw.Sampled(num_samples=7, memory=4 * GIB)
     assert lw.Auto(num_samples=2000).choose(100_000, 5_000).method == lw.Kron()  # they cost time as well
 
 
@@ -98,43 +99,44 @@ def test_what_was_rejected_costs_more_than_there_is(weights: int, rows: int) -> 
             assert float(time) < 1.06 * seconds
         if named(choice) == "Sampled":
             assert {name for name, _, _ in rejected} == {"Full", "KernelSpace"}
-            assert "samples of the exact" in choice.why
+            assert f"samples of the exact in at most {memory / GIB:.2g} GiB" in choice.why
 
 
 def test_the_costs_are_those_of_the_algorithms() -> None:
-    """Full: H and a factor, P² each, and n P² + P³/3. Kernel: n vectors of P and two n². Samples: the basis."""
+    """Full: H and a factor, P² each, and n P² + P³/3. Kernel: n vectors of P and two n². Samples: the basis, twenty
+    vectors for each, and the noise of the rows."""
     p, n = 20_000, 7_000
     why = lw.Auto(memory=1.0).choose(p, n).why
     told = {name: (float(memory) * GIB, float(time) * RATE) for name, memory, time in REJECTED.findall(why)}
     assert told["Full"] == pytest.approx((16 * p**2, n * p**2 + 0.3 * p**3), rel=0.06)
     assert told["KernelSpace"] == pytest.approx((8 * n * (p + 2 * n), 2 * n**2 * p + 9 * n**3), rel=0.06)
-    assert told["Sampled"] == pytest.approx((8 * p * 448, 2 * n * p * 448), rel=0.06)
+    assert told["Sampled"] == pytest.approx((8 * (320 * (p + 4 * 320) + 64 * (20 * p + n)), 2 * n * p * 448), rel=0.06)
 
 
 @lru_cache
-def setting() -> tuple[nn.Module, Tensor, Tensor]:
-    """303 weights and 600 rows: exact costs 1.5 MB, samples of it 1.1 MB."""
+def setting(inputs: int = 100) -> tuple[nn.Module, Tensor, Tensor]:
+    """303 weights and up to 1200 rows; of 3003 weights exact costs 60 MB, and eight samples of it 20 MB."""
     torch.manual_seed(4)
-    return nn.Linear(100, 3).double(), torch.randn(200, 100, dtype=D), torch.randn(200, 3, dtype=D)
+    return nn.Linear(inputs, 3).double(), torch.randn(400, inputs, dtype=D), torch.randn(400, 3, dtype=D)
 
 
 CHOSEN = {
-    "Full": (lw.Auto(), lw.Full(), 200),
-    "KernelSpace": (lw.Auto(), lw.KernelSpace(), 20),
-    "Sampled": (lw.Auto(memory=1.2e6), lw.Sampled(num_samples=64), 200),
-    "Kron": (lw.Auto(memory=1e5), lw.Kron(), 200),
+    "Full": (lw.Auto(), lw.Full(), 100, 200),
+    "KernelSpace": (lw.Auto(), lw.KernelSpace(), 100, 20),
+    "Sampled": (lw.Auto(memory=3e7, num_samples=8), lw.Sampled(num_samples=8, memory=3e7), 1000, 400),
+    "Kron": (lw.Auto(memory=1e5), lw.Kron(), 100, 200),
 }
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_posterior_is_that_of_the_method(name: str) -> None:
-    auto, method, count = CHOSEN[name]
-    model, x, y = setting()
+    auto, method, inputs, count = CHOSEN[name]
+    model, x, y = setting(inputs)
     found, other = (
         lw.fit(model, [(x[:count], y[:count])], lw.Gaussian(), method=m, generator=torch.Generator().manual_seed(3))
         for m in (auto, method)
     )
-    assert found.why.startswith(f"{name}: 303 weights, {3 * count} rows")
+    assert found.why.startswith(f"{name}: {3 * inputs + 3} weights, {3 * count} rows")
     assert other.why == ""
     assert type(found.posterior) is type(other.posterior)
     assert type(found.curvature) is type(other.curvature)
@@ -143,10 +145,68 @@ def test_the_posterior_is_that_of_the_method(name: str) -> None:
     assert torch.equal(found.log_evidence(), other.log_evidence())
 
 
+@lru_cache
+def wide() -> tuple[nn.Module, Tensor, Tensor]:
+    """2285 weights and 2000 rows, of which samples need 17 MB, factors 2 MB and a basis of all directions 120 MB."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 5))
+    return model, torch.randn(400, 10), torch.randn(400, 10)[:, :5].argmax(1)
+
+
+@lru_cache
+def sampled(memory: float) -> lw.Fitted:
+    """Without a limit where it is infinite; few samples, at a precision that takes a large basis."""
+    model, x, y = wide()
+    method = lw.Sampled() if math.isinf(memory) else lw.Auto(memory=memory, seconds=1e4, num_samples=16)
+    return lw.fit(model, [(x, y)], "classification", method=method, prior=1e-3)
+
+
+NEEDS = lw.Sampled().needs(2285, 2000)
+
+
+@pytest.mark.parametrize(("more", "held"), [(0.0, False), (1e6, False), (1e7, True), (5e7, True)])
+def test_samples_keep_to_the_memory(more: float, held: bool) -> None:
+    """Basis and kept factors as they are after a solve and the evidence, beside the vectors that a solve works with."""
+    memory = NEEDS + more
+    found, x = sampled(memory), wide()[1]
+    assert f"in at most {memory / GIB:.2g} GiB" in found.why
+    cov = found.functions(x).cov
+    found.log_evidence()
+    ridge = found.posterior.solver.ridge
+    design, basis = ridge.design, ridge.basis
+    squares = sum(t.numel() * t.element_size() for t in (basis.projected, basis.turn))
+    rows = sum(t.numel() * t.element_size() for t in basis.rows.blocks)
+    working = 8 * 20 * 16 * 2285
+    assert working + design.nbytes + rows + squares <= memory
+    assert (design.held is not None) == held
+    assert len(basis.rows) > 300  # and use it
+    expected = sampled(math.inf).functions(x).cov
+    assert float((cov - expected).norm()) < 0.05 * float(expected.norm())
+
+
+def test_without_a_limit_samples_take_more() -> None:
+    """So that the test above says something."""
+    found = sampled(math.inf)
+    _ = found.functions(wide()[1]).cov
+    ridge = found.posterior.solver.ridge
+    assert 8 * 2285 * len(ridge.basis.rows) + ridge.design.nbytes > 8 * 2285 * 320 + 4e6
+    assert ridge.design.held is not None
+
+
+def test_factors_give_way_to_the_noise_of_many_rows() -> None:
+    """How many rows there are is known after a pass alone."""
+    model, x, y = wide()
+    needs = lw.Sampled(num_samples=128).needs(2285, 2000)
+    for more, held in ((1e5, False), (1e7, True)):  # the noise takes 2 MB, and so does what it leaves at first
+        method = lw.Sampled(num_samples=128, memory=needs + more)
+        ridge = lw.fit(model, [(x, y)], "classification", method=method, prior=1.0).posterior.solver.ridge
+        assert (ridge.design.held is not None) == held
+
+
 def test_its_name_has_the_defaults() -> None:
     model, x, y = setting()
     one, other = (lw.fit(model, [(x, y)], lw.Gaussian(), method=m, prior=1.0) for m in ("auto", lw.Auto()))
-    assert one.why == other.why == lw.Auto().choose(303, 600).why
+    assert one.why == other.why == lw.Auto().choose(303, 1200).why
     assert torch.equal(one.functions(x[:5]).cov, other.functions(x[:5]).cov)
 
 
@@ -208,7 +268,7 @@ def test_nothing_but_ignored_data_is_refused() -> None:
 def test_a_precision_to_be_learned_counts() -> None:
     """Samples are solved for at several precisions; exact methods have all of them at once."""
     given, learned = (lw.Auto().choose(100_000, 4_000, tuned=tuned) for tuned in (False, True))
-    assert given.method == lw.Sampled(num_samples=64)
+    assert given.method == lw.Sampled(num_samples=64, memory=4 * GIB)
     assert learned.method == lw.Kron()
     assert "Sampled would take" in learned.why
     assert lw.Auto().choose(500, 10_000) == lw.Auto().choose(500, 10_000, tuned=True)

@@ -468,6 +468,18 @@ def test_one_batch_is_tried_where_the_data_are_kept_and_all_where_they_are_not()
     refuse_unsteady(kept)
 
 
+def test_what_is_kept_is_counted() -> None:
+    case = BY_NAME["cnn"]
+    x, y = case.batch(11), problems.targets(case, 11)
+    data = x.nbytes + y.nbytes
+    factors, streamed, nothing = (over(case, [(x, y)], cache) for cache in (None, data, 0))
+    assert nothing.nbytes == 0
+    assert streamed.nbytes == data
+    assert factors.held is not None
+    assert factors.nbytes == data + sum(part.nbytes for part in factors.held)
+    assert factors.nbytes > 2 * data
+
+
 class Noisy(nn.Module):
     """A layer that adds chance to what passes, in evaluation mode too, once it is told to."""
 

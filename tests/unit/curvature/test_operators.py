@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from lapwing.core.data import Data
 from lapwing.linalg.cg import (
     Product,
     block_conjugate_gradients,
@@ -429,6 +431,58 @@ def test_order_does_not_matter_to_a_streamed_ggn(monkeypatch: pytest.MonkeyPatch
     posterior = fitted(case)
     monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
     assert_close(posterior.ggn(Changing(case, CHANGES["shuffled"])) @ columns(83), ggn @ columns(83))
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+def test_progress_shows_reading_and_streamed_products(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = BY_NAME["mlp"]
+    posterior, data = fitted(case), problems.batches(case)
+    held, v = getattr(posterior, kind)(data, progress=True), columns(83)
+    shown = capsys.readouterr().err
+    assert "reading" in shown
+    assert "Jacobian" in shown
+    kept = held @ v
+    assert capsys.readouterr().err == ""  # nothing is read
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    streamed = getattr(posterior, kind)(data, progress=True)
+    capsys.readouterr()
+    for operator in (streamed, streamed.T):
+        product = operator @ columns(operator.shape[1])
+        assert "products" in capsys.readouterr().err
+    quiet = getattr(posterior, kind)(data, progress=False)
+    assert torch.equal(quiet.T @ columns(quiet.shape[0]), product)
+    assert_close(quiet @ v, kept)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
+def test_bars_appear_on_a_terminal_alone_as_in_a_fit(
+    kind: str, terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = BY_NAME["mlp"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    posterior = fitted(case)
+    assert bool(capsys.readouterr().err) == terminal
+    operator = getattr(posterior, kind)(problems.batches(case))
+    assert ("Jacobian" in capsys.readouterr().err) == terminal
+    _ = operator @ columns(83)
+    assert ("products" in capsys.readouterr().err) == terminal
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_data_that_say_whether_they_show_bars_do_so_unless_told(
+    shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = BY_NAME["mlp"]
+    posterior, data = fitted(case), Data(problems.batches(case), torch.device("cpu"), progress=shown)
+    posterior.ggn(data)
+    assert bool(capsys.readouterr().err) == shown
+    posterior.ggn(data, progress=not shown)
+    assert bool(capsys.readouterr().err) != shown
 
 
 def test_a_model_that_has_changed_is_refused() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import lapwing as lw
 
@@ -30,6 +32,23 @@ def test_tolerances_lie_between_nought_and_one(value: Any) -> None:
 def test_widths_are_positive(width: int) -> None:
     with pytest.raises(lw.UnsupportedError, match=f"width is {width}; expected at least 1"):
         lw.Sampled(width=width)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "4 GiB"])
+def test_memory_is_positive_and_finite(value: Any) -> None:
+    with pytest.raises(lw.UnsupportedError, match=r"memory is .*; expected a positive number that is finite"):
+        lw.Sampled(memory=value)
+
+
+def test_memory_that_holds_no_solve_is_refused() -> None:
+    data = [(torch.randn(8, 30), torch.randn(8, 2))]
+    needs = lw.Sampled().needs(62, 16)
+    fit = lambda memory: lw.fit(nn.Linear(30, 2), data, "regression", method=lw.Sampled(memory=memory), prior=1.0)
+    with pytest.raises(
+        lw.UnsupportedError, match=r"16 samples of 62 weights needs \d+ MiB; memory is \d+ MiB. Raise it"
+    ):
+        fit(needs - 1)
+    fit(needs)
 
 
 @pytest.mark.parametrize("name", COUNTS)
