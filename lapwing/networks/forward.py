@@ -135,7 +135,11 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
     """The tensor the model returns, out of ``.logits`` if need be."""
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
-    out = call(model, inputs)
+    try:
+        out = call(model, inputs)
+    except Exception as error:
+        error.add_note(_given(model, inputs))
+        raise
     if not isinstance(out, Tensor):
         out = out["logits"] if isinstance(out, Mapping) and "logits" in out else getattr(out, "logits", out)
     if not isinstance(out, Tensor):
@@ -151,6 +155,16 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
             "or outputs last. Wrap the model in a module that reshapes."
         )
     return out
+
+
+def _given(model: nn.Module, inputs: Inputs) -> str:
+    """What a model got that it refused: its own message may name a matrix inside it only."""
+    kinds = lambda tensors: ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in tensors)) or "none"
+    shapes = ", ".join(str(tuple(t.shape)) for t in tensors_in(inputs))
+    return (
+        f"Lapwing gave the network inputs of shape {shapes} ({kinds(tensors_in(inputs))}); its weights are "
+        f"{kinds(model.parameters())}. Give it what it was trained on."
+    )
 
 
 def shaped(raw: Tensor) -> Tensor:

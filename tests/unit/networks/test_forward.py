@@ -312,3 +312,15 @@ def test_compiled_and_parallel_models_are_unwrapped() -> None:
         posterior = lw.fit(wrapped, data, "classification", method="full", prior=2.0)
         assert posterior.network.model is model
         assert_close(posterior.predict(case.batch(3)).probs, expected)
+
+
+@pytest.mark.parametrize("inputs", [torch.randn(5, 2), torch.randn(5, 3, dtype=torch.float64)], ids=["width", "dtype"])
+def test_inputs_that_the_network_refuses(inputs: Tensor) -> None:
+    """Its own error, with what it was given."""
+    net = nn.Linear(3, 1)
+    with pytest.raises(RuntimeError) as caught:
+        lw.fit(net, [(inputs, torch.randn(5, 1))], "regression", prior=1.0)
+    note = caught.value.__notes__[-1]
+    assert (
+        f"inputs of shape {tuple(inputs.shape)} ({inputs.dtype} on cpu); its weights are torch.float32 on cpu" in note
+    )
