@@ -34,9 +34,7 @@ from lapwing.posteriors.trace import Step, Trace
 from lapwing.posteriors.weight_space import WeightPosterior
 
 OPTIMISERS = ("lbfgs", "adam", "none")
-COARSE = tuple(
-    math.exp(k / 2) for k in range(-12, 13)
-)  # factors on the prior variance, at each look at validation data
+COARSE = tuple(math.exp(k) for k in range(-6, 7))  # factors on the prior variance, at each look at validation data
 FINE = tuple(math.exp(k / 8) for k in range(-12, 13))  # and at the end
 ROUNDS = 8  # of the latter, each from the last of the one before: five decades to either side
 

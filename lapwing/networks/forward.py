@@ -138,7 +138,8 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
     try:
         out = call(model, inputs)
     except Exception as error:
-        error.add_note(_given(model, inputs))
+        if hasattr(error, "add_note"):  # not before Python 3.11
+            error.add_note(_given(model, inputs))
         raise
     if not isinstance(out, Tensor):
         out = out["logits"] if isinstance(out, Mapping) and "logits" in out else getattr(out, "logits", out)
