@@ -17,7 +17,7 @@ from lapwing.curvature.tangent_model import TangentModel, tangent_model
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.posteriors.trace import UNSETTLED, DivergedError, Step, Trace
-from lapwing.tuning.evidence import RANGE
+from lapwing.tuning.evidence import in_range
 from lapwing.tuning.linear_mode import ModeSolver
 
 
@@ -74,7 +74,7 @@ class SampleEM:
             steps.append(_step(current.problem, gammas.sum(1, keepdim=True)))
             refuse_negative(gammas, steps, current)
             low, high = (float(end) for end in updated.problem.prior.values.aminmax())
-            if not (math.isfinite(moved) and RANGE[0] < low <= high < RANGE[1]):
+            if not (math.isfinite(moved) and in_range((low, high), current)):
                 trace = Trace("sample_em", "gamma", tuple(steps))
                 message = (
                     f"sample_em: a prior precision ran to {high:.3g} (smallest {low:.3g}). The weights of a group "

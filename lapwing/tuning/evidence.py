@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from lapwing.posteriors.trace import DivergedError, Step, Trace
 from lapwing.tuning.coordinates import Coordinates
 
 P = TypeVar("P", bound=Posterior)
-RANGE = (1e-10, 1e12)  # precisions beyond these mean that the evidence has no optimum
+RANGE = (1e-10, 1e12)
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,16 @@ class MaximiseEvidence:
         return found
 
 
+def in_range(precisions: Collection[float], posterior: Posterior) -> bool:
+    """Whether an optimum may be there: beyond 1e-10 and 1e12 the evidence has none.
+
+    Large weights, of a network for targets in small units, have small precisions: the lower end is in units of theirs.
+    """
+    prior, theta = posterior.problem.prior, posterior.problem.network.theta()
+    size = float((theta - prior.mean).detach().double().square().mean())
+    return RANGE[0] < min(precisions) * max(1.0, size) and max(precisions) < RANGE[1]
+
+
 def refuse_not_finite(coordinates: Coordinates, steps: list[Step], tuner: str = "maximise_evidence") -> None:
     """Raise once the last step is not finite, with the last good value."""
     if not math.isfinite(steps[-1].score):
@@ -61,7 +71,7 @@ def refuse_not_finite(coordinates: Coordinates, steps: list[Step], tuner: str = 
 def refuse_runaway(coordinates: Coordinates, steps: list[Step], tuner: str = "maximise_evidence") -> None:
     """Raise if the last step is out of range, where no search may end (passing through is another matter)."""
     low, high = min(steps[-1].precisions), max(steps[-1].precisions)
-    if not RANGE[0] < low <= high < RANGE[1]:
+    if not in_range(steps[-1].precisions, coordinates.posterior):
         _diverged(
             coordinates,
             steps,
@@ -82,13 +92,9 @@ def refuse_unfinished(coordinates: Coordinates, steps: list[Step], slope: float,
 
 
 def _diverged(coordinates: Coordinates, steps: list[Step], message: str, tuner: str = "maximise_evidence") -> None:
-    good = [
-        step
-        for step in steps
-        if math.isfinite(step.score) and RANGE[0] < min(step.precisions) <= max(step.precisions) < RANGE[1]
-    ]
-    trace = Trace(tuner, steps=tuple(steps), findings=(message,))
     kept = coordinates.posterior
+    good = [step for step in steps if math.isfinite(step.score) and in_range(step.precisions, kept)]
+    trace = Trace(tuner, steps=tuple(steps), findings=(message,))
     if good:
         kept = coordinates.finished(coordinates.position(max(good, key=lambda step: step.score)), trace)
     raise DivergedError(message, trace, kept)

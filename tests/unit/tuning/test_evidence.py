@@ -348,3 +348,24 @@ def test_full_evidence_of_a_single_output() -> None:
         + 0.5 * len(theta) * math.log(0.5) - 0.25 * theta @ theta - 0.5 * torch.linalg.slogdet(precision)[1]
     )  # fmt: skip
     assert_close(fitted.log_evidence(), expected)
+
+
+@pytest.mark.parametrize("kind", ["maximise_evidence", "fixed_point", "sample_em"])
+def test_targets_in_small_units_have_an_optimum_too(kind: str) -> None:
+    """Prices in cents: a last layer that is a million times larger has a precision of 1e-12, and means the same."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 2, dtype=D)
+    y = x[:, :1].sin() + 0.3 * torch.randn(60, 1, dtype=D)
+    start = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double().state_dict()
+    found = []
+    for units in (1e4, 1e6):
+        net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        net.load_state_dict({key: value * (units if key.startswith("2.") else 1) for key, value in start.items()})
+        data = [(x, units * y)]
+        tuner = lw.sample_em(data, mode="network") if kind == "sample_em" else getattr(lw, kind)
+        method = lw.Sampled(num_samples=32) if kind == "sample_em" else lw.Kron()
+        found.append(lw.fit(net, data, "regression", method=method, prior=1.0).tuned(tuner))
+    small, large = found
+    assert float(large.prior.values) < 1e-10
+    assert float(large.prior.values) * 1e4 == pytest.approx(float(small.prior.values), rel=0.1)
+    torch.testing.assert_close(large.functions(x).std / 1e2, small.functions(x).std, rtol=0.1, atol=0)
