@@ -387,7 +387,7 @@ class Fitted:
         ``progress=None`` shows a bar on a terminal, as ``fit`` does: while the data are read, and at every product
         where the factors of all data do not fit and are computed anew.
         """
-        return self._operator(data, "jacobian", "jacobian", progress)
+        return self._operator(data, "jacobian", progress)
 
     @outside_autocast
     def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
@@ -395,13 +395,13 @@ class Fitted:
 
         ``progress`` as for ``jacobian``.
         """
-        return self._operator(data, "ggn", "ggn", progress)
+        return self._operator(data, "ggn", progress)
 
-    def _operator(self, data: Iterable[Any], curvature: str, kind: str, progress: bool | None) -> Operator:
+    def _operator(self, data: Iterable[Any], kind: str, progress: bool | None) -> Operator:
         self._unchanged()
         batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=_shown(None))
         batches = batches if progress is None else replace(batches, progress=progress)
-        design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
+        design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=kind)
         if kind == "jacobian":
             refuse_reordered(design)
         else:

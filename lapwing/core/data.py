@@ -53,11 +53,6 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def take(inputs: Inputs, size: int, rows: slice | Tensor) -> Inputs:
-    """Some samples of a batch of ``size``: every tensor whose first dimension is the batch is cut."""
-    return map_tensors(inputs, lambda t: t[rows] if t.ndim and t.shape[0] == size else t)
-
-
 def picked(inputs: Inputs, own: Sequence[bool], rows: slice | Tensor) -> Inputs:
     """Some samples of a batch: the tensors that have a row for each sample (``own``, in order) are cut."""
     flags = iter(own)

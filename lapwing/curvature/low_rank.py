@@ -135,10 +135,14 @@ class LowRankPrecision:
 
     def _root(self, v: Tensor, root: Tensor) -> Tensor:
         """v - Yᵀ E (s (s + 1))⁻¹ Eᵀ Y v, with Y = W A^-½, Y Yᵀ = E (s² - 1) Eᵀ: the symmetric root of (I + Yᵀ Y)⁻¹."""
+        return v - self.rows.combined(self.rows.times(v * root) @ self._taken) * root
+
+    @cached_property
+    def _taken(self) -> Tensor:
+        """E (s (s + 1))⁻¹ Eᵀ, (r, r)."""
         values, turn = torch.linalg.eigh(self._gram)
         s = (1 + values.clamp_min(0)).sqrt()
-        moved = self.rows.times(v * root) @ (turn / (s * (s + 1))) @ turn.mT
-        return v - self.rows.combined(moved) * root
+        return (turn / (s * (s + 1))) @ turn.mT
 
     def solve(self, v: Tensor) -> Tensor:
         spread = self.prior.vector.double().reciprocal()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, call, map_tensors, picked, take, tensors_in
+from lapwing.core.data import Inputs, call, map_tensors, picked, tensors_in
 from lapwing.core.errors import DataError, ModelError
 
 FEW = 32  # samples that show whether a forward pass repeats itself
@@ -219,7 +219,7 @@ def refuse_random(model: nn.Module, inputs: Inputs) -> None:
     """The same inputs must give the same outputs. Two forward passes, over a few of them where it is clear how."""
     some = inputs
     if len(list(tensors_in(inputs))) == 1:  # of several, one may belong to all samples
-        some = take(inputs, batch_size(inputs), slice(0, FEW))
+        some = map_tensors(inputs, lambda t: t[:FEW])
     with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
         first, second = raw_output(model, some), raw_output(model, some)
     # A float64 head may sit on a float32 body: the coarsest of all decides.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, map_tensors, take, tensors_in
+from lapwing.core.data import Data, map_tensors, picked, tensors_in
 from lapwing.core.errors import DataError
 
 X, Y = torch.randn(5, 3), torch.arange(5)
@@ -96,7 +96,7 @@ def test_trees_keep_their_form() -> None:
 
 def test_only_what_has_the_batch_is_cut() -> None:
     shared = torch.randn(4, 4)
-    cut = take((X, shared, Y), 5, slice(1, 3))
+    cut = picked((X, shared, Y), (True, False, True), slice(1, 3))
     assert torch.equal(cut[0], X[1:3])
     assert cut[1] is shared
     assert torch.equal(cut[2], Y[1:3])
