@@ -1,0 +1,63 @@
+"""A small network fitted to a sine, and posteriors on it, for the tests of VaLLA."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+
+D = torch.float64
+NOISE = 0.2
+GIVEN = lw.Gaussian(noise_std=NOISE)
+
+
+@cache
+def trained() -> dict[str, Tensor]:
+    x, y = curve()
+    torch.manual_seed(0)
+    model = net()
+    optimiser = torch.optim.Adam(model.parameters(), 0.05)
+    with torch.enable_grad():
+        for _ in range(300):
+            optimiser.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimiser.step()
+    return {key: value.detach() for key, value in model.state_dict().items()}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def model() -> nn.Module:
+    """Fitted to a sine."""
+    found = net()
+    found.load_state_dict(trained())
+    return found
+
+
+@cache
+def curve(count: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    x = 4 * torch.rand(count, 1, dtype=D, generator=gen) - 2
+    return x, (2 * x).sin() + NOISE * torch.randn(count, 1, dtype=D, generator=gen)
+
+
+def fitted(method: Any, likelihood: Any = GIVEN, prior: Any = 0.5, **options: Any) -> lw.Fitted:
+    data = options.pop("data", None) or [curve()]
+    return lw.fit(options.pop("model", None) or model(), data, likelihood, method=method, prior=prior, **options)
+
+
+@cache
+def exact(learned: bool = False) -> lw.Fitted:
+    return fitted(lw.Full(), lw.Gaussian() if learned else GIVEN, None if learned else 0.5)
+
+
+@cache
+def classes(count: int = 30) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(2)
+    return torch.randn(count, 4, dtype=D, generator=gen), torch.randint(0, 3, (count,), generator=gen)
