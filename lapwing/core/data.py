@@ -91,13 +91,16 @@ class Data:
     device: torch.device
     target_key: str | None = None
     progress: bool = False
+    name: str = "data"  # in messages
 
     def __post_init__(self) -> None:
         if not hasattr(self.source, "__iter__") and not hasattr(self.source, "__getitem__"):
-            raise DataError(f"data is a {type(self.source).__name__}; expected a DataLoader or a list of batches.")
+            raise DataError(
+                f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
+            )
         if iter(self.source) is self.source:
             raise DataError(
-                "data is a one-shot iterator; some methods pass over the data twice. "
+                f"{self.name} is a one-shot iterator; some methods pass over the data twice. "
                 "Give a DataLoader, a list of batches, or any object that can be iterated again."
             )
 
@@ -114,7 +117,9 @@ class Data:
             empty = False
             yield self._checked(batch, position)
         if empty:
-            raise DataError("data is empty: no batch was yielded; expected at least one with rows, (inputs, targets).")
+            raise DataError(
+                f"{self.name} is empty: no batch was yielded; expected at least one with rows, (inputs, targets)."
+            )
 
     def _unpacked(self, item: Any) -> Batch:
         if isinstance(item, Mapping):
@@ -136,10 +141,11 @@ class Data:
         )
 
     def _checked(self, batch: Batch, position: int) -> Batch:
-        move = lambda t: t.to(self.device, non_blocking=True)
+        move = lambda t: (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
         inputs, targets = map_tensors(batch.inputs, move), move(batch.targets)
-        check_finite(inputs, f"inputs of batch {position}")
-        check_finite(targets, f"targets of batch {position}")
+        where = f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
+        check_finite(inputs, f"inputs of {where}")
+        check_finite(targets, f"targets of {where}")
         return Batch(inputs, targets)
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from lapwing.core.errors import NumericalError
 from lapwing.core.random import normal
+from lapwing.core.settings import refuse_other_than_whole
+
+ROUNDING = 1e-4  # of the largest beside it: what a variance below zero may be
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +52,20 @@ class FunctionGaussian:
     @cached_property
     def variance(self) -> Tensor:
         if isinstance(self.covariance, Deferred) and "cov" not in self.__dict__:
-            return self.covariance.variance().clamp_min(0)
+            return _cut(self.covariance.variance())
         if self.joint:
             size = self.mean.numel()
-            return self.cov.reshape(size, size).diagonal().reshape(self.mean.shape).clamp_min(0)
-        return self.cov.diagonal(dim1=-2, dim2=-1).clamp_min(0)
+            return _cut(self.cov.reshape(size, size).diagonal().reshape(self.mean.shape))
+        return _cut(self.cov.diagonal(dim1=-2, dim2=-1))
+
+    @cached_property
+    def marginal(self) -> FunctionGaussian:
+        """The belief about each input by itself: of a joint one its blocks, (B, C, C)."""
+        if not self.joint:
+            return self
+        size, outputs = self.mean.shape[:-1].numel(), self.mean.shape[-1]
+        blocks = self.cov.reshape(size, outputs, size, outputs).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+        return FunctionGaussian(self.mean, blocks.reshape(*self.mean.shape, outputs))
 
     @property
     def std(self) -> Tensor:
@@ -61,6 +73,7 @@ class FunctionGaussian:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws of f, (n, *mean.shape). Joint beliefs give correlated draws, others independent inputs."""
+        refuse_other_than_whole("n", n)
         if self.joint:
             size = self.mean.numel()
             root = psd_root(self.cov.reshape(size, size))
@@ -74,10 +87,21 @@ class FunctionGaussian:
 def psd_root(matrix: Tensor) -> Tensor:
     """L with L Lᵀ = matrix for a positive semi-definite matrix; rounding below zero is cut at zero."""
     values, vectors = torch.linalg.eigh(matrix.double())
-    floor = -1e-4 * values.abs().amax(-1, keepdim=True)
-    if bool((values < floor).any()):
+    _refuse_below(values, -ROUNDING * values.abs().amax(-1, keepdim=True), "eigenvalue")
+    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(matrix.dtype)
+
+
+def _cut(variance: Tensor) -> Tensor:
+    """Without rounding below zero; what is more than that beside the largest is refused."""
+    top = variance.detach().amax() if variance.numel() else variance.new_zeros(())
+    if not bool(top <= 0):  # of nothing but rounding there is no telling
+        _refuse_below(variance, -ROUNDING * top, "variance")
+    return variance.clamp_min(0)
+
+
+def _refuse_below(values: Tensor, floor: Tensor, what: str) -> None:
+    if not bool((values >= floor).all()):  # NaN is not
         raise NumericalError(
-            f"a covariance has the eigenvalue {values.min().item():.3g} beside {values.max().item():.3g}; "
+            f"a covariance has the {what} {values.min().item():.3g} beside {values.max().item():.3g}; "
             "expected none below zero. The posterior is broken: refit it in float64."
         )
-    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(matrix.dtype)

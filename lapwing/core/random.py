@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lapwing.core.errors import UnsupportedError
+
 
 def normal(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
     """Standard normal numbers in the dtype and on the device of ``like``."""
@@ -38,4 +40,8 @@ def classes(probs: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _home(generator: torch.Generator | None, like: Tensor) -> torch.device:
-    return like.device if generator is None else generator.device
+    if generator is None:
+        return like.device
+    if not isinstance(generator, torch.Generator):
+        raise UnsupportedError(f"generator is {generator!r:.80}; expected torch.Generator().manual_seed(...), or None.")
+    return generator.device

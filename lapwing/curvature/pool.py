@@ -39,18 +39,16 @@ class Pool:
         total = 0
         shared: tuple[bool, ...] = ()
         for batch in data.batches("counting"):
-            total += batch_size(batch.inputs)
-            shared = either(shared, uncut(batch.inputs))
+            found = uncut(batch)
+            total += len(batch.targets)
+            shared = either(shared, found)
         order = uniform((total,), generator, torch.empty(0, dtype=torch.float64)).argsort()
         chosen = order[:most].sort().values
         inputs: list[Inputs] = []
         targets: list[Tensor] = []
         start = 0
         for batch in data.batches("choosing"):
-            size = batch_size(batch.inputs)
-            if batch.targets.shape[:1] != (size,):
-                count = batch.targets.shape[0] if batch.targets.ndim else 1
-                raise DataError(f"{size} inputs with {count} targets; expected one target for each.")
+            size = len(batch.targets)
             if targets and batch.targets.shape[1:] != targets[0].shape[1:]:
                 shapes = f"{tuple(targets[0].shape[1:])} and {tuple(batch.targets.shape[1:])}"
                 raise DataError(f"targets of shapes {shapes} in two batches; expected one shape.")
@@ -70,10 +68,13 @@ class Pool:
         return cut(self.inputs, index.to(self.targets.device), self.shared)
 
 
-def uncut(inputs: Inputs) -> tuple[bool, ...]:
-    """For each tensor of a batch, whether it has no row for each sample."""
-    size = batch_size(inputs)
-    return tuple(t.ndim == 0 or t.shape[0] != size for t in tensors_in(inputs))
+def uncut(batch: Batch) -> tuple[bool, ...]:
+    """For each tensor of the inputs, whether it has no row for each sample; refused where none has."""
+    size = len(batch.targets) if batch.targets.ndim else 1
+    found = tuple(t.ndim == 0 or t.shape[0] != size for t in tensors_in(batch.inputs))
+    if all(found) or not batch.targets.ndim:
+        raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
+    return found
 
 
 def either(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -155,7 +156,7 @@ def _blocks(data: Data, kept: int) -> Iterator[Block]:
             held, taken = [], 0
         held.append(batch)
         taken += more
-        shared = _alike(shared, uncut(batch.inputs))
+        shared = _alike(shared, uncut(batch))
     yield Block.of(held, shared, copied=taken <= kept)
 
 
@@ -169,7 +170,7 @@ def _fits(one: Batch, other: Batch, shared: tuple[bool, ...]) -> bool:
     if _form(one.inputs) != _form(other.inputs) or one.targets.shape[1:] != other.targets.shape[1:]:
         return False
     pairs = zip(tensors_in(one.inputs), tensors_in(other.inputs), strict=True)
-    flags = either(_alike(shared, uncut(one.inputs)), uncut(other.inputs))
+    flags = either(_alike(shared, uncut(one)), uncut(other))
     return all(_equal(a, b) if flag else a.shape[1:] == b.shape[1:] for (a, b), flag in zip(pairs, flags, strict=True))
 
 

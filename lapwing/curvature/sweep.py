@@ -15,7 +15,6 @@ from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.curvature.blockwise import in_order
 from lapwing.curvature.kernel import seeded
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.forward import batch_size
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
@@ -145,12 +144,17 @@ class SquaredSum:
         return in_order(self._totals, self._network.layout, self._network.selection)
 
 
+def paired(network: Network, batch: Batch) -> int:
+    """How many samples a batch has, refused unless there is a target for each."""
+    inputs, targets = network.count(batch.inputs), batch.targets.shape[0] if batch.targets.ndim else 1
+    if inputs != targets:
+        raise DataError(f"{inputs} inputs with {targets} targets; expected one target for each.")
+    return inputs
+
+
 def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
     """(outputs in shape alone, targets): checked against each other before the network runs."""
-    size = batch.targets.shape[0] if batch.targets.ndim else 1
-    if batch_size(batch.inputs) != size:
-        raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
-    shape = network.output_shape
+    size, shape = paired(network, batch), network.output_shape
     if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
         shape = (batch.targets.shape[1], shape[1])
     outputs = torch.empty(1, dtype=network.dtype, device=network.device).expand(size, *shape)

@@ -93,7 +93,7 @@ class Bernoulli:
         return torch.zeros_like(phi)
 
     def predict(self, belief: FunctionGaussian) -> BinaryPredictive:
-        return BinaryPredictive(belief, self.link)
+        return BinaryPredictive(belief.marginal, self.link)
 
     def settings(self) -> dict[str, Any]:
         weight = self.pos_weight

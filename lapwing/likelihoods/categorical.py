@@ -126,7 +126,7 @@ class Categorical:
         return torch.zeros_like(phi)
 
     def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
-        return SoftmaxPredictive(belief, self.link, self.samples, self.seed)
+        return SoftmaxPredictive(belief.marginal, self.link, self.samples, self.seed)
 
     def settings(self) -> dict[str, Any]:
         weights = self.class_weights

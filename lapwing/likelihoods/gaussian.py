@@ -94,7 +94,7 @@ class Gaussian:
         return 0.5 * outputs * torch.log(2 * math.pi * phi) + extra
 
     def predict(self, belief: FunctionGaussian) -> NormalPredictive:
-        return NormalPredictive(belief, self.noise_variance.to(belief.mean).expand(belief.mean.shape))
+        return NormalPredictive(belief.marginal, self.noise_variance.to(belief.mean).expand(belief.mean.shape))
 
     def settings(self) -> dict[str, Any]:
         std = None if self.noise_std is None else torch.as_tensor(self.noise_std, dtype=torch.float64).tolist()

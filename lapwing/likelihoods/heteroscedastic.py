@@ -67,7 +67,7 @@ class HeteroscedasticGaussian:
     def predict(self, belief: FunctionGaussian) -> NormalPredictive:
         size = belief.mean.shape[-1] // 2
         noise = (belief.mean[..., size:] + 0.5 * belief.variance[..., size:]).exp()  # E exp(s) of a Gaussian s
-        means = FunctionGaussian(belief.mean[..., :size], belief.cov[..., :size, :size])
+        means = FunctionGaussian(belief.mean[..., :size], belief.marginal.cov[..., :size, :size])
         return NormalPredictive(means, noise)
 
     def settings(self) -> dict[str, Any]:

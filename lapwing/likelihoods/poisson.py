@@ -56,7 +56,7 @@ class Poisson:
         return torch.zeros_like(phi)
 
     def predict(self, belief: FunctionGaussian) -> CountPredictive:
-        return CountPredictive(belief)
+        return CountPredictive(belief.marginal)
 
     def settings(self) -> dict[str, Any]:
         return {}

@@ -52,7 +52,7 @@ class Likelihood(Protocol):
         ...
 
     def predict(self, belief: FunctionGaussian) -> Any:
-        """The predictive over y."""
+        """The predictive over y, for each input by itself."""
         ...
 
     def settings(self) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data, check_finite
-from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
-from lapwing.core.random import derived, uniform
+from lapwing.core.random import derived, normal, uniform
 from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.placing import classes
-from lapwing.curvature.sweep import Statistics, counted, residual_noise
+from lapwing.curvature.sweep import Statistics, counted, paired, residual_noise
 from lapwing.likelihoods.energies import energy, refuse_energy, refuse_ignored
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.protocol import Likelihood
@@ -76,7 +76,7 @@ class FMGP:
         problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
         held = None
         if self.validation is not None:
-            source = Data(self.validation, network.device, data.target_key)
+            source = Data(self.validation, network.device, data.target_key, name="validation")
             held, _ = Table.read(problem.likelihood, sight, source)
             refuse_ignored(problem.likelihood, held.y, "validation targets")
         learning = Learning.of(self, problem.likelihood, kind, table, held, generator)
@@ -108,14 +108,18 @@ class Table:
 
     @classmethod
     def read(cls, likelihood: Likelihood, sight: Sight, data: Data) -> tuple[Table, Statistics]:
-        seen, outputs, targets, loss, count = [], [], [], 0.0, 0
+        seen: list[Tensor] = []
+        outputs, targets, loss, count = [], [], 0.0, 0
         for batch in data.batches("features"):
+            paired(sight.network, batch)
             u, f = sight(batch.inputs)
             check_finite(f, "outputs of the network")
             y = likelihood.targets(f, batch.targets)
             y = y.double() if y.is_floating_point() else y
             loss += float(likelihood.loss(f, y).sum())
             count += int(likelihood.count(f, y))
+            if seen and u.shape[1] != seen[0].shape[1]:
+                raise DataError(f"inputs of {seen[0].shape[1]} and of {u.shape[1]} numbers; expected as many in all.")
             seen.append(u)
             outputs.append(f)
             targets.append(y)
@@ -243,7 +247,7 @@ class Learning:
             centres.append(kmeans(mine if len(mine) else few.seen, int((numbers == number).sum()), generator))
         points = torch.cat(centres)
         spread = few.seen.std(0, correction=0)
-        noise = torch.randn(points.shape, generator=generator, dtype=torch.float64).to(points)
+        noise = normal(tuple(points.shape), generator, points)
         # Centres that fall on one another would make the kernel singular.
         points = points + 1e-3 * noise * units.varies
         usual = units.varies & (spread > 1e-3)  # of some data; in these units that of all is one

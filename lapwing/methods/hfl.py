@@ -197,7 +197,7 @@ class HFL:
         )  # fmt: skip
         if self.calibration is None:
             return posterior
-        held = Data(self.calibration, problem.network.device, data.target_key)
+        held = Data(self.calibration, problem.network.device, data.target_key, name="calibration")
         scale = fitted_scale(posterior, held)
         return replace(posterior.scaled(scale), findings=(*posterior.findings, *_at_an_end(scale)))
 

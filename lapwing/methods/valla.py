@@ -52,8 +52,8 @@ class VaLLA:
     off the sum of all ("trace"), at centres of the inputs of each class ("kmeans"), or at random data; None tries the
     first two where the data are few and keeps the better bound. ``optimiser``: "lbfgs" on all data, "adam" on batches
     of ``batch_size`` (time and memory of a step do not depend on the number of data), "none"; by default "lbfgs" where
-    the data are few. With ``validation`` data the state of the best validation log-likelihood is kept, and learning
-    ends after ``patience`` checks without a better one.
+    the data are few. With ``validation`` data the locations, prior and noise of the best validation log-likelihood are
+    kept, and learning ends after ``patience`` checks without a better one.
 
     Cost of a step: a backward pass over a batch for every output, a double one over the M points, their (BC, M) kernel
     and M³. Afterwards one pass over the data (alpha 0). Predictions cost a backward pass and the kernel with M points.
@@ -104,7 +104,8 @@ class VaLLA:
         pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
         rows = pool.total * torch.Size(network.output_shape).numel()
         if self.num_inducing >= rows:
-            anchors, chosen = every_output(network, pool), "none" if self.alpha == 0 else "adam"
+            anchors = every_output(network, pool)
+            chosen = "none" if self.alpha == 0 and self.validation is None else "adam"
         else:
             put = lambda start: placed(
                 network, problem.prior, pool, self.num_inducing, start, self.candidates, generator
@@ -167,6 +168,11 @@ class Learner:
         spread = spread if z.ndim == 2 else spread.mean().expand_as(spread)
         return (spread if bool(spread.any()) else torch.ones_like(spread)).to(z)
 
+    def still(self) -> Tensor:
+        """No moves yet, in their units; not in half precision, in which steps are lost."""
+        z = self.anchors.inputs
+        return torch.zeros_like(z, dtype=torch.promote_types(z.dtype, torch.float32), requires_grad=True)
+
     def _penalty(self) -> Tensor:
         prior = self.problem.prior
         return prior.penalty(self.problem.network.theta().double()).double().detach()
@@ -179,13 +185,13 @@ class Learner:
         before = sum(float(_spread(part, self)) for part in parts)
         phi, penalty, learn = self._phi, self._penalty(), self.problem.learn_prior
         start, unit = self.anchors.inputs.detach(), self.unit()
-        moves = torch.zeros_like(start, requires_grad=True)
+        moves, there = self.still(), lambda moves: (start + unit * moves).to(start)
         scale = torch.zeros((), dtype=torch.float64, device=start.device, requires_grad=learn)
         steps, total = [], self.method.steps or 300
         bar, shown = Steps(total, "inducing points", data.progress), {"KL": 0.0}
 
         def objective() -> Tensor:
-            jacobian = self.anchors.differentiable(start + unit * moves)
+            jacobian = self.anchors.differentiable(there(moves))
             kernel = prior_kernel(jacobian, prior)
             if not bool(torch.isfinite(kernel.detach()).all()):
                 return torch.nan * (moves.sum() + scale)  # a line search that went too far: the best before it is kept
@@ -232,7 +238,7 @@ class Learner:
         finding = "" if still >= 5 else f"{total} steps did not end the search; the bound still rises"
         if left:
             finding = f"the search left what numbers can hold after {len(steps)} steps; the best before is kept"
-        return replace(self, anchors=self.anchors.at(start + unit * kept[0]), log_scale=kept[1], steps=tuple(steps),
+        return replace(self, anchors=self.anchors.at(there(kept[0])), log_scale=kept[1], steps=tuple(steps),
                        findings=(finding,) if finding else ())  # fmt: skip
 
     @property
@@ -320,7 +326,7 @@ class Stochastic:
     def of(cls, learner: Learner, data: Data, generator: torch.Generator) -> Stochastic:
         problem, method = learner.problem, learner.method
         device = problem.network.device
-        moves = torch.zeros_like(learner.anchors.inputs, requires_grad=True) if learner.moving else None
+        moves = learner.still() if learner.moving else None
         scale = torch.zeros((), dtype=torch.float64, device=device, requires_grad=problem.learn_prior)
         noise = None
         if method.alpha > 0 and problem.likelihood.learns_dispersion:
@@ -332,7 +338,7 @@ class Stochastic:
     def z(self) -> Any:
         """Where the points are."""
         start = self.learner.anchors.inputs
-        return start if self.moves is None else start.detach() + self.unit * self.moves
+        return start if self.moves is None else (start.detach() + self.unit * self.moves).to(start)
 
     @cached_property
     def unit(self) -> Tensor:
@@ -498,7 +504,7 @@ class Stochastic:
         likelihood = learner.problem.likelihood
         if state.log_noise is not None:
             likelihood = likelihood.with_dispersion(state.log_noise.exp())
-        data = Data(learner.method.validation, learner.problem.network.device, self.data.target_key)
+        data = Data(learner.method.validation, self.data.device, self.data.target_key, name="validation")
         with torch.no_grad():
             anchors = learner.anchors.at(state.z)
             white = smooth_whitening(anchors.kernel(learner.problem.prior))

@@ -110,7 +110,8 @@ class Tangent:
             if self.differentiable:
                 raise ModelError(
                     f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
-                    "inputs. Keep those where they are, as VaLLA(optimiser='none') does, or leave it out with named()."
+                    "inputs. Leave it out with named(), or keep the inputs where they are: VaLLA(optimiser='none'), "
+                    "with alpha=0 and without validation data."
                 )
             return self._fallback(block, seeds.to(self.network.dtype))
         with torch.set_grad_enabled(self.differentiable):

@@ -35,7 +35,9 @@ class Sight:
             seen, f = features(self.last, x)
             return seen.double(), f.double()
         if not (isinstance(x, Tensor) and x.is_floating_point()):
-            raise UnsupportedError("the rbf kernel needs inputs that are one tensor of numbers; use kernel='features'.")
+            raise UnsupportedError(
+                "the rbf kernel needs inputs that are one tensor of real numbers; use kernel='features'."
+            )
         return x.reshape(batch_size(x), -1).double(), self.network(x).double()
 
 

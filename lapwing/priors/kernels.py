@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.core.errors import DataError
+
 KERNELS = ("rbf", "features")
 
 
@@ -45,6 +47,10 @@ class FreeKernel:
 
     def between(self, u: Tensor, points: Tensor, number: Tensor) -> Tensor:
         """Between all outputs at u (B, D) and the points: (B, C, M)."""
+        if u.shape[1] != points.shape[1]:
+            raise DataError(
+                f"inputs of {u.shape[1]} numbers; the kernel was learned on {points.shape[1]}. Give as many."
+            )
         return self._base(u, points)[:, None] * self.outputs[:, number]
 
     def own(self, u: Tensor) -> Tensor:

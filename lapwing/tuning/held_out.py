@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data
 from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.networks.forward import batch_size
+from lapwing.curvature.sweep import paired
 from lapwing.posteriors.protocols import HasEvidence, Linearised
 from lapwing.posteriors.trace import Step, Trace
 
@@ -176,9 +176,7 @@ def _number(score: Tensor | float) -> float:
 def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, list[FunctionGaussian]]]:
     network = candidates[0].problem.network
     for batch in data.batches("held-out data"):
-        size = batch.targets.shape[0] if batch.targets.ndim else 1
-        if batch_size(batch.inputs) != size:
-            raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
+        paired(network, batch)
         for rows, tangent in network.tangents(batch.inputs):
             mine = Batch(batch.inputs, batch.targets[rows])
             f = tangent.f.to(network.dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian, psd_root
 from tests.tolerances import assert_close, assert_within
 
@@ -86,3 +88,35 @@ def test_root_of_a_singular_covariance() -> None:
 def test_a_negative_eigenvalue_is_refused() -> None:
     with pytest.raises(NumericalError, match=r"eigenvalue -1 beside 2; expected none below zero"):
         psd_root(torch.diag(torch.tensor([2.0, -1.0], dtype=D)))
+
+
+@pytest.mark.parametrize("lead", [(B,), (B, 2)], ids=["outputs", "tokens"])
+def test_the_marginal_of_a_joint_belief_has_the_block_of_each_input(lead: tuple[int, ...]) -> None:
+    mean = torch.randn(*lead, C, dtype=D)
+    whole = covariance(mean.numel())
+    found = FunctionGaussian(mean, whole.reshape(*mean.shape, *mean.shape), joint=True).marginal
+    assert not found.joint
+    assert found.cov.shape == (*mean.shape, C)
+    for i, block in enumerate(found.cov.reshape(-1, C, C)):
+        assert torch.equal(block, whole[C * i : C * (i + 1), C * i : C * (i + 1)])
+    assert found.marginal is found
+
+
+@pytest.mark.parametrize("worse", [-1.0, float("nan")])
+def test_a_variance_below_zero_is_refused(worse: float) -> None:
+    belief = FunctionGaussian(torch.zeros(2, 1, dtype=D), torch.tensor([2.0, worse], dtype=D).reshape(2, 1, 1))
+    with pytest.raises(NumericalError, match=r"has the variance .* expected none below zero"):
+        _ = belief.std
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
+def test_numbers_of_samples_that_are_none(n: Any) -> None:
+    belief = FunctionGaussian(torch.zeros(B, C, dtype=D), covariance(B, C))
+    with pytest.raises(UnsupportedError, match=r"n is .*; expected"):
+        belief.sample(n)
+
+
+def test_a_generator_that_is_none() -> None:
+    belief: Any = FunctionGaussian(torch.zeros(B, C, dtype=D), covariance(B, C))
+    with pytest.raises(UnsupportedError, match=r"generator is 5; expected torch.Generator\(\).manual_seed"):
+        belief.sample(2, 5)

@@ -251,3 +251,26 @@ def test_one_noise_for_each_output_is_found_from_the_residuals() -> None:
     ready = likelihood.prepared(torch.tensor([0.2, 3.0], dtype=D))
     assert not ready.needs_residuals
     assert_close(ready.noise_variance, torch.tensor([0.2, 3.0], dtype=D))
+
+
+JOINT: dict[str, tuple[Any, int]] = {
+    "regression": (lw.Gaussian(noise_std=0.5), 3),
+    "heteroscedastic": (lw.HeteroscedasticGaussian(), 4),
+    "probit": (lw.Categorical(link="probit"), 3),
+    "bridge": (lw.Categorical(link="bridge"), 3),
+    "draws": (lw.Categorical(link="mc"), 3),
+    "bernoulli": (lw.Bernoulli(), 3),
+    "poisson": (lw.Poisson(), 3),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5])
+@pytest.mark.parametrize("name", JOINT)
+def test_a_joint_belief_predicts_each_input_by_itself(name: str, batch: int) -> None:
+    likelihood, outputs = JOINT[name]
+    root = torch.randn(batch * outputs, batch * outputs, dtype=torch.float64)
+    mean = torch.randn(batch, outputs, dtype=torch.float64)
+    joint = lw.FunctionGaussian(mean, (root @ root.mT).reshape(batch, outputs, batch, outputs) / 10, joint=True)
+    of = lambda predictive: predictive.probs if hasattr(predictive, "probs") else predictive.std
+    assert_close(of(likelihood.predict(joint)), of(likelihood.predict(joint.marginal)))
+    assert of(likelihood.predict(joint)).shape[0] == batch

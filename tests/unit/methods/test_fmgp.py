@@ -604,7 +604,9 @@ def test_tokens_are_refused() -> None:
 @pytest.mark.parametrize("name", ["embedding", "tuple_input"])
 def test_distances_need_numbers(name: str) -> None:
     case = BY_NAME[name]
-    with pytest.raises(lw.UnsupportedError, match="needs inputs that are one tensor of numbers; use kernel='features'"):
+    with pytest.raises(
+        lw.UnsupportedError, match="needs inputs that are one tensor of real numbers; use kernel='features'"
+    ):
         lw.fit(case.build(), problems.batches(case), "classification", method=lw.FMGP(kernel="rbf"))
 
 
@@ -638,3 +640,32 @@ def test_it_is_no_laplace_posterior() -> None:
 
 def test_the_methods_name() -> None:
     assert method_named("fmgp") == lw.FMGP()
+
+
+def test_samples_without_a_batch_are_refused() -> None:
+    x = torch.randn(30, 3)
+    network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    data = torch.utils.data.TensorDataset(x, x[:, :1])
+    with pytest.raises(lw.DataError, match="3 inputs with 1 targets"):
+        lw.fit(network, data, "regression", method=lw.FMGP(5, steps=3))
+    with pytest.raises(lw.DataError, match="3 inputs with 1 targets"):
+        lw.fit(network, [(x, x[:, :1])], "regression", method=lw.FMGP(5, steps=3, validation=data))
+
+
+def test_inputs_of_another_size_are_refused() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 1))
+    small, large = (torch.randn(10, 1, n, n) for n in (6, 8))
+    y = torch.randn(10, 1)
+    with pytest.raises(lw.DataError, match="inputs of 36 and of 64 numbers; expected as many in all"):
+        lw.fit(network, [(small, y), (large, y)], "regression", method=lw.FMGP(5, steps=3))
+    found = lw.fit(network, [(small, y)], "regression", method=lw.FMGP(5, steps=3))
+    with pytest.raises(lw.DataError, match="inputs of 64 numbers; the kernel was learned on 36"):
+        found.functions(large)
+
+
+def test_data_that_ask_for_gradients() -> None:
+    x, y = curve()
+    method = lw.FMGP(5, steps=20)
+    expected = lw.fit(model(), [(x, y)], "regression", method=method).functions(x).std
+    free = [(x.clone().requires_grad_(), y.clone().requires_grad_())]
+    assert torch.equal(lw.fit(model(), free, "regression", method=method).functions(x).std, expected)

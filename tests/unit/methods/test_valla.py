@@ -439,7 +439,7 @@ def test_a_network_without_rules_keeps_its_points_if_asked() -> None:
         case.build(), problems.batches(case), "classification", prior=0.8, method=lw.VaLLA(4, optimiser=o)
     )
     for way in ("lbfgs", "adam"):
-        with pytest.raises(lw.ModelError, match=r"has no rule .* Keep those where they are"):
+        with pytest.raises(lw.ModelError, match=r"has no rule .* keep the inputs where they are"):
             fit(way)
     assert bool(torch.isfinite(fit("none").functions(case.batch(3)).cov).all())
 
@@ -724,3 +724,16 @@ def test_a_search_that_leaves_the_numbers_keeps_what_was_best(activation: Any, n
     fit = lambda method: lw.fit(net, [(x, y)], lw.Gaussian(noise_std=noise), method=method, prior=prior)
     begun, found = (fit(lw.VaLLA(6, steps=40, optimiser=optimiser)) for optimiser in ("none", "lbfgs"))
     assert float(found.log_evidence()) > float(begun.log_evidence())
+
+
+@pytest.mark.parametrize("options", [{}, {"optimiser": "adam", "steps": 20}, {"alpha": 1.0, "steps": 20}], ids=str)
+def test_points_of_a_network_in_half_precision_move_as_those_of_a_whole_one(options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    small = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).half()
+    whole = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    whole.load_state_dict(small.state_dict())
+    x, y = torch.randn(40, 3).half(), torch.randn(40, 1).half()
+    given: dict[str, Any] = {"likelihood": lw.Gaussian(noise_std=0.5), "prior": 1.0, "method": lw.VaLLA(5, **options)}
+    found = lw.fit(small, [(x, y)], **given).functions(x).std
+    expected = lw.fit(whole, [(x.float(), y.float())], **given).functions(x.float()).std
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)

@@ -165,3 +165,25 @@ def test_ignored_validation_targets_are_refused(likelihood: str, alpha: float) -
     method = lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=3, validation=[(x, held)])
     with pytest.raises(lw.DataError, match="some validation targets are ignored ones"):
         lw.fit(MLP.build(), [(x, targets)], chosen, method=method, prior=0.5)
+
+
+def test_points_at_all_data_get_the_prior_that_validation_data_want() -> None:
+    """Nothing moves there, but the prior is still to be chosen."""
+    x, _ = curve()
+    held = [curve(30, seed=5)]
+    found = fitted(lw.VaLLA(len(x), validation=held), prior=None)
+    score = lambda posterior: float(posterior.predict(held[0][0]).log_prob(held[0][1]).mean())
+    assert found.trace is not None
+    for factor in (0.5, 2.0):
+        other = found.with_prior(lw.isotropic(factor * float(found.prior.values)))
+        assert score(other) < score(found)
+    same = fitted(lw.Full(), prior=float(found.prior.values))
+    assert_close(found.functions(x).variance, same.functions(x).variance, SOLVED)
+
+
+def test_validation_data_are_named_where_they_do_not_fit() -> None:
+    for count in (5, 100):
+        with pytest.raises(lw.DataError, match="validation is a int; expected a DataLoader"):
+            fitted(lw.VaLLA(count, validation=3))
+        with pytest.raises(lw.DataError, match="inputs of batch 0 of validation: 1 of 2 entries are NaN"):
+            fitted(lw.VaLLA(count, validation=[(torch.tensor([[torch.nan], [0.0]], dtype=D), torch.zeros(2, 1))]))

@@ -276,3 +276,24 @@ def test_batches_without_end_remember_what_is_shared() -> None:
     for batch in islice(shuffled(Data(parts, CPU), 3, torch.Generator().manual_seed(0)), 6):
         assert len(batch.inputs[1]) == ROWS
         assert torch.equal(batch.inputs[1], context) or torch.equal(batch.inputs[1], other)
+
+
+SEVERAL = (
+    lw.Full(),
+    lw.Kron(),
+    lw.ELLA(6),
+    lw.VaLLA(6, optimiser="none"),
+    lw.FMGP(5, "features", steps=3),
+    lw.HFL(mode="linearised"),
+)
+
+
+@pytest.mark.parametrize("method", SEVERAL, ids=lambda m: type(m).__name__)
+def test_two_contexts_of_as_many_rows_are_no_majority(method: Any) -> None:
+    """What goes with the targets is a sample, and not what most tensors have."""
+    run = lambda m, x, one, other: m.b(torch.tanh(m.a(x) + m.c(one).sum(0) + m.c(other).mean(0)))
+    model = Wrapped(run, a=nn.Linear(2, 4), b=nn.Linear(4, 2), c=nn.Linear(3, 4)).double()
+    x, y, context = numbers("sum")
+    data = [((a, context, context + 1), b) for a, b in problems.split(x, y, (7, 9))]
+    found = lw.fit(model, data, GIVEN, method=method, prior=1.0)
+    assert bool((found.functions((x[:4], context, context + 1)).variance > 0).all())
