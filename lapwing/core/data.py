@@ -64,10 +64,23 @@ def picked(inputs: Inputs, own: Sequence[bool], rows: slice | Tensor) -> Inputs:
 def call(model: Callable[..., Any], inputs: Inputs) -> Any:
     """Call the model the way its signature asks: mappings by keyword, tuples by position, else whole."""
     if isinstance(inputs, Mapping):
-        return model(**inputs) if accepts(model, (), inputs) else model(inputs)
+        if accepts(model, (), inputs):
+            return model(**inputs)
+        _refuse_other_keys(model, inputs)
+        return model(inputs)
     if isinstance(inputs, tuple | list):
         return model(*inputs) if accepts(model, tuple(inputs)) else model(inputs)
     return model(inputs)
+
+
+def _refuse_other_keys(model: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
+    """A model that takes some of these keys by name takes no mapping as a whole: the others are too many or too few."""
+    names = [*inspect.signature(getattr(model, "forward", model)).parameters]
+    if set(names) & set(inputs):
+        raise DataError(
+            f"a batch has the input keys {sorted(map(str, inputs))}; the model takes {', '.join(names)}. Leave the "
+            "others out of the batch, or wrap the model in a module that takes them."
+        )
 
 
 def accepts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
@@ -137,7 +150,7 @@ class Data:
         seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise DataError(
             f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
-            "Several inputs go into a tuple: ((x1, x2), y)."
+            "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor."
         )
 
     def _checked(self, batch: Batch, position: int) -> Batch:

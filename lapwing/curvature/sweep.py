@@ -148,7 +148,10 @@ def paired(network: Network, batch: Batch) -> int:
     """How many samples a batch has, refused unless there is a target for each."""
     inputs, targets = network.count(batch.inputs), batch.targets.shape[0] if batch.targets.ndim else 1
     if inputs != targets:
-        raise DataError(f"{inputs} inputs with {targets} targets; expected one target for each.")
+        raise DataError(
+            f"{inputs} inputs with {targets} targets; expected one target for each. A Dataset gives single samples: "
+            "wrap it in a DataLoader."
+        )
     return inputs
 
 

@@ -62,7 +62,8 @@ class Categorical:
             raise DataError(
                 f"Categorical: targets have the shape {tuple(y.shape)} and dtype {y.dtype}, outputs "
                 f"{tuple(f.shape)}; expected whole class numbers of shape {tuple(f.shape[:-1])}. "
-                "Use y.argmax(-1) for one-hot targets, or Bernoulli() for several labels at once."
+                "Use y.argmax(-1) for one-hot targets, or Bernoulli() for several labels at once"
+                f"{'; classes are the last dimension of outputs (B, T, C)' if f.ndim == 3 else ''}."
             )
         y = y.long()
         low, high = (int(bound) for bound in y.aminmax())

@@ -55,9 +55,11 @@ class Fingerprint:
                 or not abs(now.marks[i] - self.marks[i])
                 <= tolerance * scale * max(1, torch.Size(self.shapes[i]).numel()) ** 0.5
             ):
+                then, later = f"{self.norms[i]:.9g}", f"{now.norms[i]:.9g}"
+                seen = f"norm {then} then, {later} now" if then != later else "its entries, at the same norm"
                 raise ModelError(
-                    f"the parameter {name!r} has changed since the fit (norm {self.norms[i]:.9g} then, "
-                    f"{now.norms[i]:.9g} now); the error bars would belong to another network. Restore it or fit again."
+                    f"the parameter {name!r} has changed since the fit ({seen}); the error bars would belong to "
+                    "another network. Restore it or fit again."
                 )
 
 

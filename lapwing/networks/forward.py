@@ -184,7 +184,10 @@ def batch_size(inputs: Inputs) -> int:
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.ndim)
     if sizes:
         return sizes.most_common(1)[0][0]
-    raise DataError("the inputs hold no tensor with a batch dimension; expected (B, ...).")
+    raise DataError(
+        f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). Turn "
+        "arrays into tensors with torch.as_tensor, and give the batches of a loader one by one."
+    )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -65,6 +65,18 @@ class NormalPredictive:
         z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64)).to(self.mean)
         return self.mean - z * self.std, self.mean + z * self.std
 
+    def cdf(self, y: Tensor | float) -> Tensor:
+        """The probability of at most y, for each output by itself; shaped like the mean.
+
+        >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
+        >>> round(1 - p.cdf(2.0).item(), 4)  # that y is above 2, a standard deviation
+        0.1587
+        """
+        y = torch.as_tensor(y).to(self.mean)
+        if y.ndim and y.shape != self.mean.shape:
+            raise ValueError(f"y has the shape {tuple(y.shape)}; expected {tuple(self.mean.shape)}, or one number.")
+        return torch.special.ndtr((y - self.mean) / self.std)
+
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,)"""
         out: Tensor = self.distribution.log_prob(y.to(self.mean).reshape(self.mean.shape))

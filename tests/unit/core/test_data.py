@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, map_tensors, picked, tensors_in
+from lapwing.core.data import Data, call, map_tensors, picked, tensors_in
 from lapwing.core.errors import DataError
 
 X, Y = torch.randn(5, 3), torch.arange(5)
@@ -100,3 +100,14 @@ def test_only_what_has_the_batch_is_cut() -> None:
     assert torch.equal(cut[0], X[1:3])
     assert cut[1] is shared
     assert torch.equal(cut[2], Y[1:3])
+
+
+def test_keys_that_a_model_does_not_take_are_named() -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(DataError, match=r"input keys \['text', 'x'\]; the model takes x\. Leave the others out"):
+        call(Net(), {"x": torch.zeros(2, 1), "text": ["a", "b"]})
+    whole = {"other": torch.zeros(2, 1)}
+    assert call(Net(), whole) is whole  # a model may take a mapping

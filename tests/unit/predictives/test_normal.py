@@ -121,3 +121,13 @@ def test_gaussian_likelihood_adds_its_noise() -> None:
     assert_close(lw.Gaussian(noise_std=0.5).predict(b).aleatoric, torch.full((B, 3), 0.25, dtype=D))
     each = lw.Gaussian(noise_std=(0.1, 0.2, 0.3)).predict(b)
     assert_close(each.variance, b.variance + torch.tensor([0.01, 0.04, 0.09], dtype=D))
+
+
+def test_the_probability_of_at_most_y() -> None:
+    p = predictive(3)
+    y = p.mean + torch.randn_like(p.mean)
+    normal = stats.norm(p.mean.numpy(), p.std.numpy())
+    assert_close(p.cdf(y), torch.as_tensor(normal.cdf(y.numpy())))
+    assert_close(p.cdf(0.5), torch.as_tensor(normal.cdf(0.5)))
+    with pytest.raises(ValueError, match=r"y has the shape \(2,\); expected"):
+        p.cdf(torch.zeros(2))
