@@ -2,7 +2,8 @@
 
 A *linear* block is a weight used as a linear map, with its bias as one more input column. Its Jacobian for
 output k and sample b is Σ_t g_kbt ⊗ a_bt and is kept as the two factors. Everything else is a *dense* block,
-whose Jacobian (B, K, p) is small enough to keep whole.
+whose Jacobian (B, K, p) is kept whole: small for biases and norms; where it is large, as for tied or normalised
+weights, the byte budget counts it and a chunk has fewer samples.
 """
 
 from __future__ import annotations

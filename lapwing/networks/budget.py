@@ -21,10 +21,12 @@ def temporary(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one sample takes: gradient numbers for each seed, and numbers of the largest unfolded input."""
+    """What one sample takes: gradient numbers for each seed, numbers of the largest unfolded input, and for each seed
+    those of Jacobians that are kept whole."""
 
     width: int
     patches: int
+    whole: int = 0
 
     def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """How many samples are worth joining into one pass: their gradients should stay small."""
@@ -44,4 +46,4 @@ class Footprint:
             yield slice(start, min(batch, start + step))
 
     def _bytes(self, seeds: int, dtype: torch.dtype, copies: int) -> int:
-        return torch.finfo(dtype).bits // 8 * (copies * max(1, seeds) * self.width + self.patches)
+        return torch.finfo(dtype).bits // 8 * (copies * max(1, seeds) * (self.width + self.whole) + self.patches)

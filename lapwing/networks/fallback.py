@@ -1,7 +1,7 @@
 """Jacobians of parameters that no rule covers: slower, never wrong, never skipped.
 
-First ``torch.func`` (one vectorised pass for all samples and outputs); where an operation refuses that (recurrent
-kernels), plain backward passes, one sample and one output at a time.
+First ``torch.func`` (a backward pass for each seed, for all samples and parameters at once); where an operation refuses
+that (recurrent kernels), plain backward passes, one sample and one seed at a time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ Forward = Callable[[nn.Module, Inputs], Tensor]  # (model, inputs) -> f (B, M)
 
 
 def sample_jacobians(
-    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], f: Tensor, names: tuple[str, ...]
+    model: nn.Module,
+    forward: Forward,
+    inputs: Inputs,
+    own: Sequence[bool],
+    f: Tensor,
+    names: tuple[str, ...],
+    seeds: Tensor,
 ) -> dict[str, Tensor]:
-    """The Jacobian (B, M, p) of every named parameter.
+    """The Jacobian (B, K, p) of seeds · f for every named parameter, with seeds (K, B, M).
 
     ``own`` are the tensors with a row for each sample, f (B, M) the outputs of the whole batch: samples are run one by
     one, and must have the same.
     """
+    seeds = seeds.to(f.dtype)
     try:
-        found, alone = _vectorised(model, forward, inputs, own, names)
+        found, alone = _vectorised(model, forward, inputs, own, names, seeds)
     except (RuntimeError, NotImplementedError, ValueError):  # no batching rule on the way: loop instead
-        found, alone = _looped(model, forward, inputs, own, len(f), names)
+        found, alone = _looped(model, forward, inputs, own, names, seeds)
     gap, most = spread(alone, f, f)
     if len(own) > 1 and not bool(gap < most):
         raise ModelError(
@@ -42,23 +49,24 @@ def sample_jacobians(
 
 
 def _vectorised(
-    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], names: tuple[str, ...]
+    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], names: tuple[str, ...], seeds: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     tensors = dict(model.named_parameters())
     chosen = {name: tensors[name].detach() for name in names}
     flags = iter(own)
     dims = map_tensors(inputs, lambda t: 0 if next(flags) else None)  # type: ignore[arg-type,return-value]
 
-    def single(values: dict[str, Tensor], sample: Inputs) -> tuple[Tensor, Tensor]:
+    def single(sample: Inputs, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         one = _unsqueezed(sample, dims)
-        f = swapped(model, values, lambda: forward(model, one)).reshape(-1)
-        return f, f
+        run = lambda values: swapped(model, values, lambda: forward(model, one)).reshape(-1)
+        f, back = torch.func.vjp(run, chosen)  # type: ignore[misc]
+        # Seeds in a loop: batching a gradient twice is wrong for PReLU where there are as many seeds as samples.
+        each = [back(row)[0] for row in rows]
+        return {name: torch.stack([grads[name].reshape(-1) for grads in each]) for name in names}, f
 
     with quiet(), sdpa_kernel(SDPBackend.MATH):
-        one_by_one = torch.func.vmap(torch.func.jacrev(single, has_aux=True), in_dims=(None, dims))
-        jacobian, f = one_by_one(chosen, inputs)
-    found = {name: j.detach().flatten(2) if j.ndim > 2 else j.detach()[..., None] for name, j in jacobian.items()}
-    return found, f.detach()
+        found, f = torch.func.vmap(single, in_dims=(dims, 1))(inputs, seeds)
+    return {name: jacobian.detach() for name, jacobian in found.items()}, f.detach()
 
 
 def _unsqueezed(sample: Inputs, dims: Inputs) -> Inputs:
@@ -89,18 +97,20 @@ def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tenso
 
 
 def _looped(
-    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], batch: int, names: tuple[str, ...]
+    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], names: tuple[str, ...], seeds: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in names]
-    rows: list[list[Tensor]] = []
+    count, batch, _ = seeds.shape
+    found = {name: seeds.new_empty(batch, count, tensors[name].numel()) for name in names}
     outputs = []
-    for sample in range(batch):
-        f = forward(model, picked(inputs, own, slice(sample, sample + 1))).reshape(-1)
+    for b in range(batch):
+        f = forward(model, picked(inputs, own, slice(b, b + 1))).reshape(-1)
         outputs.append(f.detach())
-        for value in f:
-            grads = torch.autograd.grad(value, chosen, retain_graph=True, allow_unused=True, materialize_grads=True)
-            rows.append([(g.to_dense() if g.is_sparse else g).detach().reshape(-1) for g in grads])
-    columns = [torch.stack([row[i] for row in rows]) for i in range(len(names))]
-    found = {name: column.unflatten(0, (batch, -1)) for name, column in zip(names, columns, strict=True)}
+        for k in range(count):
+            grads = torch.autograd.grad(
+                f, chosen, seeds[k, b], retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for name, grad in zip(names, grads, strict=True):
+                found[name][b, k] = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
     return found, torch.stack(outputs)

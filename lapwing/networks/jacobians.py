@@ -26,7 +26,9 @@ class LayerJacobians:
     tokens: int = 1
 
     def __iter__(self) -> Iterator[tuple[Block, BlockJacobian]]:
-        """Block by block: each is formed when its turn comes and dropped after, so memory follows the largest."""
+        """Block by block: each is formed when its turn comes and dropped after, so memory follows the largest.
+
+        Blocks without a rule are formed together, and stay."""
         for block, part in zip(self.layout, self.parts, strict=True):
             yield block, part()
 

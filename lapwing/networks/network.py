@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, reduce
+from functools import cache, cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ class Tangent:
     def jacobians(self, seeds: Tensor | None = None) -> LayerJacobians:
         """The Jacobian of seeds · f. Seeds (K, B, [T,] C); None means every output of every token.
 
-        One backward pass for all seeds to the recorded products; no weight gradient is formed.
+        One backward pass for all seeds to the recorded products; no weight gradient is formed. Parameters without a
+        rule take one more pass together, when the first of them is asked for.
         """
         f = self.own
         tokens = f.shape[1] if f.ndim == 3 else 1
@@ -80,7 +81,8 @@ class Tangent:
         seeds = seeds.to(self.raw.dtype)
         with plain_kernels(self.network.plain):
             grads, patterns = self._pulled_back(seeds)
-        parts = tuple(partial(self._block, block, seeds, grads, patterns) for block in self.network.layout)
+        opaque = cache(partial(self._fallback, seeds))
+        parts = tuple(partial(self._block, block, seeds, grads, patterns, opaque) for block in self.network.layout)
         selection = self.network.selection
         size, dtype = f.shape[0], self.network.dtype
         return LayerJacobians(parts, self.network.layout, selection, size, seeds.shape[0], dtype, tokens)
@@ -104,7 +106,12 @@ class Tangent:
         return grads, patterns
 
     def _block(
-        self, block: Block, seeds: Tensor, grads: Mapping[Any, Tensor], patterns: Mapping[Any, Pattern | None]
+        self,
+        block: Block,
+        seeds: Tensor,
+        grads: Mapping[Any, Tensor],
+        patterns: Mapping[Any, Pattern | None],
+        opaque: Callable[[], Mapping[str, Tensor]],
     ) -> BlockJacobian:
         if block.kind == "opaque":
             if self.differentiable:
@@ -113,7 +120,7 @@ class Tangent:
                     "inputs. Leave it out with named(), or keep the inputs where they are: VaLLA(optimiser='none'), "
                     "with alpha=0 and without validation data."
                 )
-            return self._fallback(block, seeds.to(self.network.dtype))
+            return DenseJacobian(opaque()[block.weight])
         with torch.set_grad_enabled(self.differentiable):
             return self._read_off(block, seeds.to(self.network.dtype), grads, patterns)
 
@@ -151,15 +158,14 @@ class Tangent:
             )
         return DenseJacobian(seeds.new_zeros(seeds.shape[1], seeds.shape[0], block.size))
 
-    def _fallback(self, block: Block, seeds: Tensor) -> BlockJacobian:
-        model = self.network.model
-        tensors = dict(model.named_parameters())
-        with recording(tensors, self.network.selection.names, self.network.plain):
-            found = sample_jacobians(
-                model, lambda m, x: shaped(raw_output(m, x)).flatten(1), self.inputs, self.network.own(self.inputs),
-                self.own.flatten(1), (block.weight,),
-            )  # fmt: skip
-        return DenseJacobian(torch.einsum("kbm,bmp->bkp", seeds.flatten(2), found[block.weight].to(seeds.dtype)))
+    def _fallback(self, seeds: Tensor) -> dict[str, Tensor]:
+        """The Jacobians (B, K, p) of all parameters without a rule, by name."""
+        model, own = self.network.model, self.network.own(self.inputs)
+        names = tuple(block.weight for block in self.network.layout if block.kind == "opaque")
+        forward = lambda m, x: shaped(raw_output(m, x)).flatten(1)
+        with recording(dict(model.named_parameters()), self.network.selection.names, self.network.plain):
+            found = sample_jacobians(model, forward, self.inputs, own, self.own.flatten(1), names, seeds.flatten(2))
+        return {name: jacobian.to(self.network.dtype) for name, jacobian in found.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +219,7 @@ class Network:
             patterns, _ = find_patterns(raw, graph, uses)
         shapes = dict(zip(selection.names, selection.shapes, strict=True))
         layout = arranged(graph, uses, patterns, shapes)
-        footprint = measured(uses, shapes, raw.shape[0], f[0].numel())
+        footprint = measured(layout, uses, shapes, raw.shape[0], f[0].numel())
         forward_mode = not recurrent and not _padded(graph)
         return cls(model, selection, layout, tuple(f.shape[1:]), footprint, forward_mode, recurrent, known=found)
 
@@ -384,7 +390,9 @@ def _split(rows: slice, most: int | None) -> Iterator[slice]:
         yield slice(rows.start + i * count // runs, rows.start + (i + 1) * count // runs)
 
 
-def measured(uses: rules.Uses, shapes: Mapping[str, tuple[int, ...]], batch: int, outputs: int) -> Footprint:
+def measured(
+    layout: tuple[Block, ...], uses: rules.Uses, shapes: Mapping[str, tuple[int, ...]], batch: int, outputs: int
+) -> Footprint:
     """What one sample of these uses takes."""
     nodes = {use.node for use in uses.uses}
     width = sum(math.prod(graphs.output_shape(node)) for node in nodes) // batch
@@ -393,7 +401,23 @@ def measured(uses: rules.Uses, shapes: Mapping[str, tuple[int, ...]], batch: int
         if isinstance(use.form, Convolution):
             out, weight = graphs.output_shape(use.node), shapes[use.name]
             patches = max(patches, math.prod(out) // out[1] * math.prod(weight[1:]) * use.groups // batch)
-    return Footprint(max(width, outputs), patches)
+    return Footprint(max(width, outputs), patches, _kept_whole(layout, uses, batch))
+
+
+def _kept_whole(layout: tuple[Block, ...], uses: rules.Uses, batch: int) -> int:
+    """Numbers for each sample and seed in Jacobians that are larger than the gradients they are read from.
+
+    Those of opaque blocks live together, since one pass gives them all; of the others one at a time.
+    """
+    opaque, largest = 0, 0
+    for block in layout:
+        if block.kind == "opaque":
+            opaque += block.size
+        elif block.kind == "dense":
+            nodes = {use.node for use in uses.uses if use.name == block.weight}
+            read = sum(math.prod(graphs.output_shape(node)) for node in nodes) // batch
+            largest = max(largest, block.size if block.size > read else 0)
+    return opaque + largest
 
 
 def refuse_scaled_gradients(graph: graphs.Graph) -> None:
