@@ -153,10 +153,15 @@ class Elementwise:
         return DenseJacobian(flat.transpose(0, 1))
 
 
+def batch_norm_eps(node: Node) -> float:
+    """What a BatchNorm adds to the variance: cuDNN's node has another name for it."""
+    eps: float = node._saved_epsilon if hasattr(node, "_saved_epsilon") else node._saved_eps
+    return eps
+
+
 def batch_norm_scale(node: Node) -> Tensor:
     """One over the standard deviation that a BatchNorm in evaluation mode divides by, (C,)."""
-    eps = node._saved_epsilon if node.name().startswith("Cudnn") else node._saved_eps
-    scale: Tensor = (node._saved_running_var + eps).rsqrt()
+    scale: Tensor = (node._saved_running_var + batch_norm_eps(node)).rsqrt()
     return scale
 
 

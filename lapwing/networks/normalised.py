@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lapwing.core.data import Inputs
 from lapwing.networks import graph as graphs
 from lapwing.networks.fallback import swapped
+from lapwing.networks.forms import batch_norm_eps
 from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.networks.network import Network
 
@@ -139,10 +140,10 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
         if "BatchNormBackward" in node.name() and node._saved_running_mean is not None:
             mean, variance = node._saved_running_mean, node._saved_running_var
             if {mean.data_ptr(), variance.data_ptr()} <= names.keys():
-                seen = node._saved_input.detach()
-                norms.append(_Norm(seen, names[mean.data_ptr()], names[variance.data_ptr()], node._saved_eps))
+                seen, extra = node._saved_input.detach(), batch_norm_eps(node)
+                norms.append(_Norm(seen, names[mean.data_ptr()], names[variance.data_ptr()], extra))
                 inverses.append(float((1 / variance.clamp_min(1e-12)).mean()))
-                eps.append(node._saved_eps)
+                eps.append(extra)
         elif node.name() in ("NativeLayerNormBackward0", "NativeGroupNormBackward0"):
             rstd = node._saved_result2.detach()
             inverses.append(float(rstd.square().mean()))

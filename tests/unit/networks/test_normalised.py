@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.networks import graph as graphs
+from lapwing.networks import normalised
+from lapwing.networks.forms import batch_norm_eps
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, members, scale_free_groups
 from tests import problems
@@ -388,3 +392,34 @@ def test_the_jacobian_along_a_group(name: str, nothing: bool) -> None:
         size = float(torch.stack([jac[..., where[n]].norm() * theta[where[n]].norm() for n in names]).max())
         assert size > 0.1
         assert along <= 1e-12 * size if nothing else along > 1e-2 * size
+
+
+@pytest.mark.parametrize("name", ["_saved_eps", "_saved_epsilon"])
+def test_eps_of_a_batch_norm_under_either_name(name: str) -> None:
+    """cuDNN's node has ``_saved_epsilon`` alone."""
+    assert batch_norm_eps(SimpleNamespace(**{name: 0.25})) == 0.25
+
+
+def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nodes as cuDNN has them, the same groups as with PyTorch's own."""
+    model = chain(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    x = torch.randn(9, 4, dtype=torch.float64)
+    expected, read = found(model.double(), x), graphs.read
+
+    class Cudnn:
+        def __init__(self, node: Any) -> None:
+            self._node, self._saved_epsilon = node, node._saved_eps
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_saved_eps":
+                raise AttributeError(name)
+            return getattr(self._node, name)
+
+    def disguised(raw: Tensor, batch: int) -> Any:
+        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw, batch).nodes]
+        return SimpleNamespace(nodes=nodes)
+
+    monkeypatch.setattr(normalised, "graphs", SimpleNamespace(read=disguised))
+    network = Network.build(model, x)
+    assert scale_free_groups(network, x) == expected
+    assert any(group.statistics for group in expected)
