@@ -111,24 +111,37 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_changes(model: nn.Module) -> Iterator[None]:
-    """If running the model changes its weights or buffers, put them back and say so."""
+    """If running the model changes its weights or buffers, put them back and say so; an error in mid-run goes first."""
     buffers = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
     kept = [(t, t.detach().clone()) for t in (*model.parameters(), *(b for _, _, b in buffers if b is not None))]
-    yield
-    changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
-    for module, key, buffer in buffers:
-        module._buffers[key] = buffer
-    with torch.no_grad():
-        for tensor, before in kept:
-            if not torch.equal(tensor, before) and not bool(tensor.isnan().any()):
-                changed = True
-                tensor.copy_(before)
+    try:
+        yield
+    finally:
+        changed = _put_back(buffers, kept)
     if changed:
         raise ModelError(
             "running the model changes its own weights or buffers (running statistics, spectral norm, an embedding's "
             "max_norm, a counter); expected a function of the input alone. They were put back. Call model.eval(), or "
             "remove what changes them."
         )
+
+
+def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor | None]], kept: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Buffers and the numbers of every tensor as they were; whether any was otherwise."""
+    changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
+    for module, key, buffer in buffers:
+        module._buffers[key] = buffer
+    with torch.no_grad():
+        for tensor, before in kept:
+            if not torch.equal(tensor, before) and not _same_with_nan(tensor, before):
+                changed = True
+                tensor.copy_(before)
+    return changed
+
+
+def _same_with_nan(tensor: Tensor, before: Tensor) -> bool:
+    """Whether all is the same, NaN where it was NaN, which equals nothing."""
+    return bool((tensor == before).logical_or(tensor.isnan() & before.isnan()).all())
 
 
 def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:

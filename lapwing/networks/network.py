@@ -187,7 +187,8 @@ class Network:
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
         """Look at the model once, with one batch, and refuse what cannot be handled.
 
-        Cost: three forward passes, two over a few samples, and a few backward ones where row owners must be probed. The
+        Cost: six forward passes, two over the whole batch, one over each half and two over a few samples; some more
+        where there are several inputs with as many rows, and a few backward ones where row owners must be probed. The
         model is not changed.
         """
         model = unwrapped(model)
