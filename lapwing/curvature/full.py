@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from lapwing.curvature.structures import floored_by_layer
 from lapwing.curvature.sweep import Statistics, counted
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cholesky import cholesky, not_definite
-from lapwing.linalg.gram import Gram
+from lapwing.linalg.gram import Gram, symmetrise
+from lapwing.networks import graph as graphs
+from lapwing.networks import products
+from lapwing.networks.backward import loops
 from lapwing.networks.blocks import LinearJacobian
-from lapwing.networks.budget import temporary
+from lapwing.networks.budget import near, temporary
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
@@ -140,7 +143,8 @@ class FullCurvature:
         return self._cache["values"]
 
     def precision(self, phi: Tensor, prior: Prior) -> FullPrecision:
-        matrix = self.matrix.double() / phi.double() + torch.diag(prior.vector.double())
+        matrix = self.matrix.double() / phi.double()
+        matrix.diagonal().add_(prior.vector.double())
         factor = cholesky(matrix, self._name)
         return FullPrecision(factor, self.selection, 2 * factor.diagonal().log().sum())
 
@@ -179,10 +183,10 @@ def single_map(jacobian: LayerJacobians) -> LinearJacobian | None:
 def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCurvature:
     """Σ JᵀJ over a pass, summed in float64: a prior far below the largest eigenvalue must survive the sum.
 
-    A single linear map goes by the outer products of its inputs instead.
+    A single linear map goes by the outer products of its inputs instead. Memory: 8 P² bytes and the Jacobian of one
+    chunk; nearly twice that for a single linear map, whose pairs are put in order at the end.
     """
     size = network.selection.size
-    total = torch.zeros(size, size, dtype=torch.float64, device=network.device)
     gram: Gram | None = None
     pairs = _PairSums()
     for jacobians in sweep:
@@ -195,11 +199,11 @@ def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCur
         step = max(1, temporary(network.device) // (8 * size))
         for start in range(0, len(rows), step):
             gram.add(rows[start : start + step])
-    if gram is not None:
-        total = gram.value()
-    if pairs.used:
-        total += _spread_pairs(pairs.value(), network)
-    return FullCurvature(total, network.selection)
+    if not pairs.used:
+        gram = Gram(size, torch.float64, network.device) if gram is None else gram
+        return FullCurvature(gram.value(), network.selection)
+    total = _spread_pairs(pairs.value(), network)
+    return FullCurvature(total if gram is None else total.add_(gram.value()), network.selection)
 
 
 class _PairSums:
@@ -273,32 +277,44 @@ def _spread_pairs(pairs: Tensor, network: Network) -> Tensor:
 
 
 def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:
-    """The Hessian of the loss in the weights, by double backward, one row at a time."""
+    """The Hessian of the loss in the weights, by double backward for many rows at once, summed in float64."""
     if network.shift is not None:
         raise UnsupportedError("the Hessian exists at the trained weights only; use curvature='ggn'.")
     selection = network.selection
     tensors = dict(network.model.named_parameters())
     chosen = [tensors[name] for name in selection.names]
-    total = torch.zeros(selection.size, selection.size, dtype=network.dtype, device=network.device)
+    total = torch.zeros(selection.size, selection.size, dtype=torch.float64, device=network.device)
     loss_sum, count = 0.0, 0
     for batch in data.batches("Hessian"):
         with sdpa_kernel(SDPBackend.MATH), recording(tensors, selection.names, network.plain):
-            f = shaped(raw_output(network.model, batch.inputs))
+            raw = raw_output(network.model, batch.inputs)
+            f = shaped(raw)
             check_finite(f.detach(), "outputs of the network")
             y = likelihood.targets(f.detach(), batch.targets)
             loss = likelihood.loss(f, y).sum()
             grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
             gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
-            for i in range(selection.size):
-                if not gradient[i].requires_grad:
-                    continue
-                rows = torch.autograd.grad(
-                    gradient[i], chosen, retain_graph=True, allow_unused=True, materialize_grads=True
-                )
-                total[i] += selection.picked(torch.cat([r.reshape(-1) for r in rows])).to(network.dtype)
+            if gradient.requires_grad:
+                looped = loops(graphs.read(raw, raw.shape[0]), raw, network.recurrent)
+                _add_slopes(total, gradient, network, raw.shape[0], looped)
         loss_sum += float(loss.detach())
         count += int(likelihood.count(f.detach(), y))
-    matrix = 0.5 * (total + total.mT)
-    return FullCurvature(matrix, selection, definite=False), Statistics(
+    symmetrise(total)
+    return FullCurvature(total, selection, definite=False), Statistics(
         loss_sum, counted(count), network.output_shape[-1]
     )
+
+
+def _add_slopes(total: Tensor, gradient: Tensor, network: Network, batch: int, looped: bool) -> None:
+    """total += ∂ gradient / ∂ θ, as many rows at once as fit the byte budget; one after another if ``looped``."""
+    size, width = len(gradient), 4 * batch * network.footprint.width  # a pass there and back, and the slopes of both
+    step = max(1, near(network.device) // (gradient.element_size() * (2 * size + width)))
+    rows = partial(products.vjp, network.model, network.selection, gradient)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        seeds = torch.nn.functional.one_hot(torch.arange(start, stop, device=gradient.device), size)
+        try:
+            found = rows(seeds, looped)
+        except (RuntimeError, NotImplementedError):  # no batching rule on the way
+            found = rows(seeds, True)
+        total[start:stop] += found.double()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from lapwing.core.errors import UnsupportedError
@@ -35,8 +34,8 @@ class PerOutputCurvature:
         weights = self.start.to(ratios) / ratios
         first = self.parts[0]
         if isinstance(first, FullCurvature):
-            matrices = torch.stack([part.matrix for part in self.parts if isinstance(part, FullCurvature)])
-            return replace(first, matrix=torch.einsum("c,cpq->pq", weights.to(matrices), matrices), _cache={})
+            matrices = [part.matrix for part in self.parts if isinstance(part, FullCurvature)]
+            return replace(first, matrix=_mixed(matrices, weights), _cache={})
         columns = zip(*(part.blocks for part in self.parts if isinstance(part, BlockwiseCurvature)), strict=True)
         return replace(first, blocks=tuple(_summed(column, weights) for column in columns))
 
@@ -47,18 +46,23 @@ class PerOutputCurvature:
 
 def _summed(blocks: tuple[BlockCurvature, ...], weights: Tensor) -> BlockCurvature:
     first = blocks[0]
-
-    def mixed(tensors: list[Tensor]) -> Tensor:
-        stacked = torch.stack(tensors)
-        return torch.tensordot(weights.to(stacked), stacked, 1)
-
     if isinstance(first, KroneckerBlock):
-        return KroneckerBlock(first.inp, mixed([b.out for b in blocks if isinstance(b, KroneckerBlock)]), first.rows)
+        out = _mixed([b.out for b in blocks if isinstance(b, KroneckerBlock)], weights)
+        return KroneckerBlock(first.inp, out, first.rows)
     if isinstance(first, DiagonalBlock):
-        return DiagonalBlock(mixed([b.values for b in blocks if isinstance(b, DiagonalBlock)]))
+        return DiagonalBlock(_mixed([b.values for b in blocks if isinstance(b, DiagonalBlock)], weights))
     if isinstance(first, FullBlock):
-        return FullBlock(mixed([b.matrix for b in blocks if isinstance(b, FullBlock)]))
+        return FullBlock(_mixed([b.matrix for b in blocks if isinstance(b, FullBlock)], weights))
     raise UnsupportedError(f"{type(first).__name__} does not split by outputs; use Kron(), Diagonal() or Full().")
+
+
+def _mixed(tensors: list[Tensor], weights: Tensor) -> Tensor:
+    """Σ_c weights_c tensors_c, differentiable in the weights: one tensor more, not as many as there are outputs."""
+    weights = weights.to(tensors[0])
+    total = weights[0] * tensors[0]
+    for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
+        total.addcmul_(weight, tensor)
+    return total
 
 
 def by_output(

@@ -10,6 +10,7 @@ from torch import Tensor
 # Blocks narrower than this are not split further; few rows leave little to save, so they want wider ones.
 NARROWEST = {"cpu": (128, 192), "cuda": (1024, 1024)}
 MANY = 512
+STRIP = 512  # rows that are mirrored at a time: what it takes besides the matrix is that high
 
 
 class Gram:
@@ -45,10 +46,26 @@ class Gram:
         self._sum += torch.matmul(x.mT, x).to(self._sum.dtype).sum(1)
 
     def value(self) -> Tensor:
-        """The symmetric sum, (G, d, d), or (d, d) for one group."""
-        upper = self._sum.triu()
-        whole = upper + upper.triu(1).mT
-        return whole[0] if whole.shape[0] == 1 else whole
+        """The symmetric sum, (G, d, d), or (d, d) for one group: the sum itself, so whatever is added changes it."""
+        for corner, right, below in _strips(self._sum):
+            corner.copy_(corner.triu() + corner.triu(1).mT)
+            below.copy_(right.mT)
+        return self._sum[0] if self._sum.shape[0] == 1 else self._sum
+
+
+def symmetrise(matrix: Tensor) -> None:
+    """(M + Mᵀ) / 2 in place, (..., d, d)."""
+    for corner, right, below in _strips(matrix):
+        corner.copy_(0.5 * (corner + corner.mT))
+        right.copy_(0.5 * (right + below.mT))
+        below.copy_(right.mT)
+
+
+def _strips(matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Views of a few rows at a time: what lies on the diagonal, right of it, and below it."""
+    for start in range(0, matrix.shape[-1], STRIP):
+        here, rest = slice(start, start + STRIP), slice(start + STRIP, None)
+        yield matrix[..., here, here], matrix[..., here, rest], matrix[..., rest, here]
 
 
 def _upper(part: slice, narrowest: int) -> Iterator[tuple[slice, slice]]:

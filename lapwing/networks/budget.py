@@ -19,6 +19,11 @@ def temporary(device: torch.device) -> int:
     return TEMPORARY.get(device.type, TEMPORARY["cuda"])
 
 
+def near(device: torch.device) -> int:
+    """What many small results may take together: enough to keep a GPU busy, near a CPU's caches."""
+    return JOINED.get(device.type, JOINED["cuda"])
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What one sample takes: gradient numbers for each seed, numbers of the largest unfolded input, and for each seed
@@ -30,7 +35,7 @@ class Footprint:
 
     def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """How many samples are worth joining into one pass: their gradients should stay small."""
-        return min(MOST, JOINED.get(device.type, JOINED["cuda"]) // self._bytes(seeds, dtype, 1))
+        return min(MOST, near(device) // self._bytes(seeds, dtype, 1))
 
     def chunks(self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
         """Runs of samples whose gradients for so many seeds fit the byte budget."""

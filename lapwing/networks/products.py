@@ -39,7 +39,7 @@ def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: 
         grads = [torch.stack([g[i].to_dense() if g[i].is_sparse else g[i] for g in each]) for i in range(len(chosen))]
     else:
         with quiet():
-            found = torch.autograd.grad(raw, chosen, seeds, allow_unused=True, is_grads_batched=True)
+            found = torch.autograd.grad(raw, chosen, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
         grads = [g if g is not None else p.new_zeros(len(u), *p.shape) for g, p in zip(found, chosen, strict=True)]
     dtype = reduce(torch.promote_types, [grad.dtype for grad in grads])
     return selection.picked(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))

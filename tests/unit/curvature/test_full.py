@@ -1,10 +1,22 @@
-"""The whole matrix of a last layer: sums and forms are float64 whatever the network is."""
+"""The whole matrix: sums and forms are float64 whatever the network is, and memory is that of the matrix."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import lapwing as lw
+from lapwing.core.data import Data
+from lapwing.curvature import full
+from lapwing.curvature.outputs import PerOutputCurvature
+from lapwing.linalg.gram import STRIP
+from lapwing.networks.network import Network
+from lapwing.priors.gaussian import isotropic
+from tests.cases import BY_NAME
+from tests.tolerances import assert_close
 
 WIDE = 70  # features, with the bias in three strips
 
@@ -50,3 +62,98 @@ def test_strips_are_the_whole_sum() -> None:
     i, a = torch.tensor(order).unbind(1)
     expected = whole[i[:, None], a[:, None], i, a]
     torch.testing.assert_close(posterior.posterior.current.matrix, expected, rtol=1e-10, atol=1e-10)
+
+
+HESSIANS = ["mlp", "norms", "attention", "embedding", "tied", "cnn", "free_parameter", "weight_norm", "prelu"]
+
+
+def differentiated(name: str) -> tuple[nn.Module, Any, Tensor]:
+    if name == "prelu":
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.PReLU(6), nn.Linear(6, 3)).double()
+        return model, torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    case = BY_NAME[name]
+    return case.build(), case.batch(6), torch.arange(6) % case.outputs[-1]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 10**6])  # 6: as many as there are samples
+@pytest.mark.parametrize("name", HESSIANS)
+def test_many_rows_of_a_hessian_at_once(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, y = differentiated(name)
+    network, found = Network.build(model, inputs), {}
+    size, width = network.selection.size, 4 * len(y) * network.footprint.width
+    monkeypatch.setattr(full, "near", lambda device: rows * 8 * (2 * size + width))
+    for looped in (True, False):
+        monkeypatch.setattr(full, "loops", lambda *_, looped=looped: looped)
+        curvature, _ = full.full_hessian(network, lw.Categorical(), Data([(inputs, y)], torch.device("cpu")))
+        found[looped] = curvature.matrix
+    assert float(found[True].abs().max()) > 0
+    assert torch.equal(found[False], found[False].mT)
+    assert_close(found[False], found[True])
+
+
+class Unbatched(torch.autograd.Function):
+    """A gradient that looks at its numbers, which no batch of them allows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * (1 - x.tanh().square()) if bool((grad != 0).any()) else grad
+
+
+def test_a_hessian_of_what_cannot_be_batched() -> None:
+    class Own(nn.Tanh):
+        def forward(self, x: Tensor) -> Tensor:
+            return Unbatched.apply(x)
+
+    found, x, y = [], torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    for activation in (Own(), nn.Tanh()):
+        torch.manual_seed(0)
+        network = Network.build(nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3)).double(), x)
+        found.append(full.full_hessian(network, lw.Categorical(), Data([(x, y)], torch.device("cpu")))[0].matrix)
+    assert_close(*found)
+
+
+def test_a_hessian_is_summed_in_float64() -> None:
+    """A thousand copies of one batch: float32 would lose their last digits one after another."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    network, cpu = Network.build(model, x), torch.device("cpu")
+    one, many = (full.full_hessian(network, lw.Categorical(), Data([(x, y)] * n, cpu))[0].matrix for n in (1, 1000))
+    assert many.dtype == torch.float64
+    torch.testing.assert_close(many, 1000 * one, rtol=1e-12, atol=1e-12)
+
+
+def peak(run: Callable[[], Any]) -> int:
+    """The most bytes that PyTorch holds at once, over what it holds at first."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = run()
+    del kept
+    found = held = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            found = max(found, held)
+    return found
+
+
+def test_memory_of_the_matrix() -> None:
+    """One matrix while H is summed, two while Λ is factorised, one for any ratios of noises."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20)), torch.randn(8, 20)
+    network = Network.build(model, x)
+    size = network.selection.size
+    assert size > 2 * STRIP
+    matrix = 8 * size**2
+    sweep = [network.linearise(x).jacobians()]
+    assert matrix <= peak(lambda: full.full_curvature(sweep, network)) < 1.9 * matrix
+    curvature = full.FullCurvature(torch.eye(size, dtype=torch.float64), network.selection)
+    prior = isotropic(1.0).bound(network.selection, network.theta())
+    assert peak(lambda: curvature.precision(torch.tensor(2.0), prior)) < 2.5 * matrix
+    each = PerOutputCurvature((curvature,) * 5, torch.ones(5))
+    assert peak(lambda: each.at(torch.arange(1.0, 6.0))) < 1.5 * matrix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.linalg.gram import Gram
+from lapwing.linalg.gram import STRIP, Gram, symmetrise
 from tests.tolerances import assert_close
 
 CPU = torch.device("cpu")
@@ -41,3 +41,18 @@ def test_narrow_rows_are_summed_in_the_wide_dtype() -> None:
     total = Gram(2, torch.float32, CPU)
     total.add(rows)
     assert total.value().tolist() == [[4096.0, 4096.0], [4096.0, 4096.0]]
+
+
+@pytest.mark.parametrize("size", [3, STRIP, 2 * STRIP + 7])
+def test_mirrored_in_place(size: int) -> None:
+    x = torch.randn(20, size, dtype=torch.float64)
+    total = Gram(size, torch.float64, torch.device("cpu"))
+    for _ in range(2):  # what is added after the sum was asked for is added to it
+        total.add(x)
+        found = total.value()
+        assert torch.equal(found, found.mT)
+    assert_close(found, 2 * x.mT @ x)
+    matrix = torch.randn(2, size, size, dtype=torch.float64)
+    expected = 0.5 * (matrix + matrix.mT)
+    symmetrise(matrix)
+    assert torch.equal(matrix, expected)
