@@ -11,11 +11,29 @@ from torch.nn.functional import pad
 from lapwing.core.data import check_finite
 from lapwing.core.errors import NumericalError
 from lapwing.linalg.cg import Solution
-from lapwing.linalg.lanczos import Eigenpairs
 from lapwing.linalg.operators import Product, applied
 from lapwing.linalg.orthogonal import OrthonormalRows, orthonormal_rows
 
 TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenpairs:
+    """Leading eigenpairs: ``values`` (r,), descending, ``vectors`` (r, P) as rows.
+
+    ``residuals`` (r,) are |H u - s u| relative to the largest eigenvalue; ``products`` counts applications of
+    the operator to a block, and ``tolerance`` is what was asked of the residuals.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    products: int
+    tolerance: float = 1e-3
+
+    @property
+    def converged(self) -> bool:
+        return bool((self.residuals <= self.tolerance).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,11 +120,20 @@ class BlockKrylov:
         y, scale = self.turn.mT[:rank], self.values[:1].abs().clamp_min(TINY)
         return self._remainder(y, torch.zeros_like(y), -self.values[:rank, None]) / scale
 
+    def widened(self, rows: Tensor) -> BlockKrylov:
+        """The space with these rows (n, P) in its next block too: orthonormal, and to the basis and that block.
+
+        Nothing of the operator's images was seen along them, so the last rows leave the basis without them.
+        """
+        known, dropped = self.edge.split([len(self.ahead), self.edge.shape[1] - len(self.ahead)], 1)
+        edge = torch.cat([known, known.new_zeros(len(known), len(rows)), dropped], 1)
+        return replace(self, ahead=torch.cat([self.ahead, rows]), edge=edge)
+
     def extended(self, product: Product, steps: int, *, max_basis: int | None = None) -> BlockKrylov:
         """The space after so many more products; each adds a block, unless nothing is left or ``max_basis`` is full."""
         basis, (_, size) = self.rows, self.ahead.shape
         room = min(size, len(basis) + steps * len(self.ahead), max_basis or size)
-        projected, lost = self._widened(room)
+        projected, lost = self._padded(room)
         block, edge, products = self.ahead, self.edge, self.products
         scale = float(projected.norm(dim=1).max()) if room else 0.0
         while products < self.products + steps and 0 < len(block) <= room - len(basis):
@@ -134,7 +161,7 @@ class BlockKrylov:
             edge=edge, ahead=block, lost=lost, products=products,
         )  # fmt: skip
 
-    def _widened(self, room: int) -> tuple[Tensor, Tensor]:
+    def _padded(self, room: int) -> tuple[Tensor, Tensor]:
         more = room - len(self.rows)
         return pad(self.projected, (0, more, 0, more)), pad(self.lost, (0, more))
 

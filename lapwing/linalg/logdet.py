@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lapwing.core.errors import NumericalError
 from lapwing.linalg.estimators import Estimate, averaged, signs
-from lapwing.linalg.lanczos import Eigenpairs
+from lapwing.linalg.krylov import Eigenpairs
 from lapwing.linalg.operators import Product, applied, refuse_asymmetric
 from lapwing.linalg.quadrature import lanczos_quadrature
 

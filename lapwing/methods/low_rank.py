@@ -22,9 +22,10 @@ from lapwing.posteriors.weight_space import WeightPosterior
 class LowRank:
     """The ``rank`` leading eigenpairs of the GGN by block Lanczos; the prior everywhere else.
 
-    Never forms a (P, P) matrix: the basis takes 2 max(2 rank, rank + 20) P float64 numbers and the products of a block
-    about as many again; time is one pass over the data for each block of ``block`` vectors. Directions left out keep
-    their prior variance, so the variance of f errs upwards, up to the residual.
+    Never forms a (P, P) matrix: the basis takes max(2 rank, rank + 20) P float64 numbers, a block takes a few times
+    its own besides, and the eigenvectors rank P at the end. Directions left out keep their prior variance, so the
+    variance of f errs upwards, up to the residual.
+    Cost: one pass over the data for each block of ``block`` vectors.
     Exact when: rank is at least the rank of the GGN. ``tolerance`` is the residual of an eigenpair relative
     to the largest eigenvalue at which the iteration stops; the worst one reached is in
     ``posterior.curvature.residual``.

@@ -272,3 +272,19 @@ def test_a_start_that_is_not_finite_is_refused(value: float) -> None:
 def test_products_that_are_not_numbers_are_refused() -> None:
     with pytest.raises(NumericalError, match="not finite"):
         block_krylov(lambda v: v * torch.nan, torch.ones(1, 4, dtype=D), 2)
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("steps", [1, 120])
+def test_more_rows_join_the_next_block(spectrum: str, steps: int) -> None:
+    """The basis stays orthonormal and shows the operator as it is, whether it was invariant before or not."""
+    matrix, start = operator(SPECTRA[spectrum])[:60, :60], torch.randn(2, 60, dtype=D)
+    start[:, 40:], matrix[:40, 40:], matrix[40:, :40] = 0, 0, 0  # the start never leaves the first forty
+    space = block_krylov(product(matrix), start, steps)
+    new = torch.linalg.qr(torch.cat([torch.zeros(3, 40, dtype=D), torch.randn(3, 20, dtype=D)], 1).T)[0].T
+    wider = space.widened(new).extended(product(matrix), 2)
+    check_basis(wider, matrix, start)
+    assert len(wider.rows) > len(space.rows) + 3
+    pairs = wider.pairs()
+    residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values[0]
+    assert float((pairs.residuals - residual).abs().max()) < 1e-11

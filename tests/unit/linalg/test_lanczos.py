@@ -70,6 +70,30 @@ def test_residuals_say_how_far_off_the_pairs_are(generator: torch.Generator) -> 
     assert leading_eigenpairs(product(matrix), 300, 5, block=5, max_basis=300, generator=generator).converged
 
 
+@pytest.mark.parametrize(("rank", "block"), [(5, 16), (7, 4), (1, 6)])
+def test_the_last_block_is_whole_and_the_residuals_are_true(rank: int, block: int, generator: torch.Generator) -> None:
+    """Where max(2 rank, rank + 20) is no multiple of the block; with as many products as that takes."""
+    matrix, limit = operator(torch.linspace(2, 1, 300, dtype=D)), max(2 * rank, rank + 20)
+    seen = []
+    pairs = leading_eigenpairs(
+        lambda rows: seen.append(len(rows)) or rows @ matrix, 300, rank, block=block, tolerance=1e-12,
+        generator=generator,
+    )  # fmt: skip
+    assert seen[2:] == [block] * -(-limit // block)  # after the two that look at the operator
+    assert pairs.products == len(seen) - 2
+    residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values[0]
+    assert_close(pairs.residuals, residual)
+
+
+def test_no_block_goes_past_the_largest_basis(generator: torch.Generator) -> None:
+    matrix, seen = operator(torch.linspace(2, 1, 300, dtype=D)), []
+    leading_eigenpairs(
+        lambda rows: seen.append(len(rows)) or rows @ matrix, 300, 5, block=6, tolerance=1e-12, max_basis=20,
+        generator=generator,
+    )  # fmt: skip
+    assert seen[2:] == [6, 6, 6]
+
+
 @pytest.mark.parametrize("rank", [0, -3])
 def test_a_rank_below_one_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank is {rank}; expected at least 1"):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.errors import NumericalError
-from lapwing.linalg.krylov import block_krylov
-from lapwing.linalg.lanczos import Eigenpairs, leading_eigenpairs
+from lapwing.linalg.krylov import Eigenpairs, block_krylov
+from lapwing.linalg.lanczos import leading_eigenpairs
 from lapwing.linalg.logdet import log_determinant
 from lapwing.linalg.quadrature import lanczos_quadrature
 from tests.tolerances import assert_close
