@@ -12,6 +12,7 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 from lapwing.core.errors import NumericalError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.predictives.quadrature import normal_nodes
 
 
@@ -80,7 +81,7 @@ class CountPredictive:
             return (torch.special.gammaincc(k.unsqueeze(-1) + 1, rate) * weights.double()).sum(-1) >= level
 
         low = torch.zeros_like(self.mean, dtype=torch.float64)
-        high = (self.mean + 20 * self.std + 20).double().ceil()
+        high = self._reach(20).ceil()
         for _ in range(int(high.max().log2().item()) + 2):  # bisection over the whole numbers
             middle = ((low + high) / 2).floor()
             enough = reached(middle)
@@ -88,14 +89,26 @@ class CountPredictive:
             low = torch.where(enough, low, middle + 1).minimum(high)
         return high.to(self.mean)
 
+    def _reach(self, deviations: int) -> Tensor:
+        """Counts beyond which there is no probability to speak of, (B, C) in float64."""
+        reach = (self.mean + deviations * self.std + 20).double()
+        if not bool(torch.isfinite(reach).all()):
+            raise NumericalError(
+                f"the counts overflow: the log-rate has a mean of up to {self.belief.mean.max().item():.3g} and a "
+                f"standard deviation of up to {self.belief.std.max().item():.3g}; expected a rate and a variance that "
+                f"{self.mean.dtype} holds. Raise the prior precision, or use log_prob."
+            )
+        return reach
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C)"""
+        refuse_other_than_whole("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
 
     def _log_probs(self) -> tuple[Tensor, Tensor]:
         """log p(k | rate) for all counts k that carry probability, (B, C, nodes, counts), and the nodes' weights."""
         nodes, weights = normal_nodes(self.belief, 64)
-        top = int((self.mean + 12 * self.std + 20).max().item())
+        top = int(self._reach(12).max().item())
         if top * nodes.numel() > 2**28:
             raise NumericalError(
                 f"the counts run to {top}, too many to sum over; the log-rate has a standard deviation of up to "

@@ -13,6 +13,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
+from lapwing.core.settings import refuse_other_than_whole
 
 LINKS = ("probit", "bridge", "mc")
 
@@ -68,6 +69,7 @@ class SoftmaxPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B) class numbers."""
+        refuse_other_than_whole("n", n)
         return classes(self.probs.expand(n, *self.probs.shape), generator)
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +140,10 @@ def test_a_single_output_needs_no_dimension() -> None:
 def test_levels_that_are_no_probabilities(level: float) -> None:
     with pytest.raises(ValueError, match=f"level is {level}; expected a probability between 0 and 1"):
         predictive(0.0, 0.1).interval(level)
+
+
+@pytest.mark.parametrize("use", [lambda p: p.interval(), lambda p: p.entropy, lambda p: p.mutual_information])
+@pytest.mark.parametrize(("mean", "variance"), [(800.0, 0.1), (1.0, 2000.0), (1.0, 1200.0)])
+def test_counts_that_overflow_are_refused(use: Any, mean: float, variance: float) -> None:
+    with pytest.raises(lw.NumericalError, match=r"the counts overflow: the log-rate has a mean of up to .*prior"):
+        use(predictive(mean, variance))
