@@ -45,3 +45,8 @@ def _home(generator: torch.Generator | None, like: Tensor) -> torch.device:
     if not isinstance(generator, torch.Generator):
         raise UnsupportedError(f"generator is {generator!r:.80}; expected torch.Generator().manual_seed(...), or None.")
     return generator.device
+
+
+def seeded(generator: torch.Generator | None) -> torch.Generator:
+    """The generator, or one of seed 0 where none is given: equal calls give equal results."""
+    return generator if generator is not None else torch.Generator().manual_seed(0)

@@ -8,22 +8,33 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
+from lapwing.core.random import derived, seeded
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.outputs import by_output
 from lapwing.curvature.structures import DiagonalBlock
-from lapwing.curvature.sweep import Statistics, Sweep
+from lapwing.curvature.sweep import Statistics, Sweep, checked_curvature
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 
 
 @dataclass(frozen=True)
 class Diagonal:
-    """Every weight by itself: the exact diagonal of the GGN. Smallest and fastest, ignores all correlation."""
+    """Every weight by itself: the exact diagonal of the GGN. Smallest and fastest, ignores all correlation.
+
+    ``curvature``: "ggn" (exact), or "fisher_mc" (sampled labels, one backward pass in all).
+
+    Cost: one forward pass and a backward pass for each of the C outputs; P numbers.
+    Exact when: the GGN is diagonal, as in a network with one weight for each output.
+    """
 
     curvature: str = "ggn"
 
+    def __post_init__(self) -> None:
+        checked_curvature(self.curvature)
+
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
+        generator = derived(seeded(generator), torch.empty(0))  # labels, apart from data of the same seed
 
         def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
             sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Diagonal", only)

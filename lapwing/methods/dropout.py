@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.errors import UnsupportedError
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.sweep import loss_only, residual_noise
 from lapwing.posteriors.members import Masks, MembersPosterior
 from lapwing.posteriors.problem import Problem
@@ -28,8 +28,8 @@ class MCDropout:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.samples < 2:
-            raise UnsupportedError(f"samples is {self.samples}; expected at least 2: one has no spread.")
+        refuse_other_than_whole("samples", self.samples, least=2)  # one has no spread
+        refuse_other_than_whole("seed", self.seed, least=0)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.errors import UnsupportedError
+from lapwing.core.random import derived, seeded
 from lapwing.curvature.kronecker import eigen_corrected, kronecker_curvature
 from lapwing.curvature.sweep import Sweep
+from lapwing.methods.kronecker import check_settings
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 
@@ -28,11 +29,11 @@ class EKron:
     full_limit: int = 1024
 
     def __post_init__(self) -> None:
-        if self.sharing not in ("expand", "reduce"):
-            raise UnsupportedError(f"sharing is {self.sharing!r}; expected 'expand' or 'reduce'.")
+        check_settings(self.curvature, self.sharing, self.full_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
+        generator = derived(seeded(generator), torch.empty(0))  # labels, apart from data of the same seed
         first = Sweep(network, likelihood, data, self.curvature, generator, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
         second = Sweep(network, likelihood, data, self.curvature, generator, "EKron, values")

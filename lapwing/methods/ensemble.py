@@ -11,6 +11,7 @@ from torch import nn
 
 from lapwing.core.data import Data
 from lapwing.core.errors import ModelError, UnsupportedError
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.sweep import residual_noise
 from lapwing.networks.forward import refuse_training_mode
 from lapwing.posteriors.members import MembersPosterior, Networks, of_mean
@@ -33,6 +34,9 @@ class Ensemble:
     models: Sequence[nn.Module] = field(default=(), repr=False)
     train: Train | None = field(default=None, repr=False)
     members: int = 5
+
+    def __post_init__(self) -> None:
+        refuse_other_than_whole("members", self.members, least=2)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network

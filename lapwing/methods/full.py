@@ -8,6 +8,8 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
+from lapwing.core.random import derived, seeded
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
 from lapwing.curvature.outputs import by_output
 from lapwing.curvature.sweep import CURVATURES, Statistics, Sweep, checked_curvature
@@ -22,13 +24,20 @@ class Full:
     ``curvature``: "ggn" (exact), "fisher_mc" (sampled labels), or "hessian" (the true Hessian of the loss, which
     need not be positive; a precision that is not positive definite is refused). ``limit`` is the largest P
     that is tried: the matrix takes 8 P² bytes.
+
+    Cost: one forward pass, a backward pass for each of the C outputs and P² for each of their rows; P³ to factorise.
+    "hessian" takes P backward passes for each batch instead.
+    Exact when: always, for the GGN or the Hessian; "fisher_mc" on average.
     """
 
     curvature: str = "ggn"
     limit: int = 30_000
 
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+    def __post_init__(self) -> None:
+        refuse_other_than_whole("limit", self.limit)
         checked_curvature(self.curvature, (*CURVATURES, "hessian"))
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
         size = network.selection.size
         if size > self.limit:
@@ -39,6 +48,8 @@ class Full:
         if self.curvature == "hessian":
             curvature, statistics = full_hessian(network, problem.likelihood, data)
             return WeightPosterior.fitted(problem, curvature, statistics)
+
+        generator = derived(seeded(generator), torch.empty(0))  # labels, apart from data of the same seed
 
         def compute(only: int | None) -> tuple[FullCurvature, Statistics]:
             sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full", only)

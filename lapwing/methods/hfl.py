@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.errors import DataError, LapwingError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
-from lapwing.core.random import normal
+from lapwing.core.random import normal, seeded
+from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign, refuse_reordered
 from lapwing.curvature.objective import Objective
 from lapwing.curvature.pool import Pool, shuffled
@@ -97,17 +97,17 @@ class HFL:
                 raise UnsupportedError(f"{name} is {value!r}; expected one of {', '.join(known)}.")
         if self.solver is not None and self.solver not in SOLVERS:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
-        if self.lam is not None and not 0 < self.lam < math.inf:
-            raise UnsupportedError(f"lam is {self.lam}; expected a positive number, or None to have it chosen.")
-        for name, count in (("pushes", self.pushes), ("steps", self.steps), ("batch_size", self.batch_size)):
-            if not isinstance(count, Integral) or count < 1:
-                raise UnsupportedError(f"{name} is {count!r:.80}; expected a whole number, at least 1.")
-        if not 0 < self.learning_rate < math.inf:
-            raise UnsupportedError(f"learning_rate is {self.learning_rate}; expected a positive number.")
-        if not self.drift >= 0:
-            raise UnsupportedError(f"drift is {self.drift}; expected at least nought; math.inf allows any.")
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise UnsupportedError(f"tolerance is {self.tolerance}; expected a positive number, or None for the usual.")
+        for name in ("pushes", "steps", "batch_size"):
+            refuse_other_than_whole(name, getattr(self, name))
+        refuse_other_than_positive("learning_rate", self.learning_rate)
+        if self.lam is not None:
+            refuse_other_than_positive("lam", self.lam)
+        if not is_real(self.drift) or not self.drift >= 0:
+            raise UnsupportedError(f"drift is {self.drift!r:.80}; expected at least nought; math.inf allows any.")
+        if self.tolerance is not None and not (is_real(self.tolerance) and self.tolerance > 0):
+            raise UnsupportedError(
+                f"tolerance is {self.tolerance!r:.80}; expected a positive number, or None for the usual."
+            )
         if self.mode == "linearised" and self.tolerance is not None and self.tolerance >= 1:
             raise UnsupportedError(
                 f"tolerance is {self.tolerance}; expected below 1 in the mode 'linearised', where a residual of 1 is "
@@ -125,7 +125,7 @@ class HFL:
         network = problem.network
         if problem.prior.needs_curvature:
             raise UnsupportedError("HFL() forms no curvature, and g_prior() needs one; use Kron() or Full().")
-        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        generator = seeded(generator)
         if self.mode == "linearised":
             design = NetworkDesign.build(network, problem.likelihood, data)
             refuse_reordered(design)

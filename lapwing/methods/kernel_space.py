@@ -37,9 +37,9 @@ class KernelSpace:
 
     def __post_init__(self) -> None:
         refuse_other_than_whole("limit", self.limit)
+        checked_curvature(self.curvature, ("ggn",))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        checked_curvature(self.curvature, ("ggn",))
         network = problem.network
         design = NetworkDesign.build(network, problem.likelihood, data)
         if design.rows > self.limit:

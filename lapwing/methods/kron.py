@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.errors import UnsupportedError
+from lapwing.core.random import derived, seeded
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import kronecker_curvature
 from lapwing.curvature.outputs import by_output
 from lapwing.curvature.sweep import Statistics, Sweep
+from lapwing.methods.kronecker import check_settings
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 
@@ -35,10 +36,11 @@ class Kron:
     full_limit: int = 1024
 
     def __post_init__(self) -> None:
-        if self.sharing not in ("expand", "reduce"):
-            raise UnsupportedError(f"sharing is {self.sharing!r}; expected 'expand' or 'reduce'.")
+        check_settings(self.curvature, self.sharing, self.full_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        generator = derived(seeded(generator), torch.empty(0))  # labels, apart from data of the same seed
+
         def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
             sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron", only)
             found = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.errors import UnsupportedError
+from lapwing.core.random import seeded
+from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
@@ -37,14 +38,15 @@ class LowRank:
     curvature: str = "ggn"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UnsupportedError(f"rank is {self.rank}; expected at least 1.")
+        for name in ("rank", "block"):
+            refuse_other_than_whole(name, getattr(self, name))
+        refuse_other_than_positive("tolerance", self.tolerance)
+        checked_curvature(self.curvature, ("ggn",))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        checked_curvature(self.curvature, ("ggn",))
         network = problem.network
         design = NetworkDesign.build(network, problem.likelihood, data)
-        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        generator = seeded(generator)
         pairs = leading_eigenpairs(
             partial(gram_product, design),
             network.selection.size,

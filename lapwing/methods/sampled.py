@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
+from lapwing.core.random import seeded
 from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.sweep import checked_curvature, residual_noise
@@ -74,15 +75,15 @@ class Sampled:
                 f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "
                 "a standard deviation by which a sample may be off."
             )
+        checked_curvature(self.curvature, ("ggn",))
         if self.solver not in SOLVERS:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
         if self.objective not in OBJECTIVES:
             raise UnsupportedError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> SampledPosterior:
-        checked_curvature(self.curvature, ("ggn",))
         network = problem.network
-        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        generator = seeded(generator)
         stochastic = self.solver in STOCHASTIC
         if stochastic:
             refuse_groups(self.solver, problem.prior)

@@ -13,6 +13,7 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.progress import Steps
 from lapwing.core.random import derived
+from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.pool import shuffled
 from lapwing.curvature.sweep import Statistics, loss_only, residual_noise
 from lapwing.posteriors.drawn import DrawnPosterior, Draws
@@ -54,12 +55,14 @@ class SWAG:
 
     def __post_init__(self) -> None:
         for name in ("snapshots", "rank", "samples"):
-            if getattr(self, name) < 2:
-                raise UnsupportedError(f"{name} is {getattr(self, name)}; expected at least 2: one has no spread.")
-        for name in ("epochs_between", "steps_between", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UnsupportedError(f"{name} is {value}; expected at least 1.")
+            refuse_other_than_whole(name, getattr(self, name), least=2)  # one has no spread
+        for name in ("epochs_between", "batch_size"):
+            refuse_other_than_whole(name, getattr(self, name))
+        refuse_other_than_whole("seed", self.seed, least=0)
+        if self.steps_between is not None:
+            refuse_other_than_whole("steps_between", self.steps_between)
+        if self.learning_rate is not None:
+            refuse_other_than_positive("learning_rate", self.learning_rate)
         if self.rank > self.snapshots:
             raise UnsupportedError(
                 f"rank is {self.rank} and snapshots {self.snapshots}; expected no more deviations than snapshots."
@@ -68,12 +71,11 @@ class SWAG:
             raise UnsupportedError(
                 f"steps_between is {self.steps_between} and epochs_between {self.epochs_between}; expected one of them."
             )
-        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            raise UnsupportedError(f"learning_rate is {self.learning_rate}; expected a positive number, or None.")
-        if not 0 <= self.momentum < 1:
-            raise UnsupportedError(f"momentum is {self.momentum}; expected a number from 0 up to, but not, 1.")
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise UnsupportedError(f"weight_decay is {self.weight_decay}; expected a number from 0 on, or None.")
+        if not is_real(self.momentum) or not 0 <= self.momentum < 1:
+            raise UnsupportedError(f"momentum is {self.momentum!r:.80}; expected a number from 0 up to, but not, 1.")
+        decay = self.weight_decay
+        if decay is not None and not (is_real(decay) and 0 <= decay < math.inf):
+            raise UnsupportedError(f"weight_decay is {decay!r:.80}; expected a number from 0 on, or None.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> DrawnPosterior:
         network = problem.network

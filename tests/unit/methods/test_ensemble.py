@@ -195,7 +195,7 @@ def refused(error: type, message: str, method: Any, model: nn.Module | None = No
 
 def test_one_network_is_no_ensemble() -> None:
     message = r"has one network; expected others: models=\[\.\.\.\], or train=\.\.\. to make them"
-    for method in (lw.Ensemble(), lw.Ensemble(train=trained, members=1), "ensemble"):
+    for method in (lw.Ensemble(), "ensemble"):
         refused(lw.UnsupportedError, message, method)
 
 
