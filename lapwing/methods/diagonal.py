@@ -25,6 +25,13 @@ class Diagonal:
 
     Cost: one forward pass and a backward pass for each of the C outputs; P numbers.
     Exact when: the GGN is diagonal, as in a network with one weight for each output.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=Diagonal(), prior=1.0).functions(x).std
+    tensor([[0.8165],
+            [0.8165]])
     """
 
     curvature: str = "ggn"

@@ -22,6 +22,12 @@ class MCDropout:
     residual of the network without dropout. The model is not changed.
 
     Cost: nothing to fit; a prediction takes ``samples`` forward passes.
+
+    >>> from lapwing.api import fit
+    >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1)).eval()
+    >>> bool((fit(net, [(x, x)], "regression", method=MCDropout(samples=8)).functions(x).std > 0).all())
+    True
     """
 
     samples: int = 32

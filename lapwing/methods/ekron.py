@@ -22,6 +22,13 @@ class EKron:
     Settings as in ``Kron``. The trace of every block is exact. Cost: two passes over the data, the second of
     which forms each layer's rotated Jacobian where weights are shared. With "fisher_mc" both passes draw
     their own labels.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=EKron(), prior=1.0).functions(x).std
+    tensor([[0.8165],
+            [0.8165]])
     """
 
     curvature: str = "ggn"

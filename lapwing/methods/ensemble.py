@@ -29,6 +29,12 @@ class Ensemble:
     output. The noise of a regression is the residual of that mean.
 
     Cost: a training for each member; a prediction takes a forward pass for each.
+
+    >>> from lapwing.api import fit
+    >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
+    >>> one, two = torch.nn.Linear(1, 1).eval(), torch.nn.Linear(1, 1).eval()
+    >>> bool((fit(one, [(x, x)], "regression", method=Ensemble([two])).functions(x).std > 0).all())
+    True
     """
 
     models: Sequence[nn.Module] = field(default=(), repr=False)

@@ -28,6 +28,13 @@ class Full:
     Cost: one forward pass, a backward pass for each of the C outputs and P² for each of their rows; P³ to factorise.
     "hessian" takes P backward passes for each batch instead.
     Exact when: always, for the GGN or the Hessian; "fisher_mc" on average.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=Full(), prior=1.0).functions(x).std
+    tensor([[0.8165],
+            [0.8165]])
     """
 
     curvature: str = "ggn"

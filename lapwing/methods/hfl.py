@@ -74,6 +74,13 @@ class HFL:
 
     Cost of a prediction: nonlinear, for each output some tens of gradients over all data; linearised, one product with
     the GGN for each iteration and all outputs together; pretrained, one forward pass more.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=HFL("linearised"), prior=1.0).functions(x).std
+    tensor([[0.8165],
+            [0.8165]])
     """
 
     mode: str = "nonlinear"

@@ -30,6 +30,13 @@ class KernelSpace:
     Cost: (nC)² P for a triangle as large as the kernel, (nC)³ for its singular values; stores nC vectors of P weights
     in float64.
     Exact when: always.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=KernelSpace(), prior=1.0).functions(x).std
+    tensor([[0.8165],
+            [0.8165]])
     """
 
     limit: int = 8192

@@ -29,6 +29,13 @@ class Kron:
     Cost of the fit: one forward pass, a backward pass without weight gradients for each of the C outputs (C - 1 for
     softmax; times T for token-level outputs), and the Gram matrices.
     Exact when: one linear layer with a Gaussian likelihood; one datum within each block without sharing.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=Kron(), prior=1.0).functions(x).std
+    tensor([[0.8165],
+            [0.8165]])
     """
 
     curvature: str = "ggn"

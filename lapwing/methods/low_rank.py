@@ -30,6 +30,13 @@ class LowRank:
     Exact when: rank is at least the rank of the GGN. ``tolerance`` is the residual of an eigenpair relative
     to the largest eigenvalue at which the iteration stops; the worst one reached is in
     ``posterior.curvature.residual``.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=LowRank(rank=2), prior=1.0).functions(x).std
+    tensor([[0.8165],
+            [0.8165]])
     """
 
     rank: int = 32

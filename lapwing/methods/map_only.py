@@ -14,7 +14,14 @@ from lapwing.posteriors.problem import Problem
 
 @dataclass(frozen=True)
 class MapOnly:
-    """The plain network: zero epistemic variance, and noise from the residuals. One forward pass to fit."""
+    """The plain network: zero epistemic variance, and noise from the residuals. One forward pass to fit.
+
+    >>> from lapwing.api import fit
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], "regression", method=MapOnly()).functions(x).std
+    tensor([[0.],
+            [0.]])
+    """
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> PointPosterior:
         statistics = loss_only(problem.network, problem.likelihood, data)

@@ -50,6 +50,12 @@ class Sampled:
 
     Cost: one pass for the Jacobian's factors, then one product with all vectors for each block of the basis.
     Exact when: never, but variances have a relative standard error of sqrt(2 / num_samples), whatever the network.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=Sampled(num_samples=64), prior=1.0).functions(x).std.shape
+    torch.Size([2, 1])
     """
 
     num_samples: int = 16

@@ -40,6 +40,12 @@ class SWAG:
 
     Cost: ``snapshots`` epochs of training, and those that try a rate; ``rank`` + 2 numbers for each weight. A
     prediction takes ``samples`` forward passes.
+
+    >>> from lapwing.api import fit
+    >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
+    >>> method = SWAG(snapshots=4, rank=2, batch_size=5)
+    >>> bool((fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", method=method).functions(x).std > 0).all())
+    True
     """
 
     snapshots: int = 30

@@ -231,17 +231,32 @@ class Prior:
 
 
 def isotropic(precision: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> Prior:
-    """One precision for all weights."""
+    """One precision for all weights.
+
+    >>> weights = Selection(("a.weight", "b.weight"), ((1, 2), (1, 1)))
+    >>> isotropic(2.0).bound(weights, torch.empty(0)).vector
+    tensor([2., 2., 2.], dtype=torch.float64)
+    """
     return Prior("isotropic", precision, mean)
 
 
 def per_layer(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> Prior:
-    """One precision for each layer: a number for all, one for each, or a mapping from layer names."""
+    """One precision for each layer: a number for all, one for each, or a mapping from layer names.
+
+    >>> weights = Selection(("a.weight", "b.weight"), ((1, 2), (1, 1)))
+    >>> per_layer({"a": 1.0, "b": 9.0}).bound(weights, torch.empty(0)).vector
+    tensor([1., 1., 9.], dtype=torch.float64)
+    """
     return Prior("per_layer", precisions, mean)
 
 
 def diagonal(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> Prior:
-    """One precision for each weight: a number, a vector (P,), or a mapping from parameter names."""
+    """One precision for each weight: a number, a vector (P,), or a mapping from parameter names.
+
+    >>> weights = Selection(("a.weight", "b.weight"), ((1, 2), (1, 1)))
+    >>> diagonal(torch.tensor([1.0, 2.0, 3.0])).bound(weights, torch.empty(0)).vector
+    tensor([1., 2., 3.], dtype=torch.float64)
+    """
     return Prior("diagonal", precisions, mean)
 
 
@@ -277,6 +292,11 @@ def g_prior(g: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> Prior:
     Predictions do not change when a weight and what follows it are rescaled so that the network stays the same,
     with one number to learn instead of one for each group. A weight that the data hardly see gets at least a
     thousandth of the median of its layer.
+
+    >>> from lapwing.api import fit
+    >>> x, net = torch.tensor([[-1.0], [3.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, 2 * x)], "regression", prior=g_prior(0.5)).prior.vector.detach()
+    tensor([5., 1.], dtype=torch.float64)
     """
     return Prior("g", g, mean)
 
