@@ -14,6 +14,7 @@ from torch import Tensor
 from lapwing.core.data import check_finite
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.random import seeded
 from lapwing.core.settings import is_real, refuse_other_than_whole
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import (
@@ -58,7 +59,7 @@ def fit_linear(
     _refuse_settings(precision, noise_std, num_samples, tolerance, generator)
     if isinstance(design, OperatorDesign):
         refuse_unpaired(design)
-    generator = generator if generator is not None else torch.Generator().manual_seed(0)
+    generator = seeded(generator)
     ridge = Ridge.drawn(design, num_samples, generator, keep=True)
     phi = noise_std**2 if noise_std else float(y.square().mean()) or 1.0
     # Where αφ is the trace of XᵀX/n, as ε estimates it, an eigenvalue is above it: γ is a half or more in any units.

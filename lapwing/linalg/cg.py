@@ -10,8 +10,7 @@ from torch import Tensor
 from lapwing.core.data import check_finite
 from lapwing.core.errors import NumericalError
 from lapwing.linalg.cholesky import cholesky
-from lapwing.linalg.operators import Product as Product
-from lapwing.linalg.operators import applied, refuse_asymmetric_images
+from lapwing.linalg.operators import Product, applied, refuse_asymmetric_images
 from lapwing.linalg.orthogonal import orthonormal_rows
 
 CHECKED = 20  # iterations between two looks at the residual as it is, instead of as it was updated

@@ -15,7 +15,8 @@ from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.subspace import SubspaceCurvature
 from lapwing.curvature.tangent_model import TangentModel, tangent_model
-from lapwing.linalg.cg import Product, conjugate_gradients
+from lapwing.linalg.cg import conjugate_gradients
+from lapwing.linalg.operators import Product
 from lapwing.posteriors.protocols import Method
 from lapwing.posteriors.trace import DivergedError, Step, Trace
 from lapwing.posteriors.weight_space import Mode, WeightPosterior

@@ -503,3 +503,11 @@ def test_a_network_with_chance_in_it_is_found_on_one_batch(refuse: Any) -> None:
     noisy.size = 0.1
     with pytest.raises(LapwingError, match=r"two calls|different rows"):
         refuse(design)
+
+
+def test_looking_for_noise_leaves_the_callers_random_numbers_alone() -> None:
+    x, y, net = torch.randn(8, 3), torch.randn(8, 1), torch.nn.Linear(3, 1)
+    before = torch.get_rng_state()
+    lw.fit(net, [(x, y)], "regression", prior=1.0).ggn([(x, y)])
+    lw.fit(net, [(x, y)], "regression", prior=1.0, method=lw.KernelSpace())
+    assert torch.equal(torch.get_rng_state(), before)
