@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,15 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.curvature.sweep import paired
+from lapwing.networks.budget import temporary
 from lapwing.posteriors.protocols import HasEvidence, Linearised
 from lapwing.posteriors.trace import Step, Trace
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
 PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-8, 13))  # 1e-4 to 1e6
 TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-24, 17))  # 1e-3 to 1e2
+HELD = 2  # what candidates may keep between chunks, in intermediate results
+REPEATED = 1e-4  # how far two passes over the same data may differ: rounding, in single precision
 
 
 def nll(predictive: Any, y: Tensor) -> Tensor:
@@ -34,7 +37,8 @@ class Grid:
 
     Every value is tried for all weights at once; a prior by groups then keeps the ratios that it has. ``metric`` takes
     (predictive, targets) and gives a number, lower being better. Cost: one pass over the held-out data, whose Jacobians
-    serve all values; then a factorisation and a product for each.
+    serve all values; then a factorisation and a product for each. Where the factorisations of all values would take
+    more than 512 MiB (4 GiB on a GPU), they are tried in groups that fit, for one more pass over the data each.
     """
 
     data: Iterable[Any] | Data | None = None
@@ -52,7 +56,7 @@ class Grid:
         if not isinstance(posterior, HasEvidence):
             raise UnsupportedError(f"{type(posterior).__name__} has no evidence; give grid(data) held-out data.")
         with torch.no_grad():
-            evidences = torch.stack([-candidate.log_evidence() for candidate in candidates])
+            evidences = torch.stack([-_unused(candidate).log_evidence() for candidate in candidates])
         return _best(candidates, evidences, "grid", "log evidence", -1.0)
 
 
@@ -123,36 +127,68 @@ class Temperature:
 
 
 def held_out_scores(candidates: Sequence[Any], source: Iterable[Any] | Data, metric: Metric, folds: int = 1) -> Tensor:
-    """(folds, candidates): the metric of each on each fold, from one pass over the data.
+    """(folds, candidates): the metric of each on each fold.
 
     Datum i goes to fold i mod ``folds``. The network is run and differentiated once for each chunk; every candidate
-    reads its variances off the same Jacobian.
+    reads its variances off the same Jacobian. Cost: a pass over the data for as many candidates as may be held at once.
     """
-    network = candidates[0].problem.network
-    data = source if isinstance(source, Data) else Data(source, network.device)
+    data = source if isinstance(source, Data) else Data(source, candidates[0].problem.network.device)
+    passes: list[_Pass] = []
+    done = 0
+    while done < len(candidates):
+        passes.append(_passed(candidates[done:], data, metric, folds))
+        _refuse_other_data(passes[0], passes[-1])
+        done += passes[-1].totals.shape[1]
+    used = passes[0].counts > 0
+    if not bool(used.any()):
+        raise DataError("no held-out datum counts: every target is ignored; expected at least one.")
+    return torch.cat([each.totals for each in passes], 1)[used] / passes[0].counts[used][:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """Sums over the data of each fold: scores (folds, candidates), how many count (folds,), and |f| (folds,)."""
+
+    totals: Tensor
+    counts: Tensor
+    sizes: Tensor
+
+
+def _passed(candidates: Sequence[Any], data: Data, metric: Metric, folds: int) -> _Pass:
+    """Of the first candidates, as many as may be held at once."""
     likelihoods = [candidate.problem.likelihood for candidate in candidates]
     totals = torch.zeros(folds, len(candidates), dtype=torch.float64)
-    counts = torch.zeros(folds, dtype=torch.float64)
-    position = 0
+    counts, sizes = (torch.zeros(folds, dtype=torch.float64) for _ in range(2))
+    position = tried = 0
     with torch.no_grad():
         for batch, beliefs in _beliefs(candidates, data):
+            tried = len(beliefs)
             size = beliefs[0].mean.shape[0]
             fold = (torch.arange(size) + position) % folds
             position += size
             y = likelihoods[0].targets(beliefs[0].mean, batch.targets)
             for k in range(folds):
                 rows = _counted(likelihoods[0], y, (fold == k).nonzero()[:, 0].to(y.device))
-                count = beliefs[0].mean[rows][..., 0].numel()
+                f = beliefs[0].mean[rows]
+                count = f[..., 0].numel()
                 if not count:
                     continue
                 counts[k] += count
-                for i, (likelihood, belief) in enumerate(zip(likelihoods, beliefs, strict=True)):
+                sizes[k] += float(f.double().abs().sum())
+                for i, (likelihood, belief) in enumerate(zip(likelihoods, beliefs, strict=False)):
                     part = FunctionGaussian(belief.mean[rows], belief.cov[rows])
                     totals[k, i] += count * _number(metric(likelihood.predict(part), y[rows]))
-    used = counts > 0
-    if not bool(used.any()):
-        raise DataError("no held-out datum counts: every target is ignored; expected at least one.")
-    return totals[used] / counts[used][:, None]
+    return _Pass(totals[:, :tried], counts, sizes)
+
+
+def _refuse_other_data(first: _Pass, again: _Pass) -> None:
+    same = torch.equal(first.counts, again.counts) and torch.allclose(first.sizes, again.sizes, rtol=REPEATED, atol=0)
+    if not same:
+        raise DataError(
+            "a second pass over the held-out data gave other folds, and the candidates do not fit in memory at once; "
+            "expected the same data in the same order. Use shuffle=False and no random augmentation, or try fewer "
+            "values at a time."
+        )
 
 
 def _counted(likelihood: Any, y: Tensor, rows: Tensor) -> Any:
@@ -174,14 +210,54 @@ def _number(score: Tensor | float) -> float:
 
 
 def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, list[FunctionGaussian]]]:
+    """Of the first candidates, as many as may be held at once; the same for every chunk."""
     network = candidates[0].problem.network
+    group = [_unused(candidate) for candidate in candidates]
+    limit: float = HELD * temporary(network.device)
     for batch in data.batches("held-out data"):
         paired(network, batch)
         for rows, tangent in network.tangents(batch.inputs):
             mine = Batch(batch.inputs, batch.targets[rows])
             f = tangent.f.to(network.dtype)
             jacobians = tangent.jacobians()
-            yield mine, [_belief(candidate, f, jacobians) for candidate in candidates]
+            beliefs = _fitting(group, f, jacobians, limit)
+            group, limit = group[: len(beliefs)], math.inf
+            yield mine, beliefs
+
+
+def _unused(candidate: Any) -> Any:
+    """A copy without what the candidate has kept for later: it goes when the copy goes."""
+    return replace(candidate)
+
+
+def _fitting(candidates: Sequence[Any], f: Tensor, jacobians: Any, limit: float) -> list[FunctionGaussian]:
+    """Of the first candidates, at least one: as many as keep no more than so many bytes for later."""
+    held: dict[int, int] = {}
+    _add_storages(candidates[0], held)
+    before = sum(held.values())
+    beliefs: list[FunctionGaussian] = []
+    for candidate in candidates:
+        beliefs.append(_belief(candidate, f, jacobians))
+        _add_storages(candidate, held)
+        kept = sum(held.values()) - before
+        if kept + kept / len(beliefs) > limit:
+            break
+    return beliefs
+
+
+def _add_storages(value: Any, found: dict[int, int]) -> None:
+    """The bytes of all memory that the value's tensors are in, by its address: what is shared counts once."""
+    if isinstance(value, Tensor):
+        found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, tuple | list):
+        inside = value
+    elif is_dataclass(value):
+        inside = vars(value).values()
+    for each in inside:
+        _add_storages(each, found)
 
 
 def _belief(candidate: Any, f: Tensor, jacobians: Any) -> FunctionGaussian:

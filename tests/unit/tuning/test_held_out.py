@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.tuning.held_out import PRECISIONS, TEMPERATURES, held_out_scores
+from lapwing.curvature.full import FullCurvature, FullPrecision
+from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.tuning import held_out
+from lapwing.tuning.held_out import PRECISIONS, TEMPERATURES, held_out_scores, nll
 from tests import problems
 from tests.cases import BY_NAME, Case
 from tests.tolerances import assert_close
@@ -253,6 +258,76 @@ def test_the_data_are_passed_over_once() -> None:
     opened = len(passes)
     assert opened <= 2  # one is the look whether it can be iterated again
     assert float(found.prior.values) == float(fitted.tuned(lw.grid(held, VALUES)).prior.values)
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("make", [lw.grid, lw.cross_validated, lw.temperature])
+def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two factorisations of 83 weights fit, three do not: seven values take four passes, and score the same."""
+    train, held = split(MLP, LIKELIHOODS["classification"][2])
+    model = Counted().double().eval()
+    fitted = lw.fit(model, train, "classification", method=lw.Full(), prior=1.0)
+    expected = fitted.tuned(make(held, VALUES)).trace
+    before, seen = alive(FullPrecision), []
+
+    def metric(predictive: Any, y: Tensor) -> Tensor:
+        seen.append(alive(FullPrecision) - before)
+        return nll(predictive, y)
+
+    monkeypatch.setattr(held_out, "temporary", lambda device: 8 * 83**2 * 5 // 4)
+    model.calls.clear()
+    found = fitted.tuned(make(held, VALUES, metric))
+    assert found.trace.steps == expected.steps
+    assert model.calls == list(HELD) * 4
+    assert max(seen) == 2
+
+
+def test_one_candidate_is_tried_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted, held = setting()
+    expected = fitted.tuned(lw.grid(held, VALUES)).trace
+    monkeypatch.setattr(held_out, "temporary", lambda device: 0)
+    assert fitted.tuned(lw.grid(held, VALUES)).trace.steps == expected.steps
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_of_every_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted, held = setting(method=METHODS[method])
+    expected = fitted.tuned(lw.temperature(held, VALUES)).trace
+    monkeypatch.setattr(held_out, "temporary", lambda device: 0)
+    assert fitted.tuned(lw.temperature(held, VALUES)).trace.steps == expected.steps
+
+
+def test_the_evidence_of_a_grid_keeps_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a noise for each output every candidate sums up a curvature of its own."""
+    fitted, _ = setting("noise for each output")
+    before, seen = alive(FullCurvature), []
+    plain = WeightPosterior.log_evidence
+
+    def counted(self: WeightPosterior) -> Tensor:
+        found = plain(self)
+        seen.append(alive(FullCurvature) - before)
+        return found
+
+    monkeypatch.setattr(WeightPosterior, "log_evidence", counted)
+    fitted.tuned(lw.grid(precisions=VALUES))
+    assert max(seen) == 1
+
+
+def test_groups_need_data_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted, held = setting()
+    x, y = torch.cat([x for x, _ in held]), torch.cat([y for _, y in held])
+    loader = DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(0))
+    one = fitted.tuned(lw.grid(loader, VALUES)).trace
+    fitted.tuned(lw.cross_validated(loader, VALUES, folds=3))
+    monkeypatch.setattr(held_out, "temporary", lambda device: 0)
+    found = fitted.tuned(lw.grid(loader, VALUES)).trace  # one fold does not mind the order
+    assert [step.score for step in found.steps] == pytest.approx([step.score for step in one.steps], rel=1e-10)
+    with pytest.raises(lw.DataError, match="a second pass over the held-out data gave other folds"):
+        fitted.tuned(lw.cross_validated(loader, VALUES, folds=3))
 
 
 def test_the_model_is_left_as_it_was() -> None:
