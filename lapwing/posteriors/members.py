@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +18,21 @@ from lapwing.curvature.sweep import Statistics, counted
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import has_dropout, needs_plain_kernels, plain_kernels, raw_output, shaped
 from lapwing.posteriors.problem import Problem
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of this seed, on the CPU and on the device; those of the caller are put back.
+
+    ``torch.manual_seed`` would seed all GPUs, also those whose numbers are not put back.
+    """
+    gpu = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpu):
+        torch.default_generator.manual_seed(seed)
+        for each in gpu:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 class Members(Protocol):
@@ -67,8 +84,7 @@ class FixedMask(nn.Module):
         self.layer, self.place, self.seed = layer.train(), place, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng([x.device] if x.is_cuda else []):
-            torch.manual_seed(1_000_003 * self.seed + self.place)
+        with seeded(1_000_003 * self.seed + self.place, x.device):
             if isinstance(self.layer, nn.AlphaDropout | nn.FeatureAlphaDropout):  # no mere product with a mask
                 shifted: Tensor = self.layer(x)
                 return shifted
@@ -112,12 +128,11 @@ class Masks:
     def __call__(self, x: Inputs) -> Tensor:
         found = []
         layers = [module for module in self.model.modules() if isinstance(module, FixedMask)]
-        devices = [p.device for p in self.model.parameters() if p.is_cuda][:1]
+        device = next((p.device for p in self.model.parameters() if p.is_cuda), torch.device("cpu"))
         for k in range(self.count):
             for layer in layers:
                 layer.seed = self.seed + k
-            with torch.random.fork_rng(devices), torch.no_grad():
-                torch.manual_seed(self.seed + k)
+            with seeded(self.seed + k, device), torch.no_grad():
                 found.append(shaped(raw_output(self.model, x)))
         return torch.stack(found)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lapwing.curvature.sweep import data_count
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import raw_output, shaped, unwrapped
 from lapwing.networks.network import Network
+from lapwing.posteriors.members import seeded
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import NeedsData, Tunable
 from lapwing.posteriors.trace import DivergedError
@@ -182,7 +183,7 @@ class _Trainer:
             raise ValueError(f"it has learned a noise, and {type(self.likelihood).__name__} has none to learn")
 
     def epoch(self, number: int) -> None:
-        with seeded(self.recipe.seed, number, self.network.device):
+        with self._seeded(number):
             entry = Epoch(number, self._pass(number))
             if self.recipe.updates_after(number):
                 entry = self._updated(entry)
@@ -305,6 +306,10 @@ class _Trainer:
             self.best, tuple(self.history),
         )  # fmt: skip
 
+    def _seeded(self, epoch: int) -> AbstractContextManager[None]:
+        """Random numbers of an epoch from its number."""
+        return seeded(self.recipe.seed * 1_000_003 + epoch, self.network.device)
+
     def outcome(self) -> Outcome:
         """The best moment: its weights, and a posterior fitted there under its prior and noise."""
         state = self.state
@@ -313,18 +318,10 @@ class _Trainer:
             self.prior = self.prior.with_precision(self.best["precision"].to(self.network.device))
             noise = self.best["noise"]
             self.noise = None if noise is None else noise.to(self.network.device)
-        with seeded(self.recipe.seed, self.recipe.epochs, self.network.device):
+        with self._seeded(self.recipe.epochs):
             posterior = self._fitted()
         return Outcome(self.model.eval(), posterior, tuple(self.history), state)
 
 
 def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone().cpu() for name, value in state.items()}
-
-
-@contextmanager
-def seeded(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of an epoch from its number; those of the caller are put back."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed * 1_000_003 + epoch)
-        yield
