@@ -17,19 +17,18 @@ from lapwing.choice import Auto
 from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.errors import DataError, ModelError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.operators import Operator
 from lapwing.curvature.sweep import checked_targets, mean_squared_residual
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
-from lapwing.networks.fallback import swapped
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
     batch_size,
     outside_autocast,
     outside_inference,
-    plain_kernels,
     raw_output,
     refuse_training_mode,
     shaped,
@@ -107,7 +106,7 @@ def fit(
         groups = members(network, scale_free_groups(network, first.inputs))
     problem = Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
     chosen_method, why = _method(method, problem, batches)
-    if isinstance(chosen_method, NeedsPrior):
+    if isinstance(chosen_method, NeedsPrior) and chosen_method.needs_prior:
         problem, tuner = _with_prior(problem, tuner, batches, generator), None
     fitted = chosen_method.fit(problem, batches, generator)
     if fitted.problem.learn_prior and isinstance(fitted, HasEvidence):
@@ -164,6 +163,7 @@ def _on(tuner: Tuner, data: Data | None = None) -> Tuner:
 
 
 @outside_autocast
+@torch.inference_mode(False)  # as for fit
 def train(
     model: nn.Module,
     data: Iterable[Any],
@@ -288,8 +288,7 @@ class Fitted:
 
         Equal generators give the same functions at whatever inputs they are asked for.
         """
-        if n < 1:
-            raise DataError(f"n is {n}; expected at least one sample.")
+        refuse_other_than_whole("n", n)
         drawn = self._with(HasFunctionSamples, "function samples").function_samples(self._checked(x), n, generator)
         check_finite(drawn[0], "outputs of the network")
         return drawn
@@ -297,6 +296,7 @@ class Fitted:
     @outside_autocast
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, P) around the trained weights."""
+        refuse_other_than_whole("n", n)
         self._unchanged()
         return self._with(HasWeightSamples, "weight samples").weight_samples(n, generator)
 
@@ -308,23 +308,10 @@ class Fitted:
         pushed that far from its optimum underfits (Immer et al. 2021 report 84 % against 92 % accuracy on
         Fashion-MNIST). Here to compare with.
         """
-        x = self._checked(x)
-        network = self.network
-        samples = self._with(HasWeightSamples, "weight samples").weight_samples(n, generator)
-        tensors = dict(network.model.named_parameters())
-        whole = torch.cat([tensors[name].detach().reshape(-1).to(network.dtype) for name in network.selection.names])
-        found = []
-        for sample in samples:
-            full = whole.clone()
-            if network.selection.index is None:
-                full = sample.to(whole)
-            else:
-                full[network.selection.index.to(full.device)] = sample.to(whole)
-            values = {name: full[part].reshape(shape).to(tensors[name].dtype) for (name, part), shape in
-                      zip(network.selection.slices.items(), network.selection.shapes, strict=True)}  # fmt: skip
-            with torch.no_grad(), plain_kernels(network.plain):
-                found.append(swapped(network.model, values, lambda: shaped(raw_output(network.model, x))))
-        return torch.stack(found).to(network.dtype)
+        x, network = self._checked(x), self.network
+        steps = self.weight_samples(n, generator) - network.theta()
+        with torch.no_grad():
+            return torch.stack([network.under(network.weights(step), x) for step in steps]).to(network.dtype)
 
     @outside_autocast
     @outside_inference
@@ -454,13 +441,24 @@ class Fitted:
         return Fitted(moved, self.fingerprint, self.why)
 
     def to(self, device: torch.device | str) -> Fitted:
-        """The same posterior with its model on another device. The model is moved there, as ``model.to`` does."""
+        """The same posterior with its model on another device. The model is moved there, as ``model.to`` does.
+
+        It goes by way of a file: what has no file form is refused, and samples (``Sampled``) keep the prior and noise
+        that they were drawn for, since a file does not hold the data that others would need.
+        """
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "moving.lapwing"
             self.save(path)
-            return load(path, self.network.model.to(device))
+            try:
+                model = self.network.model.to(device)
+            except (AssertionError, RuntimeError) as error:
+                raise UnsupportedError(f"device is {device!r}; expected one that this machine has: {error}") from error
+            moved = load(path, model)
+        if self.trace is not None:
+            moved = replace(moved, posterior=replace(moved.posterior, trace=self.trace))  # type: ignore[type-var]
+        return replace(moved, why=self.why)
 
     @outside_autocast
     def save(self, path: str | Path) -> None:

@@ -54,6 +54,7 @@ def likelihood_named(name: str | Likelihood, outputs: int) -> Likelihood:
 
 
 def method_named(name: str | Method | None) -> Method:
+    """A method, or the one a name stands for with its usual settings; ``Kron`` where None."""
     if name is None:
         return Kron()
     if not isinstance(name, str):
@@ -63,6 +64,7 @@ def method_named(name: str | Method | None) -> Method:
 
 
 def weights_named(name: str | Weights | None) -> Weights:
+    """A choice of weights, or the one a name stands for; all of them where None."""
     if name is None:
         return all_weights
     return _found(name, WEIGHTS, "weights") if isinstance(name, str) else name

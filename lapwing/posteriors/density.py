@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lapwing.core.errors import DataError, NumericalError
 from lapwing.core.random import normal
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.linalg.cholesky import cholesky
 
 LogDensity = Callable[[Tensor], Tensor | float]
@@ -49,8 +50,7 @@ class DensityLaplace:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, D)."""
-        if n < 1:
-            raise DataError(f"n is {n}; expected at least one sample.")
+        refuse_other_than_whole("n", n)
         eps = normal((n, len(self.mean)), generator, self.mean)
         return self.mean + torch.linalg.solve_triangular(self._root.mT, eps.mT, upper=True).mT
 

@@ -119,7 +119,10 @@ class NeedsData(Protocol):
 
 @runtime_checkable
 class NeedsPrior(Protocol):
-    """A method that has no evidence to learn a prior with; ``fit`` learns one beforehand where none is given."""
+    """A method that may have no evidence to learn a prior with; ``fit`` then learns one beforehand.
+
+    Where ``needs_prior`` is False, the method is fitted as those without it.
+    """
 
     @property
     def needs_prior(self) -> bool: ...
@@ -145,14 +148,20 @@ class Linearised(Protocol):
 
 @runtime_checkable
 class HasEvidence(Protocol):
+    """Knows the log marginal likelihood of its data, for a tuner to raise and to compare models by."""
+
     def log_evidence(self) -> Tensor: ...
 
 
 @runtime_checkable
 class HasWeightSamples(Protocol):
+    """Draws weights: (n, P), in the order of ``network.theta()``."""
+
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
 
 
 @runtime_checkable
 class HasFunctionSamples(Protocol):
+    """Draws functions and gives their outputs at x, (n, B, [T,] C): each draw is one function at all inputs."""
+
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor: ...

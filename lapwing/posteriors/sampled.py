@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.errors import UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.sweep import Statistics
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
@@ -125,9 +125,8 @@ class SampledPosterior:
         return (self.samples @ weight_slope(self.problem.network, function, x)).square().mean()
 
     def _refuse_more(self, n: int) -> None:
-        if isinstance(n, bool) or not isinstance(n, Integral):
-            raise UnsupportedError(f"n is {n!r:.80}; expected a whole number of samples, at most {len(self.samples)}.")
-        if not 0 <= n <= len(self.samples):
+        refuse_other_than_whole("n", n)
+        if n > len(self.samples):
             raise UnsupportedError(
                 f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples=...)."
             )

@@ -369,6 +369,31 @@ def test_tuners_with_data_in_inference_mode(x: Tensor, y: Tensor) -> None:
         assert torch.equal(posterior.tuned(tuner).prior.values, expected)
 
 
+def test_training_in_inference_mode(x: Tensor, y: Tensor) -> None:
+    recipe = lw.online(epochs=2)
+    expected = lw.train(net(), [(x, y)], "classification", recipe)
+    with torch.inference_mode():
+        found = lw.train(net(), [(x, y)], "classification", recipe)
+    assert not any(p.is_inference() for p in found.model.parameters())
+    assert torch.equal(found.posterior.network.theta(), expected.posterior.network.theta())
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_method_says_whether_it_needs_a_prior(needed: bool, x: Tensor, y: Tensor) -> None:
+    """Where it does, the prior is learned before the fit; else it comes to the fit open, as for other methods."""
+    seen: list[bool] = []
+
+    class Asking:
+        needs_prior = needed
+
+        def fit(self, problem: Any, data: Any, generator: Any = None) -> Any:
+            seen.append(problem.learn_prior)
+            return lw.MapOnly().fit(problem, data, generator)
+
+    lw.fit(net(), [(x, y)], "classification", method=Asking())
+    assert seen == [not needed]
+
+
 def test_pieces_are_at_hand(x: Tensor, y: Tensor) -> None:
     model = net()
     posterior = fit(model, [(x, y)])

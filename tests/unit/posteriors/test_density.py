@@ -256,5 +256,7 @@ def test_points_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
 
 def test_no_samples_are_refused() -> None:
     found: DensityLaplace = laplace_density(banana, [1.0, 1.0])
-    with pytest.raises(lw.DataError, match="n is 0"):
+    with pytest.raises(lw.UnsupportedError, match="n is 0; expected at least 1"):
         found.sample(0)
+    with pytest.raises(lw.UnsupportedError, match=r"n is 2.5; expected a whole number"):
+        found.sample(2.5)  # type: ignore[arg-type]

@@ -201,6 +201,28 @@ def test_to_a_device_and_back() -> None:
     assert_same(posterior, moved, inputs)
 
 
+@pytest.mark.parametrize("method", ["auto", lw.Sampled(num_samples=4)], ids=["auto", "sampled"])
+def test_what_was_found_out_moves_too(method: Any) -> None:
+    case = BY_NAME["mlp"]
+    posterior = lw.fit(case.build(), problems.batches(case), "classification", method=method)
+    assert posterior.trace is not None
+    moved = posterior.to("cpu")
+    assert moved.trace is posterior.trace
+    assert moved.why == posterior.why
+    assert bool(moved.why) == (method == "auto")
+    if method != "auto":
+        with pytest.raises(lw.UnsupportedError, match="belong to the prior and noise they were saved with"):
+            moved.with_prior(3.0).functions(case.batch(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "nowhere"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    model, posterior = fitted(method=lw.Kron())
+    with pytest.raises(lw.UnsupportedError, match=f"device is '{device}'; expected one that this machine has: "):
+        problems.unchanged(model, lambda: posterior.to(device))
+
+
 # What is refused.
 
 
