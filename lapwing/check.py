@@ -11,8 +11,11 @@ from torch import nn
 from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors
 from lapwing.core.errors import DataError
 from lapwing.methods.ella import ELLA
+from lapwing.methods.full import Full
 from lapwing.methods.hfl import EXACT
 from lapwing.methods.kernel_space import KernelSpace
+from lapwing.methods.kron import Kron
+from lapwing.methods.low_rank import LowRank
 from lapwing.methods.sampled import BASIS, Sampled
 from lapwing.methods.valla import VaLLA
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
@@ -22,8 +25,6 @@ from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.response import DENSE
 from lapwing.registry import weights_named
-
-FULL_LIMIT = 30_000
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None,
     """What Lapwing makes of this model: refusals, layers, fallbacks, memory and time of each method.
 
     ``batch`` is a batch of inputs, or ``(inputs, targets)``; ``data`` is how many there will be in the fit, as many as
-    in the batch where None. Cost: a few forward passes and a backward one.
+    in the batch where None. Cost: a few forward passes and a backward one, and up to four more forward passes for each
+    layer, which show what scales the network ignores.
 
     >>> print(check(nn.Linear(3, 2), torch.zeros(4, 3)).layers[0].handled)
     linear map, with its bias
@@ -140,8 +142,9 @@ class _Counts:
 
     def add(self, block: Block, positions: int) -> None:
         if not block.linear:
-            self._blocks += block.size**2 if block.size <= 1024 else block.size
-            self._gram += self._seeds * (block.size**2 if block.size <= 1024 else block.size)
+            stored = block.size**2 if block.size <= Kron().full_limit else block.size
+            self._blocks += stored
+            self._gram += self._seeds * stored
             self._diagonal += self._seeds * block.size
             self._kernel += block.size
             self._held += block.size
@@ -162,17 +165,17 @@ class _Counts:
     def costs(self, size: int, item: int, single: bool, data: int) -> tuple[Cost, ...]:
         epoch = max(1, 2 * self._forward + self._backward)
         seeded = self._forward + self._seeds * self._backward
-        whole = size <= FULL_LIMIT
+        limit, rank = Full().limit, LowRank().rank
+        whole = size <= limit
         none = "single weights have no Kronecker structure"
         kron, ekron = seeded + self._gram, 2 * seeded + self._gram + self._diagonal + self._corrected
-        basis = 2 * 32
         return (
             Cost("Full", whole, 8 * size**2, (seeded + self._seeds * size**2) / epoch,
-                 "" if whole else f"over {FULL_LIMIT} weights: choose fewer"),
+                 "" if whole else f"over {limit} weights: choose fewer"),
             Cost("Kron", not single, item * (self._factors + self._blocks), kron / epoch, none if single else ""),
             Cost("EKron", not single, item * (self._factors + size), ekron / epoch, none if single else "two passes"),
             Cost("Diagonal", True, item * size, (seeded + self._diagonal) / epoch),
-            Cost("LowRank", True, 8 * 32 * size, 4 * basis * self._forward / epoch, "rank 32"),
+            Cost("LowRank", True, 8 * rank * size, 8 * rank * self._forward / epoch, f"rank {rank}"),
             self._kernel_space(size, data, epoch, seeded),
             self._sampled(size, epoch, seeded),
             self._ella(size, data, epoch, seeded),

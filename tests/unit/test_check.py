@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,6 +126,35 @@ def test_shared_weights_are_kept_as_rows() -> None:
     report = lw.check(model, torch.randn(5, 1, 8))
     found = {cost.method: cost for cost in report.costs}["VaLLA"]
     assert found.stored == 8 * (10 * (8 + (13 + 2) + 10) + report.weights)
+
+
+def test_limits_and_ranks_are_those_of_the_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["lapwing.check"]  # as an attribute of the package it is the function
+    monkeypatch.setattr(module, "Full", partial(lw.Full, limit=10))
+    monkeypatch.setattr(module, "LowRank", partial(lw.LowRank, rank=5))
+    found, size = costs(), sum(p.numel() for p in small().parameters())
+    assert not found["Full"].supported
+    assert found["Full"].note == "over 10 weights: choose fewer"
+    assert found["LowRank"].note == "rank 5"
+    assert found["LowRank"].stored == 8 * 5 * size
+
+
+@pytest.mark.parametrize(("limit", "stored"), [(7, 7**2), (6, 7)])
+def test_blocks_of_their_own_are_full_as_far_as_kron_says(
+    limit: int, stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["lapwing.check"], "Kron", partial(lw.Kron, full_limit=limit))
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.shift).tanh()
+
+    found = {cost.method: cost for cost in lw.check(Shifted(), torch.randn(3, 7)).costs}
+    assert found["Kron"].stored == 4 * stored
 
 
 def test_single_weights() -> None:
