@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ from lapwing.core.errors import LapwingError
 
 if TYPE_CHECKING:
     from lapwing.experiments.result import Result
+
+    Picture = Callable[[Result, Path], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +94,6 @@ def _positive(text: str) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import bands, diabetes, digits
     from lapwing.reports import pictures
-    from lapwing.reports.tables import table
 
     settings = (
         digits.Digits(seed=arguments.seed),
@@ -102,56 +103,39 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.quick:
         settings = tuple(replace(s, recipe=replace(s.recipe, epochs=10)) for s in settings)  # type: ignore[assignment]
     results = [digits.run(settings[0]), diabetes.run(settings[1]), bands.run(settings[2])]
-    for result in results:
-        print(table(result), end="\n\n")
-    paths = [arguments.out / name for name in ("digits.png", "diabetes.png", "bands.png")]
-    for draw, result, path in zip((pictures.digits, pictures.observed, pictures.bands), results, paths, strict=True):
-        draw(result, path)
-    _written(results, arguments.out / "results.json")
-    print(*paths, arguments.out / "results.json", sep="\n")
+    drawn = {"digits.png": pictures.digits, "diabetes.png": pictures.observed, "bands.png": pictures.bands}
+    _finish(results, arguments.out / "results.json", drawn)
 
 
 def _uci(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import uci
-    from lapwing.experiments.data import data_folder
-    from lapwing.reports.tables import table
 
     settings = uci.Uci(
-        data_dir=data_folder(arguments.data_dir),
+        data_dir=_folder(arguments),
         sets=_known(arguments.sets, uci.SETS, "--sets"),
         splits=arguments.splits,
         variants=_known(arguments.variants or list(uci.USUAL), tuple(uci.VARIANTS), "--variants"),
         seed=arguments.seed,
     )
-    result = uci.run(settings, report=lambda line: print(line, file=sys.stderr))
-    print(table(result), end="\n\n")
-    _written([result], arguments.out / "uci.json")
-    print(arguments.out / "uci.json")
+    _finish([uci.run(settings, report=_report)], arguments.out / "uci.json")
 
 
 def _fashion(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import fashion
-    from lapwing.experiments.data import data_folder
-    from lapwing.reports.tables import table
 
     settings = fashion.Fashion(
-        data_dir=data_folder(arguments.data_dir), epochs=arguments.epochs, data=arguments.data, seeds=arguments.seeds,
+        data_dir=_folder(arguments), epochs=arguments.epochs, data=arguments.data, seeds=arguments.seeds,
         device=arguments.device, seed=arguments.seed,
     )  # fmt: skip
-    result = fashion.run(settings, report=lambda line: print(line, file=sys.stderr))
-    print(table(result), end="\n\n")
-    _written([result], arguments.out / "fashion.json")
-    print(arguments.out / "fashion.json")
+    _finish([fashion.run(settings, report=_report)], arguments.out / "fashion.json")
 
 
 def _normalised(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import normalised
-    from lapwing.experiments.data import data_folder
     from lapwing.reports import pictures
-    from lapwing.reports.tables import table
 
     settings = normalised.Normalised(
-        data_dir=data_folder(arguments.data_dir),
+        data_dir=_folder(arguments),
         networks=_known(arguments.networks, tuple(normalised.NETWORKS), "--networks"),
         data=arguments.data or 5_000,
         seeds=arguments.seeds,
@@ -159,35 +143,25 @@ def _normalised(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     settings = replace(settings, recipe=replace(settings.recipe, epochs=arguments.epochs))
-    result = normalised.run(settings, report=lambda line: print(line, file=sys.stderr))
-    print(table(result), end="\n\n")
-    pictures.distances(result, arguments.out / "normalised.png")
-    _written([result], arguments.out / "normalised.json")
-    print(arguments.out / "normalised.png", arguments.out / "normalised.json", sep="\n")
+    result = normalised.run(settings, report=_report)
+    _finish([result], arguments.out / "normalised.json", {"normalised.png": pictures.distances})
 
 
 def _sampling(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import sampling
     from lapwing.reports import pictures
-    from lapwing.reports.tables import table
 
     settings = sampling.Sampling(seed=arguments.seed)
     if arguments.quick:
         settings = replace(settings, recipe=replace(settings.recipe, epochs=100), draws=64, gradients=8)
-    result = sampling.run(settings)
-    print(table(result), end="\n\n")
-    pictures.sampling(result, arguments.out / "sampling.png")
-    _written([result], arguments.out / "sampling.json")
-    print(arguments.out / "sampling.png", arguments.out / "sampling.json", sep="\n")
+    _finish([sampling.run(settings)], arguments.out / "sampling.json", {"sampling.png": pictures.sampling})
 
 
 def _images(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import images
-    from lapwing.experiments.data import data_folder
-    from lapwing.reports.tables import table
 
     settings = images.ImageTable(
-        data_dir=data_folder(arguments.data_dir),
+        data_dir=_folder(arguments),
         network=arguments.network,
         steps=arguments.steps,
         methods=_known(arguments.methods or list(images.USUAL), tuple(images.METHODS), "--methods"),
@@ -197,83 +171,67 @@ def _images(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         seed=arguments.seed,
     )
-    result = images.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
-    print(table(result), end="\n\n")
-    path = arguments.out / f"images_{arguments.network}.json"
-    _written([result], path)
-    print(path)
+    _finish([images.run(settings, report=_report)], arguments.out / f"images_{arguments.network}.json")
 
 
 def _inducing(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import inducing
-    from lapwing.experiments.data import data_folder
     from lapwing.reports import pictures
-    from lapwing.reports.tables import table
 
-    settings = inducing.Inducing(data_folder(arguments.data_dir), seed=arguments.seed)
+    settings = inducing.Inducing(_folder(arguments), seed=arguments.seed)
     targets = inducing.Targets(seed=arguments.seed)
     if arguments.quick:
         recipe = replace(settings.recipe, hidden=(10, 10), max_steps=300)
         settings = replace(settings, recipe=recipe, draws=2, published=(20, 40), shown=40, sizes=(3, 8), starts=1,
                            networks=1, steps=20)  # fmt: skip
         targets = replace(targets, recipe=recipe, test=200)
-    report = lambda line: print(line, file=sys.stderr)
-    results = [inducing.run(settings, report), inducing.run_targets(targets, report)]
-    for result in results:
-        print(table(result), end="\n\n")
-    paths = [arguments.out / name for name in ("inducing.png", "inducing_targets.png", "inducing.json")]
-    pictures.inducing(results[0], paths[0])
-    pictures.inducing_targets(results[1], paths[1])
-    _written(results, paths[2])
-    print(*paths, sep="\n")
+    results = [inducing.run(settings, _report), inducing.run_targets(targets, _report)]
+    drawn = {"inducing.png": pictures.inducing, "inducing_targets.png": pictures.inducing_targets}
+    _finish(results, arguments.out / "inducing.json", drawn)
 
 
 def _flights(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import flights
-    from lapwing.experiments.data import data_folder
-    from lapwing.reports.tables import table
 
     settings = flights.Flights(
-        data_dir=data_folder(arguments.data_dir),
+        data_dir=_folder(arguments),
         methods=_known(arguments.methods, tuple(flights.METHODS), "--methods"),
         data=arguments.data or 100_000,
         seeds=arguments.seeds,
         device=arguments.device,
         seed=arguments.seed,
     )
-    result = flights.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
-    print(table(result), end="\n\n")
-    _written([result], arguments.out / "flights.json")
-    print(arguments.out / "flights.json")
+    _finish([flights.run(settings, report=_report)], arguments.out / "flights.json")
 
 
 def _response(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import response
     from lapwing.reports import pictures
-    from lapwing.reports.tables import table
 
     settings = response.ResponseTask(data_dir=arguments.data_dir, seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
         settings = replace(settings, seeds=1, steps=(20, 50), members=2, epochs=50, new=50)
-    result = response.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
-    print(table(result), end="\n\n")
-    pictures.response(result, arguments.out / "response.png")
-    _written([result], arguments.out / "response.json")
-    print(arguments.out / "response.png", arguments.out / "response.json", sep="\n")
+    result = response.run(settings, report=_report)
+    _finish([result], arguments.out / "response.json", {"response.png": pictures.response})
 
 
 def _pushed(arguments: argparse.Namespace) -> None:
     from lapwing.experiments import pushed_images
-    from lapwing.experiments.data import data_folder
-    from lapwing.reports.tables import table
 
-    settings = pushed_images.PushedImages(data_folder(arguments.data_dir), seeds=arguments.seeds, seed=arguments.seed)
+    settings = pushed_images.PushedImages(_folder(arguments), seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
         settings = replace(settings, data=60, held=60, test=60, channels=(2, 3), pushes=4, each=2)
-    result = pushed_images.run(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
-    print(table(result), end="\n\n")
-    _written([result], arguments.out / "pushed.json")
-    print(arguments.out / "pushed.json")
+    _finish([pushed_images.run(settings, report=_report)], arguments.out / "pushed.json")
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    from lapwing.experiments.data import data_folder
+
+    return data_folder(arguments.data_dir)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
@@ -283,9 +241,18 @@ def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tupl
     return tuple(given or known)
 
 
-def _written(results: Sequence[Result], path: Path) -> None:
+def _finish(results: Sequence[Result], path: Path, pictures: Mapping[str, Picture] | None = None) -> None:
+    """Print the tables, draw a picture of each result beside the file, write all of them to it, and say where it is."""
+    from lapwing.reports.tables import table
+
+    for result in results:
+        print(table(result), end="\n\n")
+    drawn = {path.with_name(name): draw for name, draw in (pictures or {}).items()}
+    for (place, draw), result in zip(drawn.items(), results, strict=False):
+        draw(result, place)
     documents = {result.experiment: json.loads(result.to_json()) for result in results}
     path.write_text(json.dumps(documents, indent=1) + "\n", encoding="utf-8")
+    print(*drawn, path, sep="\n")
 
 
 COMMANDS = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lapwing.cli import main
-from lapwing.experiments.result import Result
+from lapwing.experiments.result import Result, Row
+from lapwing.reports.tables import table
 from tests.unit.experiments.test_uci import written
 
 
@@ -41,6 +43,55 @@ def test_uci_prints_a_table_for_the_sets_asked_for(tmp_path: Path, capsys: pytes
     assert "wine: done" in printed.err
     result = Result.from_json(json.dumps(json.loads((tmp_path / "out" / "uci.json").read_text())["uci"]))
     assert [row.name for row in result.rows if row.group == "wine"] == ["plain", "default"]
+
+
+EXPERIMENTS = ("digits", "diabetes", "bands", "uci", "fashion", "normalised", "sampling", "images", "inducing",
+               "flights", "response", "pushed_images")  # fmt: skip
+PICTURES = ("digits", "observed", "bands", "distances", "sampling", "inducing", "inducing_targets", "response")
+WRITTEN = {  # the experiments of each command, and the files
+    "run": (("digits", "diabetes", "bands"), ("digits.png", "diabetes.png", "bands.png", "results.json")),
+    "uci": (("uci",), ("uci.json",)),
+    "fashion": (("fashion",), ("fashion.json",)),
+    "normalised": (("normalised",), ("normalised.png", "normalised.json")),
+    "sampling": (("sampling",), ("sampling.png", "sampling.json")),
+    "images": (("images",), ("images_mlp.json",)),
+    "inducing": (("inducing", "targets"), ("inducing.png", "inducing_targets.png", "inducing.json")),
+    "flights": (("flights",), ("flights.json",)),
+    "response": (("response",), ("response.png", "response.json")),
+    "pushed": (("pushed_images",), ("pushed.json",)),
+}
+
+
+@pytest.mark.parametrize("command", WRITTEN)
+def test_every_command_prints_its_tables_and_what_it_wrote(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With runs that end at once: the tables, then the paths, and in every picture the result that it is of."""
+
+    def runs(name: str) -> Callable[..., Result]:
+        return lambda settings, report=lambda line: None: (report(f"{name}: done"), made(name))[1]
+
+    for name in EXPERIMENTS:
+        monkeypatch.setattr(f"lapwing.experiments.{name}.run", runs(name))
+    monkeypatch.setattr("lapwing.experiments.inducing.run_targets", runs("targets"))
+    for name in PICTURES:
+        draw = lambda result, path, name=name: path.write_text(f"{name} of {result.experiment}")
+        monkeypatch.setattr(f"lapwing.reports.pictures.{name}", draw)
+    options = [] if command in ("run", "sampling") else ["--data-dir", str(tmp_path)]
+    assert main([command, "--out", str(tmp_path), *options]) == 0
+    experiments, files = WRITTEN[command]
+    tables = "".join(table(made(name)) + "\n\n" for name in experiments)
+    printed = capsys.readouterr()
+    assert printed.out == tables + "".join(f"{tmp_path / name}\n" for name in files)
+    assert printed.err == ("" if options == [] else "".join(f"{name}: done\n" for name in experiments))
+    assert list(json.loads((tmp_path / files[-1]).read_text())) == list(experiments)
+    assert {path.name for path in tmp_path.iterdir()} == set(files)
+    drawn = [(tmp_path / name).read_text() for name in files[:-1]]
+    assert [text.split(" of ")[1] for text in drawn] == list(experiments[: len(drawn)])
+
+
+def made(name: str) -> Result:
+    return Result(name, {}, 0, (Row("plain", {"NLL": 1.25}),), {})
 
 
 @pytest.mark.parametrize(
