@@ -266,6 +266,14 @@ class Fitted:
     fingerprint: Fingerprint
     why: str = ""  # which method was picked and for what reason, where that was left open
 
+    def __repr__(self) -> str:
+        problem = self.problem
+        numbers = [f"{name} {_few(values)}" for name, values in (
+            ("precision", problem.prior.values), ("noise variance", getattr(self.likelihood, "noise_variance", None)),
+        ) if values is not None]  # fmt: skip
+        kind = type(getattr(self.posterior, "curvature", self.posterior)).__name__
+        return f"<Fitted: {kind}, {self.network.selection.size:,} weights, {', '.join(numbers)}>"
+
     def __call__(self, x: Inputs) -> Any:
         """The predictive over y; the same as ``predict``."""
         return self.predict(x)
@@ -311,7 +319,9 @@ class Fitted:
         x, network = self._checked(x), self.network
         steps = self.weight_samples(n, generator) - network.theta()
         with torch.no_grad():
-            return torch.stack([network.under(network.weights(step), x) for step in steps]).to(network.dtype)
+            drawn = torch.stack([network.under(network.weights(step), x) for step in steps]).to(network.dtype)
+        check_finite(drawn[0], "outputs of the network")
+        return drawn
 
     @outside_autocast
     @outside_inference
@@ -485,3 +495,10 @@ class Fitted:
         if not isinstance(self.posterior, capability):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no {what}; choose a method that has.")
         return self.posterior
+
+
+def _few(values: Tensor) -> str:
+    """Up to three numbers, and how many there are."""
+    flat = values.detach().flatten().tolist()
+    more = f", ... ({len(flat)})" if len(flat) > 3 else ""
+    return ", ".join(f"{value:.3g}" for value in flat[:3]) + more

@@ -113,12 +113,18 @@ def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None,
 
 
 def _inputs(model: nn.Module, batch: Inputs) -> Inputs:
-    """The inputs alone: a pair is (inputs, targets) unless the model takes two arguments."""
-    if isinstance(batch, tuple | list) and len(batch) == 2 and not accepts(model, tuple(batch)):
+    """The inputs alone: a pair is (inputs, targets) unless the model needs two arguments."""
+    if isinstance(batch, tuple | list) and len(batch) == 2 and _alone(model, batch[0]):
         return batch[0]
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key not in TARGET_KEYS}
     return batch
+
+
+def _alone(model: nn.Module, inputs: Inputs) -> bool:
+    if isinstance(inputs, tuple | list) and accepts(model, tuple(inputs)):
+        return True
+    return isinstance(inputs, Mapping) or accepts(model, (inputs,))
 
 
 def _handled(block: Block, jacobian: BlockJacobian) -> str:

@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     inducing.add_argument("--data-dir", type=Path, help="folder of toy1d.npz; else LAPWING_DATA")
     inducing.add_argument("--quick", action="store_true", help="small networks, few steps; for trying the command out")
     images = commands.add_parser("images", help="one network for images, every method: likelihood, calibration, OOD")
-    images.add_argument("--network", default="mlp", help="mlp (Fashion-MNIST), resnet20, 32, 44 or 56 (CIFAR-10)")
+    images.add_argument(
+        "--network", default="mlp", help="mlp, lenet (Fashion-MNIST), resnet20, 32, 44 or 56 (CIFAR-10)"
+    )
     images.add_argument("--methods", nargs="+", metavar="NAME", help="what to compare; all but HFL by default")
     images.add_argument("--steps", type=_positive, default=500, help="learning steps of VaLLA (500)")
     images.add_argument("--test", type=_positive, help="number of test images")

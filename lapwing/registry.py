@@ -59,7 +59,7 @@ def method_named(name: str | Method | None) -> Method:
         return Kron()
     if not isinstance(name, str):
         return _instance(name, "method")
-    found: Method = _found(name, METHODS, "method")()
+    found: Method = _found(name, METHODS, "method", "auto")()
     return found
 
 
@@ -76,7 +76,7 @@ def _instance(given: Any, what: str) -> Any:
     return given
 
 
-def _found(name: str, table: Mapping[str, Any], what: str) -> Any:
+def _found(name: str, table: Mapping[str, Any], what: str, *more: str) -> Any:
     if name not in table:
-        raise UnsupportedError(f"{what} is {name!r}; expected one of {', '.join(table)}, or an object.")
+        raise UnsupportedError(f"{what} is {name!r}; expected one of {', '.join([*table, *more])}, or an object.")
     return table[name]

@@ -5,6 +5,9 @@ Numbers are drawn where the generator lives and then moved, so that one seed giv
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -50,3 +53,23 @@ def _home(generator: torch.Generator | None, like: Tensor) -> torch.device:
 def seeded(generator: torch.Generator | None) -> torch.Generator:
     """The generator, or one of seed 0 where none is given: equal calls give equal results."""
     return generator if generator is not None else torch.Generator().manual_seed(0)
+
+
+def apart(generator: torch.Generator | None) -> torch.Generator:
+    """A generator for draws of one's own: data made with the same seed would hang together with them."""
+    return derived(seeded(generator), torch.empty(0))
+
+
+@contextmanager
+def global_seed(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of this seed, on the CPU and on the device; those of the caller are put back.
+
+    ``torch.manual_seed`` would seed all GPUs, also those whose numbers are not put back.
+    """
+    gpu = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpu):
+        torch.default_generator.manual_seed(seed)
+        for each in gpu:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield

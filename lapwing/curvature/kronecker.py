@@ -8,12 +8,22 @@ import torch
 from torch import Tensor
 
 from lapwing.core.errors import UnsupportedError
+from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.structures import BlockCurvature, DiagonalBlock, EigenBlock, FullBlock, KroneckerBlock
+from lapwing.curvature.sweep import checked_curvature
 from lapwing.linalg.gram import Gram
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
+
+
+def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
+    """Those that all methods with Kronecker factors have."""
+    checked_curvature(curvature)
+    if sharing not in ("expand", "reduce"):
+        raise UnsupportedError(f"sharing is {sharing!r}; expected 'expand' or 'reduce'.")
+    refuse_other_than_whole("full_limit", full_limit, least=0)
 
 
 class _KroneckerSum:

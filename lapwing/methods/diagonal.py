@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.random import derived, seeded
+from lapwing.core.random import apart
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.outputs import by_output
 from lapwing.curvature.structures import DiagonalBlock
@@ -41,7 +41,7 @@ class Diagonal:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        generator = derived(seeded(generator), torch.empty(0))  # labels, apart from data of the same seed
+        generator = apart(generator)
 
         def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
             sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Diagonal", only)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import derived, seeded
-from lapwing.curvature.kronecker import eigen_corrected, kronecker_curvature
+from lapwing.core.random import apart
+from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
 from lapwing.curvature.sweep import Sweep
-from lapwing.methods.kronecker import check_settings
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 
@@ -40,7 +39,7 @@ class EKron:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
-        generator = derived(seeded(generator), torch.empty(0))  # labels, apart from data of the same seed
+        generator = apart(generator)
         first = Sweep(network, likelihood, data, self.curvature, generator, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
         second = Sweep(network, likelihood, data, self.curvature, generator, "EKron, values")

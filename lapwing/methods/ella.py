@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.errors import NumericalError, UnsupportedError
-from lapwing.core.random import derived, seeded
+from lapwing.core.random import apart
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.anchored import Anchors
 from lapwing.curvature.low_rank import BoundedCurvature
@@ -54,9 +54,7 @@ class ELLA:
             raise UnsupportedError(
                 "ELLA() finds its directions under the prior; g_prior() needs them first. Use Kron()."
             )
-        generator = derived(
-            seeded(generator), torch.empty(0)
-        )  # data made with the same seed would hang together with the draws
+        generator = apart(generator)
         anchors = landmarks(network, Pool.drawn(data, self.num_landmarks, generator), self.num_landmarks, generator)
         rows = leading_rows(anchors, prior, self.rank)
         directions = rows / prior.vector.detach().to(rows)

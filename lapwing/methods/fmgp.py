@@ -13,7 +13,7 @@ from lapwing.core.data import Data, check_finite
 from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
-from lapwing.core.random import derived, normal, seeded, uniform
+from lapwing.core.random import apart, normal, uniform
 from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.placing import classes
 from lapwing.curvature.sweep import Statistics, counted, paired, residual_noise
@@ -65,9 +65,7 @@ class FMGP:
         network = problem.network
         if len(network.output_shape) > 1:
             raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C); use Kron().")
-        generator = derived(
-            seeded(generator), torch.empty(0)
-        )  # data made with the same seed would hang together with the draws
+        generator = apart(generator)
         first = next(iter(data.batches("first batch"))).inputs
         discrete = hasattr(problem.likelihood, "link") or network.output_shape[-1] > 1
         kind = self.kernel or ("features" if discrete else "rbf")

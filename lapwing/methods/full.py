@@ -8,7 +8,7 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.errors import UnsupportedError
-from lapwing.core.random import derived, seeded
+from lapwing.core.random import apart
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
 from lapwing.curvature.outputs import by_output
@@ -56,7 +56,7 @@ class Full:
             curvature, statistics = full_hessian(network, problem.likelihood, data)
             return WeightPosterior.fitted(problem, curvature, statistics)
 
-        generator = derived(seeded(generator), torch.empty(0))  # labels, apart from data of the same seed
+        generator = apart(generator)
 
         def compute(only: int | None) -> tuple[FullCurvature, Statistics]:
             sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full", only)

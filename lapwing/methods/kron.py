@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import derived, seeded
+from lapwing.core.random import apart
 from lapwing.curvature.blockwise import BlockwiseCurvature
-from lapwing.curvature.kronecker import kronecker_curvature
+from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.outputs import by_output
 from lapwing.curvature.sweep import Statistics, Sweep
-from lapwing.methods.kronecker import check_settings
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
 
@@ -46,7 +45,7 @@ class Kron:
         check_settings(self.curvature, self.sharing, self.full_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        generator = derived(seeded(generator), torch.empty(0))  # labels, apart from data of the same seed
+        generator = apart(generator)
 
         def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
             sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron", only)

@@ -15,7 +15,7 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.progress import Steps
-from lapwing.core.random import derived, seeded
+from lapwing.core.random import apart
 from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
 from lapwing.curvature.anchored import AnchoredCurvature, Anchors
 from lapwing.curvature.kernel import prior_kernel, prior_precision
@@ -95,9 +95,7 @@ class VaLLA:
             raise UnsupportedError("VaLLA() has no curvature before its points; g_prior() needs one. Use Kron().")
         if self.alpha > 0 and len(network.output_shape) > 1:
             raise UnsupportedError("alpha other than 0 takes outputs (B, C), not tokens (B, T, C); use alpha=0.")
-        generator = derived(
-            seeded(generator), torch.empty(0)
-        )  # data made with the same seed would hang together with the draws
+        generator = apart(generator)
         statistics = loss_only(network, problem.likelihood, data)
         problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
         if problem.learn_prior:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Inputs, check_finite, map_tensors, picked
-from lapwing.core.errors import ModelError
+from lapwing.core.errors import DataError, ModelError
 from lapwing.networks import graph as graphs
 from lapwing.networks import products, rules
 from lapwing.networks.backward import differentiable_gradients, gradients, loops
@@ -264,8 +264,18 @@ class Network:
     def __call__(self, inputs: Inputs) -> Tensor:
         """The output f (B, [T,] C), no graph; of the tangent model where it is shifted."""
         with torch.no_grad(), plain_kernels(self.plain):
-            f = shaped(raw_output(self.model, inputs))
+            f = self._expected(shaped(raw_output(self.model, inputs)))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
+
+    def _expected(self, f: Tensor) -> Tensor:
+        """Outputs, refused where they are of another form than those that the network was built with."""
+        if f.ndim != len(self.output_shape) + 1 or f.shape[-1] != self.output_shape[-1]:
+            shape = ", ".join(map(str, self.output_shape))
+            raise DataError(
+                f"these inputs give outputs of shape {tuple(f.shape)}; expected (B, {shape}), as those before. Has x a "
+                "batch dimension? For one input, give x[None]."
+            )
+        return f
 
     def weights(self, d: Tensor) -> dict[str, Tensor]:
         """The selected parameters by name with d (P,) added to them."""
@@ -275,7 +285,7 @@ class Network:
     def under(self, weights: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """The network's own output f (B, [T,] C) with other weights, differentiable in them."""
         with plain_kernels(self.plain):
-            return swapped(self.model, dict(weights), lambda: shaped(raw_output(self.model, inputs)))
+            return swapped(self.model, dict(weights), lambda: self._expected(shaped(raw_output(self.model, inputs))))
 
     def shifted(self, shift: Tensor | None) -> Network:
         """The tangent model at theta = w̃ + shift: its outputs move, its Jacobian stays where it is."""
@@ -286,6 +296,7 @@ class Network:
         tensors = dict(self.model.named_parameters())
         with recording(tensors, self.selection.names, self.plain), twice_differentiable(differentiable):
             raw = raw_output(self.model, inputs)
+            self._expected(shaped(raw))
         with torch.no_grad():
             graph = graphs.read(raw, raw.shape[0])
             uses = rules.find(graph, {id(tensors[name]): name for name in self.selection.names}, tensors)

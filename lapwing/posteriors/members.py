@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,25 +12,11 @@ from torch import Tensor, nn
 from lapwing.core.data import Data, Inputs, check_finite
 from lapwing.core.errors import ModelError, UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.random import global_seed
 from lapwing.curvature.sweep import Statistics, counted
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import has_dropout, needs_plain_kernels, plain_kernels, raw_output, shaped
 from lapwing.posteriors.problem import Problem
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of this seed, on the CPU and on the device; those of the caller are put back.
-
-    ``torch.manual_seed`` would seed all GPUs, also those whose numbers are not put back.
-    """
-    gpu = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpu):
-        torch.default_generator.manual_seed(seed)
-        for each in gpu:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
-        yield
 
 
 class Members(Protocol):
@@ -84,7 +68,7 @@ class FixedMask(nn.Module):
         self.layer, self.place, self.seed = layer.train(), place, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        with seeded(1_000_003 * self.seed + self.place, x.device):
+        with global_seed(1_000_003 * self.seed + self.place, x.device):
             if isinstance(self.layer, nn.AlphaDropout | nn.FeatureAlphaDropout):  # no mere product with a mask
                 shifted: Tensor = self.layer(x)
                 return shifted
@@ -132,7 +116,7 @@ class Masks:
         for k in range(self.count):
             for layer in layers:
                 layer.seed = self.seed + k
-            with seeded(self.seed + k, device), torch.no_grad():
+            with global_seed(self.seed + k, device), torch.no_grad():
                 found.append(shaped(raw_output(self.model, x)))
         return torch.stack(found)
 

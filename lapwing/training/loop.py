@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.errors import DataError, FileError, NumericalError, UnsupportedError
+from lapwing.core.random import global_seed
 from lapwing.curvature.sweep import data_count
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import raw_output, shaped, unwrapped
 from lapwing.networks.network import Network
-from lapwing.posteriors.members import seeded
 from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import NeedsData, Tunable
 from lapwing.posteriors.trace import DivergedError
@@ -308,7 +308,7 @@ class _Trainer:
 
     def _seeded(self, epoch: int) -> AbstractContextManager[None]:
         """Random numbers of an epoch from its number."""
-        return seeded(self.recipe.seed * 1_000_003 + epoch, self.network.device)
+        return global_seed(self.recipe.seed * 1_000_003 + epoch, self.network.device)
 
     def outcome(self) -> Outcome:
         """The best moment: its weights, and a posterior fitted there under its prior and noise."""

@@ -488,3 +488,24 @@ def test_importing_needs_torch_alone() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
     assert run.returncode == 0, run.stderr[-500:]
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("method", ["map_only", "kron", "full", "sampled", "fmgp", "valla", "swag"])
+def test_one_input_without_its_batch_is_refused(method: str) -> None:
+    """A (C,) output of one input reads like a (B,) of many."""
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(200, 3), torch.randint(0, 2, (200,))
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
+    posterior = lw.fit(net, [(inputs, labels)], "classification", method=method, prior=1.0)
+    with pytest.raises(lw.DataError, match=r"outputs of shape \(2, 1\); expected \(B, 2\).* give x\[None\]"):
+        posterior.predict(inputs[0])
+
+
+def test_a_posterior_in_one_line() -> None:
+    x = torch.randn(20, 3)
+    posterior = lw.fit(nn.Linear(3, 1), [(x, x[:, :1])], lw.Gaussian(noise_std=0.5), prior=0.25, method=lw.Full())
+    assert repr(posterior) == "<Fitted: FullCurvature, 4 weights, precision 0.25, noise variance 0.25>"
+    grouped = lw.fit(
+        nn.Linear(3, 1), [(x, torch.ones(20, 1))], lw.Poisson(), prior=lw.diagonal(2.0), method=lw.MapOnly()
+    )
+    assert repr(grouped) == "<Fitted: PointPosterior, 4 weights, precision 2, 2, 2, ... (4)>"

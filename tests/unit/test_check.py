@@ -171,3 +171,23 @@ def test_the_report_lines_up() -> None:
     rows = lines[start : start + 12]
     assert rows[-1].startswith("MapOnly")
     assert all(line[end] != " " and line[end + 1 : end + 3].strip() == "" for line in rows)
+
+
+def test_a_pair_is_inputs_and_targets_unless_the_model_needs_two() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.a(x) if mask is None else self.a(x) * mask
+
+    class Both(Masked):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return self.a(x) * mask
+
+    x = torch.randn(5, 3)
+    for targets in (torch.randint(0, 2, (5,)), torch.randn(5, 1)):
+        assert lw.check(Masked(), (x, targets)).weights == 8
+    assert lw.check(Both(), (x, torch.ones(5, 2))).weights == 8
+    assert lw.check(Both(), ((x, torch.ones(5, 2)), torch.randn(5, 1))).weights == 8

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.posteriors.members import FixedMask, Masks, seeded
+from lapwing.core.random import global_seed
+from lapwing.posteriors.members import FixedMask, Masks
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seeded_numbers_are_those_of_the_seed() -> None:
     before = torch.get_rng_state()
-    with seeded(7, CPU):
+    with global_seed(7, CPU):
         found = torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng([]):
@@ -52,11 +53,11 @@ def test_training_seeds_no_gpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_numbers_of_a_gpu_are_put_back() -> None:
     before = torch.cuda.get_rng_state()
-    with seeded(7, CPU):
+    with global_seed(7, CPU):
         pass
     assert torch.equal(torch.cuda.get_rng_state(), before)
-    with seeded(7, torch.device("cuda", 0)):
+    with global_seed(7, torch.device("cuda", 0)):
         one = torch.rand(3, device="cuda")
     assert torch.equal(torch.cuda.get_rng_state(), before)
-    with seeded(7, torch.device("cuda", 0)):
+    with global_seed(7, torch.device("cuda", 0)):
         assert torch.equal(torch.rand(3, device="cuda"), one)
