@@ -17,7 +17,7 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.sampled import BASIS, Sampled
-from lapwing.methods.valla import VaLLA
+from lapwing.methods.valla import STEPS, VaLLA
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
 from lapwing.networks.forward import batch_size
 from lapwing.networks.network import Network
@@ -218,8 +218,9 @@ class _Counts:
         once = self._placed(min(max(method.candidates, points), rows))
         note = f"{points} points"
         if points < rows:
-            few = method._default(self._network, rows) == "lbfgs"
-            steps, batch = (300, data) if few else (500, min(method.batch_size, data))
+            optimiser = method.optimiser_for(self._network, rows)
+            few, steps = optimiser == "lbfgs", STEPS[optimiser]
+            batch = data if few else min(method.batch_size, data)
             again = points * (4 * epoch + 3 * points * self._kernel + points**2)  # the points and their kernel
             once += steps * (batch * ((0 if few else seeded) + 3 * pairs) + again)
             note += f", {steps} steps of {batch} data"

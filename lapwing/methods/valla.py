@@ -34,6 +34,7 @@ from lapwing.posteriors.trace import Step, Trace
 from lapwing.posteriors.weight_space import WeightPosterior
 
 OPTIMISERS = ("lbfgs", "adam", "none")
+STEPS = {"lbfgs": 300, "adam": 500, "none": 200}  # at most; "none" is natural gradients alone
 COARSE = tuple(math.exp(k) for k in range(-6, 7))  # factors on the prior variance, at each look at validation data
 FINE = tuple(math.exp(k / 8) for k in range(-12, 13))  # and at the end
 ROUNDS = 8  # of the latter, each from the last of the one before: five decades to either side
@@ -109,7 +110,7 @@ class VaLLA:
             put = lambda start: placed(
                 network, problem.prior, pool, self.num_inducing, start, self.candidates, generator
             )
-            anchors, chosen = put(self.start or "greedy"), self.optimiser or self._default(network, rows)
+            anchors, chosen = put(self.start or "greedy"), self.optimiser or self.optimiser_for(network, rows)
         learnable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
         learner = Learner(problem, anchors, statistics, self, pool.total, learnable and self.num_inducing < rows)
         if chosen == "lbfgs" and learnable:
@@ -119,7 +120,7 @@ class VaLLA:
             return learner.better(learner.by_adam(data, generator), data)
         return learner.finished(data)
 
-    def _default(self, network: Network, rows: int) -> str:
+    def optimiser_for(self, network: Network, rows: int) -> str:
         """All data at once where their layer factors are no more than a gigabyte, and no validation data are given."""
         held = 8.0 * rows * network.footprint.width
         few = held < 2**30 and rows <= 20_000
@@ -186,7 +187,7 @@ class Learner:
         start, unit = self.anchors.inputs.detach(), self.unit()
         moves, there = self.still(), lambda moves: (start + unit * moves).to(start)
         scale = torch.zeros((), dtype=torch.float64, device=start.device, requires_grad=learn)
-        steps, total = [], self.method.steps or 300
+        steps, total = [], self.method.steps or STEPS["lbfgs"]
         bar, shown = Steps(total, "inducing points", data.progress), {"KL": 0.0}
 
         def objective() -> Tensor:
@@ -349,7 +350,7 @@ class Stochastic:
         rest = [t for t in (self.log_scale, self.log_noise) if t is not None and t.requires_grad]
         groups += [{"params": rest, "lr": 3 * method.learning_rate}] if rest else []
         optimiser = torch.optim.Adam(groups) if groups else None
-        total = method.steps or (500 if groups else 200)
+        total = method.steps or STEPS["adam" if groups else "none"]
         watch = self._watch(total)
         bar, steps = Steps(total, "inducing points", self.data.progress), []
         batches = shuffled(self.data, method.batch_size, self.generator)
