@@ -21,6 +21,7 @@ from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.operators import Operator
 from lapwing.curvature.sweep import checked_targets, mean_squared_residual
+from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
@@ -97,10 +98,13 @@ def fit(
     first = next(iter(Data(data, device, target_key).batches("first batch")))
     network = Network.build(model, _several(Data(data, device, target_key)), weights_named(weights))
     chosen = likelihood_named(likelihood, network.output_shape[-1])
-    chosen.targets(network(first.inputs), first.targets)
+    f = network(first.inputs)
+    chosen.targets(f, first.targets)
+    if isinstance(chosen, Categorical):
+        chosen.refuse_probabilities(f)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, batches))
-    given = isotropic(1.0) if prior is None else prior if isinstance(prior, Prior) else isotropic(prior)
+    given = isotropic(1.0) if prior is None else _prior(prior)
     groups = None
     if given.kind == "per_normalised_group":
         groups = members(network, scale_free_groups(network, first.inputs))
@@ -155,10 +159,21 @@ def _method(method: Method | Auto | str | None, problem: Problem, data: Data) ->
     return found.method, found.why
 
 
+def _prior(given: Prior | float) -> Prior:
+    """The prior, or the isotropic one with this precision."""
+    if isinstance(given, Prior):
+        return given
+    if isinstance(given, str) or callable(given):
+        raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
+    return isotropic(given)
+
+
 def _on(tuner: Tuner, data: Data | None = None) -> Tuner:
     """The tuner, with the data of the fit where it needs some and has none."""
     if isinstance(tuner, type):
         raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
+    if not callable(tuner):
+        raise UnsupportedError(f"tuner is {tuner!r:.80}; expected an object such as lw.fixed_point, not its name.")
     return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
 
 
@@ -439,7 +454,7 @@ class Fitted:
             )
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
-        given = prior if isinstance(prior, Prior) else isotropic(prior)
+        given = _prior(prior)
         mine, names = self.prior, self.network.selection.names
         groups = dict(zip(names, mine.members, strict=True)) if mine.kind == "per_normalised_group" else None
         bound = given.bound(self.network.selection, self.network.theta(), groups)

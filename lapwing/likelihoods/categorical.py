@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.errors import DataError
+from lapwing.core.errors import DataError, ModelError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.likelihoods.protocol import positive
@@ -77,6 +77,14 @@ class Categorical:
         if self.class_weights is not None and len(self.class_weights) != count:
             raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
         return y
+
+    def refuse_probabilities(self, f: Tensor) -> None:
+        """Raise where the outputs look like the result of a softmax: taken for logits they would be far too unsure."""
+        if bool((f >= 0).all()) and bool(((f.double().sum(-1) - 1).abs() < 1e-3).all()):
+            raise ModelError(
+                "Categorical: all outputs are above nought and sum to one for each input, as probabilities do; "
+                "expected logits. Leave the softmax out of the model: model[:-1] of a Sequential that ends in one."
+            )
 
     def _weight(self, f: Tensor, y: Tensor) -> Tensor | None:
         """The weight of every datum, or None when all are one."""

@@ -509,3 +509,25 @@ def test_a_posterior_in_one_line() -> None:
         nn.Linear(3, 1), [(x, torch.ones(20, 1))], lw.Poisson(), prior=lw.diagonal(2.0), method=lw.MapOnly()
     )
     assert repr(grouped) == "<Fitted: PointPosterior, 4 weights, precision 2, 2, 2, ... (4)>"
+
+
+def test_a_softmax_inside_the_network_is_seen() -> None:
+    inputs, labels = torch.randn(30, 3), torch.randint(0, 2, (30,))
+    logits = nn.Linear(3, 2)
+    with pytest.raises(lw.ModelError, match="sum to one for each input, as probabilities do; expected logits"):
+        lw.fit(nn.Sequential(logits, nn.Softmax(-1)), [(inputs, labels)], "classification", prior=1.0)
+    lw.fit(
+        nn.Sequential(logits, nn.LogSoftmax(-1)), [(inputs, labels)], "classification", prior=1.0
+    )  # those are logits
+
+
+@pytest.mark.parametrize("prior", ["per_layer", lw.per_layer, lw.Gaussian])
+def test_priors_that_are_none(prior: Any) -> None:
+    with pytest.raises(lw.UnsupportedError, match=r"prior is .*; expected a precision, or an object"):
+        lw.fit(nn.Linear(3, 1), [(torch.randn(9, 3), torch.randn(9, 1))], "regression", prior=prior)
+
+
+def test_a_tuner_that_is_a_name() -> None:
+    tuner: Any = "fixed_point"
+    with pytest.raises(lw.UnsupportedError, match="tuner is 'fixed_point'; expected an object"):
+        lw.fit(nn.Linear(3, 1), [(torch.randn(9, 3), torch.randn(9, 1))], "regression", tuner=tuner)
