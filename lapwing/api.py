@@ -21,8 +21,7 @@ from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.operators import Operator
 from lapwing.curvature.sweep import checked_targets, mean_squared_residual
-from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.protocol import Likelihood, NeedsResiduals
+from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.networks.fingerprint import Fingerprint
@@ -100,8 +99,8 @@ def fit(
     chosen = likelihood_named(likelihood, network.output_shape[-1])
     f = network(first.inputs)
     chosen.targets(f, first.targets)
-    if isinstance(chosen, Categorical):
-        chosen.refuse_probabilities(f)
+    if isinstance(chosen, ChecksOutputs):
+        chosen.check_outputs(f)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, batches))
     given = isotropic(1.0) if prior is None else _prior(prior)
@@ -213,8 +212,10 @@ def train(
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
     network_of = lambda copied: Network.build(copied, inputs, weights_named(weights))
     with torch.no_grad():  # a copy: in training mode a forward pass moves running statistics
-        outputs = shaped(raw_output(copy.deepcopy(model).eval(), inputs)).shape[-1]
-    chosen = likelihood_named(likelihood, outputs)
+        f = shaped(raw_output(copy.deepcopy(model).eval(), inputs))
+    chosen = likelihood_named(likelihood, f.shape[-1])
+    if isinstance(chosen, ChecksOutputs):
+        chosen.check_outputs(f)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     outcome = training.run(
@@ -403,7 +404,7 @@ class Fitted:
 
     @outside_autocast
     def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
-        """The GGN Σ Jᵀ Λ J at unit dispersion over these data as an operator (P, P); the matrix is never formed.
+        """The GGN Σ Jᵀ R Rᵀ J at unit dispersion over these data as an operator (P, P); the matrix is never formed.
 
         ``progress`` as for ``jacobian``.
         """

@@ -78,8 +78,8 @@ class Categorical:
             raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
         return y
 
-    def refuse_probabilities(self, f: Tensor) -> None:
-        """Raise where the outputs look like the result of a softmax: taken for logits they would be far too unsure."""
+    def check_outputs(self, f: Tensor) -> None:
+        """Raise where they look like the result of a softmax: taken for logits they would be far too unsure."""
         if bool((f >= 0).all()) and bool(((f.double().sum(-1) - 1).abs() < 1e-3).all()):
             raise ModelError(
                 "Categorical: all outputs are above nought and sum to one for each input, as probabilities do; "

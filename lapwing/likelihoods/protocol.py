@@ -72,6 +72,13 @@ class NeedsResiduals(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksOutputs(Protocol):
+    """A likelihood that can tell from the outputs of a network that they are not what it takes."""
+
+    def check_outputs(self, f: Tensor) -> None: ...
+
+
 def positive(value: Any, zero: bool = False) -> bool:
     """Whether all numbers are finite and above zero, or at least zero."""
     numbers = torch.as_tensor(value).detach().double()

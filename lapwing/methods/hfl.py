@@ -289,7 +289,7 @@ def _refuse_evaluation(objective: Objective, inputs: list[Inputs]) -> None:
 def averaged(objective: Objective, inputs: list[Inputs], absolute: bool) -> Push:
     """∇ of the average over inputs of Σ_c f_c, or of Σ_c |f_c|."""
     parts = [objective.cast(part) for part in inputs]
-    total = sum(batch_size(part) for part in parts)
+    total = sum(objective.network.count(part) for part in inputs)
 
     def push(d: Tensor) -> Tensor:
         gradient = torch.zeros_like(d)

@@ -514,8 +514,9 @@ def test_a_posterior_in_one_line() -> None:
 def test_a_softmax_inside_the_network_is_seen() -> None:
     inputs, labels = torch.randn(30, 3), torch.randint(0, 2, (30,))
     logits = nn.Linear(3, 2)
-    with pytest.raises(lw.ModelError, match="sum to one for each input, as probabilities do; expected logits"):
-        lw.fit(nn.Sequential(logits, nn.Softmax(-1)), [(inputs, labels)], "classification", prior=1.0)
+    for use in (lw.fit, lw.train):
+        with pytest.raises(lw.ModelError, match="sum to one for each input, as probabilities do; expected logits"):
+            use(nn.Sequential(logits, nn.Softmax(-1)), [(inputs, labels)], "classification")
     lw.fit(
         nn.Sequential(logits, nn.LogSoftmax(-1)), [(inputs, labels)], "classification", prior=1.0
     )  # those are logits

@@ -1,4 +1,4 @@
-"""A small network fitted to a sine, and posteriors on it, for the tests of VaLLA."""
+"""A small network fitted to a sine, and posteriors on it, for the tests of methods with inducing points."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GIVEN = lw.Gaussian(noise_std=NOISE)
 
 
 @cache
-def trained() -> dict[str, Tensor]:
-    x, y = curve()
+def trained(count: int = 40) -> dict[str, Tensor]:
+    x, y = curve(count)
     torch.manual_seed(0)
     model = net()
     optimiser = torch.optim.Adam(model.parameters(), 0.05)
@@ -33,18 +33,18 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
-def model() -> nn.Module:
+def model(count: int = 40) -> nn.Module:
     """Fitted to a sine."""
     found = net()
-    found.load_state_dict(trained())
+    found.load_state_dict(trained(count))
     return found
 
 
 @cache
-def curve(count: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
+def curve(count: int = 40, seed: int = 0, place: float = 0.0) -> tuple[Tensor, Tensor]:
     gen = torch.Generator().manual_seed(seed)
     x = 4 * torch.rand(count, 1, dtype=D, generator=gen) - 2
-    return x, (2 * x).sin() + NOISE * torch.randn(count, 1, dtype=D, generator=gen)
+    return x, place + (2 * x).sin() + NOISE * torch.randn(count, 1, dtype=D, generator=gen)
 
 
 def fitted(method: Any, likelihood: Any = GIVEN, prior: Any = 0.5, **options: Any) -> lw.Fitted:

@@ -26,40 +26,20 @@ from lapwing.registry import method_named
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.tolerances import SOLVED, assert_close, assert_within
+from tests.unit.methods import sine
+from tests.unit.methods.sine import NOISE
 
 D = torch.float64
 MLP = BY_NAME["mlp"]
-NOISE = 0.2
 
 
-@cache
 def curve(count: int = 60, seed: int = 0, place: float = 0.0) -> tuple[Tensor, Tensor]:
-    gen = torch.Generator().manual_seed(seed)
-    x = 4 * torch.rand(count, 1, dtype=D, generator=gen) - 2
-    return x, place + (2 * x).sin() + NOISE * torch.randn(count, 1, dtype=D, generator=gen)
-
-
-@cache
-def trained() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    network, (x, y) = net(), curve()
-    optimiser = torch.optim.Adam(network.parameters(), 0.05)
-    with torch.enable_grad():
-        for _ in range(300):
-            optimiser.zero_grad()
-            (network(x) - y).square().mean().backward()
-            optimiser.step()
-    return {key: value.detach() for key, value in network.state_dict().items()}
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return sine.curve(count, seed, place)
 
 
 def model(place: float = 0.0) -> nn.Module:
     """Fitted to a sine."""
-    found = net()
-    found.load_state_dict(trained())
+    found = sine.model(60)
     found[2].bias.data += place
     return found
 

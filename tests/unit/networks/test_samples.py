@@ -15,6 +15,7 @@ import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.curvature.objective import Objective
 from lapwing.curvature.pool import shuffled
+from lapwing.methods.hfl import averaged
 from lapwing.networks.budget import Footprint
 from lapwing.networks.network import Network
 from lapwing.posteriors import files
@@ -297,3 +298,18 @@ def test_two_contexts_of_as_many_rows_are_no_majority(method: Any) -> None:
     data = [((a, context, context + 1), b) for a, b in problems.split(x, y, (7, 9))]
     found = lw.fit(model, data, GIVEN, method=method, prior=1.0)
     assert bool((found.functions((x[:4], context, context + 1)).variance > 0).all())
+
+
+def test_an_average_over_inputs_with_two_contexts() -> None:
+    """Of the samples, and not of what most tensors have."""
+    run = lambda m, x, one, other: m.b(torch.tanh(m.a(x) + m.c(one).sum(0) + m.c(other).mean(0)))
+    model = Wrapped(run, a=nn.Linear(2, 4), b=nn.Linear(4, 2), c=nn.Linear(3, 4)).double()
+    x, y, context = numbers("sum")
+    inputs = (x, context, context + 1)
+    network = Network.build(model, inputs)
+    prior = lw.isotropic(1.0).bound(network.selection, network.theta())
+    objective = Objective.build(network, GIVEN, prior, Data([(inputs, y)], CPU), D)
+    zero = torch.zeros(1, len(network.theta()), dtype=D)
+    found = averaged(objective, [inputs], absolute=False)(zero)[0]
+    expected = torch.autograd.grad(model(*inputs).sum() / len(x), list(model.parameters()))
+    assert_close(found, torch.cat([g.reshape(-1) for g in expected]))
