@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEER := .venv-peer
 
-.PHONY: run test bench setup lint types imports pytest uci peer clean
+.PHONY: run test test-rounding check bench setup lint types imports pytest uci peer clean
 
 run: $(READY)
 	$(BIN)/lapwing run --out out
@@ -33,6 +33,15 @@ imports: $(READY)
 # Two workers, one thread each: more threads than cores only wait for each other.
 pytest: $(READY)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# The whole suite under other vector units, other orders of summation, two threads and other seeds; an hour or more.
+# Some of them: make test-rounding REGIMES="avx2 seed1"; some tests: ARGS=tests/unit/linalg.
+test-rounding: $(READY)
+	$(BIN)/python -m tests.rounding $(REGIMES) -- $(ARGS)
+
+# One part of the suite, in seconds: make check FILE=tests/unit/linalg (or a file of the library: its tests run).
+check: $(READY)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest $(FILE)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.spine --peer $(PEER)/bin/python --out out/spine.json

@@ -15,6 +15,7 @@ from lapwing.linalg.orthogonal import orthonormal_rows
 
 CHECKED = 20  # iterations between two looks at the residual as it is, instead of as it was updated
 EPS = torch.finfo(torch.float64).eps
+SINGULAR = 1e2 * EPS  # of the largest curvature: products of float64 leave rounding of this size where there is none
 TINY = torch.finfo(torch.float64).tiny
 APART = 0.1  # of the updated residual, by which the true one may differ; where it is too large, aim that much lower
 TRANSPOSED = 1e-3  # how far a root and its transpose may differ by rounding
@@ -92,7 +93,7 @@ def conjugate_gradients(
             refuse_asymmetric_images(p, q)
         curved, length = (p * q).sum(1), p.square().sum(1)
         largest = torch.where(active, largest.maximum(curved / length), largest)
-        if bool((curved <= EPS * largest * length)[active].any()):
+        if bool((curved <= SINGULAR * largest * length)[active].any()):
             if truncated and iterations:
                 break
             raise _indefinite(float((curved / length)[active].min()), float(largest.max()))
@@ -167,7 +168,7 @@ def block_conjugate_gradients(
         inner = 0.5 * (inner + inner.mT)
         curvatures = _curvatures(inner, own)
         largest = max(largest, float(curvatures[-1]))
-        if float(curvatures[0]) <= EPS * largest:
+        if float(curvatures[0]) <= SINGULAR * largest:
             if truncated and iterations:
                 break
             raise _indefinite(float(curvatures[0]), largest)

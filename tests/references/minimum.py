@@ -106,7 +106,7 @@ class Energy:
 
         optimiser.step(closure)
         found, damping = theta.detach(), 0.0
-        for _ in range(60):
+        for _ in range(1000):
             values, vectors = torch.linalg.eigh(self.hessian(found))
             slope = vectors.T @ self.gradient(found)
             lowest = float(values[0])
@@ -117,6 +117,8 @@ class Energy:
             better = float(self(found - step)) < float(self(found)) + 1e-9
             found = found - step if better else found
             damping = (0.0 if damping < 1e-3 else damping / 10) if better else max(10 * damping, 1e-2)
+        else:
+            raise AssertionError(f"no minimum after 1000 Newton steps: the last slope is {float(slope.norm()):.2g}")
         self.place(found)
         return self
 

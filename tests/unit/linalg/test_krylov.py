@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.core.errors import DataError, NumericalError
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, tolerance
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 
 SHIFTS = [1e-2, 1.0, 30.0]
@@ -226,7 +226,8 @@ def test_the_image_of_what_the_basis_holds_takes_no_product(spectrum: str, steps
     assert float(outside.max()) < 1e-12 * float(held.norm())
     other = torch.randn(1, 120, dtype=D)
     left = other - other @ space.basis.T @ space.basis
-    assert_close(space.image(other)[1], left.norm(dim=1))
+    gap = (space.image(other)[1] - left.norm(dim=1)).abs().max()  # a full basis leaves nothing but rounding
+    assert float(gap) <= tolerance(D) * float(other.norm())
 
 
 def test_ritz_pairs() -> None:

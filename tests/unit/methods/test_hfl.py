@@ -304,12 +304,25 @@ def test_single_precision_and_much_data(place: float) -> None:
 
 
 def test_single_precision_throughout_is_finished_or_refused() -> None:
+    """Near the limit of float32 rounding decides which: what is finished is right, and the rest says why it is not.
+
+    A strong prior is far from that limit, and a weak one far beyond it.
+    """
     narrow = lw.HFL(mode="linearised", dtype=torch.float32)
-    exact, found = much_data(1.0, 1.5, lw.Full(), narrow)
-    assert_close(found(), exact(), 1 / 3)
-    (found,) = much_data(0.1, 1.5, narrow)
-    with pytest.raises(lw.NumericalError, match=r"a relative residual of \S+; expected .*take float64"):
-        found()
+    refused = r"a relative residual of \S+; expected .*take float64"
+    for prior, place in ((1e3, 1.5), (1e3, 0.0), (1.0, 1.5), (1.0, 0.0), (0.1, 1.5), (0.1, 0.0)):
+        exact, found = much_data(prior, place, lw.Full(), narrow)
+        message, variance = "", None
+        try:
+            variance = found()
+        except lw.NumericalError as error:
+            message = str(error)
+        if variance is None:
+            assert prior < 1e3
+            assert re.search(refused, message)
+        else:
+            assert (prior, place) != (0.1, 0.0)
+            assert_close(variance, exact(), 1 / 3)
 
 
 # Fine-tuning
