@@ -23,9 +23,9 @@ import lapwing as lw
 from benchmarks import models
 from benchmarks.clock import best_of, forward, machine
 from lapwing.core.data import Data
-from lapwing.curvature.design import NetworkDesign
-from lapwing.curvature.operators import Operator
 from lapwing.networks.network import Network
+from lapwing.tangent.design import NetworkDesign
+from lapwing.tangent.operator import Operator
 
 COUNTS = (1, 4, 16)
 
@@ -48,8 +48,8 @@ def products(name: str, model: nn.Module, shape: tuple[int, ...]) -> list[dict[s
 
 def lenet(folder: Path, count: int, samples: int, seed: int = 0) -> dict[str, Any]:
     """Train, sample and tune."""
-    from lapwing.experiments.data import Images
-    from lapwing.experiments.training import Recipe, batches, optimise
+    from experiments.data import Images
+    from experiments.training import Recipe, batches, optimise
 
     images = Images.read(folder, "fashion_mnist", torch.device("cpu"), count, seed)
     torch.manual_seed(seed)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks import models
-from lapwing.experiments.data import digits_like
-from lapwing.experiments.resnets import cifar10, cropped
+from experiments.data import digits_like
+from experiments.resnets import cifar10, cropped
 from lapwing.metrics import classification, ood
 
 Pair = tuple[Tensor, Tensor]
@@ -141,18 +141,20 @@ def main() -> None:
         return posterior
 
     method = lw.Sampled(num_samples=arguments.samples, width=2 * arguments.samples)
-    tuner = lw.Grid(held, arguments.precisions)
+    tuner = lw.tuners.Grid(held, arguments.precisions)
     sampled = judged(
         "samples, validation",
         lambda: lw.fit(model, data, "classification", method=method, prior=1e4, tuner=tuner, progress=True),
     )
     kron = judged("Kron, evidence", lambda: lw.fit(model, data, "classification", progress=False))
-    judged("Kron, validation", lambda: kron.tuned(lw.Grid(held, arguments.precisions)))
+    judged("Kron, validation", lambda: kron.tuned(lw.tuners.Grid(held, arguments.precisions)))
     last = judged("last layer, evidence", lambda: lw.fit(model, data, "classification", method=lw.Full(),
                                                          progress=False, weights="last_layer"))  # fmt: skip
-    judged("last layer, validation", lambda: last.tuned(lw.Grid(held, WEAKER)))
+    judged("last layer, validation", lambda: last.tuned(lw.tuners.Grid(held, WEAKER)))
     if arguments.evidence:  # goes on from the same basis, to a smaller precision
-        judged("samples, evidence", lambda: sampled.tuned(lw.SampleEM(mode="network", tolerance=0.02, max_steps=20)))
+        judged(
+            "samples, evidence", lambda: sampled.tuned(lw.tuners.SampleEM(mode="network", tolerance=0.02, max_steps=20))
+        )
 
 
 def solved(posterior: Any) -> dict[str, Any]:

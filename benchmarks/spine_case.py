@@ -14,7 +14,7 @@ import torch
 import lapwing as lw
 from benchmarks import clock, models
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.tuning.evidence import maximise_evidence, started
+from lapwing.tuners.maximise_evidence import MaximiseEvidence, started
 
 Figures = dict[str, Any]
 ROUNDS = 5
@@ -115,7 +115,7 @@ def _tuning() -> Figures:
 
     def tune() -> WeightPosterior:
         start = started(fitted, fitted.statistics.data, fitted.statistics.outputs, fitted.theta)
-        return maximise_evidence(start)
+        return MaximiseEvidence()(start)
 
     seconds = clock.best_of(3, tune)
     tuned = tune()

@@ -13,33 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.choice import Auto
-from lapwing.core.data import Data, Inputs, check_finite, map_tensors
-from lapwing.core.errors import DataError, ModelError, UnsupportedError
+from lapwing import files
+from lapwing.auto import Auto
+from lapwing.core.data import Data, Inputs, batch_size, check_finite, map_tensors
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.settings import refuse_other_than_whole
-from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
-from lapwing.curvature.operators import Operator
+from lapwing.core.trace import Trace
 from lapwing.curvature.sweep import checked_targets, mean_squared_residual
+from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import (
-    batch_size,
-    outside_autocast,
-    outside_inference,
-    raw_output,
-    refuse_training_mode,
-    shaped,
-)
+from lapwing.networks.forward import outside_autocast, outside_inference, raw_output, refuse_training_mode, shaped
+from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors import files
 from lapwing.posteriors.effective import EffectiveParameters, effective_parameters
-from lapwing.posteriors.functional import Functional
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import (
     HasEvidence,
     HasFunctionSamples,
@@ -52,14 +43,16 @@ from lapwing.posteriors.protocols import (
     Reweightable,
 )
 from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior, isotropic
+from lapwing.problem import Problem
 from lapwing.registry import likelihood_named, method_named, weights_named
+from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
+from lapwing.tangent.operator import Operator
 from lapwing.training import loop as training
 from lapwing.training.loop import Epoch, State
 from lapwing.training.recipe import Recipe, online
-from lapwing.tuning.em import SampleEM
-from lapwing.tuning.evidence import maximise_evidence, started
+from lapwing.tuners.maximise_evidence import MaximiseEvidence, started
+from lapwing.tuners.sample_em import SampleEM
 
 Tuner = Callable[[Any], Any]
 
@@ -83,7 +76,7 @@ def fit(
 
     ``data`` is the training data: a DataLoader, a list of ``(inputs, targets)`` batches, mappings with a target
     key, or one pair of tensors. ``prior=None`` learns an isotropic precision by the evidence (``tuner``, by
-    default ``maximise_evidence``, or ``sample_em`` for samples); a given prior is used as given, and a number is an
+    default ``MaximiseEvidence()``, or ``SampleEM()`` for samples); a given prior is used as given, and a number is an
     isotropic precision. ``progress=None`` shows a bar on a terminal. The model is not changed.
 
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
@@ -137,7 +130,7 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """With the prior learned, from a start near the optimum."""
     statistics = posterior.statistics
     begun = started(posterior, statistics.data, statistics.outputs, posterior.problem.network.theta())
-    usual: Tuner = SampleEM(mode="network") if isinstance(posterior, SampledPosterior) else maximise_evidence
+    usual: Tuner = SampleEM(mode="network") if isinstance(posterior, SampledPosterior) else MaximiseEvidence()
     found = _on(tuner or usual, data)(begun)
     before, after = getattr(posterior, "trace", None), getattr(found, "trace", None)
     if before is None or after is None or not before.findings:
@@ -172,7 +165,9 @@ def _on(tuner: Tuner, data: Data | None = None) -> Tuner:
     if isinstance(tuner, type):
         raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
     if not callable(tuner):
-        raise UnsupportedError(f"tuner is {tuner!r:.80}; expected an object such as lw.fixed_point, not its name.")
+        raise UnsupportedError(
+            f"tuner is {tuner!r:.80}; expected an object such as lw.tuners.FixedPoint(), not its name."
+        )
     return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
 
 
@@ -355,10 +350,10 @@ class Fitted:
 
     @outside_autocast
     @torch.inference_mode(False)  # as for fit
-    def tuned(self, tuner: Tuner = maximise_evidence) -> Fitted:
+    def tuned(self, tuner: Tuner | None = None) -> Fitted:
         """The same posterior under better hyperparameters; ``trace`` says how they were found."""
         self._unchanged()
-        return Fitted(_on(tuner)(self.posterior), self.fingerprint, self.why)
+        return Fitted(_on(tuner or MaximiseEvidence())(self.posterior), self.fingerprint, self.why)
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:
@@ -445,12 +440,12 @@ class Fitted:
     def with_prior(self, prior: Prior | float) -> Fitted:
         """The same curvature under another prior: no data is touched.
 
-        The optimum that ``linear_mode`` found belongs to the prior it was found for: the evidence is at w̃ again, and a
+        The optimum that ``LinearMode`` found belongs to the prior it was found for: the evidence is at w̃ again, and a
         posterior whose mean is there is refused.
         """
         if self.network.shift is not None:
             raise UnsupportedError(
-                "the mean of this posterior was found for its prior (linear_mode with mean='tangent'); fit again, or "
+                "the mean of this posterior was found for its prior (LinearMode with mean='tangent'); fit again, or "
                 "tune the posterior that it came from."
             )
         if not isinstance(self.posterior, Reweightable):

@@ -8,22 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors
-from lapwing.core.errors import DataError
-from lapwing.methods.ella import ELLA
+from lapwing.core.data import TARGET_KEYS, Inputs, accepts, batch_size, map_tensors
+from lapwing.errors import DataError
 from lapwing.methods.full import Full
-from lapwing.methods.hfl import EXACT
+from lapwing.methods.hfl.hfl import EXACT
+from lapwing.methods.hfl.response import DENSE
+from lapwing.methods.inducing.ella import ELLA
+from lapwing.methods.inducing.valla import STEPS, VaLLA
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.sampled import BASIS, Sampled
-from lapwing.methods.valla import STEPS, VaLLA
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
-from lapwing.networks.forward import batch_size
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.response import DENSE
 from lapwing.registry import weights_named
 
 

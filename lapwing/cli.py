@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapwing.core.errors import LapwingError
+from lapwing.errors import LapwingError
 
 if TYPE_CHECKING:
-    from lapwing.experiments.result import Result
+    from experiments.result import Result
 
     Picture = Callable[[Result, Path], None]
 
@@ -94,8 +94,7 @@ def _positive(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import bands, diabetes, digits
-    from lapwing.reports import pictures
+    from experiments import bands, diabetes, digits, pictures
 
     settings = (
         digits.Digits(seed=arguments.seed),
@@ -110,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _uci(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import uci
+    from experiments import uci
 
     settings = uci.Uci(
         data_dir=_folder(arguments),
@@ -123,7 +122,7 @@ def _uci(arguments: argparse.Namespace) -> None:
 
 
 def _fashion(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import fashion
+    from experiments import fashion
 
     settings = fashion.Fashion(
         data_dir=_folder(arguments), epochs=arguments.epochs, data=arguments.data, seeds=arguments.seeds,
@@ -133,8 +132,7 @@ def _fashion(arguments: argparse.Namespace) -> None:
 
 
 def _normalised(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import normalised
-    from lapwing.reports import pictures
+    from experiments import normalised, pictures
 
     settings = normalised.Normalised(
         data_dir=_folder(arguments),
@@ -150,8 +148,7 @@ def _normalised(arguments: argparse.Namespace) -> None:
 
 
 def _sampling(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import sampling
-    from lapwing.reports import pictures
+    from experiments import pictures, sampling
 
     settings = sampling.Sampling(seed=arguments.seed)
     if arguments.quick:
@@ -160,7 +157,7 @@ def _sampling(arguments: argparse.Namespace) -> None:
 
 
 def _images(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import images
+    from experiments import images
 
     settings = images.ImageTable(
         data_dir=_folder(arguments),
@@ -177,8 +174,7 @@ def _images(arguments: argparse.Namespace) -> None:
 
 
 def _inducing(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import inducing
-    from lapwing.reports import pictures
+    from experiments import inducing, pictures
 
     settings = inducing.Inducing(_folder(arguments), seed=arguments.seed)
     targets = inducing.Targets(seed=arguments.seed)
@@ -193,7 +189,7 @@ def _inducing(arguments: argparse.Namespace) -> None:
 
 
 def _flights(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import flights
+    from experiments import flights
 
     settings = flights.Flights(
         data_dir=_folder(arguments),
@@ -207,8 +203,7 @@ def _flights(arguments: argparse.Namespace) -> None:
 
 
 def _response(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import response
-    from lapwing.reports import pictures
+    from experiments import pictures, response
 
     settings = response.ResponseTask(data_dir=arguments.data_dir, seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
@@ -218,7 +213,7 @@ def _response(arguments: argparse.Namespace) -> None:
 
 
 def _pushed(arguments: argparse.Namespace) -> None:
-    from lapwing.experiments import pushed_images
+    from experiments import pushed_images
 
     settings = pushed_images.PushedImages(_folder(arguments), seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
@@ -227,7 +222,7 @@ def _pushed(arguments: argparse.Namespace) -> None:
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
-    from lapwing.experiments.data import data_folder
+    from experiments.data import data_folder
 
     return data_folder(arguments.data_dir)
 
@@ -245,7 +240,7 @@ def _known(given: list[str] | None, known: tuple[str, ...], option: str) -> tupl
 
 def _finish(results: Sequence[Result], path: Path, pictures: Mapping[str, Picture] | None = None) -> None:
     """Print the tables, draw a picture of each result beside the file, write all of them to it, and say where it is."""
-    from lapwing.reports.tables import table
+    from experiments.tables import table
 
     for result in results:
         print(table(result), end="\n\n")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lapwing.api import Fitted
-from lapwing.core.errors import DataError
+from lapwing.errors import DataError
 from lapwing.posteriors.effective import EffectiveParameters
 
 APART = 3.0  # standard errors between two evidences from which they are ranked: an error is an estimate as well

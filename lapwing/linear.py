@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import check_finite
-from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import seeded
 from lapwing.core.settings import is_real, refuse_other_than_whole
+from lapwing.core.trace import UNSETTLED, Step, Trace
+from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import (
     Design,
@@ -27,13 +28,12 @@ from lapwing.linalg.design import (
     refuse_unpaired,
 )
 from lapwing.linalg.ridge import Ridge, deflating
-from lapwing.posteriors.trace import UNSETTLED, Step, Trace
 from lapwing.predictives.normal import NormalPredictive
 
 WIDE = (torch.float32, torch.float64)
 
 
-def fit_linear(
+def fit(
     features: Tensor | OperatorDesign,
     targets: Tensor,
     *,
@@ -50,7 +50,7 @@ def fit_linear(
     every precision and noise.
 
     >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).double()
-    >>> found = fit_linear(x, x.sum(1), precision=1.0, noise_std=0.1)
+    >>> found = fit(x, x.sum(1), precision=1.0, noise_std=0.1)
     >>> [round(float(w), 2) for w in found.mean]
     [1.0, 1.0, 1.0]
     """
@@ -161,7 +161,7 @@ class LinearPosterior:
             tolerance=max(min(self.tolerance, 1e-8), 30 * torch.finfo(self.design.like.dtype).eps),
             truncated=True,
         )
-        return found.settled("fit_linear", f"Raise the precision{self.ridge.wider}.").x[0]
+        return found.settled("linear.fit", f"Raise the precision{self.ridge.wider}.").x[0]
 
     @cached_property
     def solution(self) -> Solution:
@@ -245,12 +245,12 @@ class LinearPosterior:
         gamma, error = current.gamma
         finding = f"gamma {gamma:.4g} ± {error:.2g}"
         finding += "" if moved < 1e-4 else f"; a logarithm still moved by {moved:.2g} at the last step"
-        return replace(current, trace=Trace("fit_linear", "gamma", tuple(steps), (finding,)))
+        return replace(current, trace=Trace("linear.fit", "gamma", tuple(steps), (finding,)))
 
 
 def _without_optimum(alpha: float, phi: float, last: Step) -> NumericalError:
     return NumericalError(
-        f"fit_linear: precision {alpha:.3g} and noise variance {phi:.3g} after {last}; expected an optimum. Features "
+        f"linear.fit: precision {alpha:.3g} and noise variance {phi:.3g} after {last}; expected an optimum. Features "
         "that say nothing about the targets have none, nor have targets without noise. Give precision=... or "
         "noise_std=...."
     )

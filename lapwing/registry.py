@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lapwing.core.errors import UnsupportedError
+from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
@@ -15,18 +15,18 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron
-from lapwing.methods.ella import ELLA
 from lapwing.methods.ensemble import Ensemble
-from lapwing.methods.fmgp import FMGP
+from lapwing.methods.fmgp.fmgp import FMGP
 from lapwing.methods.full import Full
-from lapwing.methods.hfl import HFL
+from lapwing.methods.hfl.hfl import HFL
+from lapwing.methods.inducing.ella import ELLA
+from lapwing.methods.inducing.valla import VaLLA
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.sampled import Sampled
-from lapwing.methods.swag import SWAG
-from lapwing.methods.valla import VaLLA
+from lapwing.methods.swag.swag import SWAG
 from lapwing.networks.selection import Weights, all_weights, last_layer
 from lapwing.posteriors.protocols import Method
 

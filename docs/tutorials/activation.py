@@ -7,7 +7,8 @@ layers. With nothing (the identity) it is a linear regression in the guise of a 
 - *Friedman's function*, scikit-learn's ``make_friedman1``: 10 sin(π x₁ x₂) + 20 (x₃ − ½)² + 10 x₄ + 5 x₅ and noise;
   five more inputs do nothing.
 
-Two hundred rows are for training, by ``lw.train`` with ``lw.classic`` from several starts, of which the one with the
+Two hundred rows are for training, by ``lw.train`` with ``lw.recipes.classic`` from several starts, of which the one
+with the
 best evidence is kept. ``lw.compare`` ranks the four activations. The rows that are left (a thousand for Friedman's
 function) check its choice. All of it is repeated for five splits.
 
@@ -37,7 +38,7 @@ from sklearn.datasets import load_diabetes, make_friedman1
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.reports import pictures
+from experiments import pictures
 
 PALE = "#9a9a9a"
 STYLES = {"tanh": ("#0072b2", "o"), "relu": ("#d55e00", "s"), "sin": ("#009e73", "^"), "identity": ("#333333", "D")}
@@ -105,7 +106,9 @@ def trained(split: Split, activation: str, restarts: int, epochs: int, layers: i
     """The start that ends with the best evidence."""
     data = [(split.x, split.y)]
     found = [
-        lw.train(network(activation, layers, start), data, "regression", lw.classic(epochs), progress=False).posterior
+        lw.train(
+            network(activation, layers, start), data, "regression", lw.recipes.classic(epochs), progress=False
+        ).posterior
         for start in range(restarts)
     ]
     return max(found, key=lambda posterior: float(posterior.log_evidence()))

@@ -1,4 +1,4 @@
-"""A linear bandit with Thompson sampling, on ``lw.fit_linear``.
+"""A linear bandit with Thompson sampling, on ``lw.linear.fit``.
 
 A bandit has many arms. Pulling one gives its reward and noise; the sum over all pulls counts. The reward is linear in
 features of the arm, with weights that nobody knows, so that every pull tells something about every arm. Pulls come in
@@ -10,13 +10,14 @@ batches: the rewards of a batch are seen when all of it is done.
   cannot. Nothing else is needed: no variance of any arm, no covariance between arms;
 - *exact* is the same with samples of the exact posterior over all arms, by matrices.
 
-``lw.fit_linear`` has the mean and the samples by products with the features alone. Two bandits show it:
+``lw.linear.fit`` has the mean and the samples by products with the features alone. Two bandits show it:
 
 - *twenty features*: five hundred arms with random features, weights from the prior. Small enough that every strategy
   can be repeated for many bandits. One more strategy does not know the prior precision and the noise, and learns them;
 - *a hundred thousand features*: arms are points of a square, and the reward is a smooth function of the point. A model
   that is linear in random Fourier features (Rahimi and Recht 2007) can follow it. The features of the pulls are an
-  ``lw.OperatorDesign``, computed when they are needed and thrown away. The covariance of the weights would have 10¹⁰
+  ``lw.linear.OperatorDesign``, computed when they are needed and thrown away. The covariance of the weights would
+  have 10¹⁰
   entries, 80 GB. For a check there is the Gaussian process whose kernel the features approximate; it works with
   matrices of arms and pulls, which are few here.
 
@@ -55,7 +56,7 @@ class Bandit:
     """Arms with their features, and what each is worth. The prior precision of the weights is one."""
 
     value: Tensor  # (A,), the reward of every arm but for the noise
-    features: Callable[[Tensor], Tensor | lw.OperatorDesign]  # those of some arms, by their numbers
+    features: Callable[[Tensor], Tensor | lw.linear.OperatorDesign]  # those of some arms, by their numbers
     scores: Callable[[Tensor], Tensor]  # of all arms under weights (S, P): (S, A)
     root: Tensor  # (A, R), of the prior covariance of the values, for the exact posterior
     noise_std: float
@@ -63,10 +64,10 @@ class Bandit:
 
     def posterior(
         self, pulls: Tensor, rewards: Tensor, samples: int, generator: torch.Generator, **given: float | None
-    ) -> lw.LinearPosterior:
+    ) -> lw.linear.LinearPosterior:
         """With the true precision and noise, or those given. The generator goes on: every round has new samples."""
         settings: dict[str, Any] = {"precision": 1.0, "noise_std": self.noise_std, **given}
-        return lw.fit_linear(self.features(pulls), rewards, num_samples=samples, generator=generator, **settings)
+        return lw.linear.fit(self.features(pulls), rewards, num_samples=samples, generator=generator, **settings)
 
 
 def linear(seed: int, arms: int = 500, columns: int = 20) -> Bandit:
@@ -107,10 +108,10 @@ class Fourier:
             total.addmm_(weight, self(part))
         return total
 
-    def design(self, points: Tensor, pulls: Tensor) -> lw.OperatorDesign:
+    def design(self, points: Tensor, pulls: Tensor) -> lw.linear.OperatorDesign:
         """A row for each pull; arms that were pulled often are computed once. ``like`` says that these are float32."""
         arms, which = pulls.unique(return_inverse=True)
-        return lw.OperatorDesign(
+        return lw.linear.OperatorDesign(
             rows=len(pulls),
             size=len(self.phases),
             forward=lambda v: self.forward(points[arms], v)[:, which],
@@ -241,7 +242,7 @@ def table(found: Results, batch: int) -> str:
 class Known:
     """What the rewards of a game tell about the model: by products, and exactly from the kernel of its features."""
 
-    posterior: lw.LinearPosterior
+    posterior: lw.linear.LinearPosterior
     gamma: float
     log_evidence: float
 

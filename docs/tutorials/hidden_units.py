@@ -3,7 +3,8 @@
 A network of one input, h hidden units and one output learns a sine from fifty noisy points. Too few units cannot bend;
 too many can follow the noise. The old remedy is a validation set. The Bayesian one needs none:
 
-- *regularisation.* ``lw.train`` with ``lw.classic`` minimises β/2 · squared error + α/2 · squared weights and learns α
+- *regularisation.* ``lw.train`` with ``lw.recipes.classic`` minimises β/2 · squared error + α/2 · squared weights and
+  learns α
   and β on the way, by α = γ/|w|² and β = (N − γ)/SSE, with one α for each layer. γ counts the directions of weight
   space that the data decide;
 - *comparison.* The evidence of a trained network is its fit less its complexity. A further unit always fits a little
@@ -72,7 +73,7 @@ def network(hidden: int, start: int) -> nn.Sequential:
         return nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, 1)).double()
 
 
-def regularised(x: Tensor, y: Tensor, hidden: int, recipe: lw.Recipe, restarts: int) -> lw.Fitted:
+def regularised(x: Tensor, y: Tensor, hidden: int, recipe: lw.recipes.Recipe, restarts: int) -> lw.Fitted:
     """The start that ends with the best evidence."""
     found = [
         lw.train(network(hidden, start), [(x, y)], "regression", recipe, progress=False).posterior
@@ -99,7 +100,7 @@ def unregularised(x: Tensor, y: Tensor, hidden: int, restarts: int) -> lw.Fitted
         optimiser.step(closure)
         found.append((float(closure().detach()), model))
     model = min(found, key=lambda pair: pair[0])[1]
-    return lw.fit(model, [(x, y)], "regression", method=lw.MapOnly(), progress=False)
+    return lw.fit(model, [(x, y)], "regression", method=lw.baselines.MapOnly(), progress=False)
 
 
 def log_likelihood(posterior: lw.Fitted, seed: int) -> float:
@@ -137,7 +138,7 @@ class Study:
 
 def study(seed: int, hidden: Sequence[int], prior: Any, restarts: int, epochs: int) -> Study:
     x, y = points(seed)
-    recipe = lw.classic(epochs, prior=prior)
+    recipe = lw.recipes.classic(epochs, prior=prior)
     fitted = {count: regularised(x, y, count, recipe, restarts) for count in hidden}
     return Study(seed, x, y, fitted)
 

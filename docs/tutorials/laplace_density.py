@@ -36,12 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from density import DensityLaplace, laplace_density
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
-
-from lapwing.posteriors.density import DensityLaplace, laplace_density
 
 EXACT, LAPLACE = "#333333", "#0072b2"
 SHAPE = 3.0

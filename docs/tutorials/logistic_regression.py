@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from density import DensityLaplace, laplace_density
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.posteriors.density import DensityLaplace, laplace_density
 
 EXACT, LAPLACE, PLAIN = "#333333", "#0072b2", "#d55e00"
 PRIOR_PRECISION = 0.3
@@ -87,7 +87,7 @@ def trained(x: Tensor, y: Tensor, alpha: float) -> nn.Linear:
     closure()
     slope = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
     if not slope <= 1e-10:
-        raise lw.NumericalError(f"training ended with a gradient of {slope:.3g}; expected below 1e-10.")
+        raise lw.errors.NumericalError(f"training ended with a gradient of {slope:.3g}; expected below 1e-10.")
     return model
 
 

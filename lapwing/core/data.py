@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import DataError
+from lapwing.errors import DataError
 
 Inputs = Any  # a tensor, or a tuple, list or mapping of tensors
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
@@ -51,6 +52,19 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
     elif isinstance(tree, tuple | list):
         for value in tree:
             yield from tensors_in(value)
+
+
+def batch_size(inputs: Inputs) -> int:
+    """The first dimension that most of the input tensors share, the earliest where there is a tie."""
+    if isinstance(inputs, Tensor) and inputs.ndim:
+        return inputs.shape[0]
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.ndim)
+    if sizes:
+        return sizes.most_common(1)[0][0]
+    raise DataError(
+        f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). Turn "
+        "arrays into tensors with torch.as_tensor, and give the batches of a loader one by one."
+    )
 
 
 def picked(inputs: Inputs, own: Sequence[bool], rows: slice | Tensor) -> Inputs:

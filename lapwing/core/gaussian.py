@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
 from lapwing.core.random import normal
 from lapwing.core.settings import refuse_other_than_whole
+from lapwing.errors import NumericalError
 
 ROUNDING = 1e-4  # of the largest beside it: what a variance below zero may be
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import UnsupportedError
+from lapwing.errors import UnsupportedError
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:

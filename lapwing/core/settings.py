@@ -6,7 +6,7 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-from lapwing.core.errors import UnsupportedError
+from lapwing.errors import UnsupportedError
 
 
 def is_real(value: Any) -> bool:

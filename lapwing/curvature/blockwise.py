@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import UnsupportedError
 from lapwing.curvature.structures import BlockCurvature, BlockPrecision, DiagonalBlock, DiagonalPrecision
+from lapwing.errors import UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
@@ -119,3 +119,11 @@ def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selectio
     dtype = max((part.dtype for part in parts), key=lambda d: torch.finfo(d).bits)
     flat = torch.cat([found[name].to(dtype) for name in selection.names], -1)
     return selection.picked(flat) if picked else flat
+
+
+def prior_precision(prior: Prior, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
+    """The prior alone, as a precision without data: what it says of outputs is the kernel's diagonal."""
+    inverse = selection.split(prior.vector.detach().double().reciprocal())
+    zero = torch.zeros((), dtype=torch.float64, device=prior.values.device)
+    parts = tuple(DiagonalPrecision(block.arrange(inverse), zero) for block in layout)
+    return BlockwisePrecision(parts, layout, selection)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Data, check_finite
-from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.curvature.structures import floored_by_layer
 from lapwing.curvature.sweep import Statistics, counted
+from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram, symmetrise

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import UnsupportedError
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.structures import BlockCurvature, DiagonalBlock, EigenBlock, FullBlock, KroneckerBlock
 from lapwing.curvature.sweep import checked_curvature
+from lapwing.errors import UnsupportedError
 from lapwing.linalg.gram import Gram
 from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
 from lapwing.networks.jacobians import LayerJacobians

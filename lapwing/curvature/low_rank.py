@@ -9,10 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import UnsupportedError
-from lapwing.curvature.blockwise import BlockwisePrecision
-from lapwing.curvature.kernel import prior_precision
+from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
 from lapwing.curvature.structures import floored_by_layer
+from lapwing.errors import UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data, check_finite, merged
-from lapwing.core.errors import DataError, NumericalError, UnsupportedError
 from lapwing.curvature.blockwise import in_order
-from lapwing.curvature.kernel import seeded
+from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
@@ -216,3 +215,14 @@ def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) 
         total += gap.square().sum(0)
         count += len(gap)
     return total / counted(count)
+
+
+def seeded(root: Tensor) -> Tensor:
+    """R (B, C, K) -> (K, B, C); R (B, T, C, K) -> (T K, B, T, C), one token alive in each."""
+    if root.ndim == 3:
+        return root.permute(2, 0, 1)
+    batch, tokens, classes, columns = root.shape
+    seeds = root.new_zeros(tokens, columns, batch, tokens, classes)
+    index = torch.arange(tokens, device=root.device)
+    seeds[index, :, :, index] = root.permute(1, 3, 0, 2)
+    return seeds.reshape(tokens * columns, batch, tokens, classes)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
+from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched, positive
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.errors import DataError, ModelError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
+from lapwing.errors import DataError, ModelError
 from lapwing.likelihoods.protocol import positive
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 

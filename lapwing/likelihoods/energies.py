@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import DataError, UnsupportedError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.protocol import Likelihood
 

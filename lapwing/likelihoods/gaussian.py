@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
+from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched
 from lapwing.predictives.normal import NormalPredictive
 

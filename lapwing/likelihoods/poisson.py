@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
+from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched
 from lapwing.predictives.counts import CountPredictive
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.errors import DataError
 
 
 @runtime_checkable

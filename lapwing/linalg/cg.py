@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import check_finite
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.operators import Product, applied, refuse_asymmetric_images
 from lapwing.linalg.orthogonal import orthonormal_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 
 
 def cholesky(matrix: Tensor, name: str) -> Tensor:

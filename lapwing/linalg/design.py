@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import DataError, NumericalError
 from lapwing.core.random import normal
+from lapwing.errors import DataError, NumericalError
 
 
 class Part(Protocol):

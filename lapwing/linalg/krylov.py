@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lapwing.core.data import check_finite
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.operators import Product, applied
 from lapwing.linalg.orthogonal import OrthonormalRows, orthonormal_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.estimators import Estimate, averaged, signs
 from lapwing.linalg.krylov import Eigenpairs
 from lapwing.linalg.operators import Product, applied, refuse_asymmetric

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
 from lapwing.core.random import normal
+from lapwing.errors import NumericalError
 from lapwing.linalg.operators import Product, applied, refuse_asymmetric
 from lapwing.linalg.orthogonal import thin_svd
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
 from lapwing.core.random import normal
+from lapwing.errors import NumericalError
 
 Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), all K at once, rows apart from each other
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 
 NOUGHT = (
     "the kernel of the inducing points is nought: no output depends on the selected weights at any of them; "

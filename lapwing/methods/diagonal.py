@@ -10,11 +10,11 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.random import apart
 from lapwing.curvature.blockwise import BlockwiseCurvature
-from lapwing.curvature.outputs import by_output
+from lapwing.curvature.per_output import by_output
 from lapwing.curvature.structures import DiagonalBlock
 from lapwing.curvature.sweep import Statistics, Sweep, checked_curvature
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from lapwing.core.data import Data
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.sweep import loss_only, residual_noise
 from lapwing.posteriors.members import Masks, MembersPosterior
-from lapwing.posteriors.problem import Problem
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)

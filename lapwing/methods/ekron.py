@@ -10,8 +10,8 @@ from lapwing.core.data import Data
 from lapwing.core.random import apart
 from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
 from lapwing.curvature.sweep import Sweep
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)

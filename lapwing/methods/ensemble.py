@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lapwing.core.data import Data
-from lapwing.core.errors import ModelError, UnsupportedError
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.sweep import residual_noise
+from lapwing.errors import ModelError, UnsupportedError
 from lapwing.networks.forward import refuse_training_mode
 from lapwing.posteriors.members import MembersPosterior, Networks, of_mean
-from lapwing.posteriors.problem import Problem
+from lapwing.problem import Problem
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
 

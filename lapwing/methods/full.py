@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.errors import UnsupportedError
 from lapwing.core.random import apart
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
-from lapwing.curvature.outputs import by_output
+from lapwing.curvature.per_output import by_output
 from lapwing.curvature.sweep import CURVATURES, Statistics, Sweep, checked_curvature
-from lapwing.posteriors.problem import Problem
+from lapwing.errors import UnsupportedError
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.settings import refuse_other_than_whole
-from lapwing.curvature.design import NetworkDesign, refuse_unsteady
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
-from lapwing.posteriors.problem import Problem
+from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
+from lapwing.tangent.design import NetworkDesign, refuse_unsteady
 
 COLUMNS = 2**16  # weights that are turned at a time
 

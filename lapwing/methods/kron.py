@@ -10,10 +10,10 @@ from lapwing.core.data import Data
 from lapwing.core.random import apart
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
-from lapwing.curvature.outputs import by_output
+from lapwing.curvature.per_output import by_output
 from lapwing.curvature.sweep import Statistics, Sweep
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch
 from lapwing.core.data import Data
 from lapwing.core.random import seeded
 from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
-from lapwing.curvature.design import NetworkDesign
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.lanczos import leading_eigenpairs
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
+from lapwing.tangent.design import NetworkDesign
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from lapwing.core.data import Data
 from lapwing.curvature.sweep import loss_only, residual_noise
 from lapwing.posteriors.point import PointPosterior
-from lapwing.posteriors.problem import Problem
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.errors import UnsupportedError
 from lapwing.core.random import seeded
 from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
-from lapwing.curvature.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.curvature.sweep import checked_curvature, residual_noise
+from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.ridge import Logdet, Ridge, finished
 from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.gaussian import SINGLE, Prior
+from lapwing.problem import Problem
+from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 
 STOCHASTIC = ("sgd", "sdd")
 SOLVERS = ("krylov", "cg", *STOCHASTIC)
@@ -200,7 +200,7 @@ class RidgeSolver:
             if prior.values.requires_grad and torch.is_grad_enabled():
                 raise UnsupportedError(
                     f"the evidence of Sampled() has no slope in a prior of the kind {prior.kind!r}; expected one "
-                    f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with sample_em()."
+                    f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with SampleEM()."
                 )
             ridge, shift = self.ridge.rescaled(prior.vector.detach()), phi
         ridge.reaching(float(shift.detach()), self.settings.tolerance)  # what a basis has is exact

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Inputs, map_tensors, picked, rebuilt
-from lapwing.core.errors import ModelError
+from lapwing.errors import ModelError
 from lapwing.networks.forward import quiet, spread
 
 Forward = Callable[[nn.Module, Inputs], Tensor]  # (model, inputs) -> f (B, M)

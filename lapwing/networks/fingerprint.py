@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.errors import ModelError
+from lapwing.errors import ModelError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Inputs, call, map_tensors, picked, tensors_in
-from lapwing.core.errors import DataError, ModelError
+from lapwing.errors import ModelError
 
 FEW = 32  # samples that show whether a forward pass repeats itself
 REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by which outputs may differ where kernels reorder their sums
@@ -188,19 +187,6 @@ def shaped(raw: Tensor) -> Tensor:
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def batch_size(inputs: Inputs) -> int:
-    """The first dimension that most of the input tensors share, the earliest where there is a tie."""
-    if isinstance(inputs, Tensor) and inputs.ndim:
-        return inputs.shape[0]
-    sizes = Counter(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.ndim)
-    if sizes:
-        return sizes.most_common(1)[0][0]
-    raise DataError(
-        f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). Turn "
-        "arrays into tensors with torch.as_tensor, and give the batches of a loader one by one."
-    )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, check_finite, map_tensors, picked
-from lapwing.core.errors import DataError, ModelError
+from lapwing.core.data import Inputs, batch_size, check_finite, map_tensors, picked
+from lapwing.errors import DataError, ModelError
 from lapwing.networks import graph as graphs
 from lapwing.networks import products, rules
 from lapwing.networks.backward import differentiable_gradients, gradients, loops
@@ -21,7 +21,6 @@ from lapwing.networks.budget import Footprint
 from lapwing.networks.fallback import sample_jacobians, swapped
 from lapwing.networks.forms import Convolution, Pattern
 from lapwing.networks.forward import (
-    batch_size,
     is_recurrent,
     needs_plain_kernels,
     plain_kernels,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Inputs, map_tensors, picked
-from lapwing.core.errors import DataError
+from lapwing.errors import DataError
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import (
     needs_plain_kernels,

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.errors import ModelError
+from lapwing.errors import ModelError
 from lapwing.networks.graph import DATA_EDGE, MOVES, Graph, Node, leaf_name
 from lapwing.networks.rules import Uses
 

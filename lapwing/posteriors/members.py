@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs, check_finite
-from lapwing.core.errors import ModelError, UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import global_seed
 from lapwing.curvature.sweep import Statistics, counted
+from lapwing.errors import ModelError, UnsupportedError
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import has_dropout, needs_plain_kernels, plain_kernels, raw_output, shaped
-from lapwing.posteriors.problem import Problem
+from lapwing.problem import Problem
 
 
 class Members(Protocol):

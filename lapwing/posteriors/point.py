@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.curvature.sweep import Statistics
-from lapwing.posteriors.problem import Problem
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lapwing.core.data import Data, Inputs
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.trace import Trace
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
+from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.functional import Functional
-from lapwing.posteriors.problem import Problem
-from lapwing.posteriors.trace import Trace
 from lapwing.priors.gaussian import Prior
+from lapwing.problem import Problem
 
 
 class Precision(Protocol):

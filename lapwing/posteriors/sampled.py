@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Inputs
-from lapwing.core.errors import UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.trace import Trace
 from lapwing.curvature.sweep import Statistics
+from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
 from lapwing.networks.forward import outside_autocast, outside_inference
+from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Tangent
-from lapwing.posteriors.functional import Functional, weight_slope
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Solver
-from lapwing.posteriors.trace import Trace
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)

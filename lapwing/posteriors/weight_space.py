@@ -11,13 +11,13 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
-from lapwing.curvature.outputs import PerOutputCurvature
+from lapwing.core.trace import Trace
+from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.curvature.sweep import Statistics, residual_noise
+from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.functional import Functional, weight_slope
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import Curvature, Precision
-from lapwing.posteriors.trace import Trace
+from lapwing.problem import Problem
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
 

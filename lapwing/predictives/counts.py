@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Poisson
 
-from lapwing.core.errors import NumericalError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
 from lapwing.core.settings import refuse_other_than_whole
+from lapwing.errors import NumericalError
 from lapwing.predictives.quadrature import normal_nodes
 
 

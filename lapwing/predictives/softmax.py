@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 
-from lapwing.core.errors import DataError
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.settings import refuse_other_than_whole
+from lapwing.errors import DataError
 
 LINKS = ("probit", "bridge", "mc")
 

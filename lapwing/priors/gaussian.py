@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError, UnsupportedError
+from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.selection import Selection
 
@@ -281,7 +281,7 @@ def per_normalised_group(precisions: Precisions = 1.0, mean: float | Tensor = 0.
 
     In a normalised network the size of a weight before a norm is an accident of training, and with one precision
     for all it would decide the error bars. The groups are found by trying the network out; ``check`` shows them.
-    Together with ``linear_mode`` the predictions do not depend on those sizes (Antorán et al. 2022).
+    Together with ``LinearMode`` the predictions do not depend on those sizes (Antorán et al. 2022).
     """
     return Prior("per_normalised_group", precisions, mean)
 

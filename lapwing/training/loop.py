@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Batch, Data
-from lapwing.core.errors import DataError, FileError, NumericalError, UnsupportedError
 from lapwing.core.random import global_seed
 from lapwing.curvature.sweep import data_count
+from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import raw_output, shaped, unwrapped
 from lapwing.networks.network import Network
-from lapwing.posteriors.problem import Problem
 from lapwing.posteriors.protocols import NeedsData, Tunable
-from lapwing.posteriors.trace import DivergedError
+from lapwing.problem import Problem
 from lapwing.training.recipe import OPTIMISERS, Recipe
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lapwing.core.errors import UnsupportedError
+from lapwing.errors import UnsupportedError
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
 from lapwing.posteriors.protocols import Method
 from lapwing.priors.gaussian import Prior, isotropic, per_layer
-from lapwing.tuning.ascent import Ascend
-from lapwing.tuning.fixed_point import FixedPoint
+from lapwing.tuners.ascend import Ascend
+from lapwing.tuners.fixed_point import FixedPoint
 
 Tuner = Callable[[Any], Any]
 OPTIMISERS = {"adam": "betas", "sgd": "momentum", "lbfgs": "history_size"}  # a setting that only it has

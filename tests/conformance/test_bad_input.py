@@ -19,7 +19,7 @@ from tests.tolerances import assert_close
 D = torch.float64
 METHODS: dict[str, Any] = {
     "full": lw.Full(), "diagonal": lw.Diagonal(), "kron": lw.Kron(), "ekron": lw.EKron(),
-    "low_rank": lw.LowRank(rank=3), "map_only": lw.MapOnly(), "ella": lw.ELLA(num_landmarks=6, rank=3),
+    "low_rank": lw.LowRank(rank=3), "map_only": lw.baselines.MapOnly(), "ella": lw.ELLA(num_landmarks=6, rank=3),
     "valla": lw.VaLLA(num_inducing=3, steps=2), "fmgp": lw.FMGP(num_inducing=3, steps=2),
 }  # fmt: skip
 X = torch.randn(7, 4, dtype=D, generator=torch.Generator().manual_seed(1))
@@ -55,14 +55,14 @@ def refused(error: type, message: str, data: Any, likelihood: Any, method: Any, 
 def test_batch_norm_in_training_mode(method: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double().train()
     message = r"1 \(BatchNorm1d\) is in training mode; expected evaluation mode\. Call model\.eval\(\)"
-    refused(lw.ModelError, message, [(X, Y)], "classification", method, model)
+    refused(lw.errors.ModelError, message, [(X, Y)], "classification", method, model)
     assert int(model[1].num_batches_tracked) == 0
 
 
 def test_dropout_in_training_mode(method: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double().train()
     message = r"1 \(Dropout\) is in training mode; expected evaluation mode\. Call model\.eval\(\)"
-    refused(lw.ModelError, message, [(X, Y)], "classification", method, model)
+    refused(lw.errors.ModelError, message, [(X, Y)], "classification", method, model)
 
 
 # Empty data
@@ -74,12 +74,12 @@ def test_dropout_in_training_mode(method: Any) -> None:
     ids=["list", "tuple", "loader", "batch of none", "batches of none"],
 )
 def test_empty_data(data: Any, method: Any) -> None:
-    refused(lw.DataError, r"empty|no datum|0 samples", data, "classification", method)
+    refused(lw.errors.DataError, r"empty|no datum|0 samples", data, "classification", method)
 
 
 def test_every_target_ignored(method: Any) -> None:
     message = "no datum counts: every target is ignored; expected at least one"
-    refused(lw.DataError, message, [(X, torch.full_like(Y, -100))], "classification", method)
+    refused(lw.errors.DataError, message, [(X, torch.full_like(Y, -100))], "classification", method)
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -90,7 +90,7 @@ def test_an_empty_batch_among_others_is_skipped_or_refused_as_data(method: Any, 
     plain = lw.fit(net(), data, "classification", method=method, prior=1.0)
     try:
         found = lw.fit(net(), with_none, "classification", method=method, prior=1.0)
-    except lw.DataError as error:
+    except lw.errors.DataError as error:
         assert "empty" in str(error)  # noqa: PT017
     else:
         assert found.posterior.statistics.data == 7
@@ -112,7 +112,7 @@ def test_inputs_that_are_not_finite(value: float, batch: int, method: Any) -> No
     data = [(X, Y), (X, Y)]
     data[batch] = (spoiled(X, value), Y)
     message = f"inputs of batch {batch}: 1 of 28 entries are NaN or infinite; expected finite numbers. Clean the data"
-    refused(lw.DataError, message, data, "classification", method)
+    refused(lw.errors.DataError, message, data, "classification", method)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -121,7 +121,7 @@ def test_targets_that_are_not_finite(value: float, batch: int, method: Any) -> N
     data = [(X, R), (X, R)]
     data[batch] = (X, spoiled(R, value))
     message = f"targets of batch {batch}: 1 of 21 entries are NaN or infinite; expected finite numbers"
-    refused(lw.DataError, message, data, "regression", method)
+    refused(lw.errors.DataError, message, data, "regression", method)
 
 
 def exploding() -> nn.Module:
@@ -133,7 +133,7 @@ def test_outputs_that_are_not_finite(batch: int, method: Any) -> None:
     data = [(0.1 * X, R), (0.1 * X, R)]
     data[batch] = (1e4 * X, R)
     message = r"outputs of the network: \d+ of \d+ entries are NaN or infinite; expected finite.*overflow"
-    refused(lw.DataError, message, data, "regression", method, exploding())
+    refused(lw.errors.DataError, message, data, "regression", method, exploding())
 
 
 def test_weights_that_are_not_finite(method: Any) -> None:
@@ -141,7 +141,7 @@ def test_weights_that_are_not_finite(method: Any) -> None:
     model[2].weight.data[0, 0] = math.nan
     message = r"outputs of the network: \d+ of 21 entries are NaN or infinite"
 
-    with pytest.raises(lw.DataError, match=message):
+    with pytest.raises(lw.errors.DataError, match=message):
         lw.fit(model, [(X, Y)], "classification", method=method)
 
 
@@ -156,7 +156,9 @@ def test_new_inputs_that_are_not_finite(ask: Callable[..., Any], method: Any) ->
     posterior = lw.fit(model, [(X, Y)], "classification", method=method, prior=1.0)
 
     def run() -> None:
-        with pytest.raises(lw.DataError, match="inputs: 1 of 28 entries are NaN or infinite; expected finite numbers"):
+        with pytest.raises(
+            lw.errors.DataError, match="inputs: 1 of 28 entries are NaN or infinite; expected finite numbers"
+        ):
             ask(posterior, spoiled(X, math.nan))
 
     problems.unchanged(model, run)
@@ -168,13 +170,13 @@ def test_new_inputs_that_are_not_finite(ask: Callable[..., Any], method: Any) ->
      lambda p, x: p.function_samples(x, 2)],
     ids=["predict", "functions", "joint", "function_samples"],
 )  # fmt: skip
-@pytest.mark.parametrize("method", [lw.Kron(), lw.MapOnly()])
+@pytest.mark.parametrize("method", [lw.Kron(), lw.baselines.MapOnly()])
 def test_new_outputs_that_are_not_finite(ask: Callable[..., Any], method: Any) -> None:
     model = exploding()
     posterior = lw.fit(model, [(0.1 * X, R)], "regression", method=method, prior=1.0)
 
     def run() -> None:
-        with pytest.raises(lw.DataError, match=r"outputs of the network: \d+ of 21 entries are NaN or infinite"):
+        with pytest.raises(lw.errors.DataError, match=r"outputs of the network: \d+ of 21 entries are NaN or infinite"):
             ask(posterior, 1e4 * X)
 
     problems.unchanged(model, run)
@@ -206,30 +208,34 @@ WRONG: dict[str, tuple[Any, Any, Tensor, str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_targets_that_do_not_fit(wrong: str, method: Any) -> None:
     likelihood, outputs, y, message = WRONG[wrong]
-    refused(lw.DataError, message, [(X, y)], likelihood, method, net(outputs))
+    refused(lw.errors.DataError, message, [(X, y)], likelihood, method, net(outputs))
 
 
 @pytest.mark.parametrize("extra", [-2, 2])
 def test_a_later_batch_with_another_number_of_targets(extra: int, method: Any) -> None:
     data = [(X[:4], Y[:4]), (X[4:6], torch.cat([Y, Y])[4 : 6 + extra])]
-    refused(lw.DataError, r"\d.*; expected|expected one target", data, "classification", method)
+    refused(lw.errors.DataError, r"\d.*; expected|expected one target", data, "classification", method)
 
 
 def test_a_later_batch_out_of_range(method: Any) -> None:
     data = [(X[:4], Y[:4]), (X[4:], torch.full((3,), 9))]
-    refused(lw.DataError, r"run from \d to 9; expected 0\.\.2", data, "classification", method)
+    refused(lw.errors.DataError, r"run from \d to 9; expected 0\.\.2", data, "classification", method)
 
 
 def test_batches_that_are_no_pairs(method: Any) -> None:
     refused(
-        lw.DataError, r"a batch is a tuple of 3; expected \(inputs, targets\)", [(X, X, Y)], "classification", method
+        lw.errors.DataError,
+        r"a batch is a tuple of 3; expected \(inputs, targets\)",
+        [(X, X, Y)],
+        "classification",
+        method,
     )
-    refused(lw.DataError, r"a batch is a Tensor; expected \(inputs, targets\)", [X], "classification", method)
-    refused(lw.DataError, r"keys \['x'\] has no target; pass target_key", [{"x": X}], "classification", method)
+    refused(lw.errors.DataError, r"a batch is a Tensor; expected \(inputs, targets\)", [X], "classification", method)
+    refused(lw.errors.DataError, r"keys \['x'\] has no target; pass target_key", [{"x": X}], "classification", method)
 
 
 def test_a_model_without_parameters(method: Any) -> None:
-    refused(lw.ModelError, "no parameter", [(X[:, :3], Y)], "classification", method, nn.Tanh())
+    refused(lw.errors.ModelError, "no parameter", [(X[:, :3], Y)], "classification", method, nn.Tanh())
 
 
 # Methods that need a dropout layer, other networks, or a prior beforehand
@@ -242,8 +248,9 @@ def dropping() -> nn.Module:
 
 OTHERS: dict[str, Any] = {
     "hfl": lw.HFL(drift=math.inf), "hfl_linearised": lw.HFL(mode="linearised"),
-    "hfl_pretrained": lw.HFL(mode="pretrained", drift=math.inf), "ensemble": lw.Ensemble(models=[dropping()]),
-    "dropout": lw.MCDropout(samples=2), "swag": lw.SWAG(2, 2, learning_rate=1e-3, batch_size=2, samples=2),
+    "hfl_pretrained": lw.HFL(mode="pretrained", drift=math.inf), "ensemble": lw.baselines.Ensemble(models=[dropping()]),
+    "dropout": lw.baselines.MCDropout(samples=2),
+    "swag": lw.baselines.SWAG(2, 2, learning_rate=1e-3, batch_size=2, samples=2),
 }  # fmt: skip
 LATER = {
     "inputs": ((spoiled(X, math.nan), Y), "inputs of batch 1: 1 of 28 entries are NaN or infinite; expected finite"),
@@ -259,7 +266,7 @@ def test_a_later_batch_that_is_wrong_for_other_methods(name: str, wrong: str) ->
     model = dropping()
 
     def run() -> None:
-        with pytest.raises(lw.DataError, match=message):
+        with pytest.raises(lw.errors.DataError, match=message):
             lw.fit(model, [(X, Y), batch], "classification", method=OTHERS[name], prior=1e3)
 
     problems.unchanged(model, run)
@@ -273,14 +280,16 @@ def test_other_methods_look_at_new_inputs_too(name: str) -> None:
     def run() -> None:
         for joint in (False, True):
             assert bool(torch.isfinite(posterior.functions(X[:2], joint=joint).cov).all())
-            with pytest.raises(lw.DataError, match="inputs: 1 of 28 entries are NaN or infinite; expected finite"):
+            with pytest.raises(
+                lw.errors.DataError, match="inputs: 1 of 28 entries are NaN or infinite; expected finite"
+            ):
                 posterior.functions(spoiled(X, math.nan), joint=joint)
-            with pytest.raises(lw.DataError, match="the batch is empty"):
+            with pytest.raises(lw.errors.DataError, match="the batch is empty"):
                 posterior.functions(X[:0], joint=joint)
 
     problems.unchanged(model, run)
     model.train()
-    with pytest.raises(lw.ModelError, match=r"2 \(Dropout\) is in training mode; expected evaluation mode"):
+    with pytest.raises(lw.errors.ModelError, match=r"2 \(Dropout\) is in training mode; expected evaluation mode"):
         posterior.functions(X)
 
 
@@ -288,7 +297,7 @@ def test_other_methods_look_at_new_inputs_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("prior", [1e-3, lw.per_layer(1e-3), lw.diagonal(1e-3)])
+@pytest.mark.parametrize("prior", [1e-3, lw.per_layer(1e-3), lw.priors.diagonal(1e-3)])
 def test_a_precision_that_is_not_positive_definite(dtype: torch.dtype, prior: Any) -> None:
     """The Hessian away from an optimum: the error names the layer and the smallest eigenvalue."""
     case = BY_NAME["mlp"]
@@ -297,7 +306,7 @@ def test_a_precision_that_is_not_positive_definite(dtype: torch.dtype, prior: An
 
     def run() -> None:
         with pytest.raises(
-            lw.NumericalError, match=r"0\.weight.*not positive definite.*eigenvalue is -\d.*expected above"
+            lw.errors.NumericalError, match=r"0\.weight.*not positive definite.*eigenvalue is -\d.*expected above"
         ):
             lw.fit(model, data, "classification", method=lw.Full(curvature="hessian"), prior=prior).functions(inputs)
 
@@ -310,9 +319,9 @@ def test_an_evidence_of_a_precision_that_is_not_positive_definite(dtype: torch.d
     model, data = case.build(dtype), problems.batches(case, dtype=dtype)
     method = lw.Full(curvature="hessian")
     message = r"0\.weight.*not positive definite.*eigenvalue is -\d"
-    with pytest.raises(lw.NumericalError, match=message):
+    with pytest.raises(lw.errors.NumericalError, match=message):
         lw.fit(model, data, "classification", method=method, prior=1e-3).log_evidence()
-    with pytest.raises(lw.NumericalError, match=message):
+    with pytest.raises(lw.errors.NumericalError, match=message):
         lw.fit(model, data, "classification", method=method)  # learning the prior meets it too
 
 
@@ -321,18 +330,24 @@ def test_priors_that_are_none(precision: float, method: Any) -> None:
     model = net()
 
     def run() -> None:
-        with pytest.raises(lw.NumericalError, match="expected positive, finite numbers"):
+        with pytest.raises(lw.errors.NumericalError, match="expected positive, finite numbers"):
             lw.fit(model, [(X, Y)], "classification", method=method, prior=precision)
 
     problems.unchanged(model, run)
 
 
 def test_a_rank_below_one() -> None:
-    with pytest.raises(lw.UnsupportedError, match="rank is 0; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match="rank is 0; expected at least 1"):
         lw.LowRank(rank=0)
 
 
 def test_every_error_is_one_kind() -> None:
-    for error in (lw.DataError, lw.ModelError, lw.NumericalError, lw.FileError, lw.UnsupportedError):
+    for error in (
+        lw.errors.DataError,
+        lw.errors.ModelError,
+        lw.errors.NumericalError,
+        lw.errors.FileError,
+        lw.errors.UnsupportedError,
+    ):
         assert issubclass(error, lw.LapwingError)
         assert issubclass(error, ValueError)

@@ -124,7 +124,7 @@ def test_float32_agrees_with_float64(name: str, method: object) -> None:
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "lstm"])
 @pytest.mark.parametrize(
     "method",
-    [lw.Full(), lw.Diagonal(), lw.Kron(), lw.EKron(), lw.LowRank(rank=6), lw.MapOnly(), lw.ELLA(400, 6, True),
+    [lw.Full(), lw.Diagonal(), lw.Kron(), lw.EKron(), lw.LowRank(rank=6), lw.baselines.MapOnly(), lw.ELLA(400, 6, True),
      lw.VaLLA(400)],
     ids=lambda method: type(method).__name__,
 )  # fmt: skip
@@ -141,7 +141,7 @@ def test_bfloat16_runs_and_is_near(name: str, method: object) -> None:
     expected = exact.predict(_cast(inputs, torch.float32))
     assert_close(found.probs, expected.probs, dtype=torch.bfloat16)
     spread, wanted = narrow.functions(inputs).std, exact.functions(_cast(inputs, torch.float32)).std
-    if not isinstance(method, lw.MapOnly):
+    if not isinstance(method, lw.baselines.MapOnly):
         assert_close(spread, wanted, dtype=torch.bfloat16)
     draws = narrow.function_samples(inputs, 3, torch.Generator().manual_seed(1))
     assert draws.shape == (3, 4, *case.outputs)
@@ -192,6 +192,6 @@ def test_subnetwork_of_single_weights(method: object) -> None:
 @pytest.mark.parametrize("method", [lw.Kron(), lw.EKron()])
 def test_subnetwork_has_no_kronecker_structure(method: object) -> None:
     case = BY_NAME["mlp"]
-    with pytest.raises(lw.UnsupportedError, match=r"no Kronecker structure; use Full\(\) or Diagonal\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"no Kronecker structure; use Full\(\) or Diagonal\(\)"):
         lw.fit(case.build(), problems.batches(case), "classification", method=method,
                weights=lw.subnetwork(torch.arange(5)))  # fmt: skip

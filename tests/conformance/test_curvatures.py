@@ -180,7 +180,7 @@ def test_hessian_runs_on_every_kind_of_network(name: str) -> None:
     ],
 )
 def test_what_does_not_exist_is_refused(method: Any, curvature: str, message: str) -> None:
-    with pytest.raises(lw.UnsupportedError, match=message):
+    with pytest.raises(lw.errors.UnsupportedError, match=message):
         method(curvature=curvature)
 
 
@@ -188,7 +188,7 @@ def test_more_weights_than_the_limit_are_refused() -> None:
     model, x, y = small()
 
     def run() -> None:
-        with pytest.raises(lw.UnsupportedError, match=r"over 25 weights.*the limit is 10 weights.*Kron\(\)"):
+        with pytest.raises(lw.errors.UnsupportedError, match=r"over 25 weights.*the limit is 10 weights.*Kron\(\)"):
             lw.fit(model, [(x, y)], "classification", method=lw.Full(limit=10))
 
     problems.unchanged(model, run)

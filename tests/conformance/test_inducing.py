@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.curvature.anchored import Anchors
 from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.subspace import SubspaceCurvature
-from lapwing.methods.ella import leading_rows, within
-from lapwing.methods.valla import Learner
-from lapwing.posteriors.problem import Problem
+from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.ella import leading_rows, within
+from lapwing.methods.inducing.subspace import SubspaceCurvature
+from lapwing.methods.inducing.valla import Learner
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing
@@ -136,7 +136,7 @@ def test_other_priors(kind: str, method: str) -> None:
     setting = SETTINGS["two outputs"]
     size = sum(p.numel() for p in setting.model.parameters())
     prior = {"per_layer": lw.per_layer(torch.tensor([0.2, 3.0], dtype=D)),
-             "diagonal": lw.diagonal(torch.linspace(0.2, 3.0, size, dtype=D))}[kind]  # fmt: skip
+             "diagonal": lw.priors.diagonal(torch.linspace(0.2, 3.0, size, dtype=D))}[kind]  # fmt: skip
     exact = setting.fit(lw.Full(), prior)
     if method == "ella":
         assert_same(setting.fit(lw.ELLA(1000, 1000), prior), exact, setting.x)
@@ -356,11 +356,11 @@ def test_priors_and_noise_are_tuned_without_the_network(
     float(found.log_evidence())
     monkeypatch.setattr(type(found.network.model), "forward", lambda *_: pytest.fail("the network ran"))
     values = (0.01, 0.1, 1.0, 10.0)
-    picked = found.tuned(lw.grid(precisions=values))
+    picked = found.tuned(lw.tuners.Grid(precisions=values))
     evidences = [float(found.with_prior(value).log_evidence()) for value in values]
     assert float(picked.prior.values) == pytest.approx(values[evidences.index(max(evidences))])
-    one = found.tuned(lw.MaximiseEvidence(noise=noise, tolerance=1e-9))
-    other = found.tuned(lw.FixedPoint(noise=noise, tolerance=1e-8))
+    one = found.tuned(lw.tuners.MaximiseEvidence(noise=noise, tolerance=1e-9))
+    other = found.tuned(lw.tuners.FixedPoint(noise=noise, tolerance=1e-8))
     assert float(one.prior.values) == pytest.approx(float(other.prior.values), rel=1e-5)
     assert float(one.likelihood.dispersion) == pytest.approx(float(other.likelihood.dispersion), rel=1e-5)
     assert float(one.log_evidence()) >= max(evidences)
@@ -371,7 +371,7 @@ def test_priors_and_noise_are_tuned_without_the_network(
 def test_the_tangent_models_own_optimum(mean: str, method: str) -> None:
     """Found through the curvature of all data in any form, it is that of the full posterior."""
     setting = SETTINGS["classification"]
-    tuner = lw.linear_mode(mean=mean, tolerance=1e-6, max_steps=100)
+    tuner = lw.tuners.LinearMode(mean=mean, tolerance=1e-6, max_steps=100)
     chosen = lw.ELLA(num_landmarks=1000, rank=1000) if method == "ella" else EVERY[method]
     found, exact = (setting.fit(m, 0.8).tuned(tuner.with_data(training(setting))) for m in (chosen, lw.Full()))
     assert float(found.prior.values) == pytest.approx(float(exact.prior.values), rel=1e-4)
@@ -391,6 +391,6 @@ def test_held_out_data_pick_a_precision(method: Any) -> None:
     found, held = setting.fit(method), (setting.new, setting.y[:5])
     values = (0.01, 0.3, 10.0)
     scores = [-float(found.with_prior(v).predict(setting.new).log_prob(setting.y[:5]).mean()) for v in values]
-    picked = found.tuned(lw.grid([held], values))
+    picked = found.tuned(lw.tuners.Grid([held], values))
     assert float(picked.prior.values) == pytest.approx(values[scores.index(min(scores))])
     assert_close(torch.tensor([s.score for s in picked.trace.steps], dtype=D), torch.tensor(scores, dtype=D))

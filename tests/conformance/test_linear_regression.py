@@ -111,8 +111,8 @@ BY_INPUT = torch.cat(
 BY_LAYER_OR_WEIGHT = {
     "isotropic": (lw.isotropic(0.625), torch.full((P,), 0.625, dtype=D)),
     "per layer": (lw.per_layer(0.625), torch.full((P,), 0.625, dtype=D)),
-    "by input": (lw.diagonal(BY_INPUT), BY_INPUT),
-    "by weight": (lw.diagonal(torch.linspace(0.3, 2, P, dtype=D)), torch.linspace(0.3, 2, P, dtype=D)),
+    "by input": (lw.priors.diagonal(BY_INPUT), BY_INPUT),
+    "by weight": (lw.priors.diagonal(torch.linspace(0.3, 2, P, dtype=D)), torch.linspace(0.3, 2, P, dtype=D)),
 }  # fmt: skip
 NOISES = {
     "one": (lw.Gaussian(noise_std=0.7), torch.full((OUTPUTS,), 0.49, dtype=D)),
@@ -209,7 +209,7 @@ def test_log_evidence_at_the_optimum_is_the_marginal_likelihood(
     exact = s.exact(precision, NOISES[noise][1], centre)
     s.move_to(exact.mean)
     weights = lw.all_weights if isinstance(s.model, nn.Linear) else lw.last_layer
-    about = {"isotropic": lw.isotropic, "per_layer": lw.per_layer, "diagonal": lw.diagonal}[given.kind]
+    about = {"isotropic": lw.isotropic, "per_layer": lw.per_layer, "diagonal": lw.priors.diagonal}[given.kind]
     posterior = lw.fit(s.model, s.data(), NOISES[noise][0], method=METHODS[method], weights=weights,
                        prior=about(given.precision, centre))  # fmt: skip
     assert_close(posterior.log_evidence(), exact.log_evidence)
@@ -220,7 +220,7 @@ def test_log_evidence_at_the_optimum_is_the_marginal_likelihood(
 @pytest.mark.parametrize("method", ["kron", "ekron", "ekron_reduce"])
 def test_priors_that_a_kronecker_product_cannot_hold_are_refused(method: str) -> None:
     s = setting("any inputs")
-    with pytest.raises(lw.UnsupportedError, match=r"prior differs.*weight.*Diagonal\(\) or Full\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"prior differs.*weight.*Diagonal\(\) or Full\(\)"):
         fitted(s, method, prior="by weight").functions(s.new)
 
 

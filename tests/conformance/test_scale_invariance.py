@@ -103,7 +103,9 @@ def fitted(kind: str, model: nn.Module, method: str, prior: Any, tuner: Any) -> 
 
 @cache
 def original(kind: str, method: str, mean: str = "network") -> lw.Fitted:
-    return fitted(kind, rescaled(kind, {}), method, lw.per_normalised_group(), lw.linear_mode(mean=mean, **TIGHT))
+    return fitted(
+        kind, rescaled(kind, {}), method, lw.priors.per_normalised_group(), lw.tuners.LinearMode(mean=mean, **TIGHT)
+    )
 
 
 def gap(kind: str, one: lw.Fitted, other: lw.Fitted) -> tuple[float, float]:
@@ -134,12 +136,12 @@ def test_the_network_is_the_same_function(kind: str, factor: float) -> None:
 def test_given_precisions_that_follow_the_scale(kind: str, method: str) -> None:
     """Divided by the square of the factor: the same posterior in other units."""
     given = {"0": 0.7, "3": 2.0, "rest": 5.0}
-    before = fitted(kind, rescaled(kind, {}), method, lw.per_normalised_group(given), None)
+    before = fitted(kind, rescaled(kind, {}), method, lw.priors.per_normalised_group(given), None)
     for zero, three in ((0.1, 1.0), (10.0, 0.01)):
         moved = {"0": 0.7 / zero**2, "3": 2.0 / three**2, "rest": 5.0}
-        after = fitted(kind, rescaled(kind, {0: zero, 3: three}), method, lw.per_normalised_group(moved), None)
+        after = fitted(kind, rescaled(kind, {0: zero, 3: three}), method, lw.priors.per_normalised_group(moved), None)
         assert max(gap(kind, after, before)) <= 1e-9
-        kept = fitted(kind, rescaled(kind, {0: zero, 3: three}), method, lw.per_normalised_group(given), None)
+        kept = fitted(kind, rescaled(kind, {0: zero, 3: three}), method, lw.priors.per_normalised_group(given), None)
         assert gap(kind, kept, before)[1] > 1e-3
 
 
@@ -153,8 +155,8 @@ def test_one_precision_for_each_group(kind: str, method: str, layers: dict[int, 
     """Means, covariances and evidence stay; the precisions of the groups go with the inverse square."""
     before = original(kind, method, MEANS[method])
     assert float(before.prior.values[[0, 2]].min()) < 10  # not all of them left out
-    tuner = lw.linear_mode(mean=MEANS[method], **TIGHT)
-    after = fitted(kind, rescaled(kind, layers), method, lw.per_normalised_group(), tuner)
+    tuner = lw.tuners.LinearMode(mean=MEANS[method], **TIGHT)
+    after = fitted(kind, rescaled(kind, layers), method, lw.priors.per_normalised_group(), tuner)
     mean, covariance = gap(kind, after, before)
     assert mean <= 1e-6
     assert covariance <= 1e-6
@@ -172,15 +174,15 @@ def test_one_precision_for_each_group(kind: str, method: str, layers: dict[int, 
 def test_other_structures_and_means(kind: str, method: str, mean: str) -> None:
     before = original(kind, method, mean)
     assert float(before.prior.values[[0, 2]].min()) < 10
-    tuner = lw.linear_mode(mean=mean, **TIGHT)
-    after = fitted(kind, rescaled(kind, {0: 10.0, 3: 0.1}), method, lw.per_normalised_group(), tuner)
+    tuner = lw.tuners.LinearMode(mean=mean, **TIGHT)
+    after = fitted(kind, rescaled(kind, {0: 10.0, 3: 0.1}), method, lw.priors.per_normalised_group(), tuner)
     assert max(gap(kind, after, before)) <= 1e-6
 
 
 @pytest.mark.parametrize(("kind", "method"), [("layer norm", "full"), ("batch norm", "kron"), ("classifier", "full")])
 def test_the_settings_by_default(kind: str, method: str) -> None:
     """Searches that stop early stop at the same place: each starts where the scales say."""
-    one, other = (fitted(kind, rescaled(kind, layers), method, lw.per_normalised_group(), lw.linear_mode())
+    one, other = (fitted(kind, rescaled(kind, layers), method, lw.priors.per_normalised_group(), lw.tuners.LinearMode())
                   for layers in ({}, {0: 10.0, 3: 0.1}))  # fmt: skip
     assert max(gap(kind, other, one)) <= 1e-4
 
@@ -193,8 +195,8 @@ def unscaled(kind: str, method: str, prior: str, tuner: str) -> lw.Fitted:
     return fitted(kind, rescaled(kind, {}), method, PRIORS[prior], TUNERS[tuner])
 
 
-PRIORS = {"g": lw.g_prior(), "isotropic": lw.isotropic(1.0)}
-TUNERS = {"naive": lw.maximise_evidence, "corrected": lw.linear_mode(**TIGHT)}
+PRIORS = {"g": lw.priors.g_prior(), "isotropic": lw.isotropic(1.0)}
+TUNERS = {"naive": lw.tuners.MaximiseEvidence(), "corrected": lw.tuners.LinearMode(**TIGHT)}
 
 
 @pytest.mark.parametrize(("method", "factor"), PAIRS)
@@ -209,8 +211,8 @@ def test_the_g_prior(kind: str, method: str, factor: float) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_are_enough_for_the_naive_evidence_too(kind: str) -> None:
-    tuner = lw.MaximiseEvidence(tolerance=1e-10, max_steps=300)
-    one, other = (fitted(kind, rescaled(kind, layers), "full", lw.per_normalised_group(), tuner)
+    tuner = lw.tuners.MaximiseEvidence(tolerance=1e-10, max_steps=300)
+    one, other = (fitted(kind, rescaled(kind, layers), "full", lw.priors.per_normalised_group(), tuner)
                   for layers in ({}, {0: 10.0}))  # fmt: skip
     assert max(gap(kind, other, one)) <= 1e-6
     assert gap(kind, one, original(kind, "full"))[1] > 1e-2  # but another answer
@@ -241,7 +243,8 @@ def test_eps_limits_it(kind: str, factor: float, eps: float) -> None:
     allowed = 20 * eps * max(1.0, factor**-2) * float((1 / variance).max())
     assert allowed < 0.5
     posteriors = [
-        fitted(kind, model, "full", lw.per_normalised_group(), lw.linear_mode(**TIGHT)) for model in (other, one)
+        fitted(kind, model, "full", lw.priors.per_normalised_group(), lw.tuners.LinearMode(**TIGHT))
+        for model in (other, one)
     ]
     assert max(gap(kind, *posteriors)) <= allowed
 
@@ -256,9 +259,10 @@ def test_weight_norm(factor: float) -> None:
         first.parametrizations.weight.original1.data *= k
         return nn.Sequential(first, nn.Tanh(), nn.Linear(7, 3)).double().eval()
 
-    one, other = (fitted("classifier", model(k), "full", lw.per_normalised_group(), lw.linear_mode(**TIGHT))
+    tuner = lw.tuners.LinearMode(**TIGHT)
+    one, other = (fitted("classifier", model(k), "full", lw.priors.per_normalised_group(), tuner)
                   for k in (1.0, factor))  # fmt: skip
     assert set(one.prior.groups) == {"0.parametrizations.weight.original1", "rest"}
     assert max(gap("classifier", other, one)) <= 1e-6
-    single = [fitted("classifier", model(k), "full", lw.isotropic(1.0), lw.linear_mode()) for k in (1.0, factor)]
+    single = [fitted("classifier", model(k), "full", lw.isotropic(1.0), lw.tuners.LinearMode()) for k in (1.0, factor)]
     assert gap("classifier", *single)[1] > 1e-2

@@ -116,7 +116,7 @@ def test_the_number_of_data() -> None:
     few, many = costs(10), costs(10_000)
     same = {name for name in few if few[name] == many[name]}
     assert same == {"Full", "Kron", "EKron", "Diagonal", "LowRank", "Sampled", "HFL", "MapOnly"}
-    with pytest.raises(lw.DataError, match="data is 0; expected the number of training data"):
+    with pytest.raises(lw.errors.DataError, match="data is 0; expected the number of training data"):
         lw.check(small(), inputs(), data=0)
 
 

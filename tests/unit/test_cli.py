@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.result import Result, Row
+from experiments.tables import table
 from lapwing.cli import main
-from lapwing.experiments.result import Result, Row
-from lapwing.reports.tables import table
-from tests.unit.experiments.test_uci import written
+from tests.experiments.test_uci import written
 
 
 def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,11 +72,11 @@ def test_every_command_prints_its_tables_and_what_it_wrote(
         return lambda settings, report=lambda line: None: (report(f"{name}: done"), made(name))[1]
 
     for name in EXPERIMENTS:
-        monkeypatch.setattr(f"lapwing.experiments.{name}.run", runs(name))
-    monkeypatch.setattr("lapwing.experiments.inducing.run_targets", runs("targets"))
+        monkeypatch.setattr(f"experiments.{name}.run", runs(name))
+    monkeypatch.setattr("experiments.inducing.run_targets", runs("targets"))
     for name in PICTURES:
         draw = lambda result, path, name=name: path.write_text(f"{name} of {result.experiment}")
-        monkeypatch.setattr(f"lapwing.reports.pictures.{name}", draw)
+        monkeypatch.setattr(f"experiments.pictures.{name}", draw)
     options = [] if command in ("run", "sampling") else ["--data-dir", str(tmp_path)]
     assert main([command, "--out", str(tmp_path), *options]) == 0
     experiments, files = WRITTEN[command]
@@ -128,10 +128,10 @@ def test_a_command_that_cannot_be_read_exits_with_two(arguments: list[str]) -> N
 def test_missing_extras_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("lapwing.experiments.d")]:
+    for name in [name for name in sys.modules if name.startswith("experiments.d")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("lapwing.experiments.digits", raising=False)
-    monkeypatch.delattr("lapwing.experiments.diabetes", raising=False)
+    monkeypatch.delattr("experiments.digits", raising=False)
+    monkeypatch.delattr("experiments.diabetes", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["run", "--out", str(tmp_path)]) == 1
     assert "pip install 'lapwing[run]'" in capsys.readouterr().err

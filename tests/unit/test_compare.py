@@ -119,7 +119,9 @@ def test_of_every_method(method: Any) -> None:
 
 def test_candidates_may_differ_in_weights_and_prior() -> None:
     last = lw.fit(MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), weights=lw.last_layer)
-    whole = lw.fit(MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), prior=lw.g_prior()).tuned()
+    whole = lw.fit(
+        MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), prior=lw.priors.g_prior()
+    ).tuned()
     found = lw.compare({"last": last, "all": whole})
     assert {c.name: c.weights for c in found.candidates} == {"last": 18, "all": 83}
 
@@ -262,32 +264,34 @@ def test_nothing_is_said_without_reason() -> None:
 
 
 def test_nothing_to_compare_is_refused() -> None:
-    with pytest.raises(lw.DataError, match=r"compare\(\) got no posteriors; expected a mapping from names"):
+    with pytest.raises(lw.errors.DataError, match=r"compare\(\) got no posteriors; expected a mapping from names"):
         lw.compare({})
-    with pytest.raises(lw.DataError, match=r"compare\(\) got list; expected a mapping from names to fitted"):
+    with pytest.raises(lw.errors.DataError, match=r"compare\(\) got list; expected a mapping from names to fitted"):
         lw.compare([classifier()])  # type: ignore[arg-type]
 
 
 def test_different_data_are_refused() -> None:
-    with pytest.raises(lw.DataError, match=r"different numbers of data: \{'six': 6, 'four': 4\}.*Fit all of them"):
+    with pytest.raises(
+        lw.errors.DataError, match=r"different numbers of data: \{'six': 6, 'four': 4\}.*Fit all of them"
+    ):
         lw.compare({"six": classifier(), "four": classifier(size=4)})
 
 
 def test_different_likelihoods_are_refused() -> None:
     other = lw.fit(MLP.build(), [(MLP.batch(6), torch.randn(6, 3, dtype=D))], "regression", prior=1.0)
-    with pytest.raises(lw.DataError, match=r"different likelihoods: \{'a': 'Categorical', 'b': 'Gaussian'\}"):
+    with pytest.raises(lw.errors.DataError, match=r"different likelihoods: \{'a': 'Categorical', 'b': 'Gaussian'\}"):
         lw.compare({"a": classifier(), "b": other})
 
 
 def test_without_an_evidence_it_is_refused() -> None:
-    with pytest.raises(lw.UnsupportedError, match="PointPosterior has no evidence"):
-        lw.compare({"plain": classifier(lw.MapOnly()), "kron": classifier()})
+    with pytest.raises(lw.errors.UnsupportedError, match="PointPosterior has no evidence"):
+        lw.compare({"plain": classifier(lw.baselines.MapOnly()), "kron": classifier()})
 
 
 def test_a_model_that_changed_is_refused() -> None:
     fitted = classifier()
     fitted.network.model[0].weight.data += 1
-    with pytest.raises(lw.ModelError):
+    with pytest.raises(lw.errors.ModelError):
         lw.compare({"changed": fitted})
 
 

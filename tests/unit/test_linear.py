@@ -45,8 +45,8 @@ def steep() -> Linear:
     return Linear(x, x @ torch.randn(500, dtype=D, generator=gen) + 0.1 * torch.randn(700, dtype=D, generator=gen))
 
 
-def operator(x: Tensor) -> lw.OperatorDesign:
-    return lw.OperatorDesign(*x.shape, lambda v: v @ x.T, lambda u: u @ x, x[:0, 0])
+def operator(x: Tensor) -> lw.linear.OperatorDesign:
+    return lw.linear.OperatorDesign(*x.shape, lambda v: v @ x.T, lambda u: u @ x, x[:0, 0])
 
 
 def noise(x: Tensor, samples: int, number: int = 0) -> Ridge:
@@ -54,19 +54,19 @@ def noise(x: Tensor, samples: int, number: int = 0) -> Ridge:
     return Ridge.drawn(MatrixDesign(x), samples, seed(number), keep=True)
 
 
-def completed(exact: Linear, precision: float = 1.0, variance: float = 1.0) -> lw.LinearPosterior:
+def completed(exact: Linear, precision: float = 1.0, variance: float = 1.0) -> lw.linear.LinearPosterior:
     """With noise whose second moments are exact: γ from these samples is γ itself."""
     design = MatrixDesign(exact.x)
     zeta, eps = complete(exact.x, seed(2))
     ridge = Ridge(design, None, zeta, back_product(design, eps), eps=eps)
-    return lw.LinearPosterior(ridge, exact.y, precision, variance, 1e-9)
+    return lw.linear.LinearPosterior(ridge, exact.y, precision, variance, 1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("alpha", "std"), [(0.7, 0.4), (0.01, 1.0), (30.0, 0.1)])
 def test_the_mean_is_ridge_regression(shape: str, alpha: float, std: float) -> None:
     exact = problem(shape)
-    found = lw.fit_linear(exact.x, exact.y, precision=alpha, noise_std=std, tolerance=1e-12)
+    found = lw.linear.fit(exact.x, exact.y, precision=alpha, noise_std=std, tolerance=1e-12)
     assert found.mean.shape == (exact.x.shape[1],)
     assert_close(found.mean, exact.mean(alpha, std**2), CLOSE)
     assert (found.precision, found.noise_variance) == (alpha, pytest.approx(std**2))
@@ -85,7 +85,7 @@ ANSWERS: dict[str, Any] = {
 def test_no_answer_depends_on_what_was_asked_before(first: str, std: float) -> None:
     """Eigenvalues over four decades: alone, or by a basis of a few products, the mean takes far too many iterations."""
     exact = steep()
-    found, other = (lw.fit_linear(exact.x, exact.y, precision=1.0, noise_std=std) for _ in range(2))
+    found, other = (lw.linear.fit(exact.x, exact.y, precision=1.0, noise_std=std) for _ in range(2))
     early = ANSWERS[first](found)
     in_turn = {name: answer(other) for name, answer in ANSWERS.items()}
     assert torch.equal(early, in_turn[first])
@@ -99,7 +99,7 @@ def test_no_answer_depends_on_what_was_asked_before(first: str, std: float) -> N
 def test_samples_are_dense_solves_of_the_same_noise(shape: str, samples: int) -> None:
     """Fewer than the basis starts from, and more."""
     exact = problem(shape)
-    found = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=samples, tolerance=1e-12, generator=seed(8))
+    found = lw.linear.fit(exact.x, exact.y, **GIVEN, num_samples=samples, tolerance=1e-12, generator=seed(8))
     mine = noise(exact.x, samples, 8)
     assert torch.equal(mine.prior, found.ridge.prior)
     expected = draws(exact.x, mine.prior, mine.eps, torch.full((exact.x.shape[1],), ALPHA, dtype=D), PHI)
@@ -111,7 +111,7 @@ def test_samples_are_dense_solves_of_the_same_noise(shape: str, samples: int) ->
 
 def test_samples_of_many_weights() -> None:
     exact = problem((500, 2000))
-    found = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=12, tolerance=1e-12)
+    found = lw.linear.fit(exact.x, exact.y, **GIVEN, num_samples=12, tolerance=1e-12)
     mine = noise(exact.x, 12)
     expected = draws(exact.x, mine.prior, mine.eps, torch.full((2000,), ALPHA, dtype=D), PHI)
     assert_close(found.solution.x, expected, CLOSE)
@@ -119,7 +119,7 @@ def test_samples_of_many_weights() -> None:
 
 def test_many_samples_have_the_covariance() -> None:
     exact = problem((9, 6))
-    gap = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=4000).samples() - exact.mean(ALPHA, PHI)
+    gap = lw.linear.fit(exact.x, exact.y, **GIVEN, num_samples=4000).samples() - exact.mean(ALPHA, PHI)
     assert_within(gap[:, :, None] * gap[:, None, :], exact.covariance(ALPHA, PHI))
     assert float((gap.mean(0).abs() / (gap.std(0) / 4000**0.5)).max()) <= 5
 
@@ -142,7 +142,7 @@ def test_the_variance_comes_nearer_with_more_samples(shape: str) -> None:
     new = problem(shape, number=7).x
     variance = (new @ exact.covariance(ALPHA, PHI) * new).sum(1)
     for samples in (30, 3000):
-        found = lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=samples).predict(new).epistemic[:, 0]
+        found = lw.linear.fit(exact.x, exact.y, **GIVEN, num_samples=samples).predict(new).epistemic[:, 0]
         gap = float((found / variance - 1).square().mean().sqrt())
         assert 0.3 * (2 / samples) ** 0.5 < gap < 2 * (2 / samples) ** 0.5
 
@@ -167,7 +167,7 @@ def test_a_precision_for_a_given_noise(shape: str) -> None:
     found = completed(exact, 1.0, 0.09).tuned(noise=False)
     assert found.noise_variance == 0.09
     assert found.precision == pytest.approx(exact.optimum(0.09)[0], rel=1e-3)
-    front = lw.fit_linear(exact.x, exact.y, noise_std=0.3, num_samples=400)
+    front = lw.linear.fit(exact.x, exact.y, noise_std=0.3, num_samples=400)
     assert front.noise_variance == pytest.approx(0.09, rel=1e-12)
     assert front.precision == pytest.approx(exact.optimum(0.09)[0], rel=0.1)
 
@@ -180,7 +180,7 @@ def test_a_noise_for_a_given_precision(shape: str) -> None:
     assert found.precision == 1.5
     lower, at, upper = (exact.log_evidence(1.5, found.noise_variance * f) for f in (0.99, 1.0, 1.01))
     assert at > max(lower, upper)
-    front = lw.fit_linear(exact.x, exact.y, precision=1.5, num_samples=400)
+    front = lw.linear.fit(exact.x, exact.y, precision=1.5, num_samples=400)
     assert front.precision == 1.5
     assert front.noise_variance == pytest.approx(found.noise_variance, rel=0.3 if shape == "wide" else 0.1)
 
@@ -192,8 +192,8 @@ def test_learning_is_the_same_in_all_units(given: str | None, features: float, t
     exact, weights = problem(), targets / features
     known = {"noise_std": 0.3, "precision": 1.5}
     units = {"noise_std": targets, "precision": weights**-2}
-    one = lw.fit_linear(exact.x, exact.y, **{name: known[name] for name in [given] if name})
-    other = lw.fit_linear(
+    one = lw.linear.fit(exact.x, exact.y, **{name: known[name] for name in [given] if name})
+    other = lw.linear.fit(
         features * exact.x, targets * exact.y, **{name: known[name] * units[name] for name in [given] if name}
     )
     assert other.precision * weights**2 == pytest.approx(one.precision, rel=1e-6)
@@ -204,7 +204,7 @@ def test_learning_is_the_same_in_all_units(given: str | None, features: float, t
 
 def test_a_noise_for_a_precision_that_leaves_nothing_to_the_features() -> None:
     exact = problem()
-    found = lw.fit_linear(exact.x, 1e6 * exact.y, precision=1.0, num_samples=400)
+    found = lw.linear.fit(exact.x, 1e6 * exact.y, precision=1.0, num_samples=400)
     assert found.gamma[0] < 1e-6
     assert found.noise_variance == pytest.approx(1e12 * float(exact.y.square().mean()), rel=0.05)
 
@@ -212,7 +212,7 @@ def test_a_noise_for_a_precision_that_leaves_nothing_to_the_features() -> None:
 def test_few_samples_come_near() -> None:
     exact = problem((400, 60))
     alpha, phi = exact.optimum()
-    found = lw.fit_linear(exact.x, exact.y)
+    found = lw.linear.fit(exact.x, exact.y)
     assert found.precision == pytest.approx(alpha, rel=0.15)
     assert found.noise_variance == pytest.approx(phi, rel=0.05)
     assert len(found.samples()) == 16
@@ -220,9 +220,9 @@ def test_few_samples_come_near() -> None:
 
 def test_the_trace_has_every_step() -> None:
     exact = problem()
-    found = lw.fit_linear(exact.x, exact.y, num_samples=100)
+    found = lw.linear.fit(exact.x, exact.y, num_samples=100)
     trace = found.trace
-    assert (trace.tuner, trace.score) == ("fit_linear", "gamma")
+    assert (trace.tuner, trace.score) == ("linear.fit", "gamma")
     first = trace.steps[0]
     assert first.noise == pytest.approx((float(exact.y.square().mean()),))
     assert first.precisions[0] * first.noise[0] == pytest.approx(float(exact.x.square().sum()) / 90, rel=0.3)
@@ -236,7 +236,7 @@ def test_the_trace_has_every_step() -> None:
 
 def test_steps_that_run_out_are_said() -> None:
     exact = problem()
-    found = lw.fit_linear(exact.x, exact.y, **GIVEN).tuned(max_steps=1)
+    found = lw.linear.fit(exact.x, exact.y, **GIVEN).tuned(max_steps=1)
     assert re.search(r"; a logarithm still moved by \d\S* at the last step", found.trace.findings[0])
 
 
@@ -248,10 +248,10 @@ def test_gamma_and_its_error(shape: str) -> None:
     assert completed(exact, ALPHA, PHI).gamma[0] == pytest.approx(truth, rel=1e-8)
     held = 0
     for number in range(50):
-        value, error = lw.fit_linear(exact.x, exact.y, **GIVEN, generator=seed(number)).gamma
+        value, error = lw.linear.fit(exact.x, exact.y, **GIVEN, generator=seed(number)).gamma
         held += abs(value - truth) <= student(0.95, 15) * error
     assert held >= 44
-    assert lw.fit_linear(exact.x, exact.y, **GIVEN, num_samples=1).gamma[1] == math.inf
+    assert lw.linear.fit(exact.x, exact.y, **GIVEN, num_samples=1).gamma[1] == math.inf
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before samples", "after samples"])
@@ -264,7 +264,7 @@ def test_the_evidence_is_within_its_error(shape: tuple[int, int], after: bool) -
     exact = problem(shape)
     truth, gaps, errors = exact.log_evidence(5.0, 1.0), [], []
     for number in range(40):
-        found = lw.fit_linear(
+        found = lw.linear.fit(
             exact.x, exact.y, precision=5.0, noise_std=1.0, num_samples=2, tolerance=0.3, generator=seed(number)
         )
         if after:
@@ -281,7 +281,7 @@ def test_the_evidence_is_within_its_error(shape: tuple[int, int], after: bool) -
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_evidence_is_exact_where_the_basis_has_seen_it_all(shape: str) -> None:
     exact = problem(shape)
-    found = lw.fit_linear(exact.x, exact.y, **GIVEN, tolerance=1e-12)
+    found = lw.linear.fit(exact.x, exact.y, **GIVEN, tolerance=1e-12)
     found.samples()
     value, error = found.log_evidence()
     assert value == pytest.approx(exact.log_evidence(ALPHA, PHI), rel=1e-8)
@@ -292,7 +292,7 @@ def test_the_evidence_is_exact_where_the_basis_has_seen_it_all(shape: str) -> No
 def test_operators_and_matrices_agree(shape: str) -> None:
     exact = problem(shape, noise=1.0)
     settings: dict[str, Any] = {"noise_std": 1.0, "tolerance": 1e-10}
-    one, other = (lw.fit_linear(each, exact.y, **settings) for each in (exact.x, operator(exact.x)))
+    one, other = (lw.linear.fit(each, exact.y, **settings) for each in (exact.x, operator(exact.x)))
     assert other.precision == pytest.approx(one.precision, rel=1e-7)
     assert_close(other.mean, one.mean, SOLVED)
     assert_close(other.samples(), one.samples(), SOLVED)
@@ -306,7 +306,7 @@ def test_float32_features(make: Any, shape: str) -> None:
     """The products are; what is made of them is float64."""
     narrow = problem(shape).x.float()
     exact = Linear(narrow.double(), problem(shape).y)
-    found = lw.fit_linear(make(narrow), exact.y.float(), **GIVEN, tolerance=1e-4)
+    found = lw.linear.fit(make(narrow), exact.y.float(), **GIVEN, tolerance=1e-4)
     mine = noise(exact.x, 16)
     expected = draws(exact.x, mine.prior, mine.eps, torch.full((narrow.shape[1],), ALPHA, dtype=D), PHI)
     assert found.mean.dtype == found.samples().dtype == D
@@ -319,7 +319,7 @@ def test_float32_features(make: Any, shape: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     x, y = X.to(dtype), Y.to(dtype)
-    one, other = (lw.fit_linear(features, y) for features in (x, x.float()))
+    one, other = (lw.linear.fit(features, y) for features in (x, x.float()))
     assert torch.equal(one.mean, other.mean)
     assert torch.equal(one.samples(), other.samples())
     assert one.predict(x[:3]).variance.dtype == D
@@ -328,7 +328,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("make", [lambda x: x, operator], ids=["matrix", "operator"])
 def test_nothing_of_a_fit_requires_gradients(make: Any) -> None:
     """Whatever features and targets do; predictions have the slopes of their own features."""
-    found = lw.fit_linear(make(X.clone().requires_grad_()), Y.clone().requires_grad_(), **GIVEN)
+    found = lw.linear.fit(make(X.clone().requires_grad_()), Y.clone().requires_grad_(), **GIVEN)
     assert not found.mean.requires_grad
     assert not found.samples().requires_grad
     new = X[:1].clone().requires_grad_()
@@ -360,8 +360,8 @@ class Sparse:
 def test_a_sparse_operator_is_never_formed() -> None:
     """Both hyperparameters as they were drawn, 4 and 0.25; mean, samples and evidence those of a dense solve."""
     mine = Sparse()
-    design = lw.OperatorDesign(20_000, 2000, mine.forward, mine.back, mine.y[:0])
-    found = lw.fit_linear(design, mine.y, num_samples=8, tolerance=1e-7)
+    design = lw.linear.OperatorDesign(20_000, 2000, mine.forward, mine.back, mine.y[:0])
+    found = lw.linear.fit(design, mine.y, num_samples=8, tolerance=1e-7)
     value, error = found.log_evidence(probes=4, steps=10)
     assert mine.most <= 16
     alpha, phi = found.precision, found.noise_variance
@@ -381,13 +381,13 @@ def test_a_sparse_operator_is_never_formed() -> None:
 
 def test_seeds() -> None:
     exact = problem()
-    one, same, other = (lw.fit_linear(exact.x, exact.y, generator=seed(n)) for n in (1, 1, 2))
+    one, same, other = (lw.linear.fit(exact.x, exact.y, generator=seed(n)) for n in (1, 1, 2))
     assert (one.precision, one.noise_variance) == (same.precision, same.noise_variance)
     assert torch.equal(one.samples(), same.samples())
     assert one.log_evidence(4, 4) == same.log_evidence(4, 4)
     assert one.precision != other.precision
     assert not torch.equal(one.samples(), other.samples())
-    by_default, again = (lw.fit_linear(exact.x, exact.y) for _ in range(2))
+    by_default, again = (lw.linear.fit(exact.x, exact.y) for _ in range(2))
     assert torch.equal(by_default.samples(), again.samples())
 
 
@@ -397,7 +397,7 @@ def test_features_from_the_seed_of_the_noise() -> None:
     x = torch.randn(60, 200, dtype=D, generator=gen)
     y = x @ torch.randn(200, dtype=D, generator=gen) + torch.randn(60, dtype=D, generator=gen)
     for generator in (None, seed(0)):
-        found = lw.fit_linear(x, y, noise_std=1.0, num_samples=64, generator=generator)
+        found = lw.linear.fit(x, y, noise_std=1.0, num_samples=64, generator=generator)
         overlap = (found.ridge.prior[:60] * x).sum(1) / (found.ridge.prior[:60].norm(dim=1) * x.norm(dim=1))
         assert float(overlap.abs().max()) < 0.4
         assert found.precision == pytest.approx(Linear(x, y).optimum(1.0)[0], rel=0.1)
@@ -405,13 +405,13 @@ def test_features_from_the_seed_of_the_noise() -> None:
 
 def test_targets_may_be_a_column() -> None:
     exact = problem()
-    one, other = (lw.fit_linear(exact.x, y, **GIVEN) for y in (exact.y, exact.y[:, None]))
+    one, other = (lw.linear.fit(exact.x, y, **GIVEN) for y in (exact.y, exact.y[:, None]))
     assert torch.equal(one.mean, other.mean)
 
 
 def test_features_that_say_nothing_leave_the_prior() -> None:
     exact = Linear(torch.zeros(7, 4, dtype=D), torch.arange(7, dtype=D))
-    found = lw.fit_linear(exact.x, exact.y, precision=4.0, noise_std=1.0)
+    found = lw.linear.fit(exact.x, exact.y, precision=4.0, noise_std=1.0)
     assert bool((found.mean == 0).all())
     assert_close(found.solution.x, found.ridge.prior / 2)
     assert found.log_evidence() == (pytest.approx(exact.log_evidence(4.0, 1.0)), 0)
@@ -422,13 +422,13 @@ OPTIMUM = r"expected an optimum\. .* Give precision=\.\.\. or noise_std=\.\.\."
 
 @pytest.mark.parametrize("y", [torch.zeros(90, dtype=D), problem(noise=0.0).y], ids=["noughts", "without noise"])
 def test_targets_without_an_optimum_are_refused(y: Tensor) -> None:
-    with pytest.raises(lw.NumericalError, match=rf"noise variance \S+ after .* at precision .*; {OPTIMUM}"):
-        lw.fit_linear(problem().x, y)
+    with pytest.raises(lw.errors.NumericalError, match=rf"noise variance \S+ after .* at precision .*; {OPTIMUM}"):
+        lw.linear.fit(problem().x, y)
 
 
 def test_features_without_an_optimum_are_refused() -> None:
-    with pytest.raises(lw.NumericalError, match=f"precision inf .* gamma 0 ± 0; {OPTIMUM}"):
-        lw.fit_linear(torch.zeros(90, 30, dtype=D), problem().y)
+    with pytest.raises(lw.errors.NumericalError, match=f"precision inf .* gamma 0 ± 0; {OPTIMUM}"):
+        lw.linear.fit(torch.zeros(90, 30, dtype=D), problem().y)
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
@@ -437,8 +437,8 @@ def test_features_of_chance_are_refused(unit: float) -> None:
     gen = seed(0)
     x, y = torch.randn(100, 5, dtype=D, generator=gen), torch.randn(100, dtype=D, generator=gen)
     y = y - 0.9 * x @ torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
-    with pytest.raises(lw.NumericalError, match=f"{OPTIMUM}"):
-        lw.fit_linear(x, unit * y)
+    with pytest.raises(lw.errors.NumericalError, match=f"{OPTIMUM}"):
+        lw.linear.fit(x, unit * y)
 
 
 def bad(x: Tensor, value: float) -> Tensor:
@@ -468,8 +468,8 @@ X, Y = problem().x, problem().y
     ],
 )
 def test_features_that_are_refused(features: Any, message: str) -> None:
-    with pytest.raises(lw.DataError, match=message):
-        lw.fit_linear(features, Y, **GIVEN)
+    with pytest.raises(lw.errors.DataError, match=message):
+        lw.linear.fit(features, Y, **GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -486,8 +486,8 @@ def test_features_that_are_refused(features: Any, message: str) -> None:
 )
 @pytest.mark.parametrize("make", [lambda x: x, operator], ids=["matrix", "operator"])
 def test_targets_that_are_refused(make: Any, targets: Any, message: str) -> None:
-    with pytest.raises(lw.DataError, match=message):
-        lw.fit_linear(make(X), targets, **GIVEN)
+    with pytest.raises(lw.errors.DataError, match=message):
+        lw.linear.fit(make(X), targets, **GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -512,30 +512,30 @@ def test_targets_that_are_refused(make: Any, targets: Any, message: str) -> None
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises((lw.DataError, lw.UnsupportedError), match=message):
-        lw.fit_linear(X, Y, **settings)
+    with pytest.raises((lw.errors.DataError, lw.errors.UnsupportedError), match=message):
+        lw.linear.fit(X, Y, **settings)
 
 
 def test_questions_that_are_refused() -> None:
-    found = lw.fit_linear(X, Y, **GIVEN, num_samples=3)
+    found = lw.linear.fit(X, Y, **GIVEN, num_samples=3)
     refused: tuple[tuple[Any, str], ...] = (
         (4, "4 samples were asked for and 3 are stored; raise num_sam"), (-1, "n is -1; expected at least 0"),
         (2.5, r"n is 2\.5; expected a whole number"),
     )  # fmt: skip
     for n, message in refused:
-        with pytest.raises(lw.UnsupportedError, match=message):
+        with pytest.raises(lw.errors.UnsupportedError, match=message):
             found.samples(n)
     assert found.samples(0).shape == (0, 30)
     for new, message in ((X[:, :-1], r"shape \(90, 29\); expected \(rows, 30\)"), (X[0], r"shape \(30,\)"),
                          (bad(X, math.nan), "NaN or infinite"), (X[:0], r"shape \(0, 30\)"),
                          (operator(X), r"features are a OperatorDesign; expected a tensor \(rows, 30\)")):  # fmt: skip
-        with pytest.raises(lw.DataError, match=message):
+        with pytest.raises(lw.errors.DataError, match=message):
             found.predict(new)
     for probes, steps, message in ((1, 5, "probes is 1; expected at least 2"), (4, 0, "steps is 0; expected at")):
-        with pytest.raises(lw.UnsupportedError, match=message):
+        with pytest.raises(lw.errors.UnsupportedError, match=message):
             found.log_evidence(probes, steps)
     for name in ("probes", "steps"):
-        with pytest.raises(lw.UnsupportedError, match=rf"{name} is 2\.5; expected a whole number"):
+        with pytest.raises(lw.errors.UnsupportedError, match=rf"{name} is 2\.5; expected a whole number"):
             found.log_evidence(**{name: 2.5})  # type: ignore[arg-type]
 
 
@@ -567,24 +567,28 @@ def test_operators_that_are_not_what_they_claim_are_refused(name: str) -> None:
     generator = seed(1)
     before = generator.get_state()
     with pytest.raises(lw.LapwingError, match=message):
-        lw.fit_linear(lw.OperatorDesign(90, 30, forward, back, X[:0, 0]), Y, **GIVEN, generator=generator)
+        lw.linear.fit(lw.linear.OperatorDesign(90, 30, forward, back, X[:0, 0]), Y, **GIVEN, generator=generator)
     assert torch.equal(generator.get_state(), before)
 
 
 def test_a_residual_above_the_tolerance_is_an_error() -> None:
     """Products in float32 and a residual of 1e-12; or a precision too small for the mean."""
-    found = lw.fit_linear(X.float(), Y, precision=1e-4, noise_std=0.1, tolerance=1e-12)
-    with pytest.raises(lw.NumericalError, match=r"stopped after \d+ iterations with a relative residual of .*1e-12"):
+    found = lw.linear.fit(X.float(), Y, precision=1e-4, noise_std=0.1, tolerance=1e-12)
+    with pytest.raises(
+        lw.errors.NumericalError, match=r"stopped after \d+ iterations with a relative residual of .*1e-12"
+    ):
         found.samples()
     steep = X * torch.logspace(4, -4, 30, dtype=D)
-    found = lw.fit_linear(steep.float(), Y, precision=1e-12, noise_std=0.1)
-    with pytest.raises(lw.NumericalError, match=r"fit_linear stopped after \d+ .* residual of \S+; .* in float64"):
+    found = lw.linear.fit(steep.float(), Y, precision=1e-12, noise_std=0.1)
+    with pytest.raises(
+        lw.errors.NumericalError, match=r"linear.fit stopped after \d+ .* residual of \S+; .* in float64"
+    ):
         _ = found.mean
 
 
 def test_float64_is_not_advised_where_it_is_used() -> None:
     powers = torch.linspace(-1, 1, 200, dtype=D)[:, None] ** torch.arange(30, dtype=D)
-    found = lw.fit_linear(powers, powers.sum(1), precision=1e-6, noise_std=1e-3)
-    with pytest.raises(lw.NumericalError, match=r"the tolerance of the samples\.$"):
+    found = lw.linear.fit(powers, powers.sum(1), precision=1e-6, noise_std=1e-3)
+    with pytest.raises(lw.errors.NumericalError, match=r"the tolerance of the samples\.$"):
         found.samples()
     assert (found.ridge.wider, noise(powers.float(), 1).wider) == ("", ", or compute in float64")

@@ -214,7 +214,7 @@ def test_more_data_make_laplace_better(logistic: Run) -> None:
 
 def test_training_that_does_not_converge_is_refused(logistic: Run) -> None:
     x, y = logistic.module.two_classes()
-    with pytest.raises(lw.NumericalError, match="gradient of nan"):
+    with pytest.raises(lw.errors.NumericalError, match="gradient of nan"):
         logistic.module.trained(x * math.nan, y, logistic.module.PRIOR_PRECISION)
 
 
@@ -330,7 +330,7 @@ def test_thompson_sampling_is_better_than_chance(bandit: Run) -> None:
 
 
 def test_arms_are_pulled_as_often_as_they_are_the_best(bandit: Run) -> None:
-    """By samples of ``fit_linear``, by the exact posterior over arms, and by that over weights."""
+    """By samples of ``linear.fit``, by the exact posterior over arms, and by that over weights."""
     module, generator, count = bandit.module, torch.Generator().manual_seed(0), 4000
     small = module.linear(3, arms=6, columns=3)
     pulls = torch.tensor([0, 1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data, call, map_tensors, picked, tensors_in
-from lapwing.core.errors import DataError
+from lapwing.errors import DataError
 
 X, Y = torch.randn(5, 3), torch.arange(5)
 CPU = torch.device("cpu")

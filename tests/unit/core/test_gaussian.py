@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError, UnsupportedError
 from lapwing.core.gaussian import Deferred, FunctionGaussian, psd_root
+from lapwing.errors import NumericalError, UnsupportedError
 from tests.tolerances import assert_close, assert_within
 
 D = torch.float64

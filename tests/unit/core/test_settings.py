@@ -22,14 +22,14 @@ def test_whole_numbers(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [True, 3.0, 10.5, "10", None, math.nan, torch.tensor(3)])
 def test_other_than_whole_numbers(value: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=re.escape(f"count is {value!r}; expected a whole number.")):
+    with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"count is {value!r}; expected a whole number.")):
         refuse_other_than_whole("count", value)
 
 
 def test_fewer_than_so_many() -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"count is 0; expected at least 1\."):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"count is 0; expected at least 1\."):
         refuse_other_than_whole("count", 0)
-    with pytest.raises(lw.UnsupportedError, match=r"count is 1; expected at least 2\."):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"count is 1; expected at least 2\."):
         refuse_other_than_whole("count", 1, least=2)
 
 
@@ -41,12 +41,12 @@ def test_positive_numbers(value: Any) -> None:
 @pytest.mark.parametrize("value", [0, 0.0, -1.0, math.inf, -math.inf, math.nan, True, "1", None, 1j])
 def test_other_than_positive_numbers(value: Any) -> None:
     message = re.escape(f"rate is {value!r}; expected a positive number that is finite.")
-    with pytest.raises(lw.UnsupportedError, match=message):
+    with pytest.raises(lw.errors.UnsupportedError, match=message):
         refuse_other_than_positive("rate", value)
 
 
 def test_a_long_value_is_cut() -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"^rate is '9{79}; expected"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"^rate is '9{79}; expected"):
         refuse_other_than_positive("rate", "9" * 1000)
 
 
@@ -71,7 +71,7 @@ def test_real_numbers() -> None:
     ],
 )
 def test_settings_of_valla(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(lw.UnsupportedError, match=message):
+    with pytest.raises(lw.errors.UnsupportedError, match=message):
         lw.VaLLA(**settings)
 
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.curvature import full
-from lapwing.curvature.outputs import PerOutputCurvature
+from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.linalg.gram import STRIP
 from lapwing.networks.network import Network
 from lapwing.priors.gaussian import isotropic

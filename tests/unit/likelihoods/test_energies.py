@@ -154,13 +154,15 @@ def test_tokens() -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan])
 def test_alpha_out_of_range(alpha: float) -> None:
-    with pytest.raises(lw.UnsupportedError, match="expected a number between 0 and 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match="expected a number between 0 and 1"):
         refuse_energy(lw.Gaussian(), alpha)
 
 
 @pytest.mark.parametrize("likelihood", [lw.Categorical(), lw.Bernoulli(), lw.Poisson()], ids=lambda x: type(x).__name__)
 def test_between_the_ends_only_gaussians_have_a_closed_form(likelihood: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"alpha is 0\.5 for \w+; between 0 and 1 only Gaussian\(\) has"):
+    with pytest.raises(
+        lw.errors.UnsupportedError, match=r"alpha is 0\.5 for \w+; between 0 and 1 only Gaussian\(\) has"
+    ):
         refuse_energy(likelihood, 0.5)
     for alpha in (0.0, 1.0):
         refuse_energy(likelihood, alpha)
@@ -168,7 +170,7 @@ def test_between_the_ends_only_gaussians_have_a_closed_form(likelihood: Any) -> 
 
 
 def test_draws_have_no_slope() -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"link='mc'.* no slope to learn by; use link='probit'"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"link='mc'.* no slope to learn by; use link='probit'"):
         refuse_energy(lw.Categorical(link="mc"), 1.0)
     refuse_energy(lw.Categorical(link="mc"), 0.0)
 
@@ -180,7 +182,7 @@ def test_draws_have_no_slope() -> None:
 )
 def test_ignored_targets_have_no_predictive(likelihood: Any, y: Tensor) -> None:
     mean, cov = belief(3)
-    with pytest.raises(lw.DataError, match=r"some targets are ignored ones.*leave those data out"):
+    with pytest.raises(lw.errors.DataError, match=r"some targets are ignored ones.*leave those data out"):
         energy(likelihood, 1.0, mean, cov, y)
     assert float(energy(likelihood, 0.0, mean, cov, y)[1]) == 0
 
@@ -197,7 +199,7 @@ def test_ignored_targets_have_no_predictive(likelihood: Any, y: Tensor) -> None:
     ],
 )
 def test_weights_that_the_predictive_does_not_know_are_refused(likelihood: Any, name: str) -> None:
-    with pytest.raises(lw.UnsupportedError, match=rf"{name} of \w+ is .* Use VaLLA\(alpha=0\), or no {name}"):
+    with pytest.raises(lw.errors.UnsupportedError, match=rf"{name} of \w+ is .* Use VaLLA\(alpha=0\), or no {name}"):
         refuse_energy(likelihood, 1.0)
     refuse_energy(likelihood, 0.0)
 

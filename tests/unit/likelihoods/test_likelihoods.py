@@ -210,7 +210,7 @@ BAD: list[tuple[Any, Tensor, Tensor, str]] = [
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_targets_that_do_not_fit_say_what_was_seen_and_expected(number: int) -> None:
     likelihood, f, y, message = BAD[number]
-    with pytest.raises(lw.DataError, match=message):
+    with pytest.raises(lw.errors.DataError, match=message):
         likelihood.targets(f, y)
 
 
@@ -226,14 +226,14 @@ def test_targets_that_do_not_fit_say_what_was_seen_and_expected(number: int) -> 
     ],
 )
 def test_settings_that_make_no_sense(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(lw.DataError, match=message):
+    with pytest.raises(lw.errors.DataError, match=message):
         make()
 
 
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.HeteroscedasticGaussian()])
 def test_no_dispersion_where_there_is_none(likelihood: Any) -> None:
     assert likelihood.dispersion.item() == 1
-    with pytest.raises(lw.DataError, match="no dispersion to change"):
+    with pytest.raises(lw.errors.DataError, match="no dispersion to change"):
         likelihood.with_dispersion(torch.tensor(2.0))
 
 

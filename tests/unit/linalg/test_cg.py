@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.cg import Solution, conjugate_gradients
 from tests.tolerances import SOLVED, assert_close
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.cholesky import cholesky
 from tests.tolerances import assert_close
 

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.estimators import Estimate, diagonal, student, trace
 from tests.tolerances import assert_close
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product

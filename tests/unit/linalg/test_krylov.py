@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import DataError, NumericalError
+from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
 from tests.tolerances import assert_close, tolerance

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.krylov import Eigenpairs, block_krylov
 from lapwing.linalg.lanczos import leading_eigenpairs
 from lapwing.linalg.logdet import log_determinant

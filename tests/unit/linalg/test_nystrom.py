@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.cg import block_conjugate_gradients, conjugate_gradients
 from lapwing.linalg.nystrom import nystrom
 from tests.tolerances import SOLVED, assert_close

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.lanczos import leading_eigenpairs
 from lapwing.linalg.logdet import log_determinant
 from lapwing.linalg.nystrom import nystrom

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.design import MatrixDesign, OperatorDesign, back_product
 from lapwing.linalg.estimators import student
 from lapwing.linalg.orthogonal import OrthonormalRows

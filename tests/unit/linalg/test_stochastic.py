@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.errors import NumericalError
+from lapwing.errors import NumericalError
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.design import MatrixDesign, MatrixPart, OperatorDesign, Part, back_product
 from lapwing.linalg.stochastic import Passes, Perturbed, dual_descent, gradient, gradient_variance, sdd, sgd

@@ -58,7 +58,7 @@ def test_single_precision_is_widened() -> None:
 )
 @pytest.mark.parametrize("way", [whitening, smooth_whitening])
 def test_kernels_that_are_none(way: Callable[[Tensor], Tensor], matrix: Tensor, message: str) -> None:
-    with pytest.raises(lw.NumericalError, match=message):
+    with pytest.raises(lw.errors.NumericalError, match=message):
         way(matrix)
 
 
@@ -104,5 +104,7 @@ def test_jitter_grows_until_it_is_enough() -> None:
     white = smooth_whitening(vectors @ torch.diag(values) @ vectors.T)
     assert bool(torch.isfinite(white).all())
     values[0] = -0.5 * values[-1]
-    with pytest.raises(lw.NumericalError, match=r"6 inducing points is not positive definite .* Compute in float64"):
+    with pytest.raises(
+        lw.errors.NumericalError, match=r"6 inducing points is not positive definite .* Compute in float64"
+    ):
         smooth_whitening(vectors @ torch.diag(values) @ vectors.T)

@@ -32,7 +32,7 @@ def net(p: float = 0.4) -> nn.Module:
 
 
 def fitted(model: nn.Module, likelihood: Any = "regression", y: Tensor = Y, **settings: Any) -> lw.Fitted:
-    return lw.fit(model, [(X[:4], y[:4]), (X[4:], y[4:])], likelihood, method=lw.MCDropout(**settings))
+    return lw.fit(model, [(X[:4], y[:4]), (X[4:], y[4:])], likelihood, method=lw.baselines.MCDropout(**settings))
 
 
 def test_every_pass_drops_some_units_for_all_inputs() -> None:
@@ -74,7 +74,7 @@ def test_functions_are_the_same_wherever_they_are_looked_at() -> None:
     assert_close(found.function_samples(NEW, 4), whole[:4])
     joint = found.functions(NEW[[1, 1]], joint=True).cov
     assert_close(joint[0, :, 1, :], joint[0, :, 0, :])
-    with pytest.raises(lw.UnsupportedError, match="7 samples were asked for and there are 6 members"):
+    with pytest.raises(lw.errors.UnsupportedError, match="7 samples were asked for and there are 6 members"):
         found.function_samples(NEW, 7)
 
 
@@ -112,7 +112,7 @@ def test_the_same_call_twice_gives_the_same() -> None:
     assert torch.equal(found.functions(NEW).cov, one)
     assert not torch.equal(fitted(net(), samples=4, seed=9).functions(NEW).cov, one)
     gen = torch.Generator().manual_seed(5)
-    again = lw.fit(net(), [(X, Y)], "regression", method=lw.MCDropout(samples=4), generator=gen)
+    again = lw.fit(net(), [(X, Y)], "regression", method=lw.baselines.MCDropout(samples=4), generator=gen)
     assert torch.equal(again.functions(NEW).cov, one)
 
 
@@ -163,7 +163,7 @@ def test_whole_channels() -> None:
         nn.Linear(8, 2),
     ).double().eval()  # fmt: skip
     x = torch.randn(5, 1, 4, 4, dtype=D)
-    found = lw.fit(model, [(x, torch.randn(5, 2, dtype=D))], "regression", method=lw.MCDropout(samples=30))
+    found = lw.fit(model, [(x, torch.randn(5, 2, dtype=D))], "regression", method=lw.baselines.MCDropout(samples=30))
     maps = model[0](x)
     every = torch.stack([model[2:](maps * mask[:, None, None] / 0.5) for mask in MASKS]).detach()
     gap = (found.function_samples(x, 30)[:, None] - every).abs().flatten(2).amax(2)
@@ -178,7 +178,7 @@ def test_a_transformer_layer_drops_as_in_training() -> None:
         layer=nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.3),
     ).double().eval()  # fmt: skip
     x, y = torch.randn(6, 3, 4, dtype=D), torch.randn(6, 2, dtype=D)
-    found = lw.fit(model, [(x, y)], "regression", method=lw.MCDropout(samples=300))
+    found = lw.fit(model, [(x, y)], "regression", method=lw.baselines.MCDropout(samples=300))
     variance = problems.unchanged(model, lambda: found.functions(x).variance)
     model.train()
     spread = torch.stack([model(x).detach() for _ in range(300)]).var(0)
@@ -196,7 +196,7 @@ def test_dropout_inside_of_a_layer(kind: str) -> None:
         model = Wrapped(run, cell=nn.LSTM(4, 5, num_layers=2, dropout=0.5, batch_first=True), head=nn.Linear(5, 2))
     model = model.double().eval()
     x, y = torch.randn(6, 3, 4, dtype=D), torch.randn(6, 2, dtype=D)
-    found = lw.fit(model, [(x, y)], "regression", method=lw.MCDropout(samples=5))
+    found = lw.fit(model, [(x, y)], "regression", method=lw.baselines.MCDropout(samples=5))
     assert float(found.functions(x).variance.min()) > 1e-12
     assert torch.equal(found.functions(x).cov, found.functions(x).cov)
 
@@ -221,21 +221,21 @@ def test_files(tmp_path: Path) -> None:
 def test_a_network_without_dropout(p: float | None) -> None:
     model = nn.Linear(4, 2).double() if p is None else net(p)
     message = "no dropout layer with a probability above nought; expected nn.Dropout or one of its kin. Use another"
-    with pytest.raises(lw.UnsupportedError, match=message):
+    with pytest.raises(lw.errors.UnsupportedError, match=message):
         fitted(model)
 
 
 @pytest.mark.parametrize("samples", [0, 1])
 def test_too_few_samples(samples: int) -> None:
-    with pytest.raises(lw.UnsupportedError, match=f"samples is {samples}; expected at least 2"):
-        lw.MCDropout(samples=samples)
+    with pytest.raises(lw.errors.UnsupportedError, match=f"samples is {samples}; expected at least 2"):
+        lw.baselines.MCDropout(samples=samples)
 
 
 def test_a_model_in_training_mode() -> None:
-    with pytest.raises(lw.ModelError, match="is in training mode; expected evaluation mode"):
+    with pytest.raises(lw.errors.ModelError, match="is in training mode; expected evaluation mode"):
         fitted(net().train())
 
 
 def test_the_methods_name() -> None:
     one = lw.fit(net(), [(X, Y)], "regression", method="dropout").functions(NEW).cov
-    assert torch.equal(one, lw.fit(net(), [(X, Y)], "regression", method=lw.MCDropout()).functions(NEW).cov)
+    assert torch.equal(one, lw.fit(net(), [(X, Y)], "regression", method=lw.baselines.MCDropout()).functions(NEW).cov)

@@ -33,7 +33,9 @@ def several(count: int) -> list[nn.Module]:
 
 
 def fitted(models: list[nn.Module], likelihood: Any = "regression", y: Tensor = Y) -> lw.Fitted:
-    return lw.fit(models[0], [(X[:4], y[:4]), (X[4:], y[4:])], likelihood, method=lw.Ensemble(models=models[1:]))
+    return lw.fit(
+        models[0], [(X[:4], y[:4]), (X[4:], y[4:])], likelihood, method=lw.baselines.Ensemble(models=models[1:])
+    )
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -64,7 +66,7 @@ def test_functions_are_the_members() -> None:
         assert_close(draw, model(NEW).detach())
     assert_close(found.function_samples(NEW, 2), draws[:2])
     assert_close(found.function_samples(NEW[2:3], 3), draws[:, 2:3])  # the same function wherever it is looked at
-    with pytest.raises(lw.UnsupportedError, match="4 samples were asked for and there are 3 members"):
+    with pytest.raises(lw.errors.UnsupportedError, match="4 samples were asked for and there are 3 members"):
         found.function_samples(NEW, 4)
 
 
@@ -118,7 +120,7 @@ def test_members_are_trained_from_new_weights() -> None:
 
     first = net(0)
     random = torch.get_rng_state()
-    method = lw.Ensemble(train=train, members=4)
+    method = lw.baselines.Ensemble(train=train, members=4)
     fit = lambda gen=None: lw.fit(first, [(X, Y)], "regression", method=method, generator=gen)
     found = problems.unchanged(first, fit)
     assert torch.equal(torch.get_rng_state(), random)
@@ -140,13 +142,13 @@ def test_seeds_of_the_members_follow_the_generator() -> None:
         seeds.append(seed)
         return model
 
-    method = lw.Ensemble(train=train, members=3)
+    method = lw.baselines.Ensemble(train=train, members=3)
     lw.fit(net(0), [(X, Y)], "regression", method=method, generator=torch.Generator().manual_seed(40))
     assert seeds == [41, 42]
 
 
 def test_given_models_count_as_members() -> None:
-    method = lw.Ensemble(models=several(3)[1:], train=trained, members=5)
+    method = lw.baselines.Ensemble(models=several(3)[1:], train=trained, members=5)
     found = lw.fit(net(0), [(X, Y)], "regression", method=method)
     assert len(found.posterior.members) == 5
     assert_close(found.function_samples(NEW, 5)[1], net(1)(NEW).detach())
@@ -173,7 +175,9 @@ def test_tokens_and_other_inputs() -> None:
     for name in ("token_level", "dict_input", "lstm"):
         case = BY_NAME[name]
         models = [case.build(), *(renewed(case.build(), seed) for seed in (1, 2))]
-        found = lw.fit(models[0], problems.batches(case), problems.likelihood(case), method=lw.Ensemble(models[1:]))
+        found = lw.fit(
+            models[0], problems.batches(case), problems.likelihood(case), method=lw.baselines.Ensemble(models[1:])
+        )
         belief = found.functions(case.batch(2, seed=1))
         assert belief.mean.shape == (2, *case.outputs)
         assert belief.cov.shape == (2, *case.outputs, case.outputs[-1])
@@ -195,26 +199,34 @@ def refused(error: type, message: str, method: Any, model: nn.Module | None = No
 
 def test_one_network_is_no_ensemble() -> None:
     message = r"has one network; expected others: models=\[\.\.\.\], or train=\.\.\. to make them"
-    for method in (lw.Ensemble(), "ensemble"):
-        refused(lw.UnsupportedError, message, method)
+    for method in (lw.baselines.Ensemble(), "ensemble"):
+        refused(lw.errors.UnsupportedError, message, method)
 
 
 def test_members_with_other_outputs() -> None:
     message = r"member 2 gives outputs of the shape \(9, 2\); expected \(9, 3\), that of the first"
-    refused(lw.ModelError, message, lw.Ensemble(models=[net(1), net(2, outputs=2)]))
+    refused(lw.errors.ModelError, message, lw.baselines.Ensemble(models=[net(1), net(2, outputs=2)]))
 
 
 def test_members_in_training_mode() -> None:
     dropping = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double().train()
     message = r"1 \(Dropout\) is in training mode; expected evaluation mode"
-    refused(lw.ModelError, message, lw.Ensemble(models=[dropping]))
+    refused(lw.errors.ModelError, message, lw.baselines.Ensemble(models=[dropping]))
     model = copy.deepcopy(dropping).eval()
-    refused(lw.ModelError, message, lw.Ensemble(train=lambda m, seed: m.train()), model)
+    refused(lw.errors.ModelError, message, lw.baselines.Ensemble(train=lambda m, seed: m.train()), model)
 
 
 def test_members_that_are_no_networks() -> None:
-    refused(lw.ModelError, "a member is a NoneType; expected a trained torch.nn.Module", lw.Ensemble(train=_nothing))
-    refused(lw.ModelError, "a member is a str; expected a trained torch.nn.Module", lw.Ensemble(models=["net"]))
+    refused(
+        lw.errors.ModelError,
+        "a member is a NoneType; expected a trained torch.nn.Module",
+        lw.baselines.Ensemble(train=_nothing),
+    )
+    refused(
+        lw.errors.ModelError,
+        "a member is a str; expected a trained torch.nn.Module",
+        lw.baselines.Ensemble(models=["net"]),
+    )
 
 
 def _nothing(model: nn.Module, seed: int) -> Any:
@@ -224,23 +236,27 @@ def _nothing(model: nn.Module, seed: int) -> Any:
 def test_layers_that_cannot_be_renewed() -> None:
     model = Wrapped(lambda m, x: m.lin(x) * m.scale, lin=nn.Linear(4, 3), scale=nn.Parameter(torch.ones(3))).double()
     message = r"Wrapped: no reset_parameters\(\) to draw new weights with; give trained models=\[\.\.\.\] instead"
-    refused(lw.UnsupportedError, message, lw.Ensemble(train=trained), model)
+    refused(lw.errors.UnsupportedError, message, lw.baselines.Ensemble(train=trained), model)
 
 
 def test_outputs_that_are_not_finite() -> None:
     broken = net(1)
     broken[2].bias.data[0] = float("nan")
-    refused(lw.DataError, "outputs of a member: 9 of 54 entries are NaN or infinite", lw.Ensemble(models=[broken]))
+    refused(
+        lw.errors.DataError,
+        "outputs of a member: 9 of 54 entries are NaN or infinite",
+        lw.baselines.Ensemble(models=[broken]),
+    )
 
 
 def test_an_ensemble_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(
-        lw.UnsupportedError, match="an ensemble is its networks, which a file does not hold; save those"
+        lw.errors.UnsupportedError, match="an ensemble is its networks, which a file does not hold; save those"
     ):
         fitted(several(2)).save(tmp_path / "it")
     assert not (tmp_path / "it").exists()
 
 
 def test_a_prior_means_nothing_here() -> None:
-    with pytest.raises(lw.UnsupportedError, match="no prior over weights to change"):
+    with pytest.raises(lw.errors.UnsupportedError, match="no prior over weights to change"):
         fitted(several(2)).with_prior(1.0)

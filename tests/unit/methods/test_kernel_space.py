@@ -20,7 +20,7 @@ from tests.references.linear_regression import regress
 from tests.tolerances import SOLVED, assert_close, assert_within
 
 D = torch.float64
-PRIORS: dict[str, Any] = {"isotropic": lw.isotropic(0.7), "per_layer": lw.per_layer(1.5), "g": lw.g_prior(0.3)}
+PRIORS: dict[str, Any] = {"isotropic": lw.isotropic(0.7), "per_layer": lw.per_layer(1.5), "g": lw.priors.g_prior(0.3)}
 SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed"]
 
 
@@ -151,7 +151,7 @@ def test_other_priors_and_noise_without_data(name: str) -> None:
     start = lw.fit(case.build(), Counting(), lw.Gaussian(), method=lw.KernelSpace(), prior=1.0)
     before = len(passes)
     options: dict[str, Any] = {"data": regression(case), "likelihood": lw.Gaussian()}
-    for prior in (20.0, by_layer(case.build()), lw.g_prior(0.3)):
+    for prior in (20.0, by_layer(case.build()), lw.priors.g_prior(0.3)):
         assert_same(start.with_prior(prior), fitted(case, lw.Full(), prior, **dict(options)), case.batch(3, seed=1))
     noisy = start.problem.with_likelihood(start.likelihood.with_dispersion(torch.tensor(4.0, dtype=D)))
     moved = lw.Fitted(start.posterior.with_problem(noisy), start.fingerprint)
@@ -169,7 +169,7 @@ def test_the_evidence_has_the_same_optimum(likelihood: str, noise: bool) -> None
     options: dict[str, Any] = {}
     if likelihood == "gaussian":
         options = {"data": regression(case), "likelihood": lw.Gaussian()}
-    tuner = lw.MaximiseEvidence(noise=noise)
+    tuner = lw.tuners.MaximiseEvidence(noise=noise)
     one, full = (fitted(case, m, None, tuner=tuner, **dict(options)) for m in (lw.KernelSpace(), lw.Full()))
     assert float(one.prior.values) == pytest.approx(float(full.prior.values), rel=1e-6)
     assert float(one.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=1e-6)
@@ -201,7 +201,7 @@ def test_samples_by_monte_carlo(generator: torch.Generator) -> None:
 def test_too_many_rows_are_refused() -> None:
     """Twelve rows: six data of three classes have two each."""
     case = BY_NAME["mlp"]
-    with pytest.raises(lw.UnsupportedError, match=r"over 12 rows .* the limit is 11. Use Full\(\), Kron\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"over 12 rows .* the limit is 11. Use Full\(\), Kron\(\)"):
         fitted(case, lw.KernelSpace(limit=11), 1.0)
     _, ggn = problems.dense_ggn(case, case.build())
     assert len(fitted(case, lw.KernelSpace(limit=12), 1.0).curvature.values) == int(torch.linalg.matrix_rank(ggn))
@@ -209,7 +209,7 @@ def test_too_many_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("curvature", ["hessian", "fisher_mc", "none"])
 def test_other_curvatures_are_refused(curvature: str) -> None:
-    with pytest.raises(lw.UnsupportedError, match=f"curvature is '{curvature}'; expected one of ggn"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"curvature is '{curvature}'; expected one of ggn"):
         fitted(BY_NAME["mlp"], lw.KernelSpace(curvature=curvature), 1.0)
 
 
@@ -308,7 +308,7 @@ def test_the_eigenvectors_are_orthonormal() -> None:
 
 @pytest.mark.parametrize("limit", ["a", 10.5, None, True])
 def test_a_limit_that_is_no_number(limit: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=f"limit is {limit!r}; expected a whole number"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"limit is {limit!r}; expected a whole number"):
         lw.KernelSpace(limit=limit)
 
 
@@ -323,7 +323,7 @@ def test_a_kernel_that_overflows_is_refused() -> None:
     model = nn.Linear(2, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     x, y = torch.full((3, 2), 1e160, dtype=D), torch.zeros(3, 1, dtype=D)
-    with pytest.raises(lw.NumericalError, match="not finite; check the data"):
+    with pytest.raises(lw.errors.NumericalError, match="not finite; check the data"):
         lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.KernelSpace(), prior=1.0)
 
 
@@ -350,7 +350,7 @@ def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) ->
 
     fit = lambda: lw.fit(case.build(), Shuffled(), "classification", method=lw.KernelSpace(), prior=0.7)
     assert_same(fit(), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
-    monkeypatch.setattr("lapwing.curvature.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
     assert_same(fit(), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
     assert_same(fitted(case, lw.KernelSpace(), 0.7), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
 

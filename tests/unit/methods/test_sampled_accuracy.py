@@ -71,9 +71,9 @@ def test_the_precision_that_is_learned_is_that_of_the_evidence(seed: int) -> Non
 
 
 def test_precisions_by_layers_come_near() -> None:
-    """Of the evidence at the network's own weights, which fixed_point finds for Full."""
-    tuner = lw.sample_em(mode="network", max_steps=200, tolerance=1e-3)
+    """Of the evidence at the network's own weights, which FixedPoint finds for Full."""
+    tuner = lw.tuners.SampleEM(mode="network", max_steps=200, tolerance=1e-3)
     found = fitted(lw.Sampled(num_samples=128), lw.per_layer(1.0)).tuned(tuner)
-    full = fitted(lw.Full(), lw.per_layer(1.0)).tuned(lw.maximise_evidence)
+    full = fitted(lw.Full(), lw.per_layer(1.0)).tuned(lw.tuners.MaximiseEvidence())
     ratio = (found.prior.values / full.prior.values).log().abs()
     assert float(ratio.max()) < 0.3

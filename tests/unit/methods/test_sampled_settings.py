@@ -18,25 +18,27 @@ COUNTS = ["num_samples", "width", "probes", "steps", "batch", "epochs"]
 @pytest.mark.parametrize("value", [2.5, 4.0, True, "4", None])
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_are_whole_numbers(name: str, value: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=f"{name} is {value!r}; expected a whole number"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"{name} is {value!r}; expected a whole number"):
         lw.Sampled(**{name: value})
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 2, -1e-3, math.inf, -math.inf, math.nan, True, False, "small", None, 1j])
 def test_tolerances_lie_between_nought_and_one(value: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"tolerance is .*; expected a number between 0 and 1, both excluded"):
+    with pytest.raises(
+        lw.errors.UnsupportedError, match=r"tolerance is .*; expected a number between 0 and 1, both excluded"
+    ):
         lw.Sampled(tolerance=value)
 
 
 @pytest.mark.parametrize("width", [0, -3])
 def test_widths_are_positive(width: int) -> None:
-    with pytest.raises(lw.UnsupportedError, match=f"width is {width}; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"width is {width}; expected at least 1"):
         lw.Sampled(width=width)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "4 GiB"])
 def test_memory_is_positive_and_finite(value: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"memory is .*; expected a positive number that is finite"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"memory is .*; expected a positive number that is finite"):
         lw.Sampled(memory=value)
 
 
@@ -45,7 +47,7 @@ def test_memory_that_holds_no_solve_is_refused() -> None:
     needs = lw.Sampled().needs(62, 16)
     fit = lambda memory: lw.fit(nn.Linear(30, 2), data, "regression", method=lw.Sampled(memory=memory), prior=1.0)
     with pytest.raises(
-        lw.UnsupportedError, match=r"16 samples of 62 weights needs \d+ MiB; memory is \d+ MiB. Raise it"
+        lw.errors.UnsupportedError, match=r"16 samples of 62 weights needs \d+ MiB; memory is \d+ MiB. Raise it"
     ):
         fit(needs - 1)
     fit(needs)

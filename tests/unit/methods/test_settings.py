@@ -28,9 +28,9 @@ BAD: dict[type, dict[str, list[Any]]] = {
         **dict.fromkeys(["num_samples", "width", "probes", "steps", "batch", "epochs"], WHOLE), "memory": POSITIVE,
         "tolerance": [*POSITIVE, 1.0], "solver": NAMED, "objective": NAMED, "curvature": CURVATURE,
     },
-    lw.MCDropout: {"samples": [*WHOLE, 1], "seed": WHOLE[1:]},
-    lw.Ensemble: {"members": [*WHOLE, 1]},
-    lw.SWAG: {
+    lw.baselines.MCDropout: {"samples": [*WHOLE, 1], "seed": WHOLE[1:]},
+    lw.baselines.Ensemble: {"members": [*WHOLE, 1]},
+    lw.baselines.SWAG: {
         **{key: [*WHOLE, 1] for key in ["snapshots", "rank", "samples"]}, "seed": WHOLE[1:],
         **dict.fromkeys(["epochs_between", "steps_between", "batch_size"], WHOLE),
         "learning_rate": [*POSITIVE, math.inf], "weight_decay": [*POSITIVE[1:], math.inf],
@@ -50,7 +50,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("method", "name", "value"), SETTINGS)
 def test_a_setting_that_makes_no_sense_is_refused(method: type, name: str, value: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=rf"{name} is .*; expected"):
+    with pytest.raises(lw.errors.UnsupportedError, match=rf"{name} is .*; expected"):
         method(**{name: value})
 
 

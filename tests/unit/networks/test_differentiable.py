@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.anchored import Anchors
-from lapwing.curvature.kernel import prior_kernel
+from lapwing.methods.inducing.anchors import Anchors
 from lapwing.networks.network import Network
+from lapwing.priors.kernel import prior_kernel
 from tests import problems
 from tests.cases import BY_NAME, Case, attention, mlp, norms, recurrent, sdpa, transformer
 from tests.tolerances import assert_close
@@ -121,7 +121,8 @@ def test_a_parameter_without_a_rule_is_refused(name: str, parameter: str) -> Non
 
     def run() -> None:
         with pytest.raises(
-            lw.ModelError, match=rf"Jacobian of '{parameter}.*has no rule \(no rule for .*differentiated in the inputs"
+            lw.errors.ModelError,
+            match=rf"Jacobian of '{parameter}.*has no rule \(no rule for .*differentiated in the inputs",
         ):
             anchors.differentiable(case.batch(3))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lapwing.core.errors import ModelError
+from lapwing.errors import ModelError
 from lapwing.networks.fingerprint import Fingerprint
 from tests.cases import BY_NAME
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.errors import DataError, ModelError
+from lapwing.errors import DataError, ModelError
 from lapwing.networks.forward import refuse_random, refusing_changes
 from lapwing.networks.network import Network
 from tests import problems
@@ -130,7 +130,7 @@ def test_random_forward_passes_are_refused_as_such(how: str, dtype: torch.dtype)
         Network.build(model, x().to(dtype))
 
 
-@pytest.mark.parametrize("method", [lw.Sampled(), lw.KernelSpace(), lw.Full(), lw.Kron(), lw.MapOnly()])
+@pytest.mark.parametrize("method", [lw.Sampled(), lw.KernelSpace(), lw.Full(), lw.Kron(), lw.baselines.MapOnly()])
 def test_no_method_fits_a_random_forward_pass(method: Any) -> None:
     torch.manual_seed(0)
     inputs, y = x().float(), torch.randint(0, 3, (6,))

@@ -357,7 +357,7 @@ def test_a_prior_by_these_groups(name: str) -> None:
     model, x = example(*FOUND[name][:2], D)
     y = torch.randint(0, 3, (7,))
     fitted = lw.fit(model, [(x, y)], "classification", method=lw.Full(),
-                    prior=lw.per_normalised_group({"0": 2.0, "3": 3.0, "rest": 5.0}))  # fmt: skip
+                    prior=lw.priors.per_normalised_group({"0": 2.0, "3": 3.0, "rest": 5.0}))  # fmt: skip
     assert fitted.prior.groups == ("0", "rest", "3")
     each = {"0": 2.0, "3": 3.0}
     expected = torch.cat(

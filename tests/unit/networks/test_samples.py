@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing import files
 from lapwing.core.data import Data
-from lapwing.curvature.objective import Objective
-from lapwing.curvature.pool import shuffled
-from lapwing.methods.hfl import averaged
+from lapwing.core.pool import shuffled
+from lapwing.methods.hfl.hfl import averaged
+from lapwing.methods.hfl.objective import Objective
 from lapwing.networks.budget import Footprint
 from lapwing.networks.network import Network
-from lapwing.posteriors import files
-from lapwing.tuning.bound import evidence_bound
+from lapwing.tuners.maximise_bound import evidence_bound
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense
@@ -172,13 +172,15 @@ def test_a_first_batch_with_as_many_rows_as_the_context_is_refused(how: str, equ
     message = (
         r"inputs\[1\] has as many rows as there are samples, 6, but every sample depends on all.*another batch size"
     )
-    with pytest.raises(lw.DataError, match=message):
+    with pytest.raises(lw.errors.DataError, match=message):
         problems.unchanged(model, lambda: Network.build(model, (x[:ROWS], context)))
 
 
 def test_tokens_for_all_samples_are_refused_in_such_a_batch() -> None:
     model, (x, _, context) = pooling("tokens"), numbers("tokens")
-    with pytest.raises(lw.ModelError, match=r"expected independent samples.*has 6 rows by chance, use another batch"):
+    with pytest.raises(
+        lw.errors.ModelError, match=r"expected independent samples.*has 6 rows by chance, use another batch"
+    ):
         Network.build(model, (x[:ROWS], context))
 
 
@@ -186,14 +188,16 @@ def test_tokens_behind_a_closed_gate_are_refused_in_such_a_batch() -> None:
     parts = {"a": nn.Linear(2, 2), "e": nn.Embedding(9, 2), "gate": nn.Parameter(torch.zeros(1))}
     model = Wrapped(lambda m, x, c: m.a(x) + m.gate * m.e(c).mean(0), **parts).double()
     x, _, context = numbers("tokens")
-    with pytest.raises(lw.DataError, match=r"of inputs\[0\], inputs\[1\], each with as many rows .* one is shared"):
+    with pytest.raises(
+        lw.errors.DataError, match=r"of inputs\[0\], inputs\[1\], each with as many rows .* one is shared"
+    ):
         Network.build(model, (x[:ROWS], context))
 
 
 def test_tokens_that_are_all_the_same_are_refused_when_their_rows_do_not_follow() -> None:
     model, (x, _, context) = pooling("tokens"), numbers("tokens")
     network = Network.build(model, (x[:ROWS], context[:1].repeat(ROWS)))
-    with pytest.raises(lw.DataError, match=r"inputs\[1\] has 6 rows for 4 samples and had one for each sample"):
+    with pytest.raises(lw.errors.DataError, match=r"inputs\[1\] has 6 rows for 4 samples and had one for each sample"):
         network.take((x[:4], context), slice(0, 1))
 
 
@@ -204,7 +208,9 @@ def test_a_context_of_another_kind_than_before_is_refused() -> None:
     model = Wrapped(run, a=nn.Linear(2, 4), b=nn.Linear(4, 2), c=nn.Linear(3, 4)).double()
     x, _, context = numbers("sum")
     network = Network.build(model, (x[:4], context))
-    with pytest.raises(lw.ModelError, match="where it is alone, with what all samples share; expected independent"):
+    with pytest.raises(
+        lw.errors.ModelError, match="where it is alone, with what all samples share; expected independent"
+    ):
         network.linearise((x[:ROWS], context)).jacobians().whole()
 
 
@@ -263,7 +269,7 @@ def test_a_loaded_posterior_still_tells(kept: bool, tmp_path: Path, monkeypatch:
     found.save(tmp_path / "a.lapwing")
     loaded = lw.load(tmp_path / "a.lapwing", model)
     if not kept:
-        with pytest.raises(lw.DataError, match="Use another batch size"):
+        with pytest.raises(lw.errors.DataError, match="Use another batch size"):
             loaded.functions((x[:ROWS], context))
         loaded.functions((x[:3], context))
     assert_close(loaded.functions((x[:ROWS], context)).variance, expected)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapwing.core.errors import ModelError
+from lapwing.errors import ModelError
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection, all_weights, last_layer, named, subnetwork
 from tests import problems

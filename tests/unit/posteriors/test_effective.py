@@ -72,9 +72,9 @@ def given(prior: str) -> Any:
     return {
         "isotropic": lw.isotropic(0.6),
         "per_layer": lw.per_layer(torch.tensor([0.3, 2.0, 0.7], dtype=D)),
-        "by_input": lw.diagonal(by_input),
-        "diagonal": lw.diagonal(torch.linspace(0.2, 2.0, P, dtype=D)),
-        "g": lw.g_prior(0.6),
+        "by_input": lw.priors.diagonal(by_input),
+        "diagonal": lw.priors.diagonal(torch.linspace(0.2, 2.0, P, dtype=D)),
+        "g": lw.priors.g_prior(0.6),
         "about a mean": lw.isotropic(0.6, 0.7),
     }[prior]
 
@@ -235,8 +235,8 @@ def test_as_a_table() -> None:
 
 
 def test_without_a_posterior_there_is_none() -> None:
-    with pytest.raises(lw.UnsupportedError, match="PointPosterior has no evidence"):
-        regression(lw.MapOnly(), 1.0).effective_parameters()
+    with pytest.raises(lw.errors.UnsupportedError, match="PointPosterior has no evidence"):
+        regression(lw.baselines.MapOnly(), 1.0).effective_parameters()
 
 
 # Solves and variances.
@@ -281,7 +281,7 @@ def test_solves_and_variances_of_single_weights(method: str, chosen: Tensor) -> 
     ggn = curvatures()["full"][chosen][:, chosen]
     matrix = torch.diag(ggn.diagonal()) if method == "diagonal" else ggn
     each = torch.linspace(0.2, 2, len(ggn), dtype=D)
-    fitted = regression(METHODS[method], lw.diagonal(each), weights=lw.subnetwork(chosen))
+    fitted = regression(METHODS[method], lw.priors.diagonal(each), weights=lw.subnetwork(chosen))
     assert_inverse(fitted.posterior.precision, matrix / NOISE + torch.diag(each), SOLVED)
 
 

@@ -35,9 +35,11 @@ ASKED: dict[str, Callable[[lw.Fitted], Any]] = {
     "std": lambda p: p.functions(setting()[1][:5]).std,
     "variance of a weight": lambda p: p.variance_of(weight),
     "tuned": lambda p: p.tuned().prior.values,
-    "tuned by samples": lambda p: p.tuned(lw.SampleEM(mode="network")).prior.values,
-    "tuned by their optimum": lambda p: p.tuned(lw.SampleEM([setting()[1:]], max_steps=2, tolerance=10.0)).prior.values,
-    "fixed point": lambda p: p.tuned(lw.FixedPoint(max_steps=1)).prior.values,
+    "tuned by samples": lambda p: p.tuned(lw.tuners.SampleEM(mode="network")).prior.values,
+    "tuned by their optimum": lambda p: (
+        p.tuned(lw.tuners.SampleEM([setting()[1:]], max_steps=2, tolerance=10.0)).prior.values
+    ),
+    "fixed point": lambda p: p.tuned(lw.tuners.FixedPoint(max_steps=1)).prior.values,
 }
 
 
@@ -99,8 +101,8 @@ def test_nothing_of_autocast_is_remembered() -> None:
 
 @pytest.mark.parametrize("n", [2.5, 2.0, True, "2", None])
 def test_samples_are_counted_in_whole_numbers(n: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=f"n is {n!r}; expected a whole number"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"n is {n!r}; expected a whole number"):
         fitted().weight_samples(n)
     if isinstance(n, float):
-        with pytest.raises(lw.UnsupportedError, match=f"n is {n!r}; expected a whole number"):
+        with pytest.raises(lw.errors.UnsupportedError, match=f"n is {n!r}; expected a whole number"):
             fitted().function_samples(setting()[1][:5], n)  # type: ignore[arg-type]

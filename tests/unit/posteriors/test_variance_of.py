@@ -106,7 +106,7 @@ def test_weights_outside_the_selection_are_known_numbers(method: Any) -> None:
     factor = float(dict(energy.model.named_parameters())["0.weight"][0, 0].detach()) ** 2
     assert float(scaled) == pytest.approx(factor * float(alone), rel=1e-6)
     with pytest.raises(
-        lw.ModelError, match=r"does not depend on them; expected one of the selected weights, 2\.weight"
+        lw.errors.ModelError, match=r"does not depend on them; expected one of the selected weights, 2\.weight"
     ):
         found.variance_of(lambda w: w["0.bias"].sum())
 
@@ -179,7 +179,7 @@ def test_what_is_no_scalar_of_the_weights_is_refused(method: str, kind: str) -> 
     function, message = NONE[kind]
 
     def run() -> None:
-        with pytest.raises(lw.ModelError, match="the function of the weights " + message):
+        with pytest.raises(lw.errors.ModelError, match="the function of the weights " + message):
             found.variance_of(function)
 
     problems.unchanged(energy.model, run)
@@ -187,11 +187,13 @@ def test_what_is_no_scalar_of_the_weights_is_refused(method: str, kind: str) -> 
 
 @pytest.mark.parametrize(
     "method",
-    [lw.MapOnly(), lw.HFL(mode="pretrained"), lw.Ensemble(models=[small().model])],
+    [lw.baselines.MapOnly(), lw.HFL(mode="pretrained"), lw.baselines.Ensemble(models=[small().model])],
     ids=["map", "pushed", "set"],
 )
 def test_beliefs_that_know_nothing_of_the_weights(method: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"has no variance of functions of the weights; choose a method that"):
+    with pytest.raises(
+        lw.errors.UnsupportedError, match=r"has no variance of functions of the weights; choose a method that"
+    ):
         fitted(small(), method).variance_of(lambda w: w["2.bias"].sum())
 
 
@@ -199,7 +201,7 @@ def test_changed_weights_are_noticed() -> None:
     energy = copied(small())
     found = fitted(energy, lw.HFL())
     energy.model[2].bias.data += 1.0
-    with pytest.raises(lw.ModelError, match=r"2\.bias.*has changed"):
+    with pytest.raises(lw.errors.ModelError, match=r"2\.bias.*has changed"):
         found.variance_of(lambda w: w["2.bias"].sum())
 
 
@@ -313,7 +315,7 @@ def test_the_function_is_taken_where_the_mean_is() -> None:
     """A tangent model that was moved to its own optimum."""
     energy = copied(small())
     energy.place(energy.theta + 0.1)
-    found = fitted(energy, lw.Full(), tuner=lw.linear_mode(mean="tangent"), prior=0.5)
+    found = fitted(energy, lw.Full(), tuner=lw.tuners.LinearMode(mean="tangent"), prior=0.5)
     x = new(energy, 4)
     belief = found.functions(x, joint=True)
     assert off(belief.mean, energy.model(x).detach()) > 0.01
@@ -358,7 +360,7 @@ def test_what_is_no_scalar_of_the_outputs_is_refused(method: str, kind: str) -> 
     function, message = NO_FUNCTION[kind]
 
     def run() -> None:
-        with pytest.raises(lw.ModelError, match="the function of the outputs " + message):
+        with pytest.raises(lw.errors.ModelError, match="the function of the outputs " + message):
             found.variance_of(function, new(energy))
 
     problems.unchanged(energy.model, run)
@@ -368,11 +370,11 @@ def test_what_is_no_scalar_of_the_outputs_is_refused(method: str, kind: str) -> 
 def test_inputs_of_a_function_are_checked(method: Any) -> None:
     energy = small()
     found = fitted(energy, method)
-    with pytest.raises(lw.DataError, match="the batch is empty"):
+    with pytest.raises(lw.errors.DataError, match="the batch is empty"):
         found.variance_of(lambda f: f.sum(), new(energy)[:0])
     bad = new(energy)
     bad[0, 1] = torch.nan
-    with pytest.raises(lw.DataError, match="inputs: 1 of 6 entries are NaN"):
+    with pytest.raises(lw.errors.DataError, match="inputs: 1 of 6 entries are NaN"):
         found.variance_of(lambda f: f.sum(), bad)
 
 

@@ -145,5 +145,7 @@ def test_levels_that_are_no_probabilities(level: float) -> None:
 @pytest.mark.parametrize("use", [lambda p: p.interval(), lambda p: p.entropy, lambda p: p.mutual_information])
 @pytest.mark.parametrize(("mean", "variance"), [(800.0, 0.1), (1.0, 2000.0), (1.0, 1200.0)])
 def test_counts_that_overflow_are_refused(use: Any, mean: float, variance: float) -> None:
-    with pytest.raises(lw.NumericalError, match=r"the counts overflow: the log-rate has a mean of up to .*prior"):
+    with pytest.raises(
+        lw.errors.NumericalError, match=r"the counts overflow: the log-rate has a mean of up to .*prior"
+    ):
         use(predictive(mean, variance))

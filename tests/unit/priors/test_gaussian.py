@@ -111,18 +111,18 @@ def test_a_block_across_two_layers_gets_each_layers_precision() -> None:
     ],
 )
 def test_what_is_refused(make: Callable[[], Prior], message: str) -> None:
-    with pytest.raises(lw.NumericalError, match=message):
+    with pytest.raises(lw.errors.NumericalError, match=message):
         make().bound(SELECTION, LIKE)
 
 
 def test_a_mean_that_is_not_finite_is_refused() -> None:
     for mean in (math.nan, torch.full((WHOLE,), math.inf)):
-        with pytest.raises(lw.NumericalError, match=r"prior mean.*finite"):
+        with pytest.raises(lw.errors.NumericalError, match=r"prior mean.*finite"):
             isotropic(1.0, mean).bound(SELECTION, LIKE)
 
 
 def test_an_unbound_prior_says_how_it_is_used() -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"not bound to weights yet; use it through fit\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"not bound to weights yet; use it through fit\(\)"):
         _ = per_layer(1.0).with_precision(torch.ones(3)).group
 
 

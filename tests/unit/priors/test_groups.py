@@ -109,12 +109,16 @@ def test_gradients_reach_the_precisions_of_groups() -> None:
 @pytest.mark.parametrize(
     ("patterns", "error", "message"),
     [
-        ({r".*weight": 1.0}, lw.NumericalError, r"'body\.bias' matches 0 of the patterns .*; expected one"),
-        ({r".*": 1.0, r"head.*": 2.0}, lw.NumericalError, r"'head\.weight' matches 2 of the patterns"),
-        ({r"body": 1.0, r".*": 1.0, r"tail": 2.0}, lw.NumericalError, r"unknown \['body', 'tail'\]"),  # not whole names
-        ({r".*weight": -1.0, r".*bias|scale": 1.0}, lw.NumericalError, "run from -1 to 1; expected positive"),
-        ({r".*weight": math.nan, r".*bias|scale": 1.0}, lw.NumericalError, "nan"),
-        ({r"[": 1.0}, lw.UnsupportedError, r"\['\['\] is no regular expression: unterminated"),
+        ({r".*weight": 1.0}, lw.errors.NumericalError, r"'body\.bias' matches 0 of the patterns .*; expected one"),
+        ({r".*": 1.0, r"head.*": 2.0}, lw.errors.NumericalError, r"'head\.weight' matches 2 of the patterns"),
+        (
+            {r"body": 1.0, r".*": 1.0, r"tail": 2.0},
+            lw.errors.NumericalError,
+            r"unknown \['body', 'tail'\]",
+        ),  # not whole names
+        ({r".*weight": -1.0, r".*bias|scale": 1.0}, lw.errors.NumericalError, "run from -1 to 1; expected positive"),
+        ({r".*weight": math.nan, r".*bias|scale": 1.0}, lw.errors.NumericalError, "nan"),
+        ({r"[": 1.0}, lw.errors.UnsupportedError, r"\['\['\] is no regular expression: unterminated"),
     ],
 )
 def test_patterns_that_do_not_fit_are_refused(patterns: Any, error: Any, message: str) -> None:
@@ -124,7 +128,7 @@ def test_patterns_that_do_not_fit_are_refused(patterns: Any, error: Any, message
 
 @pytest.mark.parametrize("given", [{}, 2.0, torch.ones(2), None])
 def test_groups_need_a_mapping(given: Any) -> None:
-    with pytest.raises(lw.UnsupportedError, match=r"grouped\(\) got .*; expected a mapping from patterns"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"grouped\(\) got .*; expected a mapping from patterns"):
         grouped(given)
 
 
@@ -144,14 +148,14 @@ def test_groups_that_a_block_cannot_hold_are_refused() -> None:
     by_layer = regression(lw.EKron(), lw.grouped({r"[02]\..*": 0.7, r"4\..*": 3.0}))
     same = regression(lw.EKron(), lw.per_layer(torch.tensor([0.7, 0.7, 3.0], dtype=D)))
     assert_close(by_layer.log_evidence(), same.log_evidence())
-    with pytest.raises(lw.UnsupportedError, match=r"prior differs inside 0\.weight; EKron"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"prior differs inside 0\.weight; EKron"):
         regression(lw.EKron(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})).log_evidence()
 
 
 def test_groups_are_tuned_each() -> None:
     one = regression(lw.Full(), None)
     start = lw.grouped(dict.fromkeys((".*weight", ".*bias"), float(one.prior.values)))
-    each = one.with_prior(start).tuned(lw.MaximiseEvidence(tolerance=1e-9))
+    each = one.with_prior(start).tuned(lw.tuners.MaximiseEvidence(tolerance=1e-9))
     assert each.prior.groups == (".*weight", ".*bias")
     best = float(each.log_evidence())
     assert best > float(one.log_evidence()) + 1e-3
@@ -168,7 +172,7 @@ def test_a_prior_by_groups_can_be_used_again() -> None:
     found = regression(lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})).tuned()
     assert_close(found.with_prior(found.prior).log_evidence(), found.log_evidence())
     assert_close(regression(lw.Kron(), found.prior).prior.vector, found.prior.vector)
-    with pytest.raises(lw.UnsupportedError, match=r"belongs to other weights already; give grouped"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"belongs to other weights already; give grouped"):
         regression(lw.Full(), found.prior, weights=lw.last_layer)
 
 
@@ -178,7 +182,7 @@ def test_groups_of_a_normalised_network_are_named_by_it() -> None:
     assert prior.groups == ("body", "rest")
     assert_close(prior.vector, torch.tensor([2.0] * 9 + [3.0] * 10, dtype=D))
     assert_close(prior.logdet(), 9 * torch.tensor(2.0, dtype=D).log() + 10 * torch.tensor(3.0, dtype=D).log())
-    with pytest.raises(lw.UnsupportedError, match=r"found by trying the network out; give it to fit\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"found by trying the network out; give it to fit\(\)"):
         per_normalised_group(1.0).bound(SELECTION, LIKE)
 
 
@@ -192,15 +196,15 @@ def test_g_prior_is_g_times_the_diagonal(method: str, g: float) -> None:
     raised = scale > matrix.diagonal() * (1 + 1e-9)
     assert bool(raised.any())  # dead units: the floor is part of the test
     assert not bool(raised.all())
-    found = regression(METHODS[method], lw.g_prior(g))
+    found = regression(METHODS[method], lw.priors.g_prior(g))
     assert found.prior.kind == "g"
     assert_dense(found, matrix, g * scale, SOLVED if method == "low_rank" else 2 / 3)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_g_prior_afterwards_is_that_of_the_fit(method: str) -> None:
-    at_once = regression(METHODS[method], lw.g_prior(0.6))
-    later = regression(METHODS[method], 1.0).with_prior(lw.g_prior(0.6))
+    at_once = regression(METHODS[method], lw.priors.g_prior(0.6))
+    later = regression(METHODS[method], 1.0).with_prior(lw.priors.g_prior(0.6))
     assert_close(later.prior.vector, at_once.prior.vector)
     assert_close(later.log_evidence(), at_once.log_evidence())
     assert_close(later.with_prior(later.prior).log_evidence(), at_once.log_evidence())
@@ -208,7 +212,7 @@ def test_g_prior_afterwards_is_that_of_the_fit(method: str) -> None:
 
 def test_g_prior_about_a_mean() -> None:
     _, scale = unit_curvature("full")
-    plain, about = (regression(lw.Full(), lw.g_prior(0.6, mean)) for mean in (0.0, 0.4))
+    plain, about = (regression(lw.Full(), lw.priors.g_prior(0.6, mean)) for mean in (0.0, 0.4))
     theta = torch.cat([p.detach().reshape(-1) for p in MLP.build().parameters()])
     gap = 0.5 * (0.6 * scale) @ (theta.square() - (theta - 0.4).square())
     assert_close(about.log_evidence() - plain.log_evidence(), gap)
@@ -219,7 +223,9 @@ def test_g_prior_of_a_classifier_is_dense(method: str) -> None:
     """The same for softmax curvature, with shared weights (convolutions) in the blocks."""
     case = BY_NAME["cnn"]
     model = case.build()
-    found = lw.fit(model, problems.batches(case), "classification", method=METHODS[method], prior=lw.g_prior(0.4))
+    found = lw.fit(
+        model, problems.batches(case), "classification", method=METHODS[method], prior=lw.priors.g_prior(0.4)
+    )
     _, ggn = problems.dense_ggn(case, model)
     matrix = {"full": ggn, "diagonal": structures.diagonal(ggn)}.get(method)
     if matrix is None:
@@ -236,7 +242,7 @@ def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
     """Embeddings: rows that no token asked for, and padding, have no curvature at all, and get a floor."""
     case = BY_NAME["embedding"]
     model = case.build()
-    found = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.g_prior(0.4))
+    found = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.priors.g_prior(0.4))
     kinds = dict(zip((b.weight for b in found.network.layout), found.curvature.structures(), strict=True))
     assert kinds["table.weight"] == "KroneckerBlock"
     matrix = assembled(found.curvature)
@@ -265,9 +271,11 @@ def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
 
 
 def test_g_prior_of_ekron_is_refused() -> None:
-    found = regression(lw.EKron(), lw.g_prior())
+    found = regression(lw.EKron(), lw.priors.g_prior())
     for use in (found.log_evidence, lambda: found.functions(MLP.batch(2)), found.tuned):
-        with pytest.raises(lw.UnsupportedError, match=r"EKron allows one precision for each block.*method=Kron\(\)"):
+        with pytest.raises(
+            lw.errors.UnsupportedError, match=r"EKron allows one precision for each block.*method=Kron\(\)"
+        ):
             use()
 
 
@@ -284,7 +292,7 @@ def test_g_prior_of_single_weights(method: str) -> None:
         inside = {k: torch.isin(chosen, v).nonzero()[:, 0] for k, v in whole.items()}
         scale = structures.scale_by_layer(ggn.diagonal()[chosen], inside)
     chosen_method = lw.LowRank(rank=13) if method == "low_rank" else METHODS[method]
-    found = regression(chosen_method, lw.g_prior(0.7), weights=lw.subnetwork(chosen))
+    found = regression(chosen_method, lw.priors.g_prior(0.7), weights=lw.subnetwork(chosen))
     assert_close(found.prior.vector, 0.7 * scale, SOLVED)
 
 
@@ -296,7 +304,7 @@ def test_where_most_weights_are_dead_the_floor_is_no_rounding(method: Any) -> No
     model[0].bias.data[1:] = -9.0
     model[0].bias.data[0] = 9.0
     fitted = lw.fit(model, [(x, torch.randn(6, 3, dtype=D))], lw.Gaussian(noise_std=0.5), method=method,
-                    weights=lw.last_layer, prior=lw.g_prior(1.0))  # fmt: skip
+                    weights=lw.last_layer, prior=lw.priors.g_prior(1.0))  # fmt: skip
     a = torch.cat([model[:2](x).detach(), torch.ones(6, 1, dtype=D)], 1)
     counts = a.square().sum(0)
     typical = counts.mean() if isinstance(method, lw.Kron) else (counts * 3).sum() / 18
@@ -328,11 +336,11 @@ def test_g_prior_does_not_see_how_the_weights_are_scaled(method: str, k: float) 
     def fitted(net: nn.Module, prior: Any) -> lw.Fitted:
         return lw.fit(net, [(x, y)], lw.Gaussian(noise_std=0.5), method=METHODS[method], prior=prior)
 
-    one, two = (fitted(net, lw.g_prior(0.3)) for net in (model, rescaled(model, k)))
+    one, two = (fitted(net, lw.priors.g_prior(0.3)) for net in (model, rescaled(model, k)))
     assert_close(two.functions(new).mean, one.functions(new).mean)
     assert_close(two.functions(new).cov, one.functions(new).cov, SOLVED)
     assert_close(two.log_evidence(), one.log_evidence(), SOLVED)
-    tight = lw.MaximiseEvidence(tolerance=1e-9)
+    tight = lw.tuners.MaximiseEvidence(tolerance=1e-9)
     assert_close(two.tuned(tight).prior.values, one.tuned(tight).prior.values, 0.4)
     one, two = (fitted(net, 0.3).functions(new).variance for net in (model, rescaled(model, k)))
     assert float(((two - one).abs() / one).max()) > 0.1
@@ -340,7 +348,7 @@ def test_g_prior_does_not_see_how_the_weights_are_scaled(method: str, k: float) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tuned_g_is_an_optimum(method: str) -> None:
-    found = regression(METHODS[method], lw.g_prior()).tuned(lw.MaximiseEvidence(tolerance=1e-9))
+    found = regression(METHODS[method], lw.priors.g_prior()).tuned(lw.tuners.MaximiseEvidence(tolerance=1e-9))
     assert found.prior.kind == "g"
     matrix, scale = unit_curvature(method)
 
@@ -358,8 +366,8 @@ def test_tuned_g_is_an_optimum(method: str) -> None:
 def test_gradient_in_g_equals_finite_differences(method: str) -> None:
     fitted = regression(METHODS[method], 1.0)
     g = torch.tensor(0.6, dtype=D, requires_grad=True)
-    fitted.with_prior(lw.g_prior(g)).log_evidence().backward()
-    high, low = (fitted.with_prior(lw.g_prior(0.6 + s * 1e-5)).log_evidence() for s in (1, -1))
+    fitted.with_prior(lw.priors.g_prior(g)).log_evidence().backward()
+    high, low = (fitted.with_prior(lw.priors.g_prior(0.6 + s * 1e-5)).log_evidence() for s in (1, -1))
     assert_close(g.grad, (high - low).detach() / 2e-5, SOLVED)
 
 
@@ -373,19 +381,19 @@ def test_gradient_in_g_equals_finite_differences(method: str) -> None:
     ],
 )
 def test_what_is_no_g_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(lw.NumericalError, match=message):
+    with pytest.raises(lw.errors.NumericalError, match=message):
         make().bound(SELECTION, LIKE)
 
 
 def test_the_curvature_of_other_weights_is_refused() -> None:
-    found = regression(lw.Full(), lw.g_prior())
-    with pytest.raises(lw.NumericalError, match=r"curvature of 83 weights already, and there are 18"):
+    found = regression(lw.Full(), lw.priors.g_prior())
+    with pytest.raises(lw.errors.NumericalError, match=r"curvature of 83 weights already, and there are 18"):
         regression(lw.Full(), found.prior, weights=lw.last_layer)
 
 
 def test_without_curvature_a_g_prior_stays_open() -> None:
-    plain = regression(lw.MapOnly(), lw.g_prior())
-    for found in (plain, plain.with_prior(lw.g_prior(2.0))):
+    plain = regression(lw.baselines.MapOnly(), lw.priors.g_prior())
+    for found in (plain, plain.with_prior(lw.priors.g_prior(2.0))):
         assert found.prior.kind == "g"
         assert float(found.functions(MLP.batch(2)).variance.max()) == 0
 
@@ -396,12 +404,12 @@ STORED: list[tuple[str, Any, Any]] = [
     ("mlp", lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0}, 0.2)),
     ("mlp", lw.Kron(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})),
     ("mlp", lw.EKron(), lw.grouped({r"[02]\..*": 0.7, r"4\..*": 3.0})),
-    ("mlp", lw.Full(), lw.g_prior(0.6, torch.linspace(-1, 1, 83))),
-    ("mlp", lw.Diagonal(), lw.g_prior(0.6)),
-    ("mlp", lw.LowRank(rank=7), lw.g_prior(0.6)),
-    ("embedding", lw.Kron(), lw.g_prior(0.6)),
-    ("norms", lw.Full(), lw.per_normalised_group(0.9)),
-    ("norms", lw.Kron(), lw.per_normalised_group(0.9)),
+    ("mlp", lw.Full(), lw.priors.g_prior(0.6, torch.linspace(-1, 1, 83))),
+    ("mlp", lw.Diagonal(), lw.priors.g_prior(0.6)),
+    ("mlp", lw.LowRank(rank=7), lw.priors.g_prior(0.6)),
+    ("embedding", lw.Kron(), lw.priors.g_prior(0.6)),
+    ("norms", lw.Full(), lw.priors.per_normalised_group(0.9)),
+    ("norms", lw.Kron(), lw.priors.per_normalised_group(0.9)),
 ]
 
 
@@ -430,23 +438,25 @@ def test_round_trip_through_a_file(case: str, method: Any, prior: Any, tmp_path:
 @pytest.mark.parametrize("method", [lw.Full(), lw.Kron(), lw.Diagonal()])
 def test_a_g_prior_goes_to_float32_and_back(method: Any, tmp_path: Path) -> None:
     model = MLP.build()
-    first = regression(method, lw.g_prior(0.6))
+    first = regression(method, lw.priors.g_prior(0.6))
     first.save(tmp_path / "net")
     again = lw.load(tmp_path / "net", model.float())
     assert torch.equal(again.prior.vector, first.prior.vector)  # precisions are float64 whatever the network is
     narrow = MLP.batch(3, torch.float32, seed=1)
     assert_close(again.functions(narrow).std, first.functions(narrow.double()).std, 0.5, torch.float32)
     fresh = lw.fit(MLP.build(torch.float32), [(x.float(), y.float()) for x, y in data()],
-                   lw.Gaussian(noise_std=math.sqrt(NOISE)), method=method, prior=lw.g_prior(0.6))  # fmt: skip
+                   lw.Gaussian(noise_std=math.sqrt(NOISE)), method=method, prior=lw.priors.g_prior(0.6))  # fmt: skip
     assert_close(fresh.functions(narrow).std, first.functions(narrow.double()).std, 0.5, torch.float32)
 
 
 def test_a_stored_normalised_group_takes_other_precisions(tmp_path: Path) -> None:
     case = BY_NAME["norms"]
     model = case.build()
-    first = lw.fit(model, problems.batches(case), "classification", method=lw.Full(), prior=lw.per_normalised_group())
+    first = lw.fit(
+        model, problems.batches(case), "classification", method=lw.Full(), prior=lw.priors.per_normalised_group()
+    )
     assert len(first.prior.groups) > 1
     first.save(tmp_path / "net")
     again = lw.load(tmp_path / "net", model)
-    other = lw.per_normalised_group(torch.arange(1.0, 1 + len(first.prior.groups)))
+    other = lw.priors.per_normalised_group(torch.arange(1.0, 1 + len(first.prior.groups)))
     assert_close(again.with_prior(other).log_evidence(), first.with_prior(other).log_evidence())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lapwing as lw
+from lapwing.api import Trained
 from tests.cases import BY_NAME
 
 D = torch.float64
@@ -67,7 +67,7 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def same(one: lw.Trained, other: lw.Trained) -> None:
+def same(one: Trained, other: Trained) -> None:
     """To the last bit: weights, buffers, precisions, noise, history, and the state to go on from."""
     for a, b in ((one.model.state_dict(), other.model.state_dict()), (one.state.weights, other.state.weights)):
         assert a.keys() == b.keys()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
+from lapwing import errors, recipes
 from lapwing.training import loop
 from tests import problems
 from tests.unit.training.settings import arrays, kept, mlp, set_to
@@ -33,44 +34,44 @@ D = torch.float64
         ({"last_rate": 0.0}, "last_rate 0.0"),
         ({"method": lw.Kron}, "method is the class Kron; expected an object"),
         ({"method": "kron"}, "method is 'kron'"),
-        ({"update": lw.Ascend}, "update is the class Ascend; expected an object"),
+        ({"update": lw.tuners.Ascend}, "update is the class Ascend; expected an object"),
         ({"update": 3}, "update 3"),
         ({"prior": 2.0}, "prior is 2.0; expected per_layer"),
         ({"prior": lw.per_layer}, "expected per_layer"),
     ],
 )
-@pytest.mark.parametrize("make", [lw.online, lw.classic])
+@pytest.mark.parametrize("make", [recipes.online, recipes.classic])
 def test_bad_settings(make: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(lw.UnsupportedError, match=message):
+    with pytest.raises(errors.UnsupportedError, match=message):
         make(**settings)
 
 
 def test_settings_have_their_place() -> None:
-    recipe = lw.classic(epochs=7, prior=lw.per_layer(2.0), seed=3)
+    recipe = recipes.classic(epochs=7, prior=lw.per_layer(2.0), seed=3)
     assert (recipe.epochs, recipe.prior.kind, recipe.seed, recipe.optimiser) == (7, "per_layer", 3, "lbfgs")
     assert isinstance(recipe.method, lw.Full)
     with pytest.raises(TypeError):
-        lw.online(epoch=3)
+        recipes.online(epoch=3)
 
 
 def test_the_rate_falls_by_a_cosine() -> None:
-    recipe = lw.online(10, rate=1.0, last_rate=0.2)
+    recipe = recipes.online(10, rate=1.0, last_rate=0.2)
     assert [recipe.rate_at(p) for p in (0.0, 0.5, 1.0, 2.0)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
 
 
 @pytest.mark.parametrize(
     ("recipe", "likelihood", "error", "message"),
     [
-        (lw.online, "classification", lw.UnsupportedError, r"recipe is .*expected online\(...\)"),
-        (lw.Recipe, "classification", lw.UnsupportedError, "recipe is .*expected online"),
-        ("online", "classification", lw.UnsupportedError, "recipe is 'online'"),
-        (None, lw.Categorical, lw.UnsupportedError, "likelihood is the class Categorical"),
-        (None, "classify", lw.UnsupportedError, "likelihood is 'classify'; expected one of"),
-        (None, lw.Gaussian(per_output=True), lw.UnsupportedError, "one noise for all outputs"),
-        (lw.online(2, prior=lw.g_prior()), "classification", lw.UnsupportedError, "a g-prior follows the curvature"),
-        (lw.online(2, prior=lw.per_normalised_group()), "classification", lw.UnsupportedError, "per_normalised_group"),
-        (lw.online(2, method=lw.MapOnly()), "classification", lw.UnsupportedError, r"MapOnly\(\) has no evidence"),
-        (None, "regression", lw.DataError, "Gaussian: targets have the shape"),
+        (recipes.online, "classification", errors.UnsupportedError, r"recipe is .*expected online\(...\)"),
+        (recipes.Recipe, "classification", errors.UnsupportedError, "recipe is .*expected online"),
+        ("online", "classification", errors.UnsupportedError, "recipe is 'online'"),
+        (None, lw.Categorical, errors.UnsupportedError, "likelihood is the class Categorical"),
+        (None, "classify", errors.UnsupportedError, "likelihood is 'classify'; expected one of"),
+        (None, lw.Gaussian(per_output=True), errors.UnsupportedError, "one noise for all outputs"),
+        (recipes.online(2, prior=lw.priors.g_prior()), "classification", errors.UnsupportedError, "a g-prior follows the curvature"),  # noqa: E501
+        (recipes.online(2, prior=lw.priors.per_normalised_group()), "classification", errors.UnsupportedError, "per_normalised_group"),  # noqa: E501
+        (recipes.online(2, method=lw.baselines.MapOnly()), "classification", errors.UnsupportedError, r"MapOnly\(\) has no evidence"),  # noqa: E501
+        (None, "regression", errors.DataError, "Gaussian: targets have the shape"),
     ],
 )  # fmt: skip
 def test_what_is_refused(recipe: Any, likelihood: Any, error: Any, message: str) -> None:
@@ -81,22 +82,22 @@ def test_what_is_refused(recipe: Any, likelihood: Any, error: Any, message: str)
 
 def test_bad_models_and_data() -> None:
     x, y = arrays("categorical")
-    with pytest.raises(lw.ModelError, match=r"expected a torch\.nn\.Module"):
+    with pytest.raises(errors.ModelError, match=r"expected a torch\.nn\.Module"):
         lw.train(lambda x: x, [(x, y)], "classification")  # type: ignore[arg-type]
-    with pytest.raises(lw.DataError, match="data is empty"):
+    with pytest.raises(errors.DataError, match="data is empty"):
         lw.train(mlp(), [], "classification")
-    with pytest.raises(lw.DataError, match="one-shot iterator"):
+    with pytest.raises(errors.DataError, match="one-shot iterator"):
         lw.train(mlp(), iter([(x, y)]), "classification")
-    with pytest.raises(lw.DataError, match="NaN or infinite"):
+    with pytest.raises(errors.DataError, match="NaN or infinite"):
         lw.train(mlp(), [(x * float("nan"), y)], "classification")
     mixing = nn.Sequential(mlp(), nn.Softmax(0))
-    with pytest.raises(lw.ModelError, match="with the rest of its batch"):
+    with pytest.raises(errors.ModelError, match="with the rest of its batch"):
         lw.train(mixing, [(x, y)], "classification")
 
 
-def recipe() -> lw.Recipe:
+def recipe() -> recipes.Recipe:
     values = lambda number: torch.tensor([0.125, 4.0, 2.0], dtype=D)
-    return lw.online(4, burn_in=2, update=set_to(values))
+    return recipes.online(4, burn_in=2, update=set_to(values))
 
 
 def test_the_bar_shows_loss_evidence_and_precisions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +127,7 @@ def test_what_the_bar_is_told_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(loop, "progress_bar", Bar)
     settings = {"prior": lw.isotropic(0.5), "update": kept, "burn_in": 2}
     history = lw.train(
-        mlp(), [arrays("categorical")], "classification", lw.online(4, **settings), progress=True
+        mlp(), [arrays("categorical")], "classification", recipes.online(4, **settings), progress=True
     ).history
     assert told[:2] == [f"loss {epoch.loss:.4g}" for epoch in history[:2]]  # nothing is known of the evidence yet
     expected = [f"loss {e.loss:.4g}, log evidence {e.log_evidence:.6g}, precision 0.5" for e in history[2:]]
@@ -135,13 +136,15 @@ def test_what_the_bar_is_told_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_resumed_bar_starts_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     data = [arrays("categorical")]
-    state = lw.train(mlp(), data, "classification", lw.online(3), progress=False).state
-    lw.train(mlp(), data, "classification", lw.online(4), resume=state, progress=True)
+    state = lw.train(mlp(), data, "classification", recipes.online(3), progress=False).state
+    lw.train(mlp(), data, "classification", recipes.online(4), resume=state, progress=True)
     assert "3/4" in capsys.readouterr().err
 
 
 def test_no_bar_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     assert loop.progress_bar(range(2, 5)) == range(2, 5)
-    assert len(lw.train(mlp(), [arrays("categorical")], "classification", lw.online(2), progress=True).history) == 2
+    assert (
+        len(lw.train(mlp(), [arrays("categorical")], "classification", recipes.online(2), progress=True).history) == 2
+    )
     assert capsys.readouterr().err == ""

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import lapwing as lw
+from lapwing.api import Trained
+from lapwing.training.loop import State
 from tests import problems
 from tests.cases import BY_NAME
 from tests.unit.training.settings import CUTS, D, arrays, dropped, flat, kept, mlp, same, shuffled
@@ -26,10 +28,10 @@ def data(name: str) -> Any:
     return problems.split(*arrays("gaussian"), CUTS) if name == "batches" else shuffled()
 
 
-def recipe(optimiser: str, epochs: int = 5, crash: int | None = None, **changes: Any) -> lw.Recipe:
+def recipe(optimiser: str, epochs: int = 5, crash: int | None = None, **changes: Any) -> lw.recipes.Recipe:
     """A constant rate, so that a shorter run is the beginning of a longer one; ``crash`` is an epoch."""
     calls: list[int] = []
-    climb = lw.Ascend(steps=5)
+    climb = lw.tuners.Ascend(steps=5)
 
     def update(posterior: Any) -> Any:
         calls.append(1)
@@ -38,10 +40,12 @@ def recipe(optimiser: str, epochs: int = 5, crash: int | None = None, **changes:
         return climb(posterior)
 
     settings = {"rate": 1e-2, "last_rate": 1e-2, "optimiser": optimiser, "update": update}
-    return lw.online(epochs, **{**settings, **changes})
+    return lw.recipes.online(epochs, **{**settings, **changes})
 
 
-def run(recipe: lw.Recipe, source: Any, noise: int = 0, model: nn.Module | None = None, **settings: Any) -> lw.Trained:
+def run(
+    recipe: lw.recipes.Recipe, source: Any, noise: int = 0, model: nn.Module | None = None, **settings: Any
+) -> Trained:
     """Training, begun with the global generator in some state or other."""
     model = dropped() if model is None else model
     torch.manual_seed(noise)
@@ -99,10 +103,10 @@ def test_resuming_after_a_crash(optimiser: str, source: str, tmp_path: Path) -> 
     path = tmp_path / "run.state"
     with pytest.raises(CrashError):
         run(recipe(optimiser, 6, crash=1, **settings), data(source), noise=2, checkpoint=path)
-    assert lw.State.load(path).epoch == 3
+    assert State.load(path).epoch == 3
     resumed = run(recipe(optimiser, 6, **settings), data(source), noise=3, resume=path, checkpoint=str(path))
     same(resumed, whole)
-    assert lw.State.load(path).epoch == 6
+    assert State.load(path).epoch == 6
     assert list(tmp_path.iterdir()) == [path]
     same(run(recipe(optimiser, 6, **settings), data(source), noise=4, resume=str(path)), whole)  # nothing left to do
 
@@ -110,7 +114,7 @@ def test_resuming_after_a_crash(optimiser: str, source: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("best", [True, False])
 def test_the_best_moment_may_lie_before_the_crash(best: bool, tmp_path: Path) -> None:
     """A rate that only does harm: the best evidence is the first."""
-    settings = {"rate": 1.0, "last_rate": 1.0, "keep_best": best, "update": lw.Ascend(steps=5)}
+    settings = {"rate": 1.0, "last_rate": 1.0, "keep_best": best, "update": lw.tuners.Ascend(steps=5)}
     whole = run(recipe("sgd", 4, **settings), data("batches"))
     assert whole.history[0].log_evidence == max(epoch.log_evidence for epoch in whole.history)
     first = run(recipe("sgd", 2, **settings), data("batches"), checkpoint=tmp_path / "state")
@@ -130,7 +134,7 @@ def test_buffers_are_resumed_too() -> None:
 def test_a_state_is_its_file(tmp_path: Path) -> None:
     state = run(recipe("adam", 2), data("batches")).state
     state.save(tmp_path / "state")
-    read = lw.State.load(tmp_path / "state")
+    read = State.load(tmp_path / "state")
     assert read.history == state.history
     assert read.epoch == 2
     assert all(torch.equal(value, read.weights[name]) for name, value in state.weights.items())
@@ -171,14 +175,14 @@ def test_files_that_are_no_state(tmp_path: Path) -> None:
     }
     for content in damaged.values():
         path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-        with pytest.raises(lw.FileError, match="holds no training state"):
+        with pytest.raises(lw.errors.FileError, match="holds no training state"):
             run(recipe("adam", 2), data("batches"), resume=path)
     torch.save({"run": print}, path)  # code in a file is not run
-    with pytest.raises(lw.FileError, match="holds no training state"):
-        lw.State.load(path)
+    with pytest.raises(lw.errors.FileError, match="holds no training state"):
+        State.load(path)
     with pytest.raises(FileNotFoundError):
         run(recipe("adam", 2), data("batches"), resume=tmp_path / "nowhere")
-    with pytest.raises(lw.FileError, match="no folder for the checkpoint"):
+    with pytest.raises(lw.errors.FileError, match="no folder for the checkpoint"):
         run(recipe("adam", 2), data("batches"), checkpoint=tmp_path / "nowhere" / "state")
 
 
@@ -187,9 +191,11 @@ def test_states_of_another_run() -> None:
     state = run(recipe("adam", 1), data("batches")).state
     model = dropped()
 
-    def resumed(recipe: lw.Recipe, likelihood: str = "regression", net: nn.Module = model) -> None:
+    def resumed(recipe: lw.recipes.Recipe, likelihood: str = "regression", net: nn.Module = model) -> None:
         kind = "gaussian" if likelihood == "regression" else "categorical"
-        with pytest.raises(lw.DataError, match="this training state belongs to another model or recipe") as error:
+        with pytest.raises(
+            lw.errors.DataError, match="this training state belongs to another model or recipe"
+        ) as error:
             problems.unchanged(net, lambda: lw.train(net, [arrays(kind)], likelihood, recipe, resume=state))
         seen.append(str(error.value))
 
@@ -200,7 +206,7 @@ def test_states_of_another_run() -> None:
     resumed(recipe("sgd"))
     resumed(recipe("lbfgs"))
     resumed(recipe("adam", prior=lw.isotropic()))
-    resumed(recipe("adam", prior=lw.diagonal(), method=lw.Diagonal()))
+    resumed(recipe("adam", prior=lw.priors.diagonal(), method=lw.Diagonal()))
     resumed(recipe("adam"), "classification")
     for found, word in zip(seen, ("2 precisions, the prior 3", "size mismatch", "0.weight", "not sgd", "not lbfgs",
                                   "the prior 1", "the prior 51", "has none to learn"), strict=True):  # fmt: skip

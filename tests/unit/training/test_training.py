@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch import distributions as d
 
 import lapwing as lw
+from lapwing.core.trace import Trace
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references.evidence import Linearised
@@ -41,7 +42,7 @@ def test_a_full_batch_follows_the_gradient_of_the_posterior(kind: str) -> None:
     """One step of SGD, whose first step with Nesterov's momentum of 0.9 is 1.9 times the rate."""
     x, y = arrays(kind)
     prior = lw.per_layer({"0": 0.5, "2": 3.0, "4": 7.0}, mean=0.2)
-    recipe = lw.online(1, prior=prior, update=kept, optimiser="sgd", rate=1e-2, last_rate=1e-2)
+    recipe = lw.recipes.online(1, prior=prior, update=kept, optimiser="sgd", rate=1e-2, last_rate=1e-2)
     trained = lw.train(mlp(), [(x, y)], LIKELIHOODS[kind], recipe)
     start = mlp()
     precision = torch.tensor([0.5, 3.0, 7.0], dtype=D)[LAYERS]
@@ -60,7 +61,7 @@ def test_training_is_a_plain_loop_on_that_objective(kind: str, optimiser: str) -
     values = lambda number: torch.tensor([1.0, 2.0, 3.0], dtype=D) + number
     phi = lambda number: 0.5 + 0.25 * number
     update = set_to(values, phi if kind == "gaussian" else None)
-    recipe = lw.online(
+    recipe = lw.recipes.online(
         3, prior=lw.per_layer(0.5), update=update, optimiser=optimiser, rate=0.02, last_rate=0.005, keep_best=False
     )
     trained = lw.train(mlp(), data, LIKELIHOODS[kind], recipe)
@@ -91,7 +92,7 @@ def test_training_is_a_plain_loop_on_that_objective(kind: str, optimiser: str) -
 def test_lbfgs_sees_all_batches_at_once() -> None:
     """Cut or whole, the objective is the same, up to rounding that twenty steps of a line search blow up."""
     x, y = arrays("gaussian")
-    recipe = lambda: lw.classic(1, update=kept)
+    recipe = lambda: lw.recipes.classic(1, update=kept)
     whole = lw.train(mlp(), [(x, y)], "regression", recipe())
     cut = lw.train(mlp(), problems.split(x, y, CUTS), "regression", recipe())
     assert cut.history[0].loss == pytest.approx(whole.history[0].loss, rel=1e-12)
@@ -118,7 +119,7 @@ def test_classic_ends_at_mackays_fixed_point(cut: bool) -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
     data = problems.split(x, y, (50, 37, 33)) if cut else [(x, y)]
-    trained = lw.train(net, data, "regression", lw.classic(35))
+    trained = lw.train(net, data, "regression", lw.recipes.classic(35))
     model, alpha, phi = trained.model, trained.posterior.prior.values, trained.posterior.likelihood.dispersion
     reference = Linearised.of("gaussian", model, x, y)
     theta = flat(model)
@@ -140,7 +141,7 @@ def test_classic_by_layer() -> None:
     x, y = wave()
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
-    trained = lw.train(net, [(x, y)], "regression", lw.classic(25, prior=lw.per_layer(1.0)))
+    trained = lw.train(net, [(x, y)], "regression", lw.recipes.classic(25, prior=lw.per_layer(1.0)))
     phi, values = trained.posterior.likelihood.dispersion, trained.posterior.prior.values
     owner = torch.tensor([0] * 12 + [1] * 7)
     reference = Linearised.of("gaussian", trained.model, x, y)
@@ -157,7 +158,7 @@ def test_online_learns_noise_and_precisions() -> None:
     x, y = wave()
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
-    recipe = lw.online(150, rate=0.05, update=lw.Ascend(steps=10), frequency=5)
+    recipe = lw.recipes.online(150, rate=0.05, update=lw.tuners.Ascend(steps=10), frequency=5)
     trained = lw.train(net, problems.split(x, y, (50, 37, 33)), "regression", recipe)
     assert float(trained.posterior.likelihood.dispersion.sqrt()) == pytest.approx(0.2, abs=0.05)
     asked = [e for e in trained.history if e.log_evidence is not None]
@@ -170,7 +171,7 @@ def test_online_learns_noise_and_precisions() -> None:
 def test_the_best_moment_or_the_last(best: bool) -> None:
     """Precisions that get worse and worse: the first evidence is the best, the last is another."""
     update = set_to(lambda number: torch.tensor(10.0 ** (number + 1), dtype=D))
-    recipe = lw.online(4, prior=lw.isotropic(1.0), update=update, method=lw.Full(), keep_best=best, rate=1e-2)
+    recipe = lw.recipes.online(4, prior=lw.isotropic(1.0), update=update, method=lw.Full(), keep_best=best, rate=1e-2)
     trained = lw.train(mlp(), shuffled("categorical"), "classification", recipe)
     evidences = [epoch.log_evidence for epoch in trained.history]
     assert max(evidences) == evidences[0] > evidences[-1] + 1
@@ -201,7 +202,7 @@ def test_when_the_evidence_is_asked(settings: dict[str, Any], expected: list[int
         return posterior
 
     data = [arrays("categorical")]
-    recipe = lw.online(8, update=update, method=lw.Diagonal(), **settings)
+    recipe = lw.recipes.online(8, update=update, method=lw.Diagonal(), **settings)
     history = lw.train(mlp(), data, "classification", recipe).history
     assert [epoch.number for epoch in history] == list(range(8))
     assert [epoch.number for epoch in history if epoch.log_evidence is not None] == expected
@@ -252,7 +253,7 @@ def test_networks_of_every_kind(name: str, kind: str, prior: str) -> None:
     x, y = training_data(name, kind)
     data = problems.split(x, y, (5, 3, 4))
     model = NETWORKS[name]()
-    recipe = lw.online(6, method=lw.Full(), prior=PRIORS[prior], update=lw.Ascend(steps=10), rate=0.02)
+    recipe = lw.recipes.online(6, method=lw.Full(), prior=PRIORS[prior], update=lw.tuners.Ascend(steps=10), rate=0.02)
     trained = problems.unchanged(model, lambda: lw.train(model, data, LIKELIHOODS[kind], recipe))
     assert all(not epoch.finding for epoch in trained.history)
     assert not any(module.training for module in trained.model.modules())
@@ -280,7 +281,7 @@ def test_running_statistics_are_those_of_training() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).to(D)  # in training mode, as it is made
     x, y = arrays("categorical")
-    data, recipe = problems.split(x, y, CUTS), lw.online(2, keep_best=False)
+    data, recipe = problems.split(x, y, CUTS), lw.recipes.online(2, keep_best=False)
     trained = problems.unchanged(model, lambda: lw.train(model, data, "classification", recipe))
     mean = torch.zeros(4, dtype=D)
     for inputs, _ in data * 2:
@@ -291,7 +292,7 @@ def test_running_statistics_are_those_of_training() -> None:
 
 def test_frozen_weights_stay() -> None:
     model = BY_NAME["frozen_weight"].build()
-    trained = lw.train(model, [arrays("categorical")], "classification", lw.online(2, rate=0.1))
+    trained = lw.train(model, [arrays("categorical")], "classification", lw.recipes.online(2, rate=0.1))
     assert torch.equal(trained.model[2].weight, model[2].weight)
     assert not trained.model[2].weight.requires_grad
     assert not torch.equal(trained.model[2].bias, model[2].bias)
@@ -301,7 +302,7 @@ def test_frozen_weights_stay() -> None:
 def test_some_weights_uncertain_all_trained() -> None:
     """The prior covers what is selected; the rest is trained without a penalty."""
     x, y = arrays("categorical")
-    recipe = lw.online(1, update=kept, prior=lw.isotropic(5.0), optimiser="sgd", rate=1e-2, last_rate=1e-2)
+    recipe = lw.recipes.online(1, update=kept, prior=lw.isotropic(5.0), optimiser="sgd", rate=1e-2, last_rate=1e-2)
     trained = lw.train(mlp(), [(x, y)], "classification", recipe, weights="last_layer")
     start = mlp()
     precision = torch.where(LAYERS == 2, 5.0, 0.0).to(D)
@@ -315,14 +316,14 @@ def test_ignored_targets_do_not_count() -> None:
     """The penalty is spread over the data that count."""
     x, y = arrays("categorical")
     keep = torch.arange(SIZE) % 4 != 0
-    recipe = lambda: lw.online(2, prior=lw.isotropic(5.0), update=kept, rate=1e-2)
+    recipe = lambda: lw.recipes.online(2, prior=lw.isotropic(5.0), update=kept, rate=1e-2)
     hidden = lw.train(mlp(), [(x, y.masked_fill(~keep, -100))], "classification", recipe())
     without = lw.train(mlp(), [(x[keep], y[keep])], "classification", recipe())
     assert_close(flat(hidden.model), flat(without.model))
 
 
 def raising(posterior: Any) -> Any:
-    raise lw.DivergedError("made to fail.", lw.Trace("made"), posterior)
+    raise lw.errors.DivergedError("made to fail.", Trace("made"), posterior)
 
 
 def test_an_update_that_diverges_is_reported() -> None:
@@ -335,7 +336,7 @@ def test_an_update_that_diverges_is_reported() -> None:
             raising(posterior)
         return set_to(lambda _: torch.tensor(float(len(calls)), dtype=D), lambda _: 0.5 + len(calls))(posterior)
 
-    recipe = lw.online(4, prior=lw.isotropic(9.0), update=update, method=lw.Full(), keep_best=False)
+    recipe = lw.recipes.online(4, prior=lw.isotropic(9.0), update=update, method=lw.Full(), keep_best=False)
     trained = lw.train(mlp(), [arrays("gaussian")], "regression", recipe)
     assert [epoch.precisions for epoch in trained.history] == [(1.0,), (1.0,), (1.0,), (4.0,)]
     assert [epoch.noise for epoch in trained.history] == [(1.5,), (1.5,), (1.5,), (4.5,)]
@@ -348,7 +349,7 @@ def test_an_update_that_diverges_is_reported() -> None:
 
 def test_an_update_that_diverges_at_once() -> None:
     """The prior stays as given, and the noise is the residual's."""
-    recipe = lw.online(1, prior=lw.isotropic(9.0), update=raising, method=lw.Full())
+    recipe = lw.recipes.online(1, prior=lw.isotropic(9.0), update=raising, method=lw.Full())
     trained = lw.train(mlp(), [arrays("gaussian")], "regression", recipe)
     x, y = arrays("gaussian")
     assert trained.history[0].precisions == (9.0,)
@@ -359,8 +360,8 @@ def test_a_precision_that_really_runs_away() -> None:
     """Weights that hardly move from the prior mean, and targets without noise: no precision is high enough."""
     x, y = arrays("gaussian")
     prior = lw.isotropic(1e4, mean=flat(mlp()))
-    recipe = lw.online(
-        2, prior=prior, update=lw.Ascend(steps=40, rate=1.0), method=lw.Full(), rate=1e-12, last_rate=1e-12
+    recipe = lw.recipes.online(
+        2, prior=prior, update=lw.tuners.Ascend(steps=40, rate=1.0), method=lw.Full(), rate=1e-12, last_rate=1e-12
     )
     trained = lw.train(mlp(), [(x, y)], lw.Gaussian(noise_std=1e-7), recipe)
     for epoch in trained.history:
@@ -376,17 +377,17 @@ def test_a_loss_that_is_no_number(optimiser: str) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     x, y = arrays("gaussian")
     data = [(x.float() * 1e18, y.float())] * 2
-    recipe = lw.online(2, optimiser=optimiser, rate=1e15, burn_in=5)
+    recipe = lw.recipes.online(2, optimiser=optimiser, rate=1e15, burn_in=5)
     remedy = "Scale inputs and targets" if optimiser == "lbfgs" else r"Lower the rate \(1e\+15\)"
     message = rf"the (training loss|sum of the weights) is -?(nan|inf) in epoch \d; expected a finite number. {remedy}"
-    with pytest.raises(lw.NumericalError, match=message):
+    with pytest.raises(lw.errors.NumericalError, match=message):
         problems.unchanged(model, lambda: lw.train(model, data, "regression", recipe))
 
 
 def test_an_update_that_needs_data_gets_them() -> None:
     data = [arrays("categorical")]
-    given, own = (lw.maximise_bound(d, block=5, steps=4) for d in (data, None))
-    one, two = (lw.train(mlp(), data, "classification", lw.online(2, update=u)) for u in (given, own))
+    given, own = (lw.tuners.MaximiseBound(d, block=5, steps=4) for d in (data, None))
+    one, two = (lw.train(mlp(), data, "classification", lw.recipes.online(2, update=u)) for u in (given, own))
     assert one.history == two.history
     assert one.history[0].precisions != (1.0, 1.0, 1.0)
 
@@ -395,7 +396,7 @@ def test_single_precision_on_wrapped_models_and_under_autocast() -> None:
     """What is trained is the plain module inside; autocast is left outside, as in fit."""
     x, y = arrays("categorical")
     data = [(x.float(), y)]
-    recipe = lambda: lw.online(2, rate=1e-2)
+    recipe = lambda: lw.recipes.online(2, rate=1e-2)
     plain = lw.train(mlp().float(), data, "classification", recipe())
     wrapped = lw.train(nn.DataParallel(mlp().float()), data, "classification", recipe())
     assert list(wrapped.model.state_dict()) == list(mlp().state_dict())
@@ -408,12 +409,12 @@ def test_single_precision_on_wrapped_models_and_under_autocast() -> None:
 def test_the_posterior_belongs_to_the_trained_model() -> None:
     """It predicts with the copy, can be tuned and saved like any other, and refuses the copy once it moves on."""
     x, _ = arrays("categorical")
-    trained = lw.train(mlp(), shuffled("categorical"), "classification", lw.online(2, rate=1e-2))
+    trained = lw.train(mlp(), shuffled("categorical"), "classification", lw.recipes.online(2, rate=1e-2))
     assert_close(trained.posterior.functions(x).mean, trained.model(x))
     assert trained.posterior.network.model is trained.model
     assert float(trained.posterior.tuned().log_evidence()) >= float(trained.posterior.log_evidence())
     trained.model[0].weight.data += 0.1
-    with pytest.raises(lw.ModelError, match="changed since the fit"):
+    with pytest.raises(lw.errors.ModelError, match="changed since the fit"):
         trained.posterior.predict(x)
 
 
@@ -421,12 +422,12 @@ def test_default_recipe_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "classification" with one output is Bernoulli, as in fit."""
     x = BY_NAME["squeezed"].batch(12)
     y = problems.targets(BY_NAME["squeezed"], 12)
-    short = lw.online(2)
+    short = lw.recipes.online(2)
     trained = lw.train(BY_NAME["squeezed"].build(), [(x, y)], "classification", short)
     assert isinstance(trained.posterior.likelihood, lw.Bernoulli)
     assert isinstance(short.method, lw.Kron)
-    assert lw.online().epochs == 100
-    monkeypatch.setattr("lapwing.api.online", lambda: lw.online(2))
+    assert lw.recipes.online().epochs == 100
+    monkeypatch.setattr("lapwing.api.online", lambda: lw.recipes.online(2))
     default = lw.train(nn.Linear(4, 3), [(x.float(), torch.randn(12, 3))], "regression")
     assert len(default.history) == 2
     assert default.posterior.prior.kind == "per_layer"

@@ -1,0 +1,122 @@
+"""The residual networks for CIFAR-10 whose weights circulate with the literature on function-space methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lapwing.errors import DataError
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+DEPTHS = (20, 32, 44, 56)
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(out + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Module):
+    """Three stages of 16, 32 and 64 channels; 20, 32, 44 or 56 layers."""
+
+    def __init__(self, depth: int = 20, classes: int = 10) -> None:
+        super().__init__()
+        if depth not in DEPTHS:
+            raise DataError(f"a ResNet of {depth} layers; expected one of {', '.join(map(str, DEPTHS))}.")
+        count = (depth - 2) // 6
+        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.layer1 = _stage(16, 16, 1, count)
+        self.layer2 = _stage(16, 32, 2, count)
+        self.layer3 = _stage(32, 64, 2, count)
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        out: Tensor = self.fc(x.mean((2, 3)))
+        return out
+
+
+def _stage(inputs: int, outputs: int, stride: int, count: int) -> nn.Sequential:
+    first = BasicBlock(inputs, outputs, stride)
+    return nn.Sequential(first, *(BasicBlock(outputs, outputs, 1) for _ in range(count - 1)))
+
+
+def pretrained(folder: Path, depth: int) -> ResNet:
+    """With the weights of models/cifar10_resnetDEPTH.npz, in evaluation mode."""
+    path = folder / "models" / f"cifar10_resnet{depth}.npz"
+    if not path.exists():
+        raise DataError(f"models/{path.name} is not in the data folder; expected its weights under state-dict names.")
+    model = ResNet(depth)
+    with np.load(path, allow_pickle=False) as file:
+        given = {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
+    own = model.state_dict()
+    missing = [n for n in own if n not in given and not n.endswith("num_batches_tracked")]
+    if missing:
+        raise DataError(f"models/{path.name} lacks {', '.join(missing[:4])}; expected the names of a state dict.")
+    model.load_state_dict({name: given[name].to(own[name]) if name in given else own[name] for name in own})
+    return model.eval()
+
+
+def cifar10(folder: Path, part: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, 32, 32), shifted and scaled as the networks expect, and classes; ``part`` is train or test."""
+    names = ("cifar10_train_a", "cifar10_train_b") if part == "train" else ("cifar10_test",)
+    images, classes = [], []
+    for name in names:
+        path = folder / f"{name}.npz"
+        if not path.exists():
+            raise DataError(f"{path.name} is not in the data folder; expected keys delta and y.")
+        with np.load(path, allow_pickle=False) as file:
+            delta, y = file["delta"], file["y"]
+        flat = np.cumsum(np.cumsum(delta, 2, dtype=np.uint8), 3, dtype=np.uint8)
+        green = flat[:, 0]
+        images.append(torch.from_numpy(np.stack([flat[:, 1] + green, green, flat[:, 2] + green], 1)))
+        classes.append(torch.from_numpy(np.asarray(y)))
+    x = torch.cat(images).to(device).float() / 255
+    mean, std = (torch.tensor(t, device=device).view(1, 3, 1, 1) for t in (MEAN, STD))
+    return (x - mean) / std, torch.cat(classes).to(device).long()
+
+
+def cropped(x: Tensor, seed: int, smallest: float = 0.5, aspect: float = 4 / 3) -> Tensor:
+    """Every image as a random rectangle of it, stretched to the old size.
+
+    The rectangle has between ``smallest`` and all of the area, and up to ``aspect`` times the width for its height or
+    the other way round; one that does not fit is drawn again, and after ten the image stays whole. That is how images
+    that the given networks have seen are held out in the literature.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size, found = x.shape[-1], []
+    for image in x:
+        left, top, width, height = _rectangle(size, smallest, aspect, generator)
+        part = image[None, :, top : top + height, left : left + width]
+        found.append(F.interpolate(part, (size, size), mode="bilinear", align_corners=False))
+    return torch.cat(found)
+
+
+def _rectangle(size: int, smallest: float, aspect: float, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Left, top, width and height."""
+    for _ in range(10):
+        area, shape, left, top = torch.rand(4, generator=generator).tolist()
+        side, stretch = size * (smallest + (1 - smallest) * area) ** 0.5, aspect ** (shape - 0.5)
+        width, height = round(side * stretch), round(side / stretch)
+        if max(width, height) <= size:
+            return int(left * (size - width + 1)), int(top * (size - height + 1)), width, height
+    return 0, 0, size, size

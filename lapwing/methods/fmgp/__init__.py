@@ -1,0 +1,1 @@
+"""Fixed-mean Gaussian process."""

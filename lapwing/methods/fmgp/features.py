@@ -1,0 +1,33 @@
+"""What the last layer of a network sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Inputs
+from lapwing.errors import ModelError
+from lapwing.networks.blocks import LinearJacobian
+from lapwing.networks.network import Network
+from lapwing.networks.selection import last_layer
+
+
+def last_layer_network(network: Network, inputs: Inputs) -> Network:
+    """The same network with its last layer alone uncertain; refused where that is no single linear map."""
+    found = Network.build(network.model, inputs, last_layer)
+    if len(found.layout) != 1 or not found.layout[0].linear or found.layout[0].groups != 1:
+        raise ModelError("the last layer is no single linear map, so it has no features; use kernel='rbf'.")
+    return found
+
+
+def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
+    tangent = network.linearise(inputs)
+    seeds = torch.zeros(1, *tangent.own.shape, dtype=tangent.own.dtype, device=tangent.own.device)
+    for block, part in tangent.jacobians(seeds):
+        assert isinstance(part, LinearJacobian)
+        if part.positions != 1:
+            raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
+        a = part.a[0, :, 0]
+        return (a[:, :-1] if block.bias is not None else a), tangent.f
+    raise AssertionError("a last layer has one block")

@@ -1,0 +1,100 @@
+"""The response of the tangent model to a push: one linear system for each output, no push strength."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Inputs
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.curvature.sweep import Statistics
+from lapwing.errors import UnsupportedError
+from lapwing.linalg.cg import Solution, block_conjugate_gradients
+from lapwing.linalg.design import gram_product
+from lapwing.networks.functionals import Functional, weight_slope
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.problem import Problem
+from lapwing.tangent.design import JacobianPart, NetworkDesign
+
+ROWS = 256  # outputs solved for at once
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedResponse:
+    """f(x) ~ N(network output, J Λ⁻¹ Jᵀ) with Λ = G/φ + A, by block conjugate gradients for the rows of J at x.
+
+    The tangent model's loss is quadratic, so its response to a push is the same whatever the strength, and equal to the
+    GGN-Laplace variance. Needs the data at every prediction. ``wide`` takes products in float64 with factors that are
+    in less: single precision leaves nothing of a variance that is a millionth of the prior's.
+    """
+
+    problem: Problem
+    design: NetworkDesign
+    statistics: Statistics
+    theta: Tensor
+    tolerance: float  # of the residuals, and of what they leave out of a variance
+    wide: bool = False
+    max_iterations: int = 2000
+
+    def with_problem(self, problem: Problem) -> LinearisedResponse:
+        if problem.prior.needs_curvature:
+            raise UnsupportedError("HFL(mode='linearised') keeps no curvature for a g-prior to take; use Full().")
+        return replace(self, problem=problem)
+
+    def solved(self, rows: Tensor) -> Solution:
+        """Λ⁻¹ times every row (K, P), with residuals; in units of the prior, where most directions need no work.
+
+        There Λ is at least one, and a residual r leaves out at most r² of a variance.
+        """
+        root = self.problem.prior.vector.detach().double().rsqrt()
+        phi = self.problem.likelihood.dispersion.detach().to(root)
+        product = lambda v: root * self._gram(root * v) / phi + v
+        b, tolerance = rows.double() * root, self.tolerance
+        while True:
+            found = block_conjugate_gradients(product, b, tolerance=tolerance, max_iterations=self.max_iterations)
+            left, variance = (found.residuals * b.norm(dim=1)).square(), (found.x * b).sum(1)
+            most = float(torch.where(left > 0, left / variance, 0.0).max())
+            if most <= self.tolerance:
+                return replace(found, x=found.x * root)
+            tolerance *= 0.5 * (self.tolerance / most) ** 0.5
+
+    def _gram(self, v: Tensor) -> Tensor:
+        if not self.wide:
+            return gram_product(self.design, v)
+        total = torch.zeros_like(v)
+        for part in self.design:
+            assert isinstance(part, JacobianPart)
+            total += part.jacobians.double().gram(v)
+        return total
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        network = self.problem.network
+        if joint:
+            tangent = network.linearise(x)
+            f = tangent.f.to(network.dtype)
+            rows = _flat(tangent.jacobians())
+            cov = torch.cat([self.solved(part).x for part in rows.split(ROWS)]) @ rows.mT
+            return FunctionGaussian(f, (0.5 * (cov + cov.mT)).reshape(*f.shape, *f.shape).to(f), joint=True)
+        outputs = torch.Size(network.output_shape).numel()
+        means, covs = [], []
+        for _, tangent in network.tangents(x, most=max(1, ROWS // outputs)):
+            jacobians = tangent.jacobians()
+            rows = _flat(jacobians)
+            solved = self.solved(rows).x.unflatten(0, (jacobians.batch, jacobians.tokens, -1))
+            own = rows.unflatten(0, (jacobians.batch, jacobians.tokens, -1))
+            cov = own @ solved.mT
+            f = tangent.f.to(network.dtype)
+            means.append(f)
+            covs.append((0.5 * (cov + cov.mT)).to(f) if f.ndim == 3 else (0.5 * (cov + cov.mT)).squeeze(1).to(f))
+        return FunctionGaussian(torch.cat(means), torch.cat(covs))
+
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Of a scalar function of the weights by name, or of the outputs at x, to first order."""
+        slope = weight_slope(self.problem.network, function, x).double()
+        return self.solved(slope.unsqueeze(0)).x[0] @ slope
+
+
+def _flat(jacobians: LayerJacobians) -> Tensor:
+    return jacobians.whole().double().flatten(0, 1)

@@ -1,0 +1,164 @@
+"""The regularised loss of the network itself, for many sets of weights at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lapwing.core.data import Batch, Data, Inputs, batch_size, map_tensors
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.fallback import swapped
+from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped
+from lapwing.networks.network import Network, scalar
+from lapwing.priors.gaussian import Prior
+
+BYTES = 256 * 2**20  # what the activations of one call may take
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    r"""U(θ) = Σ loss(f(x; θ), y)/φ + ½ ‖θ - μ‖²_A, at θ = centre + d for K rows d (K, P) in one call.
+
+    Works on a copy of the model in ``dtype``; the one given is not touched. One vectorised call for all rows where the
+    operations allow it, row by row where they do not (recurrent kernels).
+    """
+
+    network: Network
+    likelihood: Likelihood
+    prior: Prior
+    batches: tuple[Batch, ...]
+    model: nn.Module
+    start: Tensor  # what the copy of the model holds, in the working dtype, (P,)
+    phi: Tensor  # the dispersion, likewise
+    centre: Tensor  # θ, (P,)
+
+    @classmethod
+    def build(cls, network: Network, likelihood: Likelihood, prior: Prior, data: Data, dtype: torch.dtype) -> Objective:
+        model = copy.deepcopy(network.model).to(dtype)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        cast = lambda t: t.to(dtype) if t.is_floating_point() else t
+        batches = []
+        for batch in data.batches("data"):
+            inputs = map_tensors(batch.inputs, cast)
+            with torch.no_grad(), plain_kernels(network.plain):
+                f = shaped(raw_output(model, inputs))
+            batches.append(Batch(inputs, cast(likelihood.targets(f, batch.targets))))
+        start = network.theta().to(dtype)
+        return cls(network, likelihood, prior, tuple(batches), model, start, likelihood.dispersion.to(start), start)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.centre.dtype
+
+    @property
+    def size(self) -> int:
+        return len(self.centre)
+
+    @cached_property
+    def data(self) -> int:
+        return sum(self.network.count(batch.inputs) for batch in self.batches)
+
+    @cached_property
+    def _precision(self) -> Tensor:
+        return self.prior.vector.detach().to(self.centre)
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        return torch.as_tensor(self.prior.mean, dtype=self.dtype, device=self.centre.device)
+
+    def weights(self, d: Tensor) -> Weights:
+        """All parameters by name, the selected ones at θ = centre + d, d (P,)."""
+        tensors = dict(self.model.named_parameters())
+        moved = self.network.selection.split(d + (self.centre - self.start))
+        return tensors | {name: tensors[name] + value for name, value in moved.items()}
+
+    def moved(self, d: Tensor) -> Objective:
+        """The same around centre + d."""
+        return replace(self, centre=self.centre + d)
+
+    def run(self, d: Tensor, inputs: Inputs) -> Tensor:
+        """f (B, [T,] C) for one d (P,), as part of whatever is being differentiated."""
+        return swapped(self.model, self.weights(d), lambda: shaped(raw_output(self.model, inputs)))
+
+    def _loss(self, d: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
+        return self.likelihood.loss(self.run(d, inputs), targets).sum() / self.phi
+
+    def outputs(self, d: Tensor, inputs: Inputs) -> Tensor:
+        """f for every row of d: (K, B, [T,] C)."""
+        inputs = self.cast(inputs)
+        return self.each(lambda row: self.run(row, inputs), d, batch_size(inputs))
+
+    def cast(self, inputs: Inputs) -> Inputs:
+        return map_tensors(inputs, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+
+    def value(self, d: Tensor) -> float:
+        """U at one d (P,)."""
+        gap = self.centre + d - self._mean
+        total = 0.5 * (self._precision * gap.square()).sum()
+        for batch in self.batches:
+            total = total + self._loss(d, batch.inputs, batch.targets)
+        return float(total.detach())
+
+    def gradient(self, d: Tensor, batches: tuple[Batch, ...] | None = None) -> Tensor:
+        """∇U at every row of d, (K, P); of some batches that stand for all, where they are given."""
+        chosen = self.batches if batches is None else batches
+        share = 1.0 if batches is None else self.data / sum(self.network.count(batch.inputs) for batch in chosen)
+        total = self._precision * (self.centre + d - self._mean)
+        for batch in chosen:
+            slope = torch.func.grad(lambda row, b=batch: self._loss(row, b.inputs, b.targets))
+            total = total + share * self.each(slope, d, batch_size(batch.inputs))
+        return total
+
+    def curved(self, v: Tensor) -> Tensor:
+        """The Hessian of U at the centre times every row of v, (K, P)."""
+        zero = torch.zeros_like(self.centre)
+        total = self._precision * v
+        for batch in self.batches:
+            slope = torch.func.grad(lambda row, b=batch: self._loss(row, b.inputs, b.targets))
+            product = lambda row, s=slope: torch.func.vjp(s, zero)[1](row)[0]  # the Hessian is symmetric
+            total = total + self.each(product, v, 2 * batch_size(batch.inputs))
+        return total
+
+    def slopes(self, d: Tensor, inputs: Inputs, seeds: Tensor) -> Tensor:
+        """∇ of seeds_k · f(x_k; θ) in θ at every row of d: inputs (K, ...), seeds (K, [T,] C), one for each row."""
+        single = lambda row, x, s: (self.run(row, x)[0] * s).sum()
+        if isinstance(inputs, Tensor):
+            slope = torch.func.grad(lambda row, x, s: single(row, x.unsqueeze(0), s))
+            return self.each(slope, d, 1, inputs, seeds)
+        each = [
+            torch.func.grad(single)(d[k], self.network.take(inputs, slice(k, k + 1)), seeds[k]).detach()
+            for k in range(len(d))
+        ]
+        return torch.stack(each)
+
+    def each_output(self, d: Tensor, inputs: Inputs) -> Tensor:
+        """f(x_k; centre + d_k) for every row, (K, [T,] C)."""
+        if isinstance(inputs, Tensor):
+            return self.each(lambda row, x: self.run(row, x.unsqueeze(0))[0], d, 1, inputs)
+        each = [self.run(d[k], self.network.take(inputs, slice(k, k + 1)))[0].detach() for k in range(len(d))]
+        return torch.stack(each)
+
+    def each(self, function: Callable[..., Tensor], rows: Tensor, samples: int, *others: Tensor) -> Tensor:
+        """The function of every row: vectorised over chunks of rows, or one after another where that is refused."""
+        width = 4 * samples * self.network.footprint.width * self.centre.element_size()
+        chunk = min(max(1, BYTES // max(width, 1)), len(rows))
+        with quiet(), plain_kernels(self.network.plain), sdpa_kernel(SDPBackend.MATH):
+            try:
+                return torch.func.vmap(function, chunk_size=chunk)(rows, *others).detach()
+            except (RuntimeError, NotImplementedError, ValueError):  # no batching rule on the way
+                return torch.stack([function(*parts).detach() for parts in zip(rows, *others, strict=True)])
+
+
+def flat_gradient(objective: Objective, function: Callable[[Weights], Any], d: Tensor) -> Tensor:
+    """The gradient of a scalar function of the weights, (P,), at one d."""
+    slope: Tensor = torch.func.grad(lambda row: scalar(function(objective.weights(row))))(d)
+    return slope.detach()

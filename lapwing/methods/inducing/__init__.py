@@ -1,0 +1,1 @@
+"""Inducing points: VaLLA and ELLA."""

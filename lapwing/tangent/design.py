@@ -1,0 +1,230 @@
+"""The network's own design: Rᵀ J over all data, whose Gram matrix is the GGN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data, tensors_in
+from lapwing.core.random import normal, seeded
+from lapwing.curvature.structures import floored_by_layer
+from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep
+from lapwing.errors import DataError
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.linalg.design import Part, forward_product, gram_product
+from lapwing.linalg.operators import refuse_asymmetric
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
+
+CACHE = 2 * 2**30  # bytes of layer factors that are kept between products on a CPU; a third of what is free on a GPU
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianPart:
+    """The rows of one chunk of data: all its seeds."""
+
+    jacobians: LayerJacobians
+
+    @property
+    def rows(self) -> int:
+        return self.jacobians.batch * self.jacobians.outputs
+
+    def forward(self, v: Tensor) -> Tensor:
+        return self.jacobians.jvp(v).flatten(1)
+
+    def back(self, u: Tensor) -> Tensor:
+        return self.jacobians.vjp(u.reshape(len(u), self.jacobians.batch, self.jacobians.outputs))
+
+    def gram(self, v: Tensor) -> Tensor:
+        return self.jacobians.gram(v)
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkDesign:
+    """Products with Rᵀ J at unit dispersion, for all vectors at once.
+
+    The layer-wise factors of a chunk give J v and Jᵀ u in two products for each vector and layer, half of what forward
+    and backward passes take, once the backward passes for its seeds are done. They are done once for all where the
+    factors of all data fit ``CACHE``; otherwise at every pass, streaming. ``part`` is the most data in one part; None
+    leaves it to memory.
+    """
+
+    network: Network
+    likelihood: Likelihood
+    data: Data
+    held: tuple[LayerJacobians, ...] | None
+    statistics: Statistics
+    rows: int
+    curvature: str = "ggn"  # or "jacobian": J itself, without the likelihood's root
+    part: int | None = None
+    source: Data | None = None  # the data as given, where those above are kept in memory, and so the same at every pass
+
+    @classmethod
+    def build(
+        cls, network: Network, likelihood: Likelihood, data: Data, cache: int | None = None, curvature: str = "ggn",
+        part: int | None = None,
+    ) -> NetworkDesign:  # fmt: skip
+        """One pass over the data: loss, counts, and the factors where they fit.
+
+        Where they do not, the data themselves are kept if they fit, so that a loader that shuffles does no harm.
+        """
+        if part is not None and part < 1:
+            raise DataError(f"a design in parts of {part} data; expected at least one in each.")
+        if cache is None:
+            gpu = network.device.type == "cuda"
+            cache = torch.cuda.mem_get_info(network.device)[0] // 3 if gpu else CACHE
+        given, data = data, fixed(data, cache)
+        sweep = Sweep(network, likelihood, data, curvature, label="Jacobian", part=part)
+        kept: list[LayerJacobians] | None = []
+        rows = taken = 0
+        for jacobians in sweep:
+            rows += jacobians.batch * jacobians.outputs
+            if kept == [] and jacobians.held_bytes() > cache:  # one chunk alone may be more than there is
+                kept = None
+            if kept is not None:
+                kept.append(jacobians.held())
+                taken += kept[-1].nbytes
+                if taken > cache:
+                    kept = None
+        held = None if kept is None else tuple(kept)
+        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature, part,
+                   None if data is given else given)  # fmt: skip
+
+    @property
+    def streamed(self) -> bool:
+        """Whether every pass computes the parts anew, in the order of the data."""
+        return self.held is None
+
+    @property
+    def size(self) -> int:
+        return self.network.selection.size
+
+    @property
+    def like(self) -> Tensor:
+        return torch.empty(0, dtype=self.network.dtype, device=self.network.device)
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept between products: factors, and data that were read once for all."""
+        data = () if self.source is None else tensors_in(list(self.data.source))
+        return sum(part.nbytes for part in self.held or ()) + sum(t.numel() * t.element_size() for t in data)
+
+    def tried(self) -> NetworkDesign:
+        """What tells whether products can be relied on: the first batch where nothing but the network could change."""
+        if self.held is not None or self.source is None:
+            return self
+        first = Data(list(islice(iter(self.data.source), 1)), self.data.device)
+        return NetworkDesign.build(self.network, self.likelihood, first, 0, self.curvature, self.part)
+
+    def whole(self) -> Tensor:
+        """Rᵀ J itself, (rows, P) in float64, from factors that were cast before they were multiplied. For few rows."""
+        found = torch.empty(self.rows, self.size, dtype=torch.float64, device=self.like.device)
+        start = 0
+        for part in self:
+            assert isinstance(part, JacobianPart)
+            found[start : start + part.rows] = part.jacobians.double().whole().flatten(0, 1)
+            start += part.rows
+        return found
+
+    def diagonal(self) -> Tensor:
+        """Of the GGN, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
+        squares = SquaredSum(self.network)
+        for part in self:
+            assert isinstance(part, JacobianPart)
+            squares.add(part.jacobians)
+        return floored_by_layer(squares.diagonal(), self.network.selection)
+
+    def __iter__(self) -> Iterator[Part]:
+        if self.held is not None:
+            yield from (JacobianPart(jacobians) for jacobians in self.held)
+            return
+        total = 0
+        sweep = Sweep(self.network, self.likelihood, self.data, self.curvature, label="products", part=self.part)
+        for jacobians in sweep:
+            part = JacobianPart(jacobians)
+            total += part.rows
+            yield part
+        if total != self.rows:
+            raise DataError(
+                f"a pass gave {total} rows and the first one {self.rows}; expected the same data each time."
+            )
+
+
+def refuse_unsteady(design: NetworkDesign, generator: torch.Generator | None = None) -> None:
+    """Raise unless the products are those of one symmetric matrix. Two passes, over one batch where data are kept."""
+    refuse_redrawn(design)
+    tried, device = design.tried(), design.network.device
+    refuse_asymmetric(lambda v: gram_product(tried, v), tried.size, generator=seeded(generator), device=device)
+
+
+def refuse_reordered(design: NetworkDesign) -> None:
+    """Raise unless two passes give the same rows in the same order. Two passes, over one batch where data are kept.
+
+    The GGN is a sum and does not mind the order of the data; whatever has a number for each row does.
+    """
+    refuse_redrawn(design)
+    if not design.streamed:
+        return
+    design = design.tried()
+    like = torch.empty(0, dtype=torch.float64, device=design.like.device)
+    v = normal((1, design.size), seeded(None), like)
+    first, second = forward_product(design, v), forward_product(design, v)
+    gap, scale = float((first - second).norm()), float(first.norm())
+    if gap > 1e-4 * scale:
+        raise DataError(
+            f"two passes over the data gave different rows, by {gap / scale:.3g} of their size; expected the same "
+            "batches in the same order. Use shuffle=False and no random augmentation."
+        )
+
+
+def refuse_redrawn(design: NetworkDesign) -> None:
+    """Raise unless a loader whose data are kept gives the same rows again, in any order. One reading, no pass.
+
+    What is kept of a loader that augments at random would be one draw of many, and pass for the data. Rows of several
+    lengths are not compared: padding depends on what else is in a batch.
+    """
+    if design.source is None or isinstance(design.source.source, list | tuple):
+        return
+    first, second = _projected(design.data, design.network), _projected(design.source, design.network)
+    if first is None or second is None:
+        return
+    sizes = torch.maximum(first, second)[[2, 1]].clamp_min(torch.finfo(torch.float64).tiny)
+    gap = float(((first - second)[:2].abs() / sizes).max())
+    if gap > 1e-9:
+        raise DataError(
+            f"a second reading of the data gave other rows, by {gap:.2g} of their size; expected the same in any "
+            "order. Use no random augmentation, and drop_last=False."
+        )
+
+
+def _projected(data: Data, network: Network) -> Tensor | None:
+    """The sum over all rows of a random projection of input and target, of its square, and of its size."""
+    patterns: list[Tensor] = []
+    total = torch.zeros(3, dtype=torch.float64, device=data.device)
+    for batch in data.batches("reading again"):
+        size, own = network.count(batch.inputs), (*network.own(batch.inputs), True)
+        tensors = [t.reshape(len(t) if t.ndim else 1, -1) for t in (*tensors_in(batch.inputs), batch.targets)]
+        if not patterns:
+            generator = torch.Generator().manual_seed(1)
+            patterns = [normal((t.shape[1],), generator, total) for t in tensors]
+        if [t.shape[1] for t in tensors] != [len(pattern) for pattern in patterns]:
+            return None
+        each = [t.double() @ pattern for t, pattern in zip(tensors, patterns, strict=True)]
+        row = torch.stack([r if mine else r.sum().expand(size) for r, mine in zip(each, own, strict=True)]).sum(0)
+        total += torch.stack([row.sum(), row.square().sum(), row.abs().sum()])
+    return total
+
+
+def fixed(data: Data, most: int) -> Data:
+    """The same batches in the same order at every pass: kept in memory where they take at most so many bytes."""
+    kept, taken = [], 0
+    for batch in data.batches("reading"):
+        kept.append((batch.inputs, batch.targets))
+        taken += sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
+        if taken > most:
+            return data
+    return Data(kept, data.device, progress=data.progress)

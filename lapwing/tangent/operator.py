@@ -1,0 +1,91 @@
+"""The Jacobian and the GGN as operators: ``G @ v`` without the matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import DataError, NumericalError, UnsupportedError
+from lapwing.linalg.design import Design, back_product, forward_product, gram_product
+from lapwing.networks.forward import outside_autocast
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """A matrix known by its products. ``op @ v`` takes a vector (n,) or the columns of a matrix (n, K), all at once.
+
+    ``kind``: "jacobian" (rows, P), "transposed" (P, rows) or "ggn" (P, P). Results are float64; products run in the
+    network's dtype. ``op.T`` is the transpose and ``op.scipy()`` a ``scipy.sparse.linalg.LinearOperator``.
+    """
+
+    design: Design
+    kind: str
+    guard: Callable[[], None] | None = None  # raises where products would be those of another network
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, size = self.design.rows, self.design.size
+        return {"jacobian": (rows, size), "transposed": (size, rows), "ggn": (size, size)}[self.kind]
+
+    @property
+    def T(self) -> Operator:  # noqa: N802
+        other = {"jacobian": "transposed", "transposed": "jacobian", "ggn": "ggn"}
+        return Operator(self.design, other[self.kind], self.guard)
+
+    @outside_autocast
+    def __matmul__(self, v: Tensor) -> Tensor:
+        good = isinstance(v, Tensor) and not v.is_complex() and v.ndim in (1, 2) and v.numel() > 0
+        if not good or v.shape[0] != self.shape[1]:
+            seen = f"a tensor {tuple(v.shape)} of {v.dtype}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
+            raise DataError(
+                f"a product of an operator {self.shape} with {seen}; expected a real tensor ({self.shape[1]},) or "
+                f"({self.shape[1]}, K)."
+            )
+        if self.guard is not None:
+            self.guard()
+        most, largest = torch.finfo(self.design.like.dtype).max, max(abs(float(end)) for end in v.detach().aminmax())
+        if not largest <= most:  # nor is NaN
+            raise DataError(
+                f"a product of an operator {self.shape} with a vector whose largest entry is {largest:.3g}; expected "
+                f"finite numbers of at most {most:.3g}, as the network computes in {self.design.like.dtype}. Scale it."
+            )
+        rows = v.reshape(v.shape[0], -1).mT.to(self.design.like.device)
+        rows = (rows if rows.dtype in (torch.float32, torch.float64) else rows.double()).contiguous()
+        apply = {"jacobian": forward_product, "transposed": back_product, "ggn": gram_product}[self.kind]
+        with torch.no_grad():
+            found = apply(self.design, rows)
+        if not math.isfinite(found.sum()) and not bool(found.isfinite().all()):  # a sum takes a tenth of the time
+            raise NumericalError(
+                f"a product of an operator {self.shape} with a vector whose largest entry is {largest:.3g} is beyond "
+                f"the {most:.3g} of {self.design.like.dtype}; expected finite numbers. Scale it."
+            )
+        return found.mT.reshape(self.shape[0], *v.shape[1:])
+
+    def scipy(self) -> Any:
+        """For SciPy's solvers: arrays in and out."""
+        try:
+            import numpy as np
+            from scipy.sparse.linalg import LinearOperator
+        except ImportError as error:
+            raise UnsupportedError("a SciPy view of an operator needs scipy: pip install scipy.") from error
+
+        def times(operator: Operator) -> Any:
+            def product(v: Any) -> Any:
+                if np.iscomplexobj(v):
+                    raise DataError(
+                        f"a product of an operator {operator.shape} with an array {np.shape(v)} of {v.dtype}; expected "
+                        "real numbers. Multiply the real and the imaginary part apart."
+                    )
+                return (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
+
+            return product
+
+        return LinearOperator(
+            self.shape, matvec=times(self), rmatvec=times(self.T), matmat=times(self), rmatmat=times(self.T),
+            dtype=np.float64,
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Error bars by pushing, in small."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from experiments import response
+from experiments.result import Result
+from lapwing.methods.hfl.response import ResponsePosterior
+
+SMALL = response.ResponseTask(
+    tasks=("sinusoid",), data=12, hidden=4, seeds=1, new=30, pushes=4, members=2, epochs=30, steps=(5, 10)
+)  # fmt: skip
+
+
+@cache
+def problem() -> response.Problem:
+    return response.made("sinusoid", SMALL, 0)
+
+
+def energy(flat: Tensor) -> Tensor:
+    found = problem()
+    names = [name for name, _ in found.model.named_parameters()]
+    shapes = [p.shape for p in found.model.parameters()]
+    parts = flat.split([shape.numel() for shape in shapes])
+    values = {name: part.reshape(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+    f = torch.func.functional_call(found.model, values, (found.x,))
+    return 0.5 * (f - found.y).square().sum() / SMALL.noise_std**2 + 0.5 * SMALL.precision * flat.square().sum()
+
+
+def test_the_network_is_at_its_minimum() -> None:
+    flat = torch.nn.utils.parameters_to_vector(problem().model.parameters()).detach()
+    assert float(torch.func.grad(energy)(flat).norm()) < 1e-5
+    assert float(torch.linalg.eigvalsh(torch.func.jacrev(torch.func.grad(energy))(flat))[0]) > 0
+
+
+def test_no_data_in_the_gap() -> None:
+    assert float(problem().x.abs().min()) >= SMALL.gap
+    assert float(problem().x.abs().max()) <= SMALL.reach
+    assert int((problem().x > 0).sum()) == 6
+
+
+def test_every_method_is_judged() -> None:
+    found = response.run(SMALL)
+    scores = {row.name: row.scores for row in found.rows}
+    assert scores["HFL, each point"]["gap MPIW"] == pytest.approx(scores["full Hessian"]["gap MPIW"], rel=1e-5)
+    assert scores["HFL, linearised"]["gap MPIW"] == pytest.approx(scores["GGN"]["gap MPIW"], rel=1e-6)
+    assert scores["noise only"]["MPIW"] == pytest.approx(2 * 1.959964 * SMALL.noise_std)
+    assert all(row["MPIW"] >= scores["noise only"]["MPIW"] - 1e-9 for row in scores.values())
+    assert len(scores) == 14
+    assert len(found.arrays["strengths"]) == len(found.arrays["median/float32"]) == 21
+    assert min(found.arrays["median/float64"]) < 1e-6 < min(found.arrays["median/float32"])
+    assert Result.from_json(found.to_json()) == found
+
+
+def test_the_exact_variance_is_the_dense_one() -> None:
+    posterior = problem().fit(lw.HFL(drift=float("inf"))).posterior
+    assert isinstance(posterior, ResponsePosterior)
+    x = torch.tensor([[-1.0], [0.1], [2.5]], dtype=torch.float64)
+    flat = torch.nn.utils.parameters_to_vector(problem().model.parameters()).detach()
+    hessian = torch.func.jacrev(torch.func.grad(energy))(flat)
+    eye = torch.eye(3, dtype=torch.float64)
+    slopes = torch.stack([posterior.problem.network.vjp(x, eye[k].reshape(1, 3, 1))[0] for k in range(3)])
+    exact = (slopes * torch.linalg.solve(hessian, slopes.T).T).sum(1)
+    assert torch.allclose(response.exact_variance(posterior, x), exact, rtol=1e-6)

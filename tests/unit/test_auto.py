@@ -1,0 +1,298 @@
+"""Which method a budget gets, and whether the reason says so."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.auto import RATE, Choice
+from tests import problems
+from tests.cases import BY_NAME
+
+D = torch.float64
+GIB = 2**30
+EXACTNESS = {lw.Full: 2, lw.KernelSpace: 2, lw.Sampled: 1, lw.Kron: 0}
+
+
+def named(choice: Choice) -> str:
+    return type(choice.method).__name__
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "expected"),
+    [
+        (500, 10_000, lw.Full(limit=500)),
+        (10_000, 5_000, lw.Full(limit=10_000)),  # half the time that the kernel takes
+        (2_000, 50, lw.KernelSpace(limit=50)),  # both fit, and this one is cheaper
+        (100_000, 100, lw.KernelSpace(limit=100)),
+        (100_000, 5_000, lw.Sampled(num_samples=64, memory=4 * GIB)),
+        (300_000, 2_000, lw.Sampled(num_samples=64, memory=4 * GIB)),
+        (1_000_000, 500, lw.KernelSpace(limit=500)),
+        (1_000_000, 600, lw.Kron()),  # 1,600 vectors of so many weights are 12 GiB
+        (10_000_000, 100, lw.Kron()),
+        (100_000, 1_000_000, lw.Kron()),
+    ],
+)
+def test_the_defaults(weights: int, rows: int, expected: Any) -> None:
+    assert lw.Auto().choose(weights, rows).method == expected
+
+
+def test_the_number_of_samples_is_passed_on() -> None:
+    assert lw.Auto(num_samples=7).choose(100_000, 5_000).method == lw.Sampled(num_samples=7, memory=4 * GIB)
+    assert lw.Auto(num_samples=2000).choose(100_000, 5_000).method == lw.Kron()  # they cost time as well
+
+
+def test_a_gpu_has_more_in_the_same_time() -> None:
+    slow, fast = (lw.Auto(seconds=1.0, gpu=gpu).choose(5_000, 50_000) for gpu in (False, True))
+    assert (named(slow), named(fast)) == ("Kron", "Full")
+
+
+COST = re.compile(r"(\S+) GiB and about (\S+) s")
+REJECTED = re.compile(r"; (\w+) would take (\S+) GiB and about (\S+) s")
+SIZES = list(itertools.product((40, 3_000, 60_000, 5_000_000), (12, 900, 40_000)))
+MEMORY = [0.01 * GIB, 0.2 * GIB, 4 * GIB, 60 * GIB, math.inf]
+SECONDS = [0.01, 1.0, 60.0, 1e4, math.inf]
+
+
+@pytest.mark.parametrize(("weights", "rows"), SIZES)
+def test_a_larger_budget_is_never_less_exact(weights: int, rows: int) -> None:
+    rank = {
+        (m, s): EXACTNESS[type(lw.Auto(memory=m, seconds=s).choose(weights, rows).method)]
+        for m, s in itertools.product(MEMORY, SECONDS)
+    }
+    for (m, s), mine in rank.items():
+        for (more, longer), theirs in rank.items():
+            assert theirs >= mine or more < m or longer < s
+    assert rank[math.inf, math.inf] == 2
+
+
+def test_the_grid_has_every_method() -> None:
+    """So that the property above says something."""
+    budgets = itertools.product(MEMORY, SECONDS, SIZES)
+    found = {type(lw.Auto(memory=m, seconds=s).choose(*size).method) for m, s, size in budgets}
+    assert found == set(EXACTNESS)
+
+
+@pytest.mark.parametrize(("weights", "rows"), SIZES)
+def test_what_was_rejected_costs_more_than_there_is(weights: int, rows: int) -> None:
+    """By the numbers that the reason gives, up to their rounding; and what was chosen fits."""
+    for memory, seconds in itertools.product(MEMORY[:-1], SECONDS[:-1]):
+        choice = lw.Auto(memory=memory, seconds=seconds).choose(weights, rows)
+        assert choice.why.startswith(f"{named(choice)}: {weights} weights, {rows} rows (data times outputs)")
+        rejected = REJECTED.findall(choice.why)
+        for name, bytes_, time in rejected:
+            assert name != named(choice)
+            assert float(bytes_) * GIB > 0.94 * memory or float(time) > 0.94 * seconds
+        if named(choice) == "Kron":
+            assert {name for name, _, _ in rejected} == {"Full", "KernelSpace", "Sampled"}
+        else:
+            bytes_, time = COST.search(choice.why).groups()
+            assert float(bytes_) * GIB < 1.06 * memory
+            assert float(time) < 1.06 * seconds
+        if named(choice) == "Sampled":
+            assert {name for name, _, _ in rejected} == {"Full", "KernelSpace"}
+            assert f"samples of the exact in at most {memory / GIB:.2g} GiB" in choice.why
+
+
+def test_the_costs_are_those_of_the_algorithms() -> None:
+    """Full: H and a factor, P² each, and n P² + P³/3. Kernel: n vectors of P and two n². Samples: the basis, twenty
+    vectors for each, and the noise of the rows."""
+    p, n = 20_000, 7_000
+    why = lw.Auto(memory=1.0).choose(p, n).why
+    told = {name: (float(memory) * GIB, float(time) * RATE) for name, memory, time in REJECTED.findall(why)}
+    assert told["Full"] == pytest.approx((16 * p**2, n * p**2 + 0.3 * p**3), rel=0.06)
+    assert told["KernelSpace"] == pytest.approx((8 * n * (p + 2 * n), 2 * n**2 * p + 9 * n**3), rel=0.06)
+    assert told["Sampled"] == pytest.approx((8 * (320 * (p + 4 * 320) + 64 * (20 * p + n)), 2 * n * p * 448), rel=0.06)
+
+
+@lru_cache
+def setting(inputs: int = 100) -> tuple[nn.Module, Tensor, Tensor]:
+    """303 weights and up to 1200 rows; of 3003 weights exact costs 60 MB, and eight samples of it 20 MB."""
+    torch.manual_seed(4)
+    return nn.Linear(inputs, 3).double(), torch.randn(400, inputs, dtype=D), torch.randn(400, 3, dtype=D)
+
+
+CHOSEN = {
+    "Full": (lw.Auto(), lw.Full(), 100, 200),
+    "KernelSpace": (lw.Auto(), lw.KernelSpace(), 100, 20),
+    "Sampled": (lw.Auto(memory=3e7, num_samples=8), lw.Sampled(num_samples=8, memory=3e7), 1000, 400),
+    "Kron": (lw.Auto(memory=1e5), lw.Kron(), 100, 200),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_posterior_is_that_of_the_method(name: str) -> None:
+    auto, method, inputs, count = CHOSEN[name]
+    model, x, y = setting(inputs)
+    found, other = (
+        lw.fit(model, [(x[:count], y[:count])], lw.Gaussian(), method=m, generator=torch.Generator().manual_seed(3))
+        for m in (auto, method)
+    )
+    assert found.why.startswith(f"{name}: {3 * inputs + 3} weights, {3 * count} rows")
+    assert other.why == ""
+    assert type(found.posterior) is type(other.posterior)
+    assert type(found.curvature) is type(other.curvature)
+    assert torch.equal(found.functions(x[:5]).cov, other.functions(x[:5]).cov)
+    assert torch.equal(found.prior.values, other.prior.values)
+    assert torch.equal(found.log_evidence(), other.log_evidence())
+
+
+@lru_cache
+def wide() -> tuple[nn.Module, Tensor, Tensor]:
+    """2285 weights and 2000 rows, of which samples need 17 MB, factors 2 MB and a basis of all directions 120 MB."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 5))
+    return model, torch.randn(400, 10), torch.randn(400, 10)[:, :5].argmax(1)
+
+
+@lru_cache
+def sampled(memory: float) -> lw.Fitted:
+    """Without a limit where it is infinite; few samples, at a precision that takes a large basis."""
+    model, x, y = wide()
+    method = lw.Sampled() if math.isinf(memory) else lw.Auto(memory=memory, seconds=1e4, num_samples=16)
+    return lw.fit(model, [(x, y)], "classification", method=method, prior=1e-3)
+
+
+NEEDS = lw.Sampled().needs(2285, 2000)
+
+
+@pytest.mark.parametrize(("more", "held"), [(0.0, False), (1e6, False), (1e7, True), (5e7, True)])
+def test_samples_keep_to_the_memory(more: float, held: bool) -> None:
+    """Basis and kept factors as they are after a solve and the evidence, beside the vectors that a solve works with."""
+    memory = NEEDS + more
+    found, x = sampled(memory), wide()[1]
+    assert f"in at most {memory / GIB:.2g} GiB" in found.why
+    cov = found.functions(x).cov
+    found.log_evidence()
+    ridge = found.posterior.solver.ridge
+    design, basis = ridge.design, ridge.basis
+    squares = sum(t.numel() * t.element_size() for t in (basis.projected, basis.turn))
+    rows = sum(t.numel() * t.element_size() for t in basis.rows.blocks)
+    working = 8 * 20 * 16 * 2285
+    assert working + design.nbytes + rows + squares <= memory
+    assert (design.held is not None) == held
+    assert len(basis.rows) > 300  # and use it
+    expected = sampled(math.inf).functions(x).cov
+    assert float((cov - expected).norm()) < 0.05 * float(expected.norm())
+
+
+def test_without_a_limit_samples_take_more() -> None:
+    """So that the test above says something."""
+    found = sampled(math.inf)
+    _ = found.functions(wide()[1]).cov
+    ridge = found.posterior.solver.ridge
+    assert 8 * 2285 * len(ridge.basis.rows) + ridge.design.nbytes > 8 * 2285 * 320 + 4e6
+    assert ridge.design.held is not None
+
+
+def test_factors_give_way_to_the_noise_of_many_rows() -> None:
+    """How many rows there are is known after a pass alone."""
+    model, x, y = wide()
+    needs = lw.Sampled(num_samples=128).needs(2285, 2000)
+    for more, held in ((1e5, False), (1e7, True)):  # the noise takes 2 MB, and so does what it leaves at first
+        method = lw.Sampled(num_samples=128, memory=needs + more)
+        ridge = lw.fit(model, [(x, y)], "classification", method=method, prior=1.0).posterior.solver.ridge
+        assert (ridge.design.held is not None) == held
+
+
+def test_its_name_has_the_defaults() -> None:
+    model, x, y = setting()
+    one, other = (lw.fit(model, [(x, y)], lw.Gaussian(), method=m, prior=1.0) for m in ("auto", lw.Auto()))
+    assert one.why == other.why == lw.Auto().choose(303, 1200).why
+    assert torch.equal(one.functions(x[:5]).cov, other.functions(x[:5]).cov)
+
+
+def test_the_reason_stays() -> None:
+    model, x, y = setting()
+    found = lw.fit(model, [(x, y)], lw.Gaussian(), method="auto", prior=1.0)
+    assert found.with_prior(2.0).why == found.tuned().why == found.why != ""
+
+
+def test_some_of_the_weights_are_counted_alone() -> None:
+    case = BY_NAME["mlp"]
+    fit = lambda weights: lw.fit(
+        case.build(), problems.batches(case), "classification", method="auto", weights=weights, prior=1.0
+    )
+    assert fit(None).why.startswith("KernelSpace: 83 weights, 18 rows")
+    assert fit(lw.last_layer).why.startswith("Full: 18 weights, 18 rows")
+
+
+def test_every_token_is_a_datum() -> None:
+    case = BY_NAME["token_level"]
+    found = lw.fit(case.build(), problems.batches(case), "classification", method="auto", prior=1.0)
+    assert found.why.startswith("Full: 123 weights, 72 rows")  # six inputs, four tokens, three classes
+
+
+def test_ignored_data_are_counted() -> None:
+    """They have rows in a design, and a limit without them would be refused."""
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Sequential(nn.Linear(3, 100), nn.Tanh(), nn.Linear(100, 5)),
+        torch.randn(20, 3),
+        torch.arange(20) % 5,
+    )
+    y[::2] = -100
+    found = lw.fit(model, [(x, y)], "classification", method="auto", prior=1.0)
+    assert found.why.startswith("KernelSpace: 905 weights, 100 rows")
+    given = lw.fit(model, [(x, y)], "classification", method=lw.KernelSpace(), prior=1.0)
+    assert torch.equal(found.log_evidence(), given.log_evidence())
+
+
+def test_ignored_tokens_are_counted() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 40), nn.Tanh(), nn.Linear(40, 5))
+    batches = []
+    for tokens in (4, 6):  # lengths may differ
+        y = torch.randint(0, 5, (3, tokens))
+        y[:, 2:] = -100
+        batches.append((torch.randint(0, 7, (3, tokens)), y))
+    found = lw.fit(model, batches, "classification", method="auto", prior=1.0)
+    assert found.why.startswith("KernelSpace: 485 weights, 150 rows")  # three inputs of four tokens and three of six
+
+
+def test_nothing_but_ignored_data_is_refused() -> None:
+    with pytest.raises(lw.errors.DataError, match="no datum counts"):
+        lw.fit(
+            nn.Linear(3, 2), [(torch.randn(4, 3), torch.full((4,), -100))], "classification", method="auto", prior=1.0
+        )
+
+
+def test_a_precision_to_be_learned_counts() -> None:
+    """Samples are solved for at several precisions; exact methods have all of them at once."""
+    given, learned = (lw.Auto().choose(100_000, 4_000, tuned=tuned) for tuned in (False, True))
+    assert given.method == lw.Sampled(num_samples=64, memory=4 * GIB)
+    assert learned.method == lw.Kron()
+    assert "Sampled would take" in learned.why
+    assert lw.Auto().choose(500, 10_000) == lw.Auto().choose(500, 10_000, tuned=True)
+
+
+@pytest.mark.parametrize("name", ["memory", "seconds"])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, -math.inf, "a minute", None, True])
+def test_budgets_that_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=rf"{name} (is )?{value!r}.*expected positive numbers"):
+        lw.Auto(**{name: value})
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match="num_samples is 0; expected at least 1"):
+        lw.Auto(num_samples=0).choose(500, 10_000)
+
+
+def test_the_class_is_no_method() -> None:
+    model, x, y = setting()
+    with pytest.raises(lw.errors.UnsupportedError, match=r"method is the class Auto; expected an object: Auto\(\)"):
+        lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Auto)
+
+
+def test_single_weights_fall_back_on_a_method_that_takes_them() -> None:
+    tight = lw.Auto(memory=1.0)
+    assert type(tight.choose(1000, 1000).method) is lw.Kron
+    assert type(tight.choose(1000, 1000, single=True).method) is lw.Diagonal

@@ -1,0 +1,406 @@
+"""Posteriors in files: the same numbers come back, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.posteriors.point import PointPosterior
+from tests import problems
+from tests.cases import BY_NAME, CASES, _cast
+from tests.tolerances import assert_close
+
+D = torch.float64
+METHODS: dict[str, Any] = {
+    "full": lw.Full(),
+    "hessian": lw.Full(curvature="hessian"),
+    "diagonal": lw.Diagonal(),
+    "kron": lw.Kron(),
+    "kron_reduce": lw.Kron(sharing="reduce", full_limit=3),
+    "ekron": lw.EKron(),
+    "low_rank": lw.LowRank(rank=5),
+    "map_only": lw.baselines.MapOnly(),
+    "ella": lw.ELLA(num_landmarks=9, rank=5),
+    "ella_residual": lw.ELLA(num_landmarks=9, rank=5, residual=True),
+    "valla": lw.VaLLA(num_inducing=5, steps=3),
+}
+
+
+def fitted(
+    case: str = "mlp", method: Any = None, dtype: torch.dtype = D, **options: Any
+) -> tuple[nn.Module, lw.Fitted]:
+    chosen = BY_NAME[case]
+    model = chosen.build(dtype)
+    options.setdefault("prior", 1e2)
+    return model, lw.fit(
+        model, problems.batches(chosen, dtype=dtype), problems.likelihood(chosen), method=method, **options
+    )
+
+
+def assert_same(one: lw.Fitted, two: lw.Fitted, inputs: Any, power: float = 2 / 3) -> None:
+    narrow = two.network.dtype
+    assert_close(two.functions(inputs).mean.double(), one.functions(inputs).mean.double(), power, narrow)
+    if float(one.functions(inputs).variance.max()) > 0:
+        assert_close(two.functions(inputs).cov.double(), one.functions(inputs).cov.double(), power, narrow)
+    assert type(two.likelihood) is type(one.likelihood)
+    assert_close(two.likelihood.dispersion, one.likelihood.dispersion)
+    assert two.prior.kind == one.prior.kind
+    if not isinstance(one.posterior, PointPosterior):
+        assert_close(two.log_evidence(), one.log_evidence(), power, narrow)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_round_trip_of_every_method(method: str, tmp_path: Path) -> None:
+    model, posterior = fitted(method=METHODS[method])
+    path = tmp_path / "net.lapwing"
+    problems.unchanged(model, lambda: posterior.save(path))
+    again = problems.unchanged(model, lambda: lw.load(path, model))
+    inputs = BY_NAME["mlp"].batch(4, seed=1)
+    assert_same(posterior, again, inputs)
+    one, two = (p.function_samples(inputs, 3, torch.Generator().manual_seed(1)) for p in (posterior, again))
+    assert_close(two, one)
+    assert_close(again.predict(inputs).probs, posterior.predict(inputs).probs)
+
+
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+@pytest.mark.parametrize("method", ["kron", "ekron"])
+def test_round_trip_of_every_network(case: str, method: str, tmp_path: Path) -> None:
+    _, posterior = fitted(case, METHODS[method])
+    posterior.save(tmp_path / "net")
+    again = lw.load(tmp_path / "net", BY_NAME[case].build())  # another object with the same weights
+    assert_same(posterior, again, BY_NAME[case].batch(3, seed=1))
+    assert again.network.layout == posterior.network.layout
+    assert again.curvature.structures() == posterior.curvature.structures()
+
+
+LIKELIHOODS: dict[str, tuple[Any, Tensor]] = {
+    "gaussian": (lw.Gaussian(), torch.randn(6, 3, dtype=D)),
+    "gaussian, given": (lw.Gaussian(noise_std=0.3), torch.randn(6, 3, dtype=D)),
+    "gaussian, given as an integer": (lw.Gaussian(noise_std=2), torch.randn(6, 3, dtype=D)),
+    "gaussian, given as a tensor": (lw.Gaussian(noise_std=torch.tensor(0.3)), torch.randn(6, 3, dtype=D)),
+    "gaussian, each": (lw.Gaussian(noise_std=(0.3, 0.4, 0.5)), torch.randn(6, 3, dtype=D)),
+    "gaussian, each a tensor": (lw.Gaussian(noise_std=torch.tensor([0.3, 0.4, 0.5])), torch.randn(6, 3, dtype=D)),
+    "gaussian, each found": (lw.Gaussian(per_output=True), torch.randn(6, 3, dtype=D)),
+    "categorical": (lw.Categorical(class_weights=torch.tensor([1.0, 2.0, 3.0]), ignore_index=1, link="mc", samples=17,
+                                   seed=4), torch.tensor([0, 1, 2, 2, 1, 0])),
+    "categorical, warm": (lw.Categorical(temperature=2.5, link="bridge"), torch.tensor([0, 1, 2, 2, 1, 0])),
+    "bernoulli": (lw.Bernoulli(pos_weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=-1, link="quadrature"),
+                  torch.randint(-1, 2, (6, 3))),
+    "bernoulli, one weight": (lw.Bernoulli(pos_weight=2.0, temperature=0.5), torch.randint(0, 2, (6, 3))),
+    "poisson": (lw.Poisson(), torch.randint(0, 4, (6, 3))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_round_trip_of_every_likelihood(name: str, tmp_path: Path) -> None:
+    likelihood, y = LIKELIHOODS[name]
+    case = BY_NAME["mlp"]
+    model, inputs = case.build(), case.batch(6)
+    posterior = lw.fit(model, [(inputs, y)], likelihood, method=lw.Kron())
+    posterior.save(tmp_path / "net")
+    again = lw.load(tmp_path / "net", model)
+    assert_same(posterior, again, inputs)
+    one, two = posterior.predict(inputs), again.predict(inputs)
+    assert_close(two.mean, one.mean)
+    known = y.clamp_min(0)
+    assert_close(two.log_prob(known), one.log_prob(known))
+    settings, before = again.likelihood.settings(), posterior.likelihood.settings()
+    assert json.dumps(settings) == json.dumps(before)
+
+
+def test_round_trip_of_a_heteroscedastic_network(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2).double()
+    x, y = torch.randn(6, 4, dtype=D), torch.randn(6, dtype=D)
+    posterior = lw.fit(model, [(x, y)], "heteroscedastic")
+    posterior.save(tmp_path / "net")
+    again = lw.load(tmp_path / "net", model)
+    assert_same(posterior, again, x)
+    assert_close(again.predict(x).std, posterior.predict(x).std)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [lw.isotropic(2.0, 0.5), lw.per_layer(torch.tensor([1.0, 2.0, 3.0])), lw.priors.diagonal(torch.linspace(1, 2, 83)),
+     lw.isotropic(2.0, torch.linspace(-1, 1, 83)), None],
+)  # fmt: skip
+def test_round_trip_of_every_prior(prior: Any, tmp_path: Path) -> None:
+    model, posterior = fitted(method=lw.Full(), prior=prior)
+    posterior.save(tmp_path / "net")
+    again = lw.load(tmp_path / "net", model)
+    assert_same(posterior, again, BY_NAME["mlp"].batch(3, seed=1))
+    assert_close(again.prior.vector, posterior.prior.vector)
+
+
+@pytest.mark.parametrize("weights", [lw.last_layer, lw.named("bias"), lw.subnetwork(torch.tensor([1, 5, 40]))])
+def test_round_trip_of_every_selection(weights: Any, tmp_path: Path) -> None:
+    model, posterior = fitted(method=lw.Diagonal(), weights=weights)
+    posterior.save(tmp_path / "net")
+    again = lw.load(tmp_path / "net", model)
+    assert again.network.selection.names == posterior.network.selection.names
+    assert again.network.selection.size == posterior.network.selection.size
+    inputs = BY_NAME["mlp"].batch(3, seed=1)
+    assert_same(posterior, again, inputs)
+    one, two = (p.network_samples(inputs, 2, torch.Generator().manual_seed(1)) for p in (posterior, again))
+    assert_close(two, one)
+
+
+def test_a_loaded_posterior_can_be_saved_tuned_and_reweighted(tmp_path: Path) -> None:
+    model, posterior = fitted(method=lw.Kron())
+    posterior.save(tmp_path / "one")
+    again = lw.load(tmp_path / "one", model)
+    again.save(tmp_path / "two")
+    inputs = BY_NAME["mlp"].batch(3, seed=1)
+    assert_same(posterior, lw.load(tmp_path / "two", model), inputs)
+    assert_same(posterior.tuned(), again.tuned(), inputs)
+    assert_same(posterior.with_prior(3.0), again.with_prior(3.0), inputs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+def test_from_float64_to_narrower(method: str, narrow: torch.dtype, tmp_path: Path) -> None:
+    model, posterior = fitted(method=METHODS[method])
+    posterior.save(tmp_path / "net")
+    inputs = BY_NAME["mlp"].batch(4, seed=1)
+    expected = posterior.functions(inputs)
+    again = lw.load(tmp_path / "net", model.to(narrow))
+    found = again.functions(_cast(inputs, narrow))
+    assert found.cov.dtype == torch.float32  # factors are never kept in bfloat16
+    assert_close(found.mean, expected.mean, dtype=narrow)
+    if method != "map_only":
+        assert_close(found.std, expected.std, dtype=narrow)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_from_float32_to_float64(method: str, tmp_path: Path) -> None:
+    model, posterior = fitted(method=METHODS[method], dtype=torch.float32)
+    posterior.save(tmp_path / "net")
+    inputs = BY_NAME["mlp"].batch(4, torch.float32, seed=1)
+    expected = posterior.functions(inputs)
+    again = lw.load(tmp_path / "net", model.double())
+    found = again.functions(_cast(inputs, D))
+    assert found.cov.dtype == D
+    assert_close(found.mean, expected.mean, dtype=torch.float32)
+    if method != "map_only":
+        assert_close(found.std, expected.std, dtype=torch.float32)
+
+
+def test_to_a_device_and_back() -> None:
+    model, posterior = fitted(method=lw.Kron())
+    inputs = BY_NAME["mlp"].batch(3, seed=1)
+    moved = problems.unchanged(model, lambda: posterior.to("cpu"))
+    assert_same(posterior, moved, inputs)
+
+
+@pytest.mark.parametrize("method", ["auto", lw.Sampled(num_samples=4)], ids=["auto", "sampled"])
+def test_what_was_found_out_moves_too(method: Any) -> None:
+    case = BY_NAME["mlp"]
+    posterior = lw.fit(case.build(), problems.batches(case), "classification", method=method)
+    assert posterior.trace is not None
+    moved = posterior.to("cpu")
+    assert moved.trace is posterior.trace
+    assert moved.why == posterior.why
+    assert bool(moved.why) == (method == "auto")
+    if method != "auto":
+        with pytest.raises(lw.errors.UnsupportedError, match="belong to the prior and noise they were saved with"):
+            moved.with_prior(3.0).functions(case.batch(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "nowhere"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    model, posterior = fitted(method=lw.Kron())
+    with pytest.raises(lw.errors.UnsupportedError, match=f"device is '{device}'; expected one that this machine has: "):
+        problems.unchanged(model, lambda: posterior.to(device))
+
+
+# What is refused.
+
+
+def other_weights(model: nn.Module) -> nn.Module:
+    model[2].weight.data[0, 0] += 1e-3
+    return model
+
+
+def swapped_rows(model: nn.Module) -> nn.Module:
+    model[2].weight.data = model[2].weight.data.flip(0)
+    return model
+
+
+OTHERS = {
+    "other weights": lambda: other_weights(BY_NAME["mlp"].build()),
+    "rows swapped": lambda: swapped_rows(BY_NAME["mlp"].build()),
+    "wider": lambda: nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)).double(),
+    "another kind": lambda: BY_NAME["norms"].build(),
+    "other weights in float32": lambda: other_weights(BY_NAME["mlp"].build()).float(),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_is_refused(other: str, tmp_path: Path) -> None:
+    _, posterior = fitted()
+    posterior.save(tmp_path / "net")
+    model = OTHERS[other]()
+
+    def run() -> None:
+        with pytest.raises(lw.errors.FileError, match="belongs to another model"):
+            lw.load(tmp_path / "net", model)
+
+    problems.unchanged(model, run)
+
+
+def test_a_model_in_training_mode_is_refused(tmp_path: Path) -> None:
+    model, posterior = fitted("resnet_batchnorm")
+    posterior.save(tmp_path / "net")
+    model.train()
+    with pytest.raises(lw.errors.ModelError, match="training mode"):
+        lw.load(tmp_path / "net", model)
+
+
+def test_changed_weights_are_not_saved(tmp_path: Path) -> None:
+    model, posterior = fitted()
+    other_weights(model)
+    with pytest.raises(lw.errors.ModelError, match=r"2\.weight.*has changed"):
+        posterior.save(tmp_path / "net")
+    assert not (tmp_path / "net").exists()
+
+
+def written(tmp_path: Path) -> tuple[nn.Module, Path, bytes]:
+    model, posterior = fitted(method=lw.Kron())
+    posterior.save(tmp_path / "net")
+    return model, tmp_path / "net", (tmp_path / "net").read_bytes()
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 0.5, 0.99])
+def test_truncated_files_are_refused(keep: float, tmp_path: Path) -> None:
+    model, path, content = written(tmp_path)
+    path.write_bytes(content[: int(keep if keep > 1 else keep * len(content))])
+    with pytest.raises(lw.errors.FileError, match=r"cannot be read.*Expected a file written by posterior\.save\(\)"):
+        lw.load(path, model)
+
+
+def test_garbage_is_refused(tmp_path: Path) -> None:
+    model, path, _ = written(tmp_path)
+    gen = torch.Generator().manual_seed(1)
+    for size in (1, 64, 5000):
+        path.write_bytes(bytes(torch.randint(0, 256, (size,), generator=gen).tolist()))
+        with pytest.raises(lw.errors.FileError, match="cannot be read"):
+            lw.load(path, model)
+
+
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    model, path, _ = written(tmp_path)
+    opened = tmp_path / "opened"
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (opened,))
+
+    path.write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(lw.errors.FileError, match="cannot be read"):
+        lw.load(path, model)
+    torch.save({"trap": Trap()}, path)
+    with pytest.raises(lw.errors.FileError, match="cannot be read"):
+        lw.load(path, model)
+    assert not opened.exists()
+
+
+def test_foreign_safetensors_are_refused(tmp_path: Path) -> None:
+    model, path, _ = written(tmp_path)
+    save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(lw.errors.FileError, match="holds no Lapwing posterior"):
+        lw.load(path, model)
+    save_file({"weight": torch.zeros(3)}, path, metadata={"lapwing": "not json"})
+    with pytest.raises(lw.errors.FileError, match="holds no Lapwing posterior"):
+        lw.load(path, model)
+    for other in ('{"format": "lapwing-posterior-999"}', '["lapwing-posterior-1"]', "{}"):
+        save_file({"weight": torch.zeros(3)}, path, metadata={"lapwing": other})
+        with pytest.raises(lw.errors.FileError, match=r"has the format .*; this version reads 'lapwing-posterior-"):
+            lw.load(path, model)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        lw.load(tmp_path / "nothing", BY_NAME["mlp"].build())
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(lw.errors.FileError, match="cannot be read"):
+        lw.load(tmp_path, BY_NAME["mlp"].build())
+
+
+def parts(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["lapwing"])  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    "lost", ["theta", "prior.precision", "likelihood.dispersion", "curvature.0.inp", "curvature.2.out"]
+)
+def test_a_file_without_one_of_its_tensors(lost: str, tmp_path: Path) -> None:
+    model, path, _ = written(tmp_path)
+    tensors, meta = parts(path)
+    del tensors[lost]
+    save_file(tensors, path, metadata={"lapwing": json.dumps(meta)})
+    with pytest.raises(lw.errors.FileError, match=r"damaged.*Save the posterior again"):
+        lw.load(path, model)
+
+
+@pytest.mark.parametrize(
+    "lost", ["likelihood", "prior", "selection", "layout", "network", "statistics", "curvature", "fingerprint"]
+)
+@pytest.mark.parametrize("instead", ["missing", None, 5, [], {}, "word"])
+def test_a_file_with_other_metadata(lost: str, instead: Any, tmp_path: Path) -> None:
+    model, path, _ = written(tmp_path)
+    tensors, meta = parts(path)
+    meta[lost] = instead
+    if instead == "missing":
+        del meta[lost]
+    save_file(tensors, path, metadata={"lapwing": json.dumps(meta)})
+    with pytest.raises(lw.errors.FileError):
+        lw.load(path, model)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "nan", "dtype"])
+@pytest.mark.parametrize("name", ["theta", "prior.precision", "curvature.0.inp", "curvature.1.out"])
+def test_a_tensor_that_cannot_be_the_saved_one(name: str, wrong: str, tmp_path: Path) -> None:
+    model, path, _ = written(tmp_path)
+    tensors, meta = parts(path)
+    if wrong == "shape":
+        tensors[name] = torch.cat([tensors[name].reshape(-1), torch.ones(2, dtype=D)])
+    elif wrong == "nan":
+        tensors[name] = torch.full_like(tensors[name], float("nan"))
+    else:
+        tensors[name] = torch.ones_like(tensors[name], dtype=torch.int64)
+    save_file(tensors, path, metadata={"lapwing": json.dumps(meta)})
+    with pytest.raises(lw.LapwingError):
+        lw.load(path, model)
+
+
+def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
+    """A damaged disk changes numbers, not names: the header alone cannot tell."""
+    model, path, content = written(tmp_path)
+    (header,) = struct.unpack("<Q", content[:8])
+    start = 8 + header
+    for position in (start + 6, (start + len(content)) // 2, len(content) - 3):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x10
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(lw.errors.FileError):
+            lw.load(path, model)
+
+
+def test_the_model_itself_is_not_in_the_file(tmp_path: Path) -> None:
+    _, path, _ = written(tmp_path)
+    tensors, meta = parts(path)
+    assert "format" in meta
+    assert not any(key.startswith(("0.", "2.", "4.", "model")) for key in tensors)
