@@ -19,9 +19,9 @@ from lapwing.core.data import Data, Inputs, batch_size, check_finite, map_tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.core.trace import Trace
-from lapwing.curvature.sweep import checked_targets, mean_squared_residual
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
+from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.networks.fingerprint import Fingerprint

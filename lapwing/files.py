@@ -16,7 +16,6 @@ from lapwing.curvature.full import FullCurvature
 from lapwing.curvature.low_rank import BoundedCurvature, LowRankCurvature
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.curvature.structures import STRUCTURES
-from lapwing.curvature.sweep import Statistics
 from lapwing.errors import FileError, ModelError, UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -26,6 +25,7 @@ from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
+from lapwing.losses import Statistics
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
 from lapwing.methods.hfl.linearised import LinearisedResponse

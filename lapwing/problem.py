@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
+from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.losses import Statistics
 from lapwing.networks.network import Network
 from lapwing.priors.gaussian import Prior
 
@@ -23,3 +27,20 @@ class Problem:
 
     def with_prior(self, prior: Prior) -> Problem:
         return replace(self, prior=prior)
+
+    def with_known_prior(self) -> Problem:
+        """Return the problem with its prior as it is: nothing learns it any more."""
+        return replace(self, learn_prior=False)
+
+    def with_residual_noise(self, statistics: Statistics) -> Problem:
+        """Return the problem with the noise set to the mean squared residual, if the likelihood leaves it open."""
+        if not self.likelihood.learns_dispersion:
+            return self
+        phi = 2 * statistics.loss / (statistics.data * statistics.outputs)
+        if phi < 1e-30:
+            raise DataError(
+                f"the network fits its {statistics.data} targets exactly, so the residuals say nothing about the "
+                "noise; expected some. Give it: Gaussian(noise_std=...)."
+            )
+        noise = torch.tensor(phi, dtype=torch.float64, device=self.network.device)
+        return self.with_likelihood(self.likelihood.with_dispersion(noise))

@@ -45,6 +45,24 @@ class FunctionGaussian:
     covariance: Tensor | Deferred
     joint: bool = False
 
+    @classmethod
+    def across(cls, mean: Tensor, matrix: Tensor) -> FunctionGaussian:
+        """Return the joint belief with this covariance between all outputs at all inputs, (B C, B C)."""
+        return cls(mean, matrix.to(mean).reshape(*mean.shape, *mean.shape), joint=True)
+
+    @classmethod
+    def of_deviations(cls, mean: Tensor, deviations: Tensor, count: float, joint: bool) -> FunctionGaussian:
+        """Return the belief whose covariance is the sum of d dᵀ over the rows d of ``deviations``, over ``count``.
+
+        Shapes: ``mean`` (B, ..., C), ``deviations`` (K, B, ..., C).
+        """
+        if joint:
+            flat = deviations.flatten(1)
+            return cls.across(mean, flat.mT @ flat / count)
+        variance = lambda: deviations.square().sum(0) / count
+        cov = lambda: torch.einsum("k...c,k...d->...cd", deviations, deviations) / count
+        return cls(mean, Deferred(variance, cov))
+
     @cached_property
     def cov(self) -> Tensor:
         return self.covariance.cov() if isinstance(self.covariance, Deferred) else self.covariance

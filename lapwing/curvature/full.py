@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Data, check_finite
 from lapwing.curvature.structures import floored_by_layer
-from lapwing.curvature.sweep import Statistics, counted
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram, symmetrise
+from lapwing.losses import Statistics, counted
 from lapwing.networks import graph as graphs
 from lapwing.networks import products
 from lapwing.networks.backward import loops

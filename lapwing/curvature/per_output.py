@@ -10,10 +10,10 @@ from torch import Tensor
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.full import FullCurvature
 from lapwing.curvature.structures import BlockCurvature, DiagonalBlock, FullBlock, KroneckerBlock
-from lapwing.curvature.sweep import Statistics
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.losses import Statistics
 
 Parts = FullCurvature | BlockwiseCurvature
 

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, check_finite, merged
+from lapwing.core.data import Data, check_finite, merged
 from lapwing.curvature.blockwise import in_order
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.losses import Statistics, checked_targets, counted
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
 CURVATURES = ("ggn", "fisher_mc")
 PLAIN = "jacobian"  # no likelihood: every output is a seed
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a pass over the data leaves besides the curvature."""
-
-    loss: float  # at unit dispersion, summed
-    data: int  # data that count
-    outputs: int  # numbers predicted for each datum
-    losses: tuple[float, ...] = ()  # of each output at unit noise, where each has its own
-
-    def __add__(self, other: Statistics) -> Statistics:
-        losses = tuple(a + b for a, b in zip(self.losses, other.losses, strict=True))
-        return Statistics(self.loss + other.loss, self.data + other.data, self.outputs, losses)
 
 
 def checked_curvature(curvature: str, allowed: tuple[str, ...] = CURVATURES) -> str:
@@ -141,80 +127,6 @@ class SquaredSum:
     def diagonal(self) -> Tensor:
         """(P,)"""
         return in_order(self._totals, self._network.layout, self._network.selection)
-
-
-def paired(network: Network, batch: Batch) -> int:
-    """How many samples a batch has, refused unless there is a target for each."""
-    inputs, targets = network.count(batch.inputs), batch.targets.shape[0] if batch.targets.ndim else 1
-    if inputs != targets:
-        raise DataError(
-            f"{inputs} inputs with {targets} targets; expected one target for each. A Dataset gives single samples: "
-            "wrap it in a DataLoader."
-        )
-    return inputs
-
-
-def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(outputs in shape alone, targets): checked against each other before the network runs."""
-    size, shape = paired(network, batch), network.output_shape
-    if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
-        shape = (batch.targets.shape[1], shape[1])
-    outputs = torch.empty(1, dtype=network.dtype, device=network.device).expand(size, *shape)
-    return outputs, likelihood.targets(outputs, batch.targets)
-
-
-def data_count(network: Network, likelihood: Likelihood, data: Data) -> int:
-    """How many data count, without running the network."""
-    pairs = (checked_targets(network, likelihood, batch) for batch in data.batches("counting"))
-    return counted(sum(int(likelihood.count(f, y)) for f, y in pairs))
-
-
-def _doubled(y: Tensor) -> Tensor:
-    return y.double() if y.is_floating_point() else y
-
-
-def counted(count: int) -> int:
-    """The number of data, refused when zero."""
-    if count == 0:
-        raise DataError("no datum counts: every target is ignored; expected at least one.")
-    return count
-
-
-def residual_noise(likelihood: Likelihood, statistics: Statistics, device: torch.device) -> Likelihood:
-    """The likelihood with its noise, where it is to be found, set to the mean squared residual at w̃."""
-    if not likelihood.learns_dispersion:
-        return likelihood
-    phi = 2 * statistics.loss / (statistics.data * statistics.outputs)
-    if phi < 1e-30:
-        raise DataError(
-            f"the network fits its {statistics.data} targets exactly, so the residuals say nothing about the noise; "
-            "expected some. Give it: Gaussian(noise_std=...)."
-        )
-    return likelihood.with_dispersion(torch.tensor(phi, dtype=torch.float64, device=device))
-
-
-def loss_only(network: Network, likelihood: Likelihood, data: Data) -> Statistics:
-    """A plain forward pass for loss and counts."""
-    loss, count = 0.0, 0
-    for batch in data.batches("loss"):
-        f = network(batch.inputs)
-        check_finite(f, "outputs of the network")
-        y = likelihood.targets(f, batch.targets)
-        loss += float(likelihood.loss(f.double(), _doubled(y)).sum())
-        count += int(likelihood.count(f, y))
-    return Statistics(loss, counted(count), network.output_shape[-1])
-
-
-def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) -> Tensor:
-    """(C,), by one forward pass."""
-    total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0
-    for batch in data.batches("residuals"):
-        f = network(batch.inputs).double()
-        check_finite(f, "outputs of the network")
-        gap = (f - likelihood.targets(f, batch.targets).double()).reshape(-1, f.shape[-1])
-        total += gap.square().sum(0)
-        count += len(gap)
-    return total / counted(count)
 
 
 def seeded(root: Tensor) -> Tensor:

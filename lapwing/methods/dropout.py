@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from lapwing.core.data import Data
 from lapwing.core.settings import refuse_other_than_whole
-from lapwing.curvature.sweep import loss_only, residual_noise
+from lapwing.losses import summed_loss
 from lapwing.posteriors.members import Masks, MembersPosterior
 from lapwing.problem import Problem
 
@@ -40,7 +40,6 @@ class MCDropout:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network
         members = Masks.of(network.model, self.samples, self.seed)
-        statistics = loss_only(network, problem.likelihood, data)
-        likelihood = residual_noise(problem.likelihood, statistics, network.device)
-        problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
+        statistics = summed_loss(network, problem.likelihood, data)
+        problem = problem.with_residual_noise(statistics).with_known_prior()
         return MembersPosterior(problem, members, statistics, network.theta())

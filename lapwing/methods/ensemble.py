@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from lapwing.core.data import Data
 from lapwing.core.settings import refuse_other_than_whole
-from lapwing.curvature.sweep import residual_noise
 from lapwing.errors import ModelError, UnsupportedError
+from lapwing.losses import summed_loss
 from lapwing.networks.forward import refuse_training_mode
-from lapwing.posteriors.members import MembersPosterior, Networks, of_mean
+from lapwing.posteriors.members import MembersPosterior, Networks, mean_of
 from lapwing.problem import Problem
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
@@ -60,9 +60,8 @@ class Ensemble:
                 raise ModelError(f"a member is a {type(model).__name__}; expected a trained torch.nn.Module.")
             refuse_training_mode(model)
         found = Networks(tuple(models))
-        statistics = of_mean(problem, found, data)
-        likelihood = residual_noise(problem.likelihood, statistics, network.device)
-        problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
+        statistics = summed_loss(mean_of(found), problem.likelihood, data, "outputs of a member")
+        problem = problem.with_residual_noise(statistics).with_known_prior()
         return MembersPosterior(problem, found.marked(), statistics, network.theta())
 
 

@@ -11,8 +11,9 @@ from lapwing.core.random import apart
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import CURVATURES, Statistics, Sweep, checked_curvature
+from lapwing.curvature.sweep import CURVATURES, Sweep, checked_curvature
 from lapwing.errors import UnsupportedError
+from lapwing.losses import Statistics
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 

@@ -11,7 +11,8 @@ from lapwing.core.random import apart
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import Statistics, Sweep
+from lapwing.curvature.sweep import Sweep
+from lapwing.losses import Statistics
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.curvature.sweep import loss_only, residual_noise
+from lapwing.losses import summed_loss
 from lapwing.posteriors.point import PointPosterior
 from lapwing.problem import Problem
 
@@ -24,6 +24,6 @@ class MapOnly:
     """
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> PointPosterior:
-        statistics = loss_only(problem.network, problem.likelihood, data)
-        likelihood = residual_noise(problem.likelihood, statistics, problem.network.device)
-        return PointPosterior(problem.with_likelihood(likelihood), statistics, problem.network.theta())
+        statistics = summed_loss(problem.network, problem.likelihood, data)
+        problem = problem.with_residual_noise(statistics)
+        return PointPosterior(problem, statistics, problem.network.theta())

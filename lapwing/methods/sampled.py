@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.random import seeded
 from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
-from lapwing.curvature.sweep import checked_curvature, residual_noise
+from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.design import gram_product
@@ -105,8 +105,7 @@ class Sampled:
         elif network.device.type == "cuda":  # a basis may take a third of what is free there
             settings["bytes"] = max(4 * 2**30, torch.cuda.mem_get_info(network.device)[0] // 3)
         ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
-        likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
-        problem = problem.with_likelihood(likelihood)
+        problem = problem.with_residual_noise(design.statistics)
         return SampledPosterior(problem, RidgeSolver(self, ridge), design.statistics, network.theta())
 
     def needs(self, size: int, rows: int = 0) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Data, Inputs, check_finite
-from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.data import Inputs
+from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import global_seed
-from lapwing.curvature.sweep import Statistics, counted
 from lapwing.errors import ModelError, UnsupportedError
+from lapwing.losses import Statistics
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import has_dropout, needs_plain_kernels, plain_kernels, raw_output, shaped
 from lapwing.problem import Problem
@@ -147,25 +148,10 @@ class MembersPosterior:
 
 def spread(each: Tensor, joint: bool) -> FunctionGaussian:
     """Mean and covariance of K functions (K, B, [T,] C)."""
-    mean, count = each.mean(0), max(1, len(each) - 1)
-    gap = each - mean
-    if joint:
-        flat = gap.flatten(1)
-        return FunctionGaussian(mean, (flat.mT @ flat / count).reshape(*mean.shape, *mean.shape), joint=True)
-    return FunctionGaussian(
-        mean,
-        Deferred(lambda: gap.square().sum(0) / count, lambda: torch.einsum("k...c,k...d->...cd", gap, gap) / count),
-    )
+    mean = each.mean(0)
+    return FunctionGaussian.of_deviations(mean, each - mean, max(1, len(each) - 1), joint)
 
 
-def of_mean(problem: Problem, members: Members, data: Data) -> Statistics:
-    """Loss and counts of the members' mean."""
-    likelihood, loss, count = problem.likelihood, 0.0, 0
-    for batch in data.batches("loss"):
-        each = members(batch.inputs).double()
-        check_finite(each, "outputs of a member")
-        f = each.mean(0)
-        y = likelihood.targets(f, batch.targets)
-        loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
-        count += int(likelihood.count(f, y))
-    return Statistics(loss, counted(count), problem.network.output_shape[-1])
+def mean_of(members: Members) -> Callable[[Inputs], Tensor]:
+    """Return the mean of the members as a function of the inputs, in float64."""
+    return lambda x: members(x).double().mean(0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.curvature.sweep import Statistics
+from lapwing.losses import Statistics
 from lapwing.problem import Problem
 
 
@@ -28,7 +28,7 @@ class PointPosterior:
         network = self.problem.network
         f = network(x).to(network.dtype)
         if joint:
-            return FunctionGaussian(f, f.new_zeros(*f.shape, *f.shape), joint=True)
+            return FunctionGaussian.across(f, f.new_zeros(f.numel(), f.numel()))
         return FunctionGaussian(f, Deferred(lambda: torch.zeros_like(f), lambda: f.new_zeros(*f.shape, f.shape[-1])))
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:

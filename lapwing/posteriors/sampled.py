@@ -12,10 +12,10 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.core.trace import Trace
-from lapwing.curvature.sweep import Statistics
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
+from lapwing.losses import Statistics
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
@@ -75,16 +75,11 @@ class SampledPosterior:
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         f, moved = self._moved(x)
-        if joint:
-            flat = moved.flatten(1)
-            return FunctionGaussian(f, (flat.mT @ flat / len(flat)).reshape(*f.shape, *f.shape), joint=True)
-        return FunctionGaussian(
-            f,
-            Deferred(
-                outside_autocast(lambda: moved.square().mean(0)),
-                outside_autocast(lambda: torch.einsum("n...c,n...d->...cd", moved, moved) / len(moved)),
-            ),
-        )
+        belief = FunctionGaussian.of_deviations(f, moved, len(moved), joint)
+        if isinstance(belief.covariance, Deferred):
+            recipes = belief.covariance
+            return FunctionGaussian(f, Deferred(outside_autocast(recipes.variance), outside_autocast(recipes.cov)))
+        return belief
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Of each datum, (B, S, C, C): the mean of J z zᵀ Jᵀ over the samples."""

@@ -13,7 +13,7 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.trace import Trace
 from lapwing.curvature.per_output import PerOutputCurvature
-from lapwing.curvature.sweep import Statistics, residual_noise
+from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import Curvature, Precision
@@ -51,7 +51,7 @@ class WeightPosterior:
     ) -> WeightPosterior:
         """After the pass over the data: the noise, where it is to be found, is the mean squared residual at w̃."""
         network = problem.network
-        problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
+        problem = problem.with_residual_noise(statistics)
         found = cls(problem, curvature, statistics, network.theta())
         if problem.prior.needs_curvature:
             return replace(found, problem=problem.with_prior(problem.prior.scaled(found.current.diagonal())))
@@ -135,7 +135,7 @@ class WeightPosterior:
         tangent = network.linearise(x)
         f = tangent.f.to(network.dtype)
         cov = self.settled.cross(tangent.jacobians())
-        return FunctionGaussian(f, cov.reshape(*f.shape, *f.shape), joint=True)
+        return FunctionGaussian.across(f, cov)
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""

@@ -12,11 +12,12 @@ from torch import Tensor
 from lapwing.core.data import Data, tensors_in
 from lapwing.core.random import normal, seeded
 from lapwing.curvature.structures import floored_by_layer
-from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep
+from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.design import Part, forward_product, gram_product
 from lapwing.linalg.operators import refuse_asymmetric
+from lapwing.losses import Statistics
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.random import global_seed
-from lapwing.curvature.sweep import data_count
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.losses import data_count
 from lapwing.networks.forward import raw_output, shaped, unwrapped
 from lapwing.networks.network import Network
 from lapwing.posteriors.protocols import NeedsData, Tunable

@@ -13,8 +13,8 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Step, Trace
-from lapwing.curvature.sweep import paired
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.losses import paired
 from lapwing.networks.budget import temporary
 from lapwing.posteriors.protocols import HasEvidence, Linearised
 

@@ -17,7 +17,6 @@ from lapwing.core.progress import Steps
 from lapwing.core.random import apart, normal, uniform
 from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
 from lapwing.core.trace import Step, Trace
-from lapwing.curvature.sweep import Statistics, counted, paired, residual_noise
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.energies import energy, refuse_energy, refuse_ignored
 from lapwing.likelihoods.gaussian import Gaussian
@@ -25,6 +24,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.kmeans import kmeans
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
+from lapwing.losses import Statistics, counted, paired
 from lapwing.methods.fmgp.features import last_layer_network
 from lapwing.methods.fmgp.kernels import KERNELS, FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
@@ -72,7 +72,7 @@ class FMGP:
         sight = Sight(network, last_layer_network(network, first) if kind == "features" else None)
         table, statistics = Table.read(problem.likelihood, sight, data)
         problem = replace(problem, learn_prior=False)
-        problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
+        problem = problem.with_residual_noise(statistics)
         held = None
         if self.validation is not None:
             source = Data(self.validation, network.device, data.target_key, name="validation")

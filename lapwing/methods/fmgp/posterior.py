@@ -11,8 +11,8 @@ from torch import Tensor
 from lapwing.core.data import Inputs, batch_size
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.trace import Trace
-from lapwing.curvature.sweep import Statistics
 from lapwing.errors import UnsupportedError
+from lapwing.losses import Statistics
 from lapwing.methods.fmgp.features import features
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.networks.network import Network
@@ -62,7 +62,7 @@ class FunctionPosterior:
             if joint:
                 flat = rows.flatten(0, 1)
                 cov = self.kernel.joint(seen) - (flat @ flat.mT).reshape(*f.shape, *f.shape)
-                return FunctionGaussian(mean, cov.to(mean), joint=True)
+                return FunctionGaussian.across(mean, cov)
             whole = lambda: (self.kernel.own(seen) - rows @ rows.mT).to(mean)
             if f.shape[-1] <= WIDE:
                 return FunctionGaussian(mean, whole())

@@ -16,10 +16,11 @@ from lapwing.core.pool import Pool, shuffled
 from lapwing.core.progress import Steps
 from lapwing.core.random import normal, seeded
 from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
-from lapwing.curvature.sweep import Statistics, Sweep, loss_only, residual_noise
+from lapwing.curvature.sweep import Sweep
 from lapwing.errors import DataError, LapwingError, NumericalError, UnsupportedError
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.linalg.newton import newton
+from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.hfl.linearised import LinearisedResponse
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.pushed_weights import VARIANTS, PushedWeights
@@ -135,15 +136,13 @@ class HFL:
         if self.mode == "linearised":
             design = NetworkDesign.build(network, problem.likelihood, data)
             refuse_reordered(design)
-            likelihood = residual_noise(problem.likelihood, design.statistics, network.device)
+            problem = problem.with_residual_noise(design.statistics).with_known_prior()
             exact = network.dtype == torch.float64
             wide = not exact and self._dtype(network.selection.size) == torch.float64
             tolerance = self.tolerance or (1e-10 if exact else 1e-4 if wide else 1e-3)
-            problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
             return LinearisedResponse(problem, design, design.statistics, network.theta(), tolerance, wide)
-        statistics = loss_only(network, problem.likelihood, data)
-        problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
-        problem = replace(problem, learn_prior=False)
+        statistics = summed_loss(network, problem.likelihood, data)
+        problem = problem.with_residual_noise(statistics).with_known_prior()
         objective = Objective.build(
             network, problem.likelihood, problem.prior, data, self._dtype(network.selection.size)
         )

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.curvature.sweep import Statistics
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import gram_product
+from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.problem import Problem
@@ -76,7 +76,7 @@ class LinearisedResponse:
             f = tangent.f.to(network.dtype)
             rows = _flat(tangent.jacobians())
             cov = torch.cat([self.solved(part).x for part in rows.split(ROWS)]) @ rows.mT
-            return FunctionGaussian(f, (0.5 * (cov + cov.mT)).reshape(*f.shape, *f.shape).to(f), joint=True)
+            return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
         outputs = torch.Size(network.output_shape).numel()
         means, covs = [], []
         for _, tangent in network.tangents(x, most=max(1, ROWS // outputs)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.curvature.sweep import Statistics
+from lapwing.losses import Statistics
 from lapwing.problem import Problem
 
 VARIANTS = ("mean", "absolute", "random")
@@ -49,14 +49,10 @@ class PushedWeights:
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         f, scores = self.scores(x)
         if self.variant == "random":
-            if joint:
-                flat = scores.flatten(1)
-                cov = self.scale * flat.mT @ flat / len(flat)
-                return FunctionGaussian(f, cov.reshape(*f.shape, *f.shape), joint=True)
-            return FunctionGaussian(f, self.scale * torch.einsum("k...c,k...d->...cd", scores, scores) / len(scores))
+            return FunctionGaussian.of_deviations(f, scores, len(scores) / self.scale, joint)
         variance = self.scale * (scores[0].abs() if self.variant == "absolute" else scores[0].clamp_min(0))
         if joint:
-            return FunctionGaussian(f, torch.diag(variance.flatten()).reshape(*f.shape, *f.shape), joint=True)
+            return FunctionGaussian.across(f, torch.diag(variance.flatten()))
         return FunctionGaussian(f, torch.diag_embed(variance))
 
     def standard_error(self, x: Inputs) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.curvature.sweep import Statistics
 from lapwing.errors import NumericalError
 from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.cholesky import not_definite
 from lapwing.linalg.newton import pushed
+from lapwing.losses import Statistics
 from lapwing.methods.hfl.objective import Objective, flat_gradient
 from lapwing.networks.functionals import Functional, output_slope
 from lapwing.networks.network import scalar
@@ -349,7 +349,7 @@ class ResponsePosterior:
         size = f[0].numel()
         if joint:
             cov = found.cov.reshape(f.numel(), f.numel())
-            return FunctionGaussian(f, (0.5 * (cov + cov.mT)).reshape(*f.shape, *f.shape).to(f), joint=True)
+            return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
         cov = found.cov.reshape(len(f), size, size)
         cov = 0.5 * (cov + cov.mT)
         return FunctionGaussian(f, _tokens(cov, f).to(f))

@@ -12,8 +12,9 @@ from lapwing.core.pool import Pool
 from lapwing.core.random import apart
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.curvature.low_rank import BoundedCurvature
-from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep
+from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.losses import Statistics
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.placement import landmarks
 from lapwing.methods.inducing.subspace import SubspaceCurvature

@@ -20,12 +20,13 @@ from lapwing.core.random import apart
 from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
 from lapwing.core.trace import Step, Trace
 from lapwing.curvature.blockwise import prior_precision
-from lapwing.curvature.sweep import SquaredSum, Statistics, Sweep, loss_only, residual_noise
+from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.energies import energy, refuse_energy, refuse_ignored
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening, whitening
+from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.inducing.anchors import AnchoredCurvature, Anchors
 from lapwing.methods.inducing.placement import STARTS, every_output, placed
 from lapwing.networks.jacobians import LayerJacobians
@@ -98,8 +99,8 @@ class VaLLA:
         if self.alpha > 0 and len(network.output_shape) > 1:
             raise UnsupportedError("alpha other than 0 takes outputs (B, C), not tokens (B, T, C); use alpha=0.")
         generator = apart(generator)
-        statistics = loss_only(network, problem.likelihood, data)
-        problem = problem.with_likelihood(residual_noise(problem.likelihood, statistics, network.device))
+        statistics = summed_loss(network, problem.likelihood, data)
+        problem = problem.with_residual_noise(statistics)
         if problem.learn_prior:
             problem = problem.with_prior(started(problem, statistics))
         pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import derived, normal
-from lapwing.curvature.sweep import Statistics
+from lapwing.losses import Statistics
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import spread
 from lapwing.problem import Problem

@@ -14,10 +14,10 @@ from lapwing.core.pool import shuffled
 from lapwing.core.progress import Steps
 from lapwing.core.random import derived
 from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
-from lapwing.curvature.sweep import Statistics, loss_only, residual_noise
 from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.swag.draws import DrawnPosterior, Draws
-from lapwing.posteriors.members import of_mean
+from lapwing.posteriors.members import mean_of
 from lapwing.problem import Problem
 
 FIRST, HALVINGS = 0.1, 20  # the rates that are tried where none is given
@@ -85,13 +85,11 @@ class SWAG:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> DrawnPosterior:
         network = problem.network
-        start = loss_only(network, problem.likelihood, data)
-        likelihood = residual_noise(problem.likelihood, start, network.device)
-        moments, rate = self._collected(Descent.of(self, problem.with_likelihood(likelihood), data, start))
+        start = summed_loss(network, problem.likelihood, data)
+        moments, rate = self._collected(Descent.of(self, problem.with_residual_noise(start), data, start))
         draws = Draws(network, moments.mean, moments.variance, moments.deviations, self.samples, self.seed)
-        statistics = of_mean(problem, draws, data)
-        likelihood = residual_noise(problem.likelihood, statistics, network.device)
-        problem = replace(problem.with_likelihood(likelihood), learn_prior=False)
+        statistics = summed_loss(mean_of(draws), problem.likelihood, data, "outputs of a draw")
+        problem = problem.with_residual_noise(statistics).with_known_prior()
         return DrawnPosterior(problem, draws, statistics, network.theta(), rate)
 
     def _collected(self, descent: Descent) -> tuple[Moments, float]:

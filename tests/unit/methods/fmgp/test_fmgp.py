@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.sweep import Statistics
 from lapwing.likelihoods.energies import energy
 from lapwing.linalg.variational import Inducing
+from lapwing.losses import Statistics
 from lapwing.methods.fmgp import fmgp as module
 from lapwing.methods.fmgp.features import last_layer_network
 from lapwing.methods.fmgp.fmgp import Learning, State, Table

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.sweep import Statistics
+from lapwing.losses import Statistics
 from lapwing.methods.fmgp import posterior as function_space
 from lapwing.methods.fmgp.features import last_layer_network
 from lapwing.methods.fmgp.kernels import KERNELS, FreeKernel

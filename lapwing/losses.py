@@ -1,0 +1,95 @@
+"""Losses, counts and targets over a data set: what a pass leaves besides curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Batch, Data, Inputs, check_finite
+from lapwing.errors import DataError
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.network import Network
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a pass over the data leaves besides the curvature."""
+
+    loss: float  # at unit dispersion, summed
+    data: int  # data that count
+    outputs: int  # numbers predicted for each datum
+    losses: tuple[float, ...] = ()  # of each output at unit noise, where each has its own
+
+    def __add__(self, other: Statistics) -> Statistics:
+        losses = tuple(a + b for a, b in zip(self.losses, other.losses, strict=True))
+        return Statistics(self.loss + other.loss, self.data + other.data, self.outputs, losses)
+
+
+def paired(network: Network, batch: Batch) -> int:
+    """How many samples a batch has, refused unless there is a target for each."""
+    inputs, targets = network.count(batch.inputs), batch.targets.shape[0] if batch.targets.ndim else 1
+    if inputs != targets:
+        raise DataError(
+            f"{inputs} inputs with {targets} targets; expected one target for each. A Dataset gives single samples: "
+            "wrap it in a DataLoader."
+        )
+    return inputs
+
+
+def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(outputs in shape alone, targets): checked against each other before the network runs."""
+    size, shape = paired(network, batch), network.output_shape
+    if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
+        shape = (batch.targets.shape[1], shape[1])
+    outputs = torch.empty(1, dtype=network.dtype, device=network.device).expand(size, *shape)
+    return outputs, likelihood.targets(outputs, batch.targets)
+
+
+def data_count(network: Network, likelihood: Likelihood, data: Data) -> int:
+    """How many data count, without running the network."""
+    pairs = (checked_targets(network, likelihood, batch) for batch in data.batches("counting"))
+    return counted(sum(int(likelihood.count(f, y)) for f, y in pairs))
+
+
+def _doubled(y: Tensor) -> Tensor:
+    return y.double() if y.is_floating_point() else y
+
+
+def counted(count: int) -> int:
+    """The number of data, refused when zero."""
+    if count == 0:
+        raise DataError("no datum counts: every target is ignored; expected at least one.")
+    return count
+
+
+def summed_loss(
+    outputs: Callable[[Inputs], Tensor], likelihood: Likelihood, data: Data, what: str = "outputs of the network"
+) -> Statistics:
+    """Return loss and counts of ``outputs(inputs)`` over the data, in float64, by one pass.
+
+    ``what`` names the outputs in the error for numbers that are not finite.
+    """
+    loss, count, size = 0.0, 0, 0
+    for batch in data.batches("loss"):
+        f = outputs(batch.inputs).double()
+        check_finite(f, what)
+        y = likelihood.targets(f, batch.targets)
+        loss += float(likelihood.loss(f, _doubled(y)).sum())
+        count += int(likelihood.count(f, y))
+        size = f.shape[-1]
+    return Statistics(loss, counted(count), size)
+
+
+def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) -> Tensor:
+    """(C,), by one forward pass."""
+    total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0
+    for batch in data.batches("residuals"):
+        f = network(batch.inputs).double()
+        check_finite(f, "outputs of the network")
+        gap = (f - likelihood.targets(f, batch.targets).double()).reshape(-1, f.shape[-1])
+        total += gap.square().sum(0)
+        count += len(gap)
+    return total / counted(count)
