@@ -244,7 +244,7 @@ def test_outputs_that_are_not_finite() -> None:
     broken[2].bias.data[0] = float("nan")
     refused(
         lw.errors.DataError,
-        "outputs of a member: 9 of 54 entries are NaN or infinite",
+        "outputs of a member: 9 of 27 entries are NaN or infinite",
         lw.baselines.Ensemble(models=[broken]),
     )
 
