@@ -13,8 +13,8 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.settings import refuse_other_than_whole
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope

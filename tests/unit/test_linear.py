@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import scipy.sparse
 import torch
+from lapwing.linalg.estimators import student
 from torch import Tensor
 
 import lapwing as lw
 from lapwing.linalg.design import MatrixDesign, back_product
-from lapwing.linalg.estimators import student
 from lapwing.linalg.ridge import Ridge
 from tests.references.ridge import Linear, complete, draws
 from tests.tolerances import SOLVED, assert_close, assert_within

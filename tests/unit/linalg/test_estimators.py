@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from lapwing.linalg.estimators import Estimate, diagonal, student, trace
 from scipy import stats
 from torch import Tensor
 
 from lapwing.errors import NumericalError
-from lapwing.linalg.estimators import Estimate, diagonal, student, trace
 from tests.tolerances import assert_close
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 

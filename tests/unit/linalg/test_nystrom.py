@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lapwing.linalg.nystrom import nystrom
 
 from lapwing.errors import NumericalError
 from lapwing.linalg.cg import block_conjugate_gradients, conjugate_gradients
-from lapwing.linalg.nystrom import nystrom
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 

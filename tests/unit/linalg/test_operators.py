@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lapwing.linalg.nystrom import nystrom
 
 from lapwing.errors import NumericalError
 from lapwing.linalg.lanczos import leading_eigenpairs
 from lapwing.linalg.logdet import log_determinant
-from lapwing.linalg.nystrom import nystrom
 from lapwing.linalg.operators import applied, refuse_asymmetric
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lapwing.linalg.estimators import student
 from torch import Tensor
 
 from lapwing.errors import NumericalError
 from lapwing.linalg.design import MatrixDesign, OperatorDesign, back_product
-from lapwing.linalg.estimators import student
 from lapwing.linalg.orthogonal import OrthonormalRows
 from lapwing.linalg.ridge import Ridge
 from tests.references.ridge import complete, draws

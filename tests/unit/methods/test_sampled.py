@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from lapwing.linalg.estimators import student
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.linalg.design import back_product
-from lapwing.linalg.estimators import student
 from lapwing.linalg.ridge import Ridge
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case

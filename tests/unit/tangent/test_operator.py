@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 import torch
+from lapwing.linalg.nystrom import nystrom
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +24,6 @@ from lapwing.linalg.cg import (
     diagonal_preconditioner,
     diagonal_root,
 )
-from lapwing.linalg.nystrom import nystrom
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, _cast
 from tests.references import dense

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from lapwing.linalg.estimators import student
 from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.linalg.design import back_product
-from lapwing.linalg.estimators import student
 from tests import problems
 from tests.references import dense, ridge
 from tests.references.ridge import Linear
