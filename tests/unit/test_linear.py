@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import scipy.sparse
 import torch
-from lapwing.linalg.estimators import student
 from torch import Tensor
 
 import lapwing as lw
 from lapwing.linalg.design import MatrixDesign, back_product
 from lapwing.linalg.ridge import Ridge
 from tests.references.ridge import Linear, complete, draws
-from tests.tolerances import SOLVED, assert_close, assert_within
+from tests.tolerances import SOLVED, assert_close, assert_within, student
 
 D = torch.float64
 CLOSE = 0.52  # of the rounding unit: 7e-9 in float64

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lapwing.linalg.estimators import student
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +21,7 @@ from tests.cases import BY_NAME, CASES, Case
 from tests.references import dense, ridge
 from tests.references.evidence import Linearised
 from tests.references.structures import floored
-from tests.tolerances import SOLVED, assert_close, assert_within
+from tests.tolerances import SOLVED, assert_close, assert_within, student
 
 D = torch.float64
 SOLVERS = ["krylov", "cg"]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lapwing.linalg.estimators import student
 from torch import Tensor, nn
 
 import lapwing as lw
@@ -21,6 +20,7 @@ from tests.references import dense, ridge
 from tests.references.ridge import Linear
 from tests.references.structures import floored
 from tests.references.tangent import Tangent
+from tests.tolerances import student
 
 D = torch.float64
 N, OUTPUTS, P = 15, 2, 32
