@@ -44,7 +44,9 @@ def test_a_dense_solve(rows: int, kind: str) -> None:
     }
     rhs = torch.randn(rows, 40, dtype=D)
     precondition = None if kind == "none" else product(inverses[kind])
-    solution = conjugate_gradients(product(matrix), rhs, precondition=precondition, tolerance=1e-13, max_iterations=20_000)
+    solution = conjugate_gradients(
+        product(matrix), rhs, precondition=precondition, tolerance=1e-13, max_iterations=20_000
+    )
     assert solution.converged
     assert_close(solution.x * scale, torch.linalg.solve(matrix, rhs.T).T * scale, SOLVED)
 

@@ -82,7 +82,9 @@ def test_the_residuals_are_the_true_ones() -> None:
     solution = ridge.samples(0.5, 2.0, 1e-3)
     root = scale(60).sqrt()
     target = ridge.prior + ridge.eps @ x / root  # √s ζ + D^-½ Xᵀ ε with a shift s of one
-    left = target - (solution.x * root / 2**0.5) @ (torch.diag(1 / root) @ x.T @ x @ torch.diag(1 / root) + torch.eye(60))
+    left = target - (solution.x * root / 2**0.5) @ (
+        torch.diag(1 / root) @ x.T @ x @ torch.diag(1 / root) + torch.eye(60)
+    )
     true = left.norm(dim=1) / ridge.prior.norm(dim=1)
     assert float(true.max()) <= 1e-3
     assert float((true - solution.residuals).abs().max()) <= 0.2 * 1e-3
