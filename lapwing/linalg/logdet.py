@@ -39,7 +39,7 @@ class DeflatedSpectrum:
 
         Cost: ``steps`` products of K rows.
         """
-        # A pair that has not converged would be counted twice in part. Its residual is compared with its own value:
+        # Part of a pair that has not converged would be counted twice. Its residual is compared with its value:
         # the coupling to the rest adds the squared residual over value and shift, which may be far below the largest.
         converged = basis.pair_residuals() * basis.values[:1] <= CONVERGED * basis.values
         project = _complement(basis, basis.turn[:, converged])

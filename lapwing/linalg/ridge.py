@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RidgeCache:
-    """What products have shown about the Gram matrix of one ``Ridge`` so far; mutable, never shared between ridges.
+    """What is known so far about the Gram matrix of one ``Ridge``; mutable, and never shared between ridges.
 
     It depends on nothing but the fields of that ridge: a Krylov basis, which grows when a solve needs it to, the
     spectra that were estimated, by probes and steps, and the last ridge with another scale that was asked for.

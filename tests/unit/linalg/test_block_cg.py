@@ -1,4 +1,4 @@
-"""Conjugate gradients for a block, and the residual as it is."""
+"""Block conjugate gradients against dense solves, and the true residuals of both solvers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def true_residuals(matrix: Tensor, solution: Solution, rhs: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 5, 50])
 @pytest.mark.parametrize("kind", ["none", "diagonal", "another", "its inverse"])
 def test_a_dense_solve(rows: int, kind: str) -> None:
-    """For every right-hand side, more of them than dimensions too, whatever root is used."""
+    """With every root, also for more right-hand sides than dimensions."""
     scale = torch.logspace(-1, 1, 40, dtype=D)
     matrix = scale[:, None] * operator(torch.logspace(0, 2, 40, dtype=D)) * scale
     values, vectors = torch.linalg.eigh(matrix)
@@ -47,7 +47,7 @@ def test_a_dense_solve(rows: int, kind: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 50])
 def test_a_root_that_is_not_symmetric(rows: int) -> None:
-    """A Cholesky factor's inverse, or any other root of the same preconditioner: the same iterates."""
+    """The inverse of a Cholesky factor gives the same iterates as the symmetric root of the same preconditioner."""
     matrix = operator(torch.logspace(0, 3, 40, dtype=D))
     near = matrix + operator(torch.linspace(0.1, 1, 40, dtype=D))
     factor = torch.linalg.cholesky(near)
@@ -69,7 +69,7 @@ def test_a_root_that_is_not_symmetric(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_a_block_takes_fewer_iterations_than_its_rows(rows: int) -> None:
-    """One row: the same iterates. Many rows: each profits from all, here by about the width of the block."""
+    """The same number for one row; for many rows fewer, here by a factor of about the width of the block."""
     matrix, rhs = operator(torch.logspace(0, 4, 300, dtype=D)), torch.randn(rows, 300, dtype=D)
     alone = conjugate_gradients(product(matrix), rhs, tolerance=1e-8, max_iterations=5000)
     block = block_conjugate_gradients(product(matrix), rhs, tolerance=1e-8)
@@ -100,7 +100,7 @@ def test_the_residuals_are_the_true_ones() -> None:
 
 
 def test_dependent_rows_do_no_harm() -> None:
-    """Copies, sums, noughts, a row that is done at once, and rows of very different length."""
+    """Copies, sums, zeros, a row that converges at once, and rows of very different length."""
     matrix = operator(torch.logspace(0, 3, 80, dtype=D))
     rows = torch.randn(3, 80, dtype=D)
     easy = torch.linalg.eigh(matrix)[1][:, 3][None]
@@ -117,8 +117,8 @@ def test_dependent_rows_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_row_that_is_done_does_not_hold_up_the_others(dtype: torch.dtype) -> None:
-    """What its residual leaves is rounding, of the products too, and no direction to search."""
+def test_a_converged_row_does_not_slow_down_the_others(dtype: torch.dtype) -> None:
+    """The rest of its residual is rounding, which is no direction to search."""
     matrix, rows = operator(torch.logspace(0, 3, 80, dtype=D)), torch.randn(6, 80, dtype=D)
     easy = torch.linalg.eigh(matrix)[1][:, 3][None]
     alone, beside = (
@@ -128,8 +128,8 @@ def test_a_row_that_is_done_does_not_hold_up_the_others(dtype: torch.dtype) -> N
     assert beside.iterations <= alone.iterations + 1
 
 
-def test_directions_that_become_dependent_are_given_up() -> None:
-    """More rows than dimensions and a root that is right but for rounding: solved, or said not to be."""
+def test_directions_that_become_dependent() -> None:
+    """More rows than dimensions and a root that is exact up to rounding: solved, or an error."""
     for seed in range(10):
         torch.manual_seed(seed)
         low = operator(torch.cat([torch.logspace(3, 0, 25, dtype=D), torch.zeros(35, dtype=D)]))
@@ -153,7 +153,7 @@ def test_as_many_iterations_as_distinct_eigenvalues(distinct: int) -> None:
 
 @pytest.mark.parametrize("solve", SOLVERS)
 def test_a_residual_that_float32_products_cannot_reach_raises(solve: type) -> None:
-    """Updated residuals fall for ever, true ones do not: the error tells the true one, and comes soon."""
+    """Updated residuals keep falling, true ones do not: the error states the true one, and comes soon."""
     matrix, rhs = operator(torch.linspace(1, 100, 200, dtype=D)), torch.randn(3, 200, dtype=D)
     counted = Counted(matrix, torch.float32)
     with pytest.raises(NumericalError, match=r"residual of .*e-0[67]; expected 1e-10\. .*float64"):
@@ -165,14 +165,14 @@ def test_a_residual_that_float32_products_cannot_reach_raises(solve: type) -> No
 
 @pytest.mark.parametrize("solve", SOLVERS)
 def test_short_solves_are_checked_as_well(solve: type) -> None:
-    """A handful of iterations in float32 look like twelve digits to the recurrence."""
+    """After a few iterations in float32 the updated residual is far below the true one."""
     matrix, rhs = operator(torch.linspace(1, 1.5, 50, dtype=D)), torch.randn(2, 50, dtype=D)
     with pytest.raises(NumericalError, match=r"after [12]?[0-9] iterations with a relative residual of .*e-0[78]"):
         solve(product(matrix, torch.float32), rhs, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("solve", SOLVERS)
-def test_a_look_at_the_residual_every_twenty_iterations(solve: type) -> None:
+def test_the_residual_is_computed_every_twenty_iterations(solve: type) -> None:
     matrix, rhs = operator(torch.logspace(0, 4, 200, dtype=D)), torch.randn(2, 200, dtype=D)
     counted = Counted(matrix)
     solution = solve(counted, rhs, tolerance=1e-8, max_iterations=3000)
@@ -185,7 +185,7 @@ def test_a_look_at_the_residual_every_twenty_iterations(solve: type) -> None:
     [(conjugate_gradients, 1e-14), (conjugate_gradients, 1e-25), (block_conjugate_gradients, 1e-14)],
 )
 def test_no_residual_below_the_true_one_is_claimed(solve: type, tolerance: float) -> None:
-    """Below the rounding of A x the updated residual goes on falling: that converges, and the result says how far."""
+    """Below the rounding of A x only the updated residual falls: that converges, and the true residual is stated."""
     matrix, rhs = operator(torch.logspace(0, 4, 60, dtype=D)), torch.randn(3, 60, dtype=D)
     solution = solve(product(matrix), rhs, tolerance=tolerance)
     true = true_residuals(matrix, solution, rhs)
@@ -196,7 +196,7 @@ def test_no_residual_below_the_true_one_is_claimed(solve: type, tolerance: float
 
 @pytest.mark.parametrize("solve", SOLVERS)
 def test_true_residuals_are_within_the_tolerance(solve: type) -> None:
-    """Also with products in float32, which set the updated residual apart from the true one by some per cent."""
+    """Also with products in float32, where the updated residual differs from the true one by some per cent."""
     for number in range(100):
         torch.manual_seed(number)
         matrix, rhs = operator(torch.logspace(0, 2, 20, dtype=D)), torch.randn(8, 20, dtype=D)
@@ -206,7 +206,7 @@ def test_true_residuals_are_within_the_tolerance(solve: type) -> None:
 
 @pytest.mark.parametrize("solve", SOLVERS)
 def test_the_last_iteration_is_checked(solve: type) -> None:
-    """Also where the iterations run out: the residual in the message is the true one."""
+    """Also if the iterations run out: the residual in the message is the true one."""
     matrix, rhs = operator(torch.linspace(1, 1.5, 50, dtype=D)), torch.randn(2, 50, dtype=D)
     with pytest.raises(NumericalError, match=r"after 16 iterations with a relative residual of .*e-0[78]"):
         solve(product(matrix, torch.float32), rhs, tolerance=1e-25, max_iterations=16)
@@ -215,7 +215,7 @@ def test_the_last_iteration_is_checked(solve: type) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("solve", SOLVERS)
 def test_right_hand_sides_that_are_not_finite_are_refused(solve: type, value: float) -> None:
-    """Before the first product, truncated or not; and a start like that."""
+    """Before the first product, truncated or not; so is such a start."""
     counted, rhs = Counted(operator(torch.linspace(1, 2, 8, dtype=D))), torch.ones(2, 8, dtype=D)
     bad = rhs.clone()
     bad[1, 3] = value
@@ -263,8 +263,8 @@ def test_diagonal_preconditioners() -> None:
 
 
 @pytest.mark.parametrize("decades", [5, 6, 7])
-def test_residuals_and_their_basis_do_not_part(decades: int) -> None:
-    """Where a few products exhaust the space the basis of the residuals drifts from them, unless it is made anew."""
+def test_residuals_and_their_basis_agree(decades: int) -> None:
+    """If a few products exhaust the space, the basis of the residuals drifts from them unless it is computed again."""
     for seed in range(4):
         torch.manual_seed(seed)
         matrix, rhs = operator(torch.logspace(0, -decades, 119, dtype=D)), torch.randn(21, 119, dtype=D)
@@ -281,7 +281,7 @@ def test_an_asymmetric_operator_is_seen_at_the_first_product(solve: type) -> Non
     assert counted.calls == 1
 
 
-def test_roots_and_sizes_that_are_no_numbers_are_refused() -> None:
+def test_roots_that_are_not_finite_and_sizes_of_zero_are_refused() -> None:
     matrix, rhs = operator(torch.linspace(1, 2, 20, dtype=D)), torch.randn(3, 20, dtype=D)
     with pytest.raises(NumericalError, match="products are not finite"):
         block_conjugate_gradients(product(matrix), rhs, root=lambda rows: rows * torch.nan)

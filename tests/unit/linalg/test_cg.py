@@ -34,7 +34,7 @@ def true_residuals(matrix: Tensor, solution: Solution, rhs: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("kind", ["none", "diagonal", "another", "its inverse"])
 def test_a_dense_solve(rows: int, kind: str) -> None:
-    """For every right-hand side, whatever positive definite preconditioner is used."""
+    """For every right-hand side, with every positive definite preconditioner."""
     scale = torch.logspace(-2, 2, 40, dtype=D)
     matrix = scale[:, None] * operator(torch.logspace(0, 2, 40, dtype=D)) * scale
     inverses = {
@@ -78,7 +78,7 @@ def test_the_residuals_are_the_true_ones() -> None:
 
 
 def test_the_worst_row_decides() -> None:
-    """A right-hand side that one step solves waits for one that needs many, and both end below the tolerance."""
+    """One right-hand side needs one step and the other many; both end below the tolerance."""
     matrix = operator(torch.logspace(0, 3, 30, dtype=D))
     easy = torch.linalg.eigh(matrix)[1][:, 3]
     rhs = torch.stack([easy, torch.randn(30, dtype=D)])
@@ -88,8 +88,8 @@ def test_the_worst_row_decides() -> None:
     assert_close(solution.x, torch.linalg.solve(matrix, rhs.T).T, 0.4)
 
 
-def test_rows_that_are_done_stay_as_they_are() -> None:
-    """Bit for bit, whatever the others still do; and no row feels its neighbours."""
+def test_converged_rows_do_not_change() -> None:
+    """Not a bit, whatever the others do; and no row depends on the others."""
     matrix = operator(torch.logspace(0, 2, 30, dtype=D))
     rhs = torch.stack([torch.linalg.eigh(matrix)[1][:, 3], torch.randn(30, dtype=D), torch.randn(30, dtype=D)])
     together = conjugate_gradients(product(matrix), rhs, tolerance=1e-8)
@@ -118,7 +118,7 @@ def test_a_warm_start() -> None:
     assert float(true_residuals(matrix, warm, rhs).max()) <= 1.1e-8
 
 
-def test_the_right_hand_side_is_left_alone() -> None:
+def test_the_right_hand_side_does_not_change() -> None:
     matrix, rhs = operator(torch.linspace(1, 2, 8, dtype=D)), torch.randn(2, 8, dtype=D)
     kept = rhs.clone()
     conjugate_gradients(product(matrix), rhs)
@@ -126,7 +126,7 @@ def test_the_right_hand_side_is_left_alone() -> None:
 
 
 def test_float32_products() -> None:
-    """Recurrences stay float64; the answer is as good as the products, the condition number times their rounding."""
+    """Recurrences are float64; the error of the solution is the rounding of products times the condition number."""
     matrix, rhs = operator(torch.linspace(1, 10, 30, dtype=D)), torch.randn(2, 30, dtype=D)
     narrow = matrix.float()
     solution = conjugate_gradients(lambda v: v.float() @ narrow, rhs, tolerance=1e-6)
@@ -139,8 +139,8 @@ def test_float32_products() -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_nothing_is_solved_by_nothing(started: bool) -> None:
-    """A right-hand side of noughts, alone or among others, and wherever the search starts."""
+def test_a_right_hand_side_of_zeros(started: bool) -> None:
+    """A right-hand side of zeros has the solution zero, alone or among others, for every start."""
     matrix = operator(torch.linspace(1, 4, 12, dtype=D))
     start = torch.randn(3, 12, dtype=D) if started else None
     rhs = torch.randn(3, 12, dtype=D)
@@ -155,7 +155,7 @@ def test_nothing_is_solved_by_nothing(started: bool) -> None:
     assert none.converged
 
 
-def test_what_does_not_converge_says_how_far_off_it_is() -> None:
+def test_the_error_of_an_unconverged_solve_has_its_residual() -> None:
     matrix, rhs = operator(torch.logspace(0, 6, 50, dtype=D)), torch.randn(2, 50, dtype=D)
     with pytest.raises(NumericalError, match=r"stopped after 5 iterations .* expected 1e-08\. Raise") as error:
         conjugate_gradients(product(matrix), rhs, tolerance=1e-8, max_iterations=5)
@@ -170,8 +170,8 @@ def test_convergence_at_the_last_iteration_counts() -> None:
     assert conjugate_gradients(product(matrix), torch.randn(2, 12, dtype=D), max_iterations=3).converged
 
 
-def test_truncated_gives_any_iterate_and_says_so() -> None:
-    """Every iterate is nearer than the last in the norm of the operator."""
+def test_truncated_returns_any_iterate() -> None:
+    """Every iterate is nearer to the solution than the last one, in the norm of the operator."""
     matrix, rhs = operator(torch.logspace(0, 2, 50, dtype=D)), torch.randn(1, 50, dtype=D)
     exact = torch.linalg.solve(matrix, rhs.T).T
     errors = []
@@ -194,12 +194,12 @@ def test_an_indefinite_operator_is_refused() -> None:
     with pytest.raises(NumericalError, match="positive definite"):  # met on the way
         conjugate_gradients(product(matrix), torch.linalg.eigh(matrix)[1].sum(1)[None], tolerance=1e-12)
     singular = operator(torch.tensor([2.0, 1.0, 0.0], dtype=D))
-    with pytest.raises(NumericalError, match="positive definite"):  # nought up to rounding
+    with pytest.raises(NumericalError, match="positive definite"):  # zero up to rounding
         conjugate_gradients(product(singular), torch.randn(1, 3, dtype=D), tolerance=1e-12)
 
 
-def test_truncated_stops_short_of_negative_curvature() -> None:
-    """What was solution before stays; in the very first direction there is nothing before."""
+def test_truncated_stops_before_negative_curvature() -> None:
+    """The iterate before it is returned; there is none if the very first direction has negative curvature."""
     matrix = operator(torch.tensor([3.0, 2.0, 1.0, -1.0], dtype=D))
     vectors = torch.linalg.eigh(matrix)[1]
     rhs = (0.1 * vectors[:, 0] + vectors[:, 1] + vectors[:, 2] + vectors[:, 3])[None]

@@ -43,7 +43,7 @@ def check_basis(space: BlockKrylov, matrix: Tensor, start: Tensor) -> None:
 @pytest.mark.parametrize("width", [1, 7, 200])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_a_full_basis_solves_every_shift(spectrum: str, width: int) -> None:
-    """To ten digits of the right-hand side's own solution; no product is taken for a solve."""
+    """To ten digits, and a solve takes no product."""
     matrix, start = operator(SPECTRA[spectrum]), torch.randn(width, 120, dtype=D)
     counted = Counted(matrix)
     space = block_krylov(counted, start, 120)
@@ -61,8 +61,7 @@ def test_a_full_basis_solves_every_shift(spectrum: str, width: int) -> None:
 @pytest.mark.parametrize("steps", [1, 3, 8])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_the_residuals_are_the_true_ones(spectrum: str, steps: int) -> None:
-    """By the last block alone, to twelve digits of the right-hand side; and to twelve of their own while they are
-    large."""
+    """To twelve digits of the right-hand side; large ones to twelve of their digits."""
     matrix, start = operator(SPECTRA[spectrum]), torch.randn(5, 120, dtype=D)
     space, weights = block_krylov(product(matrix), start, steps), torch.randn(4, 5, dtype=D)
     for shift in SHIFTS:
@@ -116,7 +115,7 @@ def test_extending_gives_what_a_longer_run_gives() -> None:
 
 
 def test_dependent_start_rows_are_dropped() -> None:
-    """Copies, sums, rows of noughts, and rows of very different length, which are not dependent."""
+    """Copies, sums, rows of zeros, and rows of very different length, which are not dependent."""
     matrix, rows = operator(SPECTRA["steep"]), torch.randn(3, 120, dtype=D)
     rows[2] *= 1e-9
     start = torch.cat([rows, rows[:1], rows[:1] - 2 * rows[1:2], torch.zeros(1, 120, dtype=D)])
@@ -186,7 +185,7 @@ def test_what_the_start_lost_is_in_the_residual() -> None:
 
 
 def test_float32_products() -> None:
-    """The residual is that of the measured products, rounding and all."""
+    """The residual is that of the float32 products, with their rounding."""
     matrix, start = operator(SPECTRA["flat"]), torch.randn(6, 120, dtype=D)
     space = block_krylov(product(matrix, torch.float32), start, 40)
     assert basis(space).dtype == D
@@ -284,7 +283,7 @@ def test_products_that_are_not_numbers_are_refused() -> None:
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("steps", [1, 120])
 def test_more_rows_join_the_next_block(spectrum: str, steps: int) -> None:
-    """The basis stays orthonormal and shows the operator as it is, whether it was invariant before or not."""
+    """The basis stays orthonormal and represents the operator, whether the space was invariant before or not."""
     matrix, start = operator(SPECTRA[spectrum])[:60, :60], torch.randn(2, 60, dtype=D)
     start[:, 40:], matrix[:40, 40:], matrix[40:, :40] = 0, 0, 0  # the start never leaves the first forty
     space = block_krylov(product(matrix), start, steps)

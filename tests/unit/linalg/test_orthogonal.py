@@ -41,7 +41,7 @@ def test_what_is_cut_is_told() -> None:
 
 
 def test_little_that_is_new_is_still_orthogonal() -> None:
-    """Rows that differ by a thousand roundings only: what tells them apart is found, and lies outside."""
+    """Rows that differ by a thousand roundings only: the basis contains their difference, orthogonal to the others."""
     against = torch.linalg.qr(torch.randn(50, 20, dtype=D))[0].T
     rows = torch.randn(1, 50, dtype=D) + 1e-13 * torch.randn(3, 50, dtype=D)
     for _ in range(2):

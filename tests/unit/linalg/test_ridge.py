@@ -320,7 +320,7 @@ def test_other_probes_and_steps_are_other_estimates() -> None:
 
 
 def test_another_scale_is_another_ridge() -> None:
-    """The noise stays; the copy has a cache of its own, however it was made."""
+    """The noise stays; the copy does not share the cache, however it was made."""
     x = matrix()
     plain, shift = drawn(x), torch.tensor(1.0, dtype=D)
     before = plain.samples(1.0, 1.0, 1e-10).x

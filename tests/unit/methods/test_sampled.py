@@ -105,9 +105,7 @@ def noise(x: Tensor, count: int, seed: int = 6) -> tuple[Tensor, Tensor]:
 def with_noise(fitted: lw.Fitted, zeta: Tensor, eps: Tensor) -> lw.Fitted:
     """The same posterior with samples from this noise."""
     mine = fitted.posterior.solver.ridge
-    solver = replace(
-        fitted.posterior.solver, ridge=replace(mine, prior=zeta, back=back_product(mine.design, eps), _memo={})
-    )
+    solver = replace(fitted.posterior.solver, ridge=replace(mine, prior=zeta, back=back_product(mine.design, eps)))
     return lw.Fitted(replace(fitted.posterior, solver=solver), fitted.fingerprint)
 
 

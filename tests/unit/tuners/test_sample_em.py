@@ -62,7 +62,7 @@ def fitted(prior: Any = 1.0, std: float | None = 0.3, classes: int = 0, **option
 
 def with_rows(start: lw.Fitted, zeta: Tensor, eps: Tensor) -> lw.Fitted:
     mine = start.posterior.solver.ridge
-    made = replace(mine, prior=zeta, back=back_product(mine.design, eps), _memo={})
+    made = replace(mine, prior=zeta, back=back_product(mine.design, eps))
     posterior = replace(start.posterior, solver=replace(start.posterior.solver, ridge=made))
     return lw.Fitted(posterior, start.fingerprint)
 
