@@ -90,6 +90,7 @@ def fit(
 
 
 def _refuse_settings(precision: Any, noise_std: Any, num_samples: Any, tolerance: Any, generator: Any) -> None:
+    """Raise if a setting of ``fit`` is invalid."""
     for name, value in (("precision", precision), ("noise_std", noise_std)):
         if value is not None and not (is_real(value) and 0 < value < math.inf):
             raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
@@ -190,6 +191,7 @@ class LinearPosterior:
 
     @cached_property
     def _squared_error(self) -> float:
+        """|y - X w|² at the mean."""
         return float((self.y - forward_product(self.design, self.mean[None])[0]).square().sum())
 
     def log_evidence(self, probes: int = 8, steps: int = 20) -> tuple[float, float]:
@@ -275,6 +277,7 @@ class LinearPosterior:
 
 
 def _no_optimum(alpha: float, phi: float, last: Step) -> NumericalError:
+    """Return the error for learning that does not converge to an optimum."""
     return NumericalError(
         f"linear.fit: precision {alpha:.3g} and noise variance {phi:.3g} after {last}; expected an optimum. There is "
         "none if the features do not explain the targets or the targets have no noise. Give precision=... or "

@@ -181,6 +181,7 @@ class BlockKrylov:
         return torch.hypot(inside, outside) + y.abs() @ self.lost
 
     def _refuse_indefinite(self, shifts: Tensor) -> None:
+        """Raise if the smallest Ritz value plus a shift is not above zero."""
         if len(self.values) == 0:
             return
         smallest = float(self.values[-1] + shifts.min())

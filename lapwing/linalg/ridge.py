@@ -26,10 +26,8 @@ from lapwing.linalg.sample_solve import residual_sizes, solve_samples
 from lapwing.linalg.solution import Solution
 
 OUTSIDE = 1e-5  # relative part of a row outside the basis that counts as rounding, in single precision
-FIRST, GROWTH = (
-    4,
-    2,
-)  # products that a basis starts with, and those between two looks at its residual
+FIRST = 4  # products that a basis starts with
+GROWTH = 2  # products between two looks at the residual of its solves
 log = logging.getLogger(__name__)
 
 

@@ -120,6 +120,7 @@ def sdd(
 
 
 def _refuse_settings(epochs: int, momentum: float) -> None:
+    """Raise unless there is at least one pass and 0 <= momentum < 1."""
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}; expected at least one pass.")
     if not 0 <= momentum < 1:

@@ -39,6 +39,7 @@ class Inducing:
 
     @property
     def _eye(self) -> Tensor:
+        """The identity (r, r)."""
         return torch.eye(len(self.average), dtype=self.average.dtype, device=self.average.device)
 
     @cached_property
@@ -53,6 +54,7 @@ class Inducing:
 
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (r,) and eigenvectors (r, r) of B."""
         values, vectors = torch.linalg.eigh(self.known)
         return values.clamp_min(0), vectors
 
@@ -63,6 +65,7 @@ class Inducing:
 
     @cached_property
     def _factor(self) -> Tensor:
+        """The Cholesky factor (r, r) of the precision."""
         return cholesky(self.precision, "the inducing variables")
 
     @cached_property
