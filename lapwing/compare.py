@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lapwing.api import Fitted
+from lapwing.fitted import Fitted
 from lapwing.errors import DataError
 from lapwing.posteriors.effective import EffectiveParameters
 

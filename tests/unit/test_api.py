@@ -504,7 +504,7 @@ def test_one_input_without_its_batch_is_refused(method: str) -> None:
 def test_a_posterior_in_one_line() -> None:
     x = torch.randn(20, 3)
     posterior = lw.fit(nn.Linear(3, 1), [(x, x[:, :1])], lw.Gaussian(noise_std=0.5), prior=0.25, method=lw.Full())
-    assert repr(posterior) == "<Fitted: FullCurvature, 4 weights, precision 0.25, noise variance 0.25>"
+    assert repr(posterior) == "<Fitted: Full, 4 weights, precision 0.25, noise variance 0.25>"
     grouped = lw.fit(
         nn.Linear(3, 1),
         [(x, torch.ones(20, 1))],
