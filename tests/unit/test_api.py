@@ -512,7 +512,7 @@ def test_a_posterior_in_one_line() -> None:
         prior=lw.priors.diagonal(2.0),
         method=lw.baselines.MapOnly(),
     )
-    assert repr(grouped) == "<Fitted: PointPosterior, 4 weights, precision 2, 2, 2, ... (4)>"
+    assert repr(grouped) == "<Fitted: MapOnly, 4 weights, precision 2, 2, 2, ... (4)>"
 
 
 def test_a_softmax_inside_the_network_is_seen() -> None:
