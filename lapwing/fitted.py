@@ -23,7 +23,7 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
-from lapwing.posteriors.effective import EffectiveParameters, effective_parameters
+from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
 from lapwing.posteriors.protocols import (
     HasEvidence,
     HasFunctionSamples,
@@ -198,8 +198,7 @@ class Fitted:
     def effective_parameters(self) -> EffectiveParameters:
         """Return γ, the number of weights that the data determine: in total and for each layer. Print it to read it."""
         self._unchanged()
-        self._with(HasEvidence, "evidence")
-        return effective_parameters(self.posterior)
+        return effective_parameters(self._with(HasGammas, "evidence"))
 
     @outside_autocast
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
