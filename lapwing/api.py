@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +16,8 @@ from lapwing import files
 from lapwing.auto import Auto
 from lapwing.core.data import Data, Inputs, batch_size, check_finite, map_tensors
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.progress import shows_progress
+from lapwing.core.settings import require_integer
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
@@ -86,7 +86,7 @@ def fit(
     torch.Size([3, 1])
     """
     device = _device(model)
-    batches = Data(data, device, target_key, _shown(progress))
+    batches = Data(data, device, target_key, shows_progress(progress))
     first = next(iter(Data(data, device, target_key).batches("first batch")))
     network = Network.build(model, _several(Data(data, device, target_key)), weights_named(weights))
     chosen = likelihood_named(likelihood, network.output_shape[-1])
@@ -221,7 +221,7 @@ def train(
         recipe,
         resume=State.load(resume) if isinstance(resume, str | Path) else resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
-        bar=training.progress_bar if _shown(progress) else training.no_bar,
+        progress=shows_progress(progress),
     )
     fitted = Fitted(outcome.posterior, Fingerprint.of(outcome.model))
     return Trained(outcome.model, fitted, outcome.history, outcome.state)
@@ -235,11 +235,6 @@ class Trained:
     posterior: Fitted
     history: tuple[Epoch, ...]
     state: State
-
-
-def _shown(progress: bool | None) -> bool:
-    """Whether there are bars: on a terminal, where it is left open."""
-    return sys.stderr.isatty() if progress is None else progress
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -307,7 +302,7 @@ class Fitted:
 
         Equal generators give the same functions at whatever inputs they are asked for.
         """
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         drawn = self._with(HasFunctionSamples, "function samples").function_samples(self._checked(x), n, generator)
         check_finite(drawn[0], "outputs of the network")
         return drawn
@@ -315,7 +310,7 @@ class Fitted:
     @outside_autocast
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, P) around the trained weights."""
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         self._unchanged()
         return self._with(HasWeightSamples, "weight samples").weight_samples(n, generator)
 
@@ -407,7 +402,7 @@ class Fitted:
 
     def _operator(self, data: Iterable[Any], kind: str, progress: bool | None) -> Operator:
         self._unchanged()
-        batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=_shown(None))
+        batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
         batches = batches if progress is None else replace(batches, progress=progress)
         design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=kind)
         if kind == "jacobian":

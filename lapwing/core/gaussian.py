@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
 
 ROUNDING = 1e-4  # of the largest beside it: what a variance below zero may be
@@ -91,7 +91,7 @@ class FunctionGaussian:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws of f, (n, *mean.shape). Joint beliefs give correlated draws, others independent inputs."""
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         if self.joint:
             size = self.mean.numel()
             root = psd_root(self.cov.reshape(size, size))

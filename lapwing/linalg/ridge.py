@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.random import derived, normal, uniform
+from lapwing.core.random import derived_generator, normal, uniform
 from lapwing.linalg.cg import Solution, block_conjugate_gradients
 from lapwing.linalg.design import Design, OperatorPart, Part, back_product, gram_product
 from lapwing.linalg.estimators import signs
@@ -70,7 +70,7 @@ class Ridge:
         """With noise from the generator, of which ε is kept where asked for. Cost: one pass over the design."""
         like = torch.empty(0, dtype=torch.float64, device=design.like.device)
         # Features drawn from the same seed would be the noise itself.
-        generator = derived(generator, like)
+        generator = derived_generator(generator, like)
         prior = normal((samples, design.size), generator, like)
         eps = normal((samples, design.rows), generator, like)
         # Probes from the seed of the noise itself would be correlated with the samples that the basis starts from.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import Solution
@@ -120,7 +120,7 @@ class SampledPosterior:
         return (self.samples @ weight_slope(self.problem.network, function, x)).square().mean()
 
     def _refuse_more(self, n: int) -> None:
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         if n > len(self.samples):
             raise UnsupportedError(
                 f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples=...)."

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
-from lapwing.core.trace import UNSETTLED, Step, Trace
+from lapwing.core.settings import require_integer, require_positive
+from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.problem import Problem
@@ -49,9 +49,9 @@ class SampleEM:
     def __post_init__(self) -> None:
         if self.mode not in ("tangent", "network"):
             raise UnsupportedError(f"mode is {self.mode!r}; expected 'tangent' or 'network'.")
-        refuse_other_than_whole("max_steps", self.max_steps)
-        refuse_other_than_positive("tolerance", self.tolerance)
-        refuse_other_than_positive("solver_tolerance", self.solver_tolerance)
+        require_integer("max_steps", self.max_steps)
+        require_positive("tolerance", self.tolerance)
+        require_positive("solver_tolerance", self.solver_tolerance)
 
     def with_data(self, data: Data) -> SampleEM:
         """The same on these data, where none were given."""
@@ -88,7 +88,7 @@ class SampleEM:
         if moved > self.tolerance:
             finding += f"; a logarithm still moved by {moved:.2g} at the last step"
         trace = Trace("SampleEM", "gamma", tuple(steps), (finding,))
-        if moved > max(UNSETTLED, self.tolerance) and self.max_steps > 1:
+        if moved > max(NOT_CONVERGED, self.tolerance) and self.max_steps > 1:
             raise DivergedError(
                 f"SampleEM: after {self.max_steps} steps a logarithm moves by {moved:.2g}; expected at most "
                 f"{self.tolerance:g}. Raise max_steps or Sampled(num_samples=...), take mode='network', or give the "
