@@ -37,7 +37,6 @@ from lapwing.posteriors.protocols import (
     HasVarianceOf,
     HasWeightSamples,
     Method,
-    NeedsData,
     NeedsPrior,
     Posterior,
     Reweightable,
@@ -49,12 +48,11 @@ from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
 from lapwing.training import loop as training
-from lapwing.training.loop import Epoch, State
 from lapwing.training.recipe import Recipe, online
+from lapwing.training.state import Epoch, State
 from lapwing.tuners.maximise_evidence import MaximiseEvidence, started
+from lapwing.tuners.protocol import Tuner, with_training_data
 from lapwing.tuners.sample_em import SampleEM
-
-Tuner = Callable[[Any], Any]
 
 
 @outside_autocast
@@ -168,7 +166,7 @@ def _on(tuner: Tuner, data: Data | None = None) -> Tuner:
         raise UnsupportedError(
             f"tuner is {tuner!r:.80}; expected an object such as lw.tuners.FixedPoint(), not its name."
         )
-    return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
+    return with_training_data(tuner, data)
 
 
 @outside_autocast
@@ -215,13 +213,12 @@ def train(
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     outcome = training.run(
         model,
-        batches,
+        replace(batches, progress=shows_progress(progress)),
         chosen,
         network_of,
         recipe,
         resume=State.load(resume) if isinstance(resume, str | Path) else resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
-        progress=shows_progress(progress),
     )
     fitted = Fitted(outcome.posterior, Fingerprint.of(outcome.model))
     return Trained(outcome.model, fitted, outcome.history, outcome.state)

@@ -111,13 +111,6 @@ class Tunable(Protocol):
 
 
 @runtime_checkable
-class NeedsData(Protocol):
-    """A tuner that passes over the training data; ``fit`` gives them where they were not given before."""
-
-    def with_data(self, data: Data) -> Any: ...
-
-
-@runtime_checkable
 class NeedsPrior(Protocol):
     """A method that may have no evidence to learn a prior with; ``fit`` then learns one beforehand.
 
