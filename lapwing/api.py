@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -41,7 +41,6 @@ from lapwing.posteriors.protocols import (
     Posterior,
     Reweightable,
 )
-from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.gaussian import Prior, isotropic
 from lapwing.problem import Problem
 from lapwing.registry import likelihood_named, method_named, weights_named
@@ -50,9 +49,9 @@ from lapwing.tangent.operator import Operator
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
-from lapwing.tuners.maximise_evidence import MaximiseEvidence, started
+from lapwing.tuners.maximise_evidence import MaximiseEvidence
 from lapwing.tuners.protocol import Tuner, with_training_data
-from lapwing.tuners.sample_em import SampleEM
+from lapwing.tuners.start import default_tuner, start_near_optimum
 
 
 @outside_autocast
@@ -126,10 +125,7 @@ def _with_prior(problem: Problem, tuner: Tuner | None, data: Data, generator: to
 
 def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """With the prior learned, from a start near the optimum."""
-    statistics = posterior.statistics
-    begun = started(posterior, statistics.data, statistics.outputs, posterior.problem.network.theta())
-    usual: Tuner = SampleEM(mode="network") if isinstance(posterior, SampledPosterior) else MaximiseEvidence()
-    found = _on(tuner or usual, data)(begun)
+    found = _on(tuner or default_tuner(posterior), data)(start_near_optimum(posterior))
     before, after = getattr(posterior, "trace", None), getattr(found, "trace", None)
     if before is None or after is None or not before.findings:
         return found

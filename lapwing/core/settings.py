@@ -26,3 +26,9 @@ def require_positive(name: str, value: Any) -> None:
     """Raise unless the value is a finite number above zero."""
     if not is_real(value) or not 0 < value < math.inf:
         raise UnsupportedError(f"{name} is {value!r:.80}; expected a positive, finite number.")
+
+
+def require_flag(name: str, value: Any) -> None:
+    """Raise unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise UnsupportedError(f"{name} is {value!r:.80}; expected True or False.")

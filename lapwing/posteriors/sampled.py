@@ -62,6 +62,10 @@ class SampledPosterior:
             problem = problem.with_prior(prior.scaled(mine.scale))
         return replace(self, problem=problem)
 
+    def warm_started(self, problem: Problem) -> SampledPosterior:
+        """Return the posterior of another problem, whose solves start from the present samples."""
+        return replace(self.with_problem(problem), start=self.solution.x)
+
     def with_trace(self, trace: Trace) -> SampledPosterior:
         return replace(self, trace=trace)
 
@@ -129,8 +133,13 @@ class SampledPosterior:
     @outside_inference
     def gammas(self) -> Tensor:
         """γ of every weight, (P,): the mean over the samples of z (G z) / φ."""
+        return self.gamma_samples().mean(0)
+
+    @outside_inference
+    def gamma_samples(self) -> Tensor:
+        """Return γ of every weight from each sample, z (G z) / φ, (K, P)."""
         with torch.no_grad():
-            return self.solver.gamma(self.problem, self.samples).mean(0)
+            return self.solver.gamma(self.problem, self.samples)
 
     @property
     def loss(self) -> float:

@@ -16,7 +16,7 @@ from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.protocols import Curvature, Precision
+from lapwing.posteriors.protocols import BoundsLogdet, Curvature, Precision
 from lapwing.problem import Problem
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
@@ -146,6 +146,12 @@ class WeightPosterior:
         """The precision for predictions: no gradient flows from them to the hyperparameters."""
         with torch.no_grad():
             return self.current.precision(self._phi.detach(), _detached(self.problem).prior)
+
+    def unseen_gamma(self) -> Tensor | None:
+        """Return what a bound on the evidence adds to γ of each weight, (P,), or None if the evidence is no bound."""
+        if not isinstance(self.curvature, BoundsLogdet):
+            return None
+        return self.curvature.unseen(self._phi, self.problem.prior)
 
     @property
     def centre(self) -> Tensor:

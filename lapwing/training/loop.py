@@ -86,7 +86,9 @@ class _Trainer:
         self.likelihood = likelihood
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
         if self.prior.needs_curvature:
-            raise UnsupportedError("a g-prior depends on the curvature, which changes during training; use per_layer().")
+            raise UnsupportedError(
+                "a g-prior depends on the curvature, which changes during training; use per_layer()."
+            )
         self.update = with_training_data(recipe.update, data)
         self.noise: Tensor | None = None
         self.count = data_count(self.network, likelihood, data)
@@ -113,8 +115,8 @@ class _Trainer:
         self.best, self.history, self.done = dict(state.best), list(state.history), state.epoch
 
     def _refuse_foreign(self, state: State) -> None:
-        """Raise if the state is of another optimiser, prior or likelihood, which PyTorch would load without an error."""
-        if any(OPTIMISERS[self.recipe.optimiser] not in group for group in state.optimiser["param_groups"]):
+        """Raise if the state is of another optimiser, prior or likelihood: PyTorch would load it without an error."""
+        if any(OPTIMISERS[self.recipe.optimiser].setting not in group for group in state.optimiser["param_groups"]):
             raise ValueError(f"its optimiser is not {self.recipe.optimiser}")
         if state.precision.shape != self.prior.values.shape:
             raise ValueError(f"it has {state.precision.numel()} precisions, the prior {self.prior.values.numel()}")
@@ -138,7 +140,7 @@ class _Trainer:
         coefficients = self._coefficients()
         batches = self.data.batches(f"epoch {number}")
         # L-BFGS compares losses and gradients of several evaluations, so all batches make one step.
-        steps = [tuple(batches)] if self.recipe.optimiser == "lbfgs" else ((batch,) for batch in batches)
+        steps = [tuple(batches)] if self.recipe.full_batch else ((batch,) for batch in batches)
         for step in steps:
             size = sum(len(batch.targets) if batch.targets.ndim else 1 for batch in step)
             self._set_rate((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
@@ -151,8 +153,8 @@ class _Trainer:
 
     def _refuse_not_finite(self, value: float, what: str, number: int) -> None:
         if not math.isfinite(value):
-            lbfgs = self.recipe.optimiser == "lbfgs"
-            remedy = "Scale inputs and targets" if lbfgs else f"Lower the rate ({self.recipe.rate:g})"
+            has_no_rate = self.recipe.full_batch
+            remedy = "Scale inputs and targets" if has_no_rate else f"Lower the rate ({self.recipe.rate:g})"
             raise NumericalError(
                 f"the {what} is {value} in epoch {number}; expected a finite number. {remedy}; the last finite "
                 "state is in the last checkpoint."
@@ -196,7 +198,7 @@ class _Trainer:
         return self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
 
     def _set_rate(self, progress: float) -> None:
-        if self.recipe.optimiser != "lbfgs":
+        if not self.recipe.full_batch:
             for group in self.optimiser.param_groups:
                 group["lr"] = self.recipe.rate_at(progress)
 

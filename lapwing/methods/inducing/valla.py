@@ -33,6 +33,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.kernel import prior_kernel
+from lapwing.priors.start import single_starting_precision
 from lapwing.problem import Problem
 
 OPTIMISERS = ("lbfgs", "adam", "none")
@@ -131,9 +132,7 @@ class VaLLA:
 
 def started(problem: Problem, statistics: Statistics) -> Any:
     """A precision to begin with: half of what the data could decide over the squared weights."""
-    theta = problem.network.theta().double()
-    share = 0.5 * min(1.0, statistics.data * statistics.outputs / theta.numel())
-    guess = (share * theta.numel() / theta.square().sum().clamp_min(1e-12)).clamp(1e-6, 1e8)
+    guess = single_starting_precision(problem.network.theta(), statistics.data * statistics.outputs)
     return problem.prior.with_precision(guess.expand(problem.prior.values.shape).clone())
 
 
@@ -367,7 +366,9 @@ class Stochastic:
                     )
                 steps.append(learner._step(-value, self.log_scale.detach(), self.log_noise))
                 bar.show(objective=value, KL=divergence)
-                if self.inducing is known or (watch is not None and watch.should_stop(step)):  # no step was better, or late
+                if self.inducing is known or (
+                    watch is not None and watch.should_stop(step)
+                ):  # no step was better, or late
                     break
         state, findings = (self.state(), self._unsettled(steps)) if watch is None else self._rescaled(watch.best_state)
         return replace(learner, anchors=learner.anchors.at(state.z), log_scale=state.log_scale,

@@ -11,22 +11,22 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.core.settings import is_real, require_integer, require_positive
+from lapwing.core.settings import is_real, require_flag, require_integer, require_positive
 
 
 @pytest.mark.parametrize("value", [3, 2**70, torch.Size([3])[0]])
-def test_whole_numbers(value: Any) -> None:
+def test_integers(value: Any) -> None:
     require_integer("count", value)
     require_integer("count", value, least=3)
 
 
 @pytest.mark.parametrize("value", [True, 3.0, 10.5, "10", None, math.nan, torch.tensor(3)])
-def test_other_than_whole_numbers(value: Any) -> None:
+def test_other_than_integers(value: Any) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"count is {value!r}; expected an integer.")):
         require_integer("count", value)
 
 
-def test_fewer_than_so_many() -> None:
+def test_integers_below_the_least() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"count is 0; expected at least 1\."):
         require_integer("count", 0)
     with pytest.raises(lw.errors.UnsupportedError, match=r"count is 1; expected at least 2\."):
@@ -43,6 +43,14 @@ def test_other_than_positive_numbers(value: Any) -> None:
     message = re.escape(f"rate is {value!r}; expected a positive, finite number.")
     with pytest.raises(lw.errors.UnsupportedError, match=message):
         require_positive("rate", value)
+
+
+def test_flags() -> None:
+    require_flag("noise", True)
+    require_flag("noise", False)
+    for value in (0, 1, 0.1, "yes", None):
+        with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"noise is {value!r}; expected True or False.")):
+            require_flag("noise", value)
 
 
 def test_a_long_value_is_cut() -> None:
@@ -75,5 +83,5 @@ def test_settings_of_valla(settings: dict[str, Any], message: str) -> None:
         lw.VaLLA(**settings)
 
 
-def test_valla_has_its_own_number_of_steps() -> None:
+def test_valla_chooses_its_number_of_steps() -> None:
     assert lw.VaLLA(steps=None).steps is None

@@ -11,7 +11,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.api import Trained
-from lapwing.training.loop import State
+from lapwing.training.state import State
 from tests import problems
 from tests.cases import BY_NAME
 from tests.unit.training.settings import CUTS, D, arrays, dropped, flat, kept, mlp, same, shuffled

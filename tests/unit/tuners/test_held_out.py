@@ -16,7 +16,9 @@ import lapwing as lw
 from lapwing.curvature.full import FullCurvature, FullPrecision
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.tuners import held_out
-from lapwing.tuners.held_out import PRECISIONS, TEMPERATURES, held_out_scores, nll
+from lapwing.tuners.grid import PRECISIONS
+from lapwing.tuners.held_out import held_out_scores, nll
+from lapwing.tuners.temperature import TEMPERATURES
 from tests import problems
 from tests.cases import BY_NAME, Case
 from tests.tolerances import assert_close

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.tangent import model as tangent_model
-from lapwing.tuners.linear_mode import ModeSolver
+from lapwing.tuners.mode_solver import ModeSolver
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense, kfac, structures
