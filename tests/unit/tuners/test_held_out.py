@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.curvature.full import FullCurvature, FullPrecision
+from lapwing.curvature.full import FullCurvature
+from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.tuners import held_out
 from lapwing.tuners.grid import PRECISIONS
@@ -266,9 +267,18 @@ def test_the_data_are_passed_over_once() -> None:
     assert float(found.prior.values) == float(fitted.tuned(lw.tuners.Grid(held, VALUES)).prior.values)
 
 
-def alive(kind: type) -> int:
-    gc.collect()
-    return sum(type(each) is kind for each in gc.get_objects())
+def results_of(owner: type, method: str, monkeypatch: pytest.MonkeyPatch) -> WeakSet[Any]:
+    """Return the set of all results of this method that are still alive."""
+    alive: WeakSet[Any] = WeakSet()
+    plain = getattr(owner, method)
+
+    def remembered(self: Any, *args: Any) -> Any:
+        result = plain(self, *args)
+        alive.add(result)
+        return result
+
+    monkeypatch.setattr(owner, method, remembered)
+    return alive
 
 
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])
@@ -278,10 +288,10 @@ def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatc
     model = Counted().double().eval()
     fitted = lw.fit(model, train, "classification", method=lw.Full(), prior=1.0)
     expected = fitted.tuned(make(held, VALUES)).trace
-    before, seen = alive(FullPrecision), []
+    alive, seen = results_of(FullCurvature, "precision", monkeypatch), []
 
     def metric(predictive: Any, y: Tensor) -> Tensor:
-        seen.append(alive(FullPrecision) - before)
+        seen.append(len(alive))
         return nll(predictive, y)
 
     monkeypatch.setattr(held_out, "temporary", lambda device: 8 * 83**2 * 5 // 4)
@@ -310,12 +320,12 @@ def test_groups_of_every_method(method: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_evidence_of_a_grid_keeps_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a noise for each output every candidate sums up a curvature of its own."""
     fitted, _ = setting("noise for each output")
-    before, seen = alive(FullCurvature), []
+    alive, seen = results_of(PerOutputCurvature, "at", monkeypatch), []
     plain = WeightPosterior.log_evidence
 
     def counted(self: WeightPosterior) -> Tensor:
         found = plain(self)
-        seen.append(alive(FullCurvature) - before)
+        seen.append(len(alive))
         return found
 
     monkeypatch.setattr(WeightPosterior, "log_evidence", counted)

@@ -346,7 +346,7 @@ def test_a_small_promise_is_not_the_end() -> None:
     posterior = lw.fit(model, [(x, y)], likelihood, method=lw.Diagonal(), prior=1.0).posterior
     tangent = tangent_model.tangent_model(posterior.problem.network, likelihood, Data([(x, y)], torch.device("cpu")))
     start = torch.zeros(2, dtype=D)
-    mode = ModeSolver(tangent, start, tolerance=1e-8)(posterior, start)
+    mode = ModeSolver(tangent, start, tolerance=1e-8)(posterior.problem, start)
     exact = Tangent("gaussian", torch.zeros(2, 1, dtype=D), x[:, None, :], y, start)
     ones = torch.ones(2, dtype=D)
     assert float(exact.objective(mode.theta, ones) - exact.objective(exact.optimum(ones), ones)) <= 1e-8
