@@ -1,1 +1,1 @@
-"""Values and checks that all layers use: data, beliefs, random numbers, settings, traces. Nothing here runs a network."""
+"""Values and checks that all layers use: data, beliefs, random numbers, settings, traces. No networks or methods."""

@@ -44,7 +44,7 @@ def linear(weights: str) -> nn.Module:
     """A linear model with weights that are no optimum of anything."""
     gen = torch.Generator().manual_seed(6)
     model = nn.Linear(5, 1, bias=False).double()
-    scale = {"nought": 0.0, "small": 0.1, "wild": 300.0}[weights]
+    scale = {"zero": 0.0, "small": 0.1, "wild": 300.0}[weights]
     model.weight.data = scale * torch.randn(1, 5, dtype=D, generator=gen)
     return model
 
@@ -81,7 +81,7 @@ def relative(a: Tensor | float, b: Tensor | float) -> float:
 @pytest.mark.parametrize(
     ("method", "weights"),
     [
-        ("full", "nought"),
+        ("full", "zero"),
         ("full", "small"),
         ("full", "wild"),
         ("kron", "wild"),
@@ -113,7 +113,7 @@ def test_the_naive_evidence_is_another() -> None:
     assert relative(naive.tuned().prior.values, corrected.prior.values) > 0.5
 
 
-@pytest.mark.parametrize("weights", ["nought", "wild"])
+@pytest.mark.parametrize("weights", ["zero", "wild"])
 def test_a_precision_for_each_of_two_groups(weights: str) -> None:
     """The exact evidence has no slope in either, and bends downwards."""
     phi, y = features()
@@ -140,7 +140,7 @@ def process(phi: Tensor, y: Tensor, precision: Tensor, noise: Tensor, mean: floa
     return torch.distributions.MultivariateNormal(centre, kernel).log_prob(y)
 
 
-@pytest.mark.parametrize("weights", ["nought", "wild"])
+@pytest.mark.parametrize("weights", ["zero", "wild"])
 @pytest.mark.parametrize("method", ["full", "kron"])
 def test_a_tangent_mean_learns_the_noise_too(method: str, weights: str) -> None:
     """Precision and noise are the joint optimum of the exact evidence, found by Newton on dense matrices."""
@@ -159,7 +159,7 @@ def test_a_tangent_mean_learns_the_noise_too(method: str, weights: str) -> None:
     assert relative(fitted.log_evidence(), exact(best)) <= 1e-10
 
 
-@pytest.mark.parametrize("weights", ["nought", "wild"])
+@pytest.mark.parametrize("weights", ["zero", "wild"])
 def test_a_tangent_mean_predicts_as_bayesian_linear_regression(weights: str) -> None:
     fitted = lw.fit(linear(weights), linear_data(), lw.Gaussian(), method=lw.Full(), prior=1.0,
                     tuner=lw.tuners.LinearMode(mean="tangent"))  # fmt: skip
@@ -408,7 +408,7 @@ def test_a_tangent_mean_is_the_tangent_model_at_its_optimum(kind: str, prior: st
 
 
 def test_a_tangent_mean_takes_the_noise_from_its_own_residual() -> None:
-    """φ = |y - h(θ*)|² / (N C - γ), where the slope of the evidence in φ is nought."""
+    """φ = |y - h(θ*)|² / (N C - γ), where the slope of the evidence in φ is zero."""
     fitted, exact = tuned("gaussian", mean="tangent"), reference("gaussian")
     phi, vector = float(fitted.likelihood.dispersion), fitted.prior.vector
     matrix = exact.curvature(exact.w) / phi
