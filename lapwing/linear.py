@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.random import seeded
-from lapwing.core.settings import is_real, refuse_other_than_whole
-from lapwing.core.trace import UNSETTLED, Step, Trace
+from lapwing.core.random import generator_or_default
+from lapwing.core.settings import is_real, require_integer
+from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.linalg.block_cg import block_conjugate_gradients
 from lapwing.linalg.design import (
@@ -78,7 +78,7 @@ def fit(
     _refuse_settings(precision, noise_std, num_samples, tolerance, generator)
     if isinstance(design, OperatorDesign):
         refuse_unpaired(design)
-    generator = seeded(generator)
+    generator = generator_or_default(generator)
     ridge = Ridge.drawn(design, num_samples, generator, keep=True)
     phi = noise_std**2 if noise_std else float(y.square().mean()) or 1.0
     # αφ starts at the trace of XᵀX/n, estimated with ε. Some eigenvalue of XᵀX is above it, so γ ≥ 1/2 in all units.
@@ -94,7 +94,7 @@ def _refuse_settings(precision: Any, noise_std: Any, num_samples: Any, tolerance
     for name, value in (("precision", precision), ("noise_std", noise_std)):
         if value is not None and not (is_real(value) and 0 < value < math.inf):
             raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
-    refuse_other_than_whole("num_samples", num_samples)
+    require_integer("num_samples", num_samples)
     if not (is_real(tolerance) and 0 < tolerance < 1):
         raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -166,7 +166,7 @@ class LinearPosterior:
         """
         count = len(self.solution.x)
         if n is not None:
-            refuse_other_than_whole("n", n, least=0)
+            require_integer("n", n, least=0)
         if n is not None and n > count:
             raise UnsupportedError(f"{n} samples were asked for and {count} are stored; raise num_samples.")
         return self.mean + self.solution.x[:n]
@@ -207,8 +207,8 @@ class LinearPosterior:
         Raises:
             UnsupportedError: ``probes`` is less than 2 or ``steps`` less than 1, or they are not integers.
         """
-        refuse_other_than_whole("probes", probes, least=2)
-        refuse_other_than_whole("steps", steps)
+        require_integer("probes", probes, least=2)
+        require_integer("steps", steps)
         shift = self.precision * self.noise_variance
         self.ridge.reaching(shift, self.tolerance)  # so that the answer is the same before and after samples
         logdet = self.ridge.logdet(torch.tensor(shift, dtype=torch.float64, device=self.y.device), probes, steps)
@@ -268,7 +268,7 @@ class LinearPosterior:
             current = replace(current, precision=alpha, noise_variance=phi)
             if change < CONVERGED:
                 break
-        if change > UNSETTLED and max_steps > 1:
+        if change > NOT_CONVERGED and max_steps > 1:
             raise _no_optimum(current.precision, current.noise_variance, steps[-1])
         gamma, error = current.gamma
         finding = f"gamma {gamma:.4g} ± {error:.2g}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.random import derived, normal, uniform
+from lapwing.core.random import derived_generator, normal, uniform
 from lapwing.linalg.design import Design, ScaledDesign, back_product, gram_product
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
 from lapwing.linalg.logdet import DeflatedSpectrum, Logdet
@@ -81,7 +81,7 @@ class Ridge:
         """Return a ridge with noise from the generator; ``keep`` keeps ε. Cost: one pass over the design."""
         like = torch.empty(0, dtype=torch.float64, device=design.like.device)
         # Independent of features drawn from the same seed, which would equal the noise otherwise.
-        generator = derived(generator, like)
+        generator = derived_generator(generator, like)
         prior = normal((samples, design.size), generator, like)
         eps = normal((samples, design.rows), generator, like)
         # Independent of the noise: the basis starts from the noise, and probes must not be correlated with it.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.random import seeded
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.random import generator_or_default
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.design import gram_product
@@ -75,10 +75,10 @@ class Sampled:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "width", "steps", "batch", "epochs"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_whole("probes", self.probes, least=2)
+            require_integer(name, getattr(self, name))
+        require_integer("probes", self.probes, least=2)
         if self.memory is not None:
-            refuse_other_than_positive("memory", self.memory)
+            require_positive("memory", self.memory)
         if not is_real(self.tolerance) or not 0 < self.tolerance < 1:
             raise UnsupportedError(
                 f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "
@@ -92,7 +92,7 @@ class Sampled:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> SampledPosterior:
         network = problem.network
-        generator = seeded(generator)
+        generator = generator_or_default(generator)
         stochastic = self.solver in STOCHASTIC
         if stochastic:
             refuse_groups(self.solver, problem.prior)
