@@ -72,10 +72,10 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     settings = Inducing(data_folder(arguments.data_dir), seed=arguments.seed)
     targets = inducing_targets.Targets(seed=arguments.seed)
     if arguments.quick:
-        recipe = replace(settings.recipe, hidden=(10, 10), max_steps=300)
-        settings = replace(settings, recipe=recipe, draws=2, published=(20, 40), published_drawn=40, sizes=(3, 8),
-                           starts=1, networks=1, steps=20)  # fmt: skip
-        targets = replace(targets, recipe=recipe, test=200)
+        recipe = replace(settings.recipe, hidden=(10,), max_steps=100)
+        settings = replace(settings, recipe=recipe, points=4, draws=2, published=(10, 20), published_drawn=20,
+                           sizes=(2, 4), starts=1, networks=0, steps=10)  # fmt: skip
+        targets = replace(targets, recipe=recipe, data=60, test=200, points=(3, 6))
     results = run(settings, progress), inducing_targets.run(targets, progress)
     pictures = {"inducing.png": picture, "inducing_targets.png": targets_picture}
     return Report(arguments.out / "inducing.json", results, pictures)

@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from effective_parameters import effective_parameters_picture
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import load_diabetes, make_friedman1
 from torch import Tensor, nn
 
 import lapwing as lw
-from experiments import pictures
 
 PALE = "#9a9a9a"
 STYLES = {"tanh": ("#0072b2", "o"), "relu": ("#d55e00", "s"), "sin": ("#009e73", "^"), "identity": ("#333333", "D")}
@@ -212,7 +212,7 @@ def main(
     picture(found, out / "activation.png")
     effective = studies[0].deeper.effective_parameters()
     print(f"\n{table}, {studies[0].picked}, two hidden layers\n{effective}")
-    pictures.effective_parameters(effective.layers, effective.sizes, out / "effective_parameters.png")
+    effective_parameters_picture(effective.layers, effective.sizes, out / "effective_parameters.png")
     return found
 
 
