@@ -203,7 +203,7 @@ def picture(small: Results, large: Results, columns: int, path: Path) -> None:
 
 
 def _regret(axis: Any, results: Results) -> None:
-    """Draw cumulative regrets. The curve of uniform pulls leaves the panel, since otherwise the others would be flat."""
+    """Draw cumulative regrets. The curve of uniform pulls leaves the panel; otherwise the others would look flat."""
     for name, games in results.items():
         colour, line = STYLES[name]
         sums = torch.stack([game.regret for game in games]).cumsum(1)

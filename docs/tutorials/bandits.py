@@ -29,7 +29,7 @@ class Bandit:
     def posterior(
         self, pulls: Tensor, rewards: Tensor, samples: int, generator: torch.Generator, **given: float | None
     ) -> lw.linear.LinearPosterior:
-        """Fit with the true precision and noise, or those given. The generator advances, so every round has new samples."""
+        """Fit with the true precision and noise, or those given. The generator advances: every round has new samples."""
         settings: dict[str, Any] = {"precision": 1.0, "noise_std": self.noise_std, **given}
         return lw.linear.fit(self.features(pulls), rewards, num_samples=samples, generator=generator, **settings)
 
@@ -73,7 +73,7 @@ class Fourier:
         return total
 
     def design(self, points: Tensor, pulls: Tensor) -> lw.linear.OperatorDesign:
-        """Return a design with a row for each pull; an arm that was pulled often is computed once. ``like``: float32."""
+        """Return a float32 design with a row for each pull; an arm that was pulled often is computed once."""
         arms, which = pulls.unique(return_inverse=True)
         return lw.linear.OperatorDesign(
             rows=len(pulls),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -101,6 +102,17 @@ def on_page(section: str, name: str) -> list[float]:
     _, text = PAGE.split(f"\n## {section}\n")
     rows = (line.split() for line in text.split("```text\n")[1].splitlines())
     return next([float(number) for number in row[1:]] for row in rows if row[:1] == [name])
+
+
+@pytest.mark.parametrize("script", sorted(TUTORIALS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_tutorial_needs_only_lapwing_with_the_extra_run(script: Path) -> None:
+    """The standard library, lapwing and what the extra installs, and modules of the same folder."""
+    nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    siblings = {path.stem for path in TUTORIALS.glob("*.py")}
+    allowed = {"lapwing", "torch", "numpy", "sklearn", "matplotlib", *siblings, *sys.stdlib_module_names}
+    assert {name.split(".")[0] for name in names} <= allowed
 
 
 def test_density_is_shown(density: Run) -> None:
@@ -358,8 +370,8 @@ def test_the_mean_of_the_features_is_that_of_the_process(bandit: Run) -> None:
         assert float((made.scores(found[None]) - exact).abs().max()) < gap
 
 
-def test_fourier_features_are_an_operator(bandit: Run) -> None:
-    module, generator = bandit.module, torch.Generator().manual_seed(0)
+def test_fourier_features_are_an_operator() -> None:
+    generator = torch.Generator().manual_seed(0)
     features = bandits.Fourier.drawn(20_000, generator)
     points = torch.rand(50, 2, generator=generator, dtype=torch.float64)
     pulls = torch.randint(0, 50, (90,), generator=generator)  # some arms several times
