@@ -128,7 +128,7 @@ def _evidence(images: Images, settings: Fashion, seed: int) -> list[tuple[str, d
         seed=seed,
     )
     data = Shuffled(x, y, settings.batch_size)
-    trained = lw.train(_network(settings, seed).to(x.device), data, "classification", recipe, progress=False)
+    trained = lw.train(_network(settings, seed).to(x.device), data, "classification", recipe=recipe, progress=False)
     taken = time.perf_counter() - start
     network_scores = _scores(_softmax(trained.model, images.test[0]), images.test[1])
     probs = torch.cat([trained.posterior.predict(part).probs for part in images.test[0].split(1000)])

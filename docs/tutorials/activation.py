@@ -106,7 +106,7 @@ def trained(split: Split, activation: str, restarts: int, epochs: int, layers: i
     data = [(split.x, split.y)]
     posteriors = [
         lw.train(
-            network(activation, layers, start), data, "regression", lw.recipes.classic(epochs), progress=False
+            network(activation, layers, start), data, "regression", recipe=lw.recipes.classic(epochs), progress=False
         ).posterior
         for start in range(restarts)
     ]

@@ -29,7 +29,7 @@ class Bandit:
     def posterior(
         self, pulls: Tensor, rewards: Tensor, samples: int, generator: torch.Generator, **given: float | None
     ) -> lw.linear.LinearPosterior:
-        """Fit with the true precision and noise, or those given. The generator advances: every round has new samples."""
+        """Fit with the true precision and noise, or those given. The generator advances: each round has new samples."""
         settings: dict[str, Any] = {"precision": 1.0, "noise_std": self.noise_std, **given}
         return lw.linear.fit(self.features(pulls), rewards, num_samples=samples, generator=generator, **settings)
 

@@ -76,7 +76,7 @@ def network(hidden: int, start: int) -> nn.Sequential:
 def regularised(x: Tensor, y: Tensor, hidden: int, recipe: lw.recipes.Recipe, restarts: int) -> lw.Fitted:
     """Train from several starts and return the posterior with the best evidence."""
     posteriors = [
-        lw.train(network(hidden, start), [(x, y)], "regression", recipe, progress=False).posterior
+        lw.train(network(hidden, start), [(x, y)], "regression", recipe=recipe, progress=False).posterior
         for start in range(restarts)
     ]
     return max(posteriors, key=lambda posterior: float(posterior.log_evidence()))
