@@ -24,6 +24,7 @@ from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResidua
 from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
+from lapwing.methods.protocol import Method, NeedsPrior
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, raw_output, refuse_training_mode, shaped
 from lapwing.networks.functionals import Functional
@@ -36,9 +37,7 @@ from lapwing.posteriors.protocols import (
     HasFunctionSamples,
     HasVarianceOf,
     HasWeightSamples,
-    Method,
     NeedsData,
-    NeedsPrior,
     Posterior,
     Reweightable,
 )

@@ -26,6 +26,8 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
 from lapwing.losses import Statistics
+from lapwing.methods.dropout import Masks
+from lapwing.methods.ensemble import Networks
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
 from lapwing.methods.hfl.linearised import LinearisedResponse
@@ -40,7 +42,7 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import refuse_training_mode, unwrapped, working_dtype
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.posteriors.members import Masks, MembersPosterior, Networks
+from lapwing.posteriors.members import MembersPosterior
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import Posterior
 from lapwing.posteriors.sampled import SampledPosterior, StoredSamples

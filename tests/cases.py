@@ -187,7 +187,7 @@ def shared_weight() -> nn.Module:
 
 def frozen(weight: bool) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        model = mlp()
+        model: Any = mlp()
         (model[2].weight if weight else model[2].bias).requires_grad_(False)
         return model
 

@@ -83,12 +83,6 @@ class Posterior(Protocol):
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian: ...
 
 
-class Method(Protocol):
-    """A way to compute the belief; a frozen dataclass of settings."""
-
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior: ...
-
-
 @runtime_checkable
 class Reweightable(Protocol):
     """Takes a new prior or noise without touching the data."""
@@ -115,17 +109,6 @@ class NeedsData(Protocol):
     """A tuner that passes over the training data; ``fit`` gives them where they were not given before."""
 
     def with_data(self, data: Data) -> Any: ...
-
-
-@runtime_checkable
-class NeedsPrior(Protocol):
-    """A method that may have no evidence to learn a prior with; ``fit`` then learns one beforehand.
-
-    Where ``needs_prior`` is False, the method is fitted as those without it.
-    """
-
-    @property
-    def needs_prior(self) -> bool: ...
 
 
 @runtime_checkable

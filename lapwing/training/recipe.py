@@ -13,7 +13,7 @@ from torch import nn
 from lapwing.errors import UnsupportedError
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
-from lapwing.posteriors.protocols import Method
+from lapwing.methods.protocol import Method
 from lapwing.priors.gaussian import Prior, isotropic, per_layer
 from lapwing.tuners.ascend import Ascend
 from lapwing.tuners.fixed_point import FixedPoint

@@ -17,7 +17,7 @@ from lapwing.errors import DivergedError, NumericalError, UnsupportedError
 from lapwing.linalg.cg import conjugate_gradients
 from lapwing.linalg.operators import Product
 from lapwing.methods.inducing.subspace import SubspaceCurvature
-from lapwing.posteriors.protocols import Method
+from lapwing.methods.protocol import Method
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.tangent.model import TangentModel, tangent_model
 from lapwing.tuners.coordinates import Coordinates
