@@ -46,9 +46,10 @@ class EKron:
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: EKron(), "linear", prior="layer"),
-            Exactness(lambda weights, rows: EKron(sharing="reduce"), "linear", name="reduce", prior="layer"),
+            Exactness(lambda weights, rows: EKron(sharing="reduce"), "linear", name="reduce", prior="layer",
+                      no_laws="with fewer data than inputs of a layer, its eigenvectors are not unique"),
         )
-    )
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_settings(self.curvature, self.sharing, self.full_limit)

@@ -30,13 +30,21 @@ def lawful_entries() -> dict[str, Exactness]:
     return {name: entry for name, entry in exact_entries().items() if not entry.no_laws}
 
 
-def small_methods(model: nn.Module) -> dict[str, Any]:
-    """Return quick settings of every method for this model, as "hfl" or "hfl linearised"."""
-    return {
-        f"{name} {variant}".strip(): method
-        for name, kind in METHODS.items()
-        for variant, method in (declaration(name).small or (lambda _, kind=kind: {"": kind()}))(model).items()
-    }
+def small_settings(name: str, model: nn.Module) -> dict[str, Any]:
+    """Return quick settings of one registered method for this model, as "hfl" and "hfl linearised"."""
+    small = declaration(name).small
+    variants = {"": METHODS[name]()} if small is None else small(model)
+    return {f"{name} {variant}".strip(): method for variant, method in variants.items()}
+
+
+def small_names() -> list[str]:
+    """Return the names of the quick settings of all methods."""
+    return [setting for name in METHODS for setting in small_settings(name, nn.Linear(1, 1))]
+
+
+def small_method(setting: str, model: nn.Module) -> Any:
+    """Return the method with the quick settings of this name."""
+    return small_settings(setting.split()[0], model)[setting]
 
 
 def power(entry: Exactness) -> float:
@@ -44,7 +52,7 @@ def power(entry: Exactness) -> float:
     return SOLVED if entry.iterative else EXACT
 
 
-EXACT_ENTRIES, LAWFUL, SMALL = list(exact_entries()), list(lawful_entries()), list(small_methods(nn.Linear(1, 1)))
+EXACT_ENTRIES, LAWFUL, SMALL = list(exact_entries()), list(lawful_entries()), small_names()
 SUITES = {"exact": EXACT_ENTRIES, "laws": LAWFUL, "every method": SMALL}
 
 
