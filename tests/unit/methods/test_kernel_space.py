@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, _cast
+from tests.cases import BY_NAME, CASES, Case, cast
 from tests.references import dense
 from tests.references.linear_regression import regress
 from tests.tolerances import SOLVED, assert_close, assert_within
@@ -230,12 +230,12 @@ def test_float32(name: str) -> None:
     case = BY_NAME[name]
     data = problems.batches(case, dtype=torch.float32)
     single = lw.fit(case.build(torch.float32), data, problems.likelihood(case), method=lw.KernelSpace(), prior=0.7)
-    wide = [(_cast(x, D), y) for x, y in data]
+    wide = [(cast(x, D), y) for x, y in data]
     full = lw.fit(case.build(torch.float32).double(), wide, problems.likelihood(case), method=lw.Full(), prior=0.7)
     inputs = case.batch(3, torch.float32, seed=1)
     belief = single.functions(inputs)
     assert belief.cov.dtype == torch.float32
-    assert_close(belief.cov, full.functions(_cast(inputs, D)).cov, SOLVED)
+    assert_close(belief.cov, full.functions(cast(inputs, D)).cov, SOLVED)
     assert_close(single.log_evidence(), full.log_evidence(), SOLVED, dtype=torch.float32)
 
 
