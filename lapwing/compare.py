@@ -135,8 +135,8 @@ def _undecided(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:
         for c in near
     )
     return (
-        f"{best.name} leads {gaps}: within {DISTINCT:g} standard errors of the estimated evidences, so this order is not "
-        "decided. Raise probes= and steps= of Sampled(), or use an exact method.",
+        f"{best.name} leads {gaps}: within {DISTINCT:g} standard errors of the estimated evidences, so this order is "
+        "not decided. Raise probes= and steps= of Sampled(), or use an exact method.",
     )
 
 
