@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lapwing.core.data import Data, Inputs
 from lapwing.core.random import global_seed
 from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.state import State, saved
 from lapwing.errors import UnsupportedError
 from lapwing.losses import summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
@@ -84,6 +85,7 @@ class FixedMask(nn.Module):
             return x * self.layer(torch.ones_like(x[:1]))
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Masks:
     """One network under K random dropout masks; member k has the masks of seed + k at all inputs.
@@ -132,3 +134,10 @@ class Masks:
 
     def refuse_changed(self) -> None:
         """Do nothing: the masks run in a copy, which does not change."""
+
+    def state(self) -> State:
+        return State("Masks", {"count": self.count, "seed": self.seed})
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> Masks:
+        return cls.of(problem.network.model, state.settings["count"], state.settings["seed"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs
 from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.state import State
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.losses import summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
@@ -106,6 +107,10 @@ class Networks:
         """Raise ``ModelError`` if a network has other weights than at the fit."""
         for model, fingerprint in zip(self.models, self.fingerprints, strict=False):
             fingerprint.refuse_other(model)
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: a file does not hold networks."""
+        raise UnsupportedError("an ensemble is its networks, which a file does not hold; save those and fit again.")
 
     def __call__(self, x: Inputs) -> Tensor:
         outputs: list[Tensor] = []

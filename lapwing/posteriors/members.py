@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.state import State, class_named, saved
 from lapwing.errors import UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.problem import Problem
@@ -29,7 +30,12 @@ class Members(Protocol):
         """Raise ``ModelError`` if a network has other weights than at the fit."""
         ...
 
+    def state(self) -> State:
+        """Return what a file needs; raise ``UnsupportedError`` if a file cannot hold the members."""
+        ...
 
+
+@saved
 @dataclass(frozen=True, eq=False)
 class MembersPosterior:
     """f(x) ~ N(mean of the members, their covariance). A prediction costs a forward pass for each member."""
@@ -51,6 +57,17 @@ class MembersPosterior:
     def _outputs(self, x: Inputs) -> Tensor:
         self.members.refuse_changed()
         return self.members(x).to(self.theta.dtype)
+
+    def state(self) -> State:
+        settings = {"statistics": asdict(self.statistics)}
+        return State("MembersPosterior", settings, {"theta": self.theta}, {"members": self.members.state()})
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> MembersPosterior:
+        part = state.parts["members"]
+        members = class_named(part.name).from_state(part, problem)
+        statistics = Statistics.from_settings(state.settings["statistics"])
+        return cls(problem, members, statistics, state.tensors["theta"].to(problem.network.dtype))
 
 
 def spread(outputs: Tensor, joint: bool) -> FunctionGaussian:
