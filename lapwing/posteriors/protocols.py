@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs
+from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
 from lapwing.linalg.logdet import Logdet
@@ -93,13 +93,6 @@ class Posterior(Protocol):
 
 
 @runtime_checkable
-class Method(Protocol):
-    """A way to compute the belief; a frozen dataclass of settings."""
-
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior: ...
-
-
-@runtime_checkable
 class Reweightable(Protocol):
     """Takes a new prior or noise without touching the data."""
 
@@ -160,17 +153,6 @@ class Preconditions(Protocol):
 
     @property
     def preconditions(self) -> bool: ...
-
-
-@runtime_checkable
-class NeedsPrior(Protocol):
-    """A method that may have no evidence to learn a prior with; ``fit`` then learns one beforehand.
-
-    Where ``needs_prior`` is False, the method is fitted as those without it.
-    """
-
-    @property
-    def needs_prior(self) -> bool: ...
 
 
 @runtime_checkable
