@@ -43,7 +43,8 @@ from lapwing.posteriors.protocols import (
     Reweightable,
 )
 from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.priors.gaussian import Prior, isotropic
+from lapwing.priors import isotropic
+from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.problem import Problem
 from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
@@ -98,7 +99,7 @@ def fit(
         chosen = chosen.prepared(mean_squared_residual(network, chosen, batches))
     given = isotropic(1.0) if prior is None else _prior(prior)
     groups = None
-    if given.kind == "per_normalised_group":
+    if given.needs_groups:
         groups = members(network, scale_free_groups(network, first.inputs))
     problem = Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
     chosen_method, why = _method(method, problem, batches)
@@ -421,7 +422,7 @@ class Fitted:
         return self.posterior.problem
 
     @property
-    def prior(self) -> Prior:
+    def prior(self) -> BoundPrior:
         return self.problem.prior
 
     @property
@@ -451,9 +452,7 @@ class Fitted:
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
         given = _prior(prior)
-        mine, names = self.prior, self.network.selection.names
-        groups = dict(zip(names, mine.members, strict=True)) if mine.kind == "per_normalised_group" else None
-        bound = given.bound(self.network.selection, self.network.theta(), groups)
+        bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if bound.needs_curvature and self.curvature is not None:
             bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
         moved = self.posterior.with_problem(self.problem.with_prior(bound))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lapwing.core.state import State
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.full import FullCurvature
 from lapwing.curvature.low_rank import BoundedCurvature, LowRankCurvature
@@ -45,7 +46,8 @@ from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import Posterior
 from lapwing.posteriors.sampled import SampledPosterior, StoredSamples
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
-from lapwing.priors.gaussian import Prior
+from lapwing.priors import PRIORS
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
 SAVED = (
@@ -72,16 +74,16 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
     if not isinstance(posterior, SAVED):
         raise UnsupportedError(f"{type(posterior).__name__} cannot be saved; fit it again where it is needed.")
     problem = posterior.problem
-    network, prior, likelihood = problem.network, problem.prior, problem.likelihood
+    network, likelihood = problem.network, problem.likelihood
     if type(likelihood).__name__ not in LIKELIHOODS:
         raise UnsupportedError(
             f"the likelihood {type(likelihood).__name__} is not one of Lapwing's and has no file form."
         )
-    tensors: dict[str, Tensor] = {"theta": posterior.theta, "prior.precision": prior.values.detach()}
-    if isinstance(prior.mean, Tensor):
-        tensors["prior.mean"] = prior.mean
-    if prior.scale is not None:
-        tensors["prior.scale"] = prior.scale
+    tensors: dict[str, Tensor] = {"theta": posterior.theta}
+    prior = problem.prior.state()
+    if prior.name not in PRIORS:
+        raise UnsupportedError(f"the prior {prior.name} is not one of Lapwing's and has no file form.")
+    tensors.update({"prior." + key: t for key, t in prior.tensors.items()})
     if network.shift is not None:
         tensors["network.shift"] = network.shift
     tensors["likelihood.dispersion"] = likelihood.dispersion.detach()
@@ -128,11 +130,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
     meta = {
         "format": FORMAT,
         "likelihood": {"name": type(likelihood).__name__, "settings": likelihood.settings()},
-        "prior": {
-            "kind": prior.kind,
-            "mean": None if isinstance(prior.mean, Tensor) else prior.mean,
-            "members": prior.members,
-        },
+        "prior": {"name": prior.name, "settings": prior.settings},
         **_described(network),
         "statistics": asdict(posterior.statistics),
         "curvature": kind,
@@ -244,9 +242,7 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
 
     network = _network(model, meta, tensors.get("selection.index"))
     network = network.shifted(tensors.get("network.shift"))
-    mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
-    prior = _prior(meta, tensors, mean, network.selection, device)
-    problem = Problem(network, _likelihood(meta, tensors, device), prior)
+    problem = Problem(network, _likelihood(meta, tensors, device), _prior(meta["prior"], tensors, network))
     statistics = Statistics(**{**meta["statistics"], "losses": tuple(meta["statistics"]["losses"])})
     kept = meta["curvature"].get("part", meta["curvature"])["name"] in WIDE
     parts = {
@@ -303,16 +299,11 @@ def _samples(kind: dict[str, Any], tensors: dict[str, Tensor], problem: Problem,
     return StoredSamples(problem.prior.vector, problem.likelihood.dispersion, solution, logdet)
 
 
-def _prior(
-    meta: dict[str, Any], tensors: dict[str, Tensor], mean: Any, selection: Selection, device: torch.device
-) -> Prior:
-    stored = meta["prior"]
-    members = dict(zip(selection.names, stored["members"], strict=True)) if stored["members"] else {}
-    # Patterns are not kept: a prior by patterns comes back as the groups that they made.
-    kind = "per_normalised_group" if stored["kind"] == "grouped" else stored["kind"]
-    prior = Prior(kind, tensors["prior.precision"], mean, scale=tensors.get("prior.scale"))
-    bound = prior.bound(selection, torch.empty(0, device=device), members)
-    return replace(bound, kind=stored["kind"])
+def _prior(stored: dict[str, Any], tensors: dict[str, Tensor], network: Network) -> BoundPrior:
+    if stored["name"] not in PRIORS:
+        raise FileError(f"the file names the prior {stored['name']!r}, which this version does not have.")
+    parts = {key.removeprefix("prior."): t for key, t in tensors.items() if key.startswith("prior.")}
+    return PRIORS[stored["name"]].from_state(State(stored["name"], stored["settings"], parts), network)
 
 
 def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Likelihood:

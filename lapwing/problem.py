@@ -10,7 +10,7 @@ from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.losses import Statistics
 from lapwing.networks.network import Network
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +19,13 @@ class Problem:
 
     network: Network
     likelihood: Likelihood
-    prior: Prior
+    prior: BoundPrior
     learn_prior: bool = False  # whether the precisions are to be learned; set where no prior was given
 
     def with_likelihood(self, likelihood: Likelihood) -> Problem:
         return replace(self, likelihood=likelihood)
 
-    def with_prior(self, prior: Prior) -> Problem:
+    def with_prior(self, prior: BoundPrior) -> Problem:
         return replace(self, prior=prior)
 
     def with_known_prior(self) -> Problem:

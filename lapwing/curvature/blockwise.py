@@ -12,7 +12,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +77,13 @@ class BlockwiseCurvature:
         total = tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True))
         return BlockwiseCurvature(total, self.layout, self.selection)
 
-    def precision(self, phi: Tensor, prior: Prior) -> BlockwisePrecision:
+    def precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
         if self.selection.index is not None:
             return self._subnetwork_precision(phi, prior)
         found = tuple(c.precision(phi, prior.on(b), b) for c, b in zip(self.blocks, self.layout, strict=True))
         return BlockwisePrecision(found, self.layout, self.selection)
 
-    def _subnetwork_precision(self, phi: Tensor, prior: Prior) -> BlockwisePrecision:
+    def _subnetwork_precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
         """Only diagonals: entries that are not selected get no variance and no share of the determinant."""
         if not all(isinstance(block, DiagonalBlock) for block in self.blocks):
             raise UnsupportedError(
@@ -96,7 +96,7 @@ class BlockwiseCurvature:
         found = tuple(DiagonalPrecision(block.arrange(inverse), chosen.new_zeros(())) for block in self.layout)
         return BlockwisePrecision(found, self.layout, self.selection, chosen.log().sum(dtype=torch.float64))
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
@@ -121,7 +121,7 @@ def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selectio
     return selection.picked(flat) if picked else flat
 
 
-def prior_precision(prior: Prior, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
+def prior_precision(prior: BoundPrior, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
     """The prior alone, as a precision without data: what it says of outputs is the kernel's diagonal."""
     inverse = selection.split(prior.vector.detach().double().reciprocal())
     zero = torch.zeros((), dtype=torch.float64, device=prior.values.device)

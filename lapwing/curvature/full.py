@@ -26,7 +26,7 @@ from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import SINGLE, Prior
+from lapwing.priors.bound import BoundPrior
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ class FullCurvature:
             self._cache.update(scale=scale, values=self._spectrum(root[:, None] * self.matrix.double() * root))
         return self._cache["values"]
 
-    def precision(self, phi: Tensor, prior: Prior) -> FullPrecision:
+    def precision(self, phi: Tensor, prior: BoundPrior) -> FullPrecision:
         matrix = self.matrix.double() / phi.double()
         matrix.diagonal().add_(prior.vector.double())
         factor = cholesky(matrix, self._name)
@@ -153,9 +153,9 @@ class FullCurvature:
         names = self.selection.names
         return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({self.selection.size} weights)"
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """Of H/φ + A: from the eigenvalues for a prior with one number, else by a factorisation."""
-        if prior.kind not in SINGLE:
+        if not prior.is_single:
             return self.precision(phi, prior).logdet()
         own = self.eigenvalues if prior.scale is None else self._scaled_eigenvalues(prior.scale)
         values = own / phi.double() + prior.values.double()

@@ -16,7 +16,7 @@ from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 LOST = 1e-8  # the share of a prior variance below which what is left of it is not found by a difference
 
@@ -24,11 +24,11 @@ LOST = 1e-8  # the share of a prior variance below which what is left of it is n
 class Rows(Protocol):
     """r vectors of P weights, W (r, P): stored, or given by the network itself."""
 
-    def gram(self, prior: Prior) -> Tensor:
+    def gram(self, prior: BoundPrior) -> Tensor:
         """W A⁻¹ Wᵀ, (r, r), differentiable in the precisions."""
         ...
 
-    def pulled(self, jacobian: LayerJacobians, prior: Prior) -> Tensor:
+    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         """W A⁻¹ Jᵀ, (r, B K)."""
         ...
 
@@ -47,10 +47,10 @@ class StoredRows:
 
     w: Tensor
 
-    def gram(self, prior: Prior) -> Tensor:
+    def gram(self, prior: BoundPrior) -> Tensor:
         return (self.w / prior.vector.to(self.w)) @ self.w.mT
 
-    def pulled(self, jacobian: LayerJacobians, prior: Prior) -> Tensor:
+    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         return jacobian.jvp(self.w / prior.vector.to(self.w)).to(self.w).flatten(1)
 
     def times(self, v: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class LowRankPrecision:
     $$ \Lambda^{-1} = A^{-1} - A^{-1} W^\top (I + W A^{-1} W^\top)^{-1} W A^{-1} $$
     """
 
-    prior: Prior
+    prior: BoundPrior
     rows: Rows
     layout: tuple[Block, ...]
     selection: Selection
@@ -184,13 +184,13 @@ class LowRankCurvature:
             singular.square()[real], right[real], self.layout, self.selection, max(self.residual, other.residual)
         )
 
-    def precision(self, phi: Tensor, prior: Prior) -> LowRankPrecision:
+    def precision(self, phi: Tensor, prior: BoundPrior) -> LowRankPrecision:
         tall = self.values.sqrt()[:, None] * self.vectors / phi.to(self.values).sqrt()
         return LowRankPrecision(prior, StoredRows(tall), self.layout, self.selection)
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """For one precision from the eigenvalues alone, since the vectors are orthonormal."""
-        if prior.kind != "isotropic":
+        if not prior.is_isotropic:
             return self.precision(phi, prior).logdet()
         alpha, values = prior.values.double(), self.values.double()
         return self.selection.size * alpha.log() + torch.log1p(values / (phi.to(values) * alpha)).sum()
@@ -221,12 +221,12 @@ class BoundedCurvature(LowRankCurvature):
     def _shown(self) -> Tensor:
         return self.values @ self.vectors.square()
 
-    def unseen(self, phi: Tensor, prior: Prior) -> Tensor:
+    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """What the log-determinant has added for each weight, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
         assert self.own is not None
         return (self.own.double() - self._shown) / (prior.vector * phi.to(self.values))
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         return super().logdet(phi, prior) + self.unseen(phi, prior).sum().clamp_min(0)
 
     def diagonal(self) -> Tensor:

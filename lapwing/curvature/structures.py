@@ -18,7 +18,7 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import BlockPrior
+from lapwing.priors.bound import BlockPrior
 
 
 class BlockPrecision(Protocol):

@@ -18,7 +18,7 @@ from lapwing.linalg.design import gram_product
 from lapwing.linalg.ridge import Logdet, Ridge, finished
 from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
 from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.priors.gaussian import SINGLE, Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 
@@ -175,7 +175,7 @@ class RidgeSolver:
         )
         return replace(found, x=found.x * unit)
 
-    def _descended(self, prior: Prior, phi: float) -> Solution:
+    def _descended(self, prior: BoundPrior, phi: float) -> Solution:
         """By parts of the data; their order is the same for every prior and noise, so that samples move smoothly."""
         mine = self.settings
         if not self._shared(prior):
@@ -198,8 +198,9 @@ class RidgeSolver:
         if not self._shared(prior):
             if prior.values.requires_grad and torch.is_grad_enabled():
                 raise UnsupportedError(
-                    f"the evidence of Sampled() has no slope in a prior of the kind {prior.kind!r}; expected one "
-                    f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with SampleEM()."
+                    f"the evidence of Sampled() has no gradient in the precisions of {type(prior.given).__name__}; "
+                    "expected one number for all weights, as isotropic() and g_prior() have. Learn these precisions "
+                    "with SampleEM()."
                 )
             ridge, shift = self.ridge.rescaled(prior.vector.detach()), phi
         ridge.reaching(float(shift.detach()), self.settings.tolerance)  # what a basis has is exact
@@ -219,18 +220,18 @@ class RidgeSolver:
         taken = zeta * (zeta - problem.prior.vector.detach().sqrt() * samples)
         return taken + (total - taken.sum(1, keepdim=True)) / taken.shape[1]
 
-    def _shared(self, prior: Prior) -> bool:
+    def _shared(self, prior: BoundPrior) -> bool:
         """Whether the prior is one number times the diagonal that the basis was built for."""
-        if prior.kind not in SINGLE:
+        if not prior.is_single:
             return False
         mine = self.ridge.scale
         return (prior.scale is None) == (mine is None) and (mine is None or torch.equal(mine, prior.scale))  # type: ignore[arg-type]
 
 
-def refuse_groups(solver: str, prior: Prior) -> None:
+def refuse_groups(solver: str, prior: BoundPrior) -> None:
     """Only a prior with one number for all weights is solved for by descent."""
-    if prior.kind not in SINGLE:
+    if not prior.is_single:
         raise UnsupportedError(
-            f"solver {solver!r} with a prior of the kind {prior.kind!r}; expected one number for all weights "
-            f"({' or '.join(SINGLE)}). Use solver='krylov' or 'cg', which take any prior."
+            f"solver {solver!r} with the prior {type(prior.given).__name__}; expected one number for all weights, as "
+            "isotropic() and g_prior() have. Use solver='krylov' or 'cg', which take any prior."
         )

@@ -14,7 +14,7 @@ from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
 
@@ -51,9 +51,9 @@ class Precision(Protocol):
 class Curvature(Protocol):
     """H at unit dispersion in some structure. Where two add up, the sum is the curvature of both data sets."""
 
-    def precision(self, phi: Tensor, prior: Prior) -> Precision: ...
+    def precision(self, phi: Tensor, prior: BoundPrior) -> Precision: ...
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """Of H/φ + A, by the cheapest way there is."""
         ...
 

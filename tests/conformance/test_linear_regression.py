@@ -8,7 +8,7 @@ orthogonal columns. The same for the last layer of a network, whose features are
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -209,9 +209,8 @@ def test_log_evidence_at_the_optimum_is_the_marginal_likelihood(
     exact = s.exact(precision, NOISES[noise][1], centre)
     s.move_to(exact.mean)
     weights = lw.all_weights if isinstance(s.model, nn.Linear) else lw.last_layer
-    about = {"isotropic": lw.isotropic, "per_layer": lw.per_layer, "diagonal": lw.priors.diagonal}[given.kind]
     posterior = lw.fit(s.model, s.data(), NOISES[noise][0], method=METHODS[method], weights=weights,
-                       prior=about(given.precision, centre))  # fmt: skip
+                       prior=replace(given, mean=centre))  # fmt: skip
     assert_close(posterior.log_evidence(), exact.log_evidence)
     predictive_mean = (s.design_new @ exact.mean).reshape(NEW, OUTPUTS)
     assert_close(posterior.predict(s.new).mean, predictive_mean)

@@ -19,7 +19,7 @@ from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.placement import landmarks
 from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
 
@@ -71,7 +71,7 @@ class ELLA:
         return WeightPosterior.fitted(problem, curvature, statistics)
 
 
-def leading_rows(anchors: Anchors, prior: Prior, rank: int, cut: float = 1e-14) -> Tensor:
+def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e-14) -> Tensor:
     """Q (K, P) in the span of the anchors' Jacobian with Q A⁻¹ Qᵀ = I, leading directions first."""
     kernel = anchors.kernel(prior)
     if not bool(torch.isfinite(kernel).all()):

@@ -14,7 +14,7 @@ from lapwing.curvature import full
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.linalg.gram import STRIP
 from lapwing.networks.network import Network
-from lapwing.priors.gaussian import isotropic
+from lapwing.priors import isotropic
 from tests.cases import BY_NAME
 from tests.tolerances import assert_close
 
