@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Data, check_finite
+from lapwing.core.latest import Latest
 from lapwing.curvature.structures import floored_by_layer
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -20,7 +21,7 @@ from lapwing.losses import Statistics, counted
 from lapwing.networks import graph as graphs
 from lapwing.networks import products
 from lapwing.networks.backward import loops
-from lapwing.networks.blocks import LinearJacobian
+from lapwing.networks.blocks import Block, LinearJacobian
 from lapwing.networks.budget import near, temporary
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.jacobians import LayerJacobians
@@ -36,7 +37,6 @@ class FullPrecision:
     factor: Tensor
     selection: Selection
     log_determinant: Tensor
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def logdet(self) -> Tensor:
         return self.log_determinant
@@ -63,7 +63,8 @@ class FullPrecision:
         a, g = part.a[0, :, 0].double(), part.g[0, :, :, 0].double()
         batch, d_in = a.shape
         d_out = g.shape[-1]
-        blocks = self._arranged(jacobian)  # (pairs, d_in, d_in)
+        (block,) = jacobian.layout
+        blocks = self._covariances.at(block, lambda: self._arranged(block))  # (pairs, d_in, d_in)
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         forms = a.new_empty(batch, d_out, d_out)
         step = max(1, temporary(a.device) // (a.element_size() * max(1, batch) * d_in))
@@ -80,16 +81,17 @@ class FullPrecision:
         left, rows = (t.reshape(batch, jacobian.tokens, -1, d_out) for t in (left, rows))
         return (left @ rows.mT).to(part.g.dtype)
 
-    def _arranged(self, jacobian: LayerJacobians) -> Tensor:
-        """Blocks Σ_ij for i <= j of the one linear map, (pairs, d_in, d_in), symmetrised in the inputs."""
-        if "blocks" not in self._cache:
-            (block,) = jacobian.layout
-            order = block.arrange(self.selection.split(torch.arange(self.selection.size, dtype=torch.float64)))
-            order = order[0].long().to(self.factor.device)  # (d_out, d_in): where each entry sits in theta
-            first, second = torch.triu_indices(block.d_out, block.d_out, device=order.device)
-            tall = self.covariance[order[first].unsqueeze(-1), order[second].unsqueeze(-2)]
-            self._cache["blocks"] = 0.5 * (tall + tall.mT)
-        return self._cache["blocks"]
+    @cached_property
+    def _covariances(self) -> Latest[Block, Tensor]:
+        return Latest()
+
+    def _arranged(self, block: Block) -> Tensor:
+        """Return the blocks Σ_ij for i <= j of one linear map, (pairs, d_in, d_in), symmetrised in the inputs."""
+        order = block.arrange(self.selection.split(torch.arange(self.selection.size, dtype=torch.float64)))
+        order = order[0].long().to(self.factor.device)  # (d_out, d_in): the position of each entry in theta
+        first, second = torch.triu_indices(block.d_out, block.d_out, device=order.device)
+        tall = self.covariance[order[first].unsqueeze(-1), order[second].unsqueeze(-2)]
+        return 0.5 * (tall + tall.mT)
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
         j = jacobian.whole()
@@ -119,7 +121,6 @@ class FullCurvature:
     matrix: Tensor
     selection: Selection
     definite: bool = True  # a GGN; a Hessian may have negative eigenvalues
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __add__(self, other: FullCurvature) -> FullCurvature:
         if self.selection.names != other.selection.names or self.matrix.shape != other.matrix.shape:
@@ -136,11 +137,13 @@ class FullCurvature:
         return values.clamp_min(0) if self.definite else values
 
     def _scaled_eigenvalues(self, scale: Tensor) -> Tensor:
-        """Of D^-½ H D^-½, once for all precisions g D."""
-        if "scale" not in self._cache or not torch.equal(self._cache["scale"], scale):
-            root = scale.double().rsqrt()
-            self._cache.update(scale=scale, values=self._spectrum(root[:, None] * self.matrix.double() * root))
-        return self._cache["values"]
+        """Return the eigenvalues of D^-½ H D^-½, computed once for all precisions g D."""
+        root = scale.double().rsqrt()
+        return self._scaled.at(scale, lambda: self._spectrum(root[:, None] * self.matrix.double() * root))
+
+    @cached_property
+    def _scaled(self) -> Latest[Tensor, Tensor]:
+        return Latest(torch.equal)
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> FullPrecision:
         matrix = self.matrix.double() / phi.double()

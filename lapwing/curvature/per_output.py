@@ -35,7 +35,7 @@ class PerOutputCurvature:
         first = self.parts[0]
         if isinstance(first, FullCurvature):
             matrices = [part.matrix for part in self.parts if isinstance(part, FullCurvature)]
-            return replace(first, matrix=_mixed(matrices, weights), _cache={})
+            return replace(first, matrix=_mixed(matrices, weights))
         columns = zip(*(part.blocks for part in self.parts if isinstance(part, BlockwiseCurvature)), strict=True)
         return replace(first, blocks=tuple(_summed(column, weights) for column in columns))
 

@@ -7,13 +7,14 @@ factorises once; the result gives log-determinant, output covariance and samples
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from lapwing.core.latest import Latest
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
@@ -103,6 +104,15 @@ class EigenPrecision:
         return found if self.inp is None else found @ self.inp.square().mT
 
 
+class WhitenedFactors(NamedTuple):
+    """Eigenvalues and bases of both factors in units of a prior's scale. A lookup has its root scale as ``inp``."""
+
+    out_values: Tensor
+    out: Tensor
+    inp_values: Tensor
+    inp: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class KroneckerBlock:
     """H ≈ B ⊗ A / rows: sums A of inputs (G, d_in, d_in) and B of output gradients (G, d_out, d_out).
@@ -114,7 +124,6 @@ class KroneckerBlock:
     inp: Tensor
     out: Tensor
     rows: float
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __add__(self, other: BlockCurvature) -> KroneckerBlock:
         assert isinstance(other, KroneckerBlock)
@@ -165,32 +174,38 @@ class KroneckerBlock:
         return EigenPrecision(out_basis, root.unsqueeze(-1) * basis, products.reciprocal(), logdet)
 
     def _rescaled(self, phi: Tensor, g: Tensor, scale: Tensor, block: Block) -> EigenPrecision:
-        """A prior g D with D = D_out ⊗ D_in fixed: both factors are whitened by theirs, once for all g and φ."""
-        if "scale" not in self._cache or not torch.equal(self._cache["scale"], scale):
-            by_out, by_inp = scale[:, :, 0], scale[:, 0] / scale[:, 0, :1]
-            if not torch.allclose(by_out.unsqueeze(-1) * by_inp.unsqueeze(-2), scale, rtol=1e-4):
-                raise UnsupportedError(
-                    f"the prior's scale inside {block.weight} is no product of one for outputs and one for inputs, "
-                    "which a Kronecker block needs; use method=Diagonal() or Full()."
-                )
-            self._cache.update(self._whitened(by_out.to(self.out).rsqrt(), by_inp.to(self.inp).rsqrt()), scale=scale)
-        out_values, inp_values = self._cache["out_values"], self._cache["inp_values"]
-        values = (out_values.unsqueeze(-1) * inp_values.unsqueeze(-2)) / phi.to(out_values) + g.to(out_values)
+        """Return Λ for a prior g D with a fixed D = D_out ⊗ D_in.
+
+        Each factor of H is whitened by its factor of D, once for all g and φ.
+        """
+        white = self._whitened.at(scale, lambda: self._whitening(scale, block))
+        products = white.out_values.unsqueeze(-1) * white.inp_values.unsqueeze(-2)
+        values = products / phi.to(products) + g.to(products)
         logdet = values.log().sum(dtype=torch.float64) + scale.double().log().sum()
         inverse = values.reciprocal()
-        if self.inp.ndim == 2:  # a lookup's basis is the identity: its scale goes into the eigenvalues
-            inverse = inverse * self._cache["inp"].square().unsqueeze(-2)
-            return EigenPrecision(self._cache["out"], None, inverse, logdet)
-        return EigenPrecision(self._cache["out"], self._cache["inp"], inverse, logdet)
+        if self.inp.ndim == 2:  # the basis of a lookup is the identity: its scale goes into the eigenvalues
+            return EigenPrecision(white.out, None, inverse * white.inp.square().unsqueeze(-2), logdet)
+        return EigenPrecision(white.out, white.inp, inverse, logdet)
 
-    def _whitened(self, out_root: Tensor, inp_root: Tensor) -> dict[str, Tensor]:
+    @cached_property
+    def _whitened(self) -> Latest[Tensor, WhitenedFactors]:
+        return Latest(torch.equal)
+
+    def _whitening(self, scale: Tensor, block: Block) -> WhitenedFactors:
+        by_out, by_inp = scale[:, :, 0], scale[:, 0] / scale[:, 0, :1]
+        if not torch.allclose(by_out.unsqueeze(-1) * by_inp.unsqueeze(-2), scale, rtol=1e-4):
+            raise UnsupportedError(
+                f"the scale of the prior inside {block.weight} is not a product of one factor for outputs and one for "
+                "inputs, which a Kronecker block needs; use method=Diagonal() or Full()."
+            )
+        out_root, inp_root = by_out.to(self.out).rsqrt(), by_inp.to(self.inp).rsqrt()
         out = self.out / max(self.rows, 1)
         out_values, out_basis = psd_eigh(out_root.unsqueeze(-1) * out * out_root.unsqueeze(-2))
-        found = {"out_values": out_values, "out": out_root.unsqueeze(-1) * out_basis}
+        out_basis = out_root.unsqueeze(-1) * out_basis
         if self.inp.ndim == 2:
-            return {**found, "inp_values": self.inp * inp_root.square(), "inp": inp_root}
+            return WhitenedFactors(out_values, out_basis, self.inp * inp_root.square(), inp_root)
         inp_values, inp_basis = psd_eigh(inp_root.unsqueeze(-1) * self.inp * inp_root.unsqueeze(-2))
-        return {**found, "inp_values": inp_values, "inp": inp_root.unsqueeze(-1) * inp_basis}
+        return WhitenedFactors(out_values, out_basis, inp_values, inp_root.unsqueeze(-1) * inp_basis)
 
     def diagonal(self) -> Tensor:
         """Floored factor by factor, so that it stays a product."""
