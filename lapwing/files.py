@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.state import State
+from lapwing.core.state import State, class_named
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.full import FullCurvature
 from lapwing.curvature.low_rank import BoundedCurvature, LowRankCurvature
@@ -46,7 +46,6 @@ from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import Posterior
 from lapwing.posteriors.sampled import SampledPosterior, StoredSamples
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
-from lapwing.priors import PRIORS
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
@@ -61,7 +60,7 @@ WIDE = ("FullCurvature", "LowRankCurvature", "SubspaceCurvature", "AnchoredCurva
 LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian)}
 
 
-def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> None:
+def save(posterior: Posterior, fingerprint: Fingerprint, method: str, path: str | Path) -> None:
     """Write the posterior; the model itself is not written."""
     save_file = _safetensors().torch.save_file
     if isinstance(posterior, ResponsePosterior | LinearisedResponse):
@@ -81,8 +80,6 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
         )
     tensors: dict[str, Tensor] = {"theta": posterior.theta}
     prior = problem.prior.state()
-    if prior.name not in PRIORS:
-        raise UnsupportedError(f"the prior {prior.name} is not one of Lapwing's and has no file form.")
     tensors.update({"prior." + key: t for key, t in prior.tensors.items()})
     if network.shift is not None:
         tensors["network.shift"] = network.shift
@@ -129,6 +126,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
             kind["last"] = _described(posterior.sight.last)
     meta = {
         "format": FORMAT,
+        "method": method,
         "likelihood": {"name": type(likelihood).__name__, "settings": likelihood.settings()},
         "prior": {"name": prior.name, "settings": prior.settings},
         **_described(network),
@@ -177,13 +175,13 @@ def _kind(curvature: Any) -> dict[str, Any]:
     return found
 
 
-def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint]:
+def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, str]:
     """Read a posterior for this model, onto the model's device and in its dtype."""
     meta, tensors = _read(Path(path))
     model = unwrapped(model)
     refuse_training_mode(model)
     try:
-        return _assembled(meta, tensors, model)
+        return *_assembled(meta, tensors, model), str(meta["method"])
     except (KeyError, TypeError, IndexError, RuntimeError) as error:
         raise FileError(f"{path} is damaged: {type(error).__name__}: {error}. Save the posterior again.") from error
 
@@ -300,10 +298,11 @@ def _samples(kind: dict[str, Any], tensors: dict[str, Tensor], problem: Problem,
 
 
 def _prior(stored: dict[str, Any], tensors: dict[str, Tensor], network: Network) -> BoundPrior:
-    if stored["name"] not in PRIORS:
-        raise FileError(f"the file names the prior {stored['name']!r}, which this version does not have.")
     parts = {key.removeprefix("prior."): t for key, t in tensors.items() if key.startswith("prior.")}
-    return PRIORS[stored["name"]].from_state(State(stored["name"], stored["settings"], parts), network)
+    prior: BoundPrior = class_named(stored["name"]).from_state(
+        State(stored["name"], stored["settings"], parts), network
+    )
+    return prior
 
 
 def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Likelihood:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.state import State
+from lapwing.core.state import State, saved
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
@@ -18,6 +18,7 @@ from lapwing.priors.bound import BoundPrior, Precisions, bind, stored_mean
 from lapwing.priors.sharing import SharedByGroup
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class PerLayer:
     """One precision for each layer."""
@@ -38,6 +39,7 @@ class PerLayer:
         return _restored(cls(state.tensors["precision"], stored_mean(state)), state, network)
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Grouped:
     """One precision for each pattern of parameter names."""
@@ -62,6 +64,7 @@ class Grouped:
         return _restored(cls(precisions, stored_mean(state)), state, network)
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class PerNormalisedGroup:
     """One precision for each group of weights whose scale the network ignores, and one for the rest."""

@@ -9,13 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.state import State
+from lapwing.core.state import State, saved
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior, bind, stored_mean
 from lapwing.priors.sharing import SharedByAll
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Isotropic:
     """One precision for all weights."""
@@ -37,6 +38,7 @@ class Isotropic:
         return prior.bound(network.selection, torch.empty(0, device=network.device))
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class GPrior:
     """The precision of every weight is g times its curvature: A = g diag(H)."""

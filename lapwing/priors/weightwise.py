@@ -9,13 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.state import State
+from lapwing.core.state import State, saved
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior, Precisions, bind, stored_mean
 from lapwing.priors.sharing import NotShared
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Diagonal:
     """One precision for each weight."""

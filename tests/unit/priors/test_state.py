@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.state import State
+from lapwing.core.state import State, class_named
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
-from lapwing.priors import PRIORS
 from lapwing.priors.bound import BoundPrior, Prior
 from tests.cases import BY_NAME
 
 CASE = BY_NAME["norms"]
 MEAN = 0.3
+PRIORS = ("Isotropic", "PerLayer", "Grouped", "Diagonal", "PerNormalisedGroup", "GPrior")
 
 
 def network() -> Network:
@@ -64,7 +64,7 @@ def test_every_prior_comes_back_from_its_state(name: str, mean: int) -> None:
     prior = bound(name, means(net.selection.size)[mean], net)
     state = prior.state()
     assert state.name == name
-    assert_same(PRIORS[name].from_state(state, net), prior)
+    assert_same(class_named(name).from_state(state, net), prior)
 
 
 def test_a_g_prior_keeps_the_curvature_it_has() -> None:
@@ -73,7 +73,7 @@ def test_a_g_prior_keeps_the_curvature_it_has() -> None:
     assert prior.needs_curvature
     scaled = prior.scaled(torch.linspace(1, 2, net.selection.size))
     assert not scaled.needs_curvature
-    assert_same(PRIORS["GPrior"].from_state(scaled.state(), net), scaled)
+    assert_same(class_named("GPrior").from_state(scaled.state(), net), scaled)
 
 
 @pytest.mark.parametrize("name", PRIORS)
@@ -86,6 +86,6 @@ def test_a_bound_prior_is_bound_again_as_it_is(name: str) -> None:
 def test_a_state_without_precisions_is_refused() -> None:
     net = network()
     with pytest.raises(KeyError, match="precision"):
-        PRIORS["Isotropic"].from_state(State("Isotropic", {"mean": 0.0}), net)
+        class_named("Isotropic").from_state(State("Isotropic", {"mean": 0.0}), net)
     with pytest.raises(KeyError, match="members"):
-        PRIORS["Grouped"].from_state(State("Grouped", {"mean": 0.0}, {"precision": torch.ones(2)}), net)
+        class_named("Grouped").from_state(State("Grouped", {"mean": 0.0}, {"precision": torch.ones(2)}), net)
