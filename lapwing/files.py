@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from lapwing.core.state import State, class_named
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.full import FullCurvature
-from lapwing.curvature.low_rank import BoundedCurvature, LowRankCurvature
+from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.per_output import PerOutputCurvature
-from lapwing.curvature.structures import STRUCTURES
 from lapwing.errors import FileError, ModelError, UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -33,6 +32,7 @@ from lapwing.methods.hfl.linearised import LinearisedResponse
 from lapwing.methods.hfl.pushed_weights import PushedWeights
 from lapwing.methods.hfl.response import ResponsePosterior
 from lapwing.methods.inducing.anchors import AnchoredCurvature, Anchors
+from lapwing.methods.inducing.bounded import BoundedCurvature
 from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.methods.swag.draws import DrawnPosterior, Draws
 from lapwing.networks.blocks import Block
@@ -323,15 +323,16 @@ def _curvature(kind: dict[str, Any], parts: dict[str, Tensor], network: Network)
         each = (_curvature(kind["part"], _under(parts, i), network) for i in range(kind["outputs"]))
         return PerOutputCurvature(tuple(each), parts["start"])
     if name == "BlockwiseCurvature":
-        blocks = (STRUCTURES[structure](**_under(parts, i)) for i, structure in enumerate(kind["structures"]))
-        return BlockwiseCurvature(tuple(blocks), layout, selection)
+        states = [State(name, tensors=_under(parts, i)) for i, name in enumerate(kind["structures"])]
+        blocks = tuple(class_named(state.name).from_state(state, network) for state in states)
+        return BlockwiseCurvature(blocks, layout, selection)
     if name == "FullCurvature":
         return FullCurvature(parts["matrix"], selection, kind["definite"])
     if name == "LowRankCurvature":
         return LowRankCurvature(parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
     if name == "BoundedCurvature":
         known = (parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
-        return BoundedCurvature(*known, own=parts["own"])
+        return BoundedCurvature(LowRankCurvature(*known), parts["own"])
     if name == "SubspaceCurvature":
         return SubspaceCurvature(parts["directions"], parts["gram"], selection)
     if name == "AnchoredCurvature":

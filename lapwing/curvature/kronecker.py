@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from lapwing.core.settings import refuse_other_than_whole
+from lapwing.curvature.blocks.diagonal import DiagonalBlock
+from lapwing.curvature.blocks.eigen import EigenBlock
+from lapwing.curvature.blocks.full import FullBlock
+from lapwing.curvature.blocks.kronecker import KroneckerBlock
+from lapwing.curvature.blocks.protocol import BlockCurvature
 from lapwing.curvature.blockwise import BlockwiseCurvature
-from lapwing.curvature.structures import BlockCurvature, DiagonalBlock, EigenBlock, FullBlock, KroneckerBlock
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.gram import Gram

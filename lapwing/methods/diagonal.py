@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.random import apart
+from lapwing.curvature.blocks.diagonal import DiagonalBlock
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.structures import DiagonalBlock
 from lapwing.curvature.sweep import Sweep, checked_curvature
 from lapwing.losses import Statistics
 from lapwing.posteriors.weight_space import WeightPosterior

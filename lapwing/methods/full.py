@@ -9,7 +9,9 @@ import torch
 from lapwing.core.data import Data
 from lapwing.core.random import apart
 from lapwing.core.settings import refuse_other_than_whole
-from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
+from lapwing.curvature.full import FullCurvature
+from lapwing.curvature.full_sum import full_curvature
+from lapwing.curvature.hessian import full_hessian
 from lapwing.curvature.per_output import by_output
 from lapwing.curvature.sweep import CURVATURES, Sweep, checked_curvature
 from lapwing.errors import UnsupportedError

@@ -14,38 +14,7 @@ from lapwing.linalg.cg import Solution
 from lapwing.linalg.ridge import Logdet
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
-
-
-class Precision(Protocol):
-    """Λ = H/φ + A, factorised once."""
-
-    def logdet(self) -> Tensor: ...
-
-    def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
-        """J Λ⁻¹ Jᵀ: (B, S, C, C), or its diagonal (B, S, C)."""
-        ...
-
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        """J Λ⁻¹ Jᵀ between all inputs and outputs, (B K, B K)."""
-        ...
-
-    def sample(self, eps: Tensor) -> Tensor:
-        """Λ^-½ eps for eps (n, P)."""
-        ...
-
-    def adjoint(self, v: Tensor) -> Tensor:
-        """The transpose of ``sample``, for v (n, P)."""
-        ...
-
-    def solve(self, v: Tensor) -> Tensor:
-        """Λ⁻¹ v for v (n, P): ``sample`` after ``adjoint``."""
-        ...
-
-    def variances(self) -> Tensor:
-        """The diagonal of Λ⁻¹, (P,)."""
-        ...
 
 
 @runtime_checkable
@@ -55,22 +24,6 @@ class HoldsDirections(Protocol):
     def decided(self, precision: Tensor) -> Tensor:
         """Return γ of every weight, (P,), under prior precisions (P,)."""
         ...
-
-
-class Curvature(Protocol):
-    """H at unit dispersion in some structure. Where two add up, the sum is the curvature of both data sets."""
-
-    def precision(self, phi: Tensor, prior: BoundPrior) -> Precision: ...
-
-    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
-        """Of H/φ + A, by the cheapest way there is."""
-        ...
-
-    def diagonal(self) -> Tensor:
-        """Of H, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]: ...
 
 
 class Solver(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data, tensors_in
 from lapwing.core.random import normal, seeded
-from lapwing.curvature.structures import floored_by_layer
+from lapwing.curvature.floors import floored_by_layer
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Inputs, check_finite
+from lapwing.curvature.floors import floored_by_layer
 from lapwing.curvature.low_rank import LowRankPrecision
-from lapwing.curvature.structures import floored_by_layer
 from lapwing.errors import UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians

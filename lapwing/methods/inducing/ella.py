@@ -11,11 +11,12 @@ from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import apart
 from lapwing.core.settings import refuse_other_than_whole
-from lapwing.curvature.low_rank import BoundedCurvature
+from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.bounded import BoundedCurvature
 from lapwing.methods.inducing.placement import landmarks
 from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -65,9 +66,8 @@ class ELLA:
             return WeightPosterior.fitted(problem, SubspaceCurvature(directions, gram, network.selection), statistics)
         values, turn = torch.linalg.eigh(gram)
         _, singular, vectors = torch.linalg.svd((turn * values.clamp_min(0).sqrt()).mT @ rows, full_matrices=False)
-        curvature = BoundedCurvature(
-            singular.square(), vectors, network.layout, network.selection, own=squares.diagonal()
-        )
+        part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
+        curvature = BoundedCurvature(part, squares.diagonal())
         return WeightPosterior.fitted(problem, curvature, statistics)
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.curvature.structures import floored_by_layer
+from lapwing.curvature.floors import floored_by_layer
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
