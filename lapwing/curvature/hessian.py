@@ -13,7 +13,7 @@ from lapwing.curvature.full import FullCurvature
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.gram import symmetrise
-from lapwing.losses import Statistics, counted
+from lapwing.losses import Statistics, checked_count
 from lapwing.networks import graph as graphs
 from lapwing.networks import products
 from lapwing.networks.backward import loops
@@ -47,7 +47,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
         count += int(likelihood.count(f.detach(), y))
     symmetrise(total)
     return FullCurvature(total, selection, definite=False), Statistics(
-        loss_sum, counted(count), network.output_shape[-1]
+        loss_sum, checked_count(count), network.output_shape[-1]
     )
 
 

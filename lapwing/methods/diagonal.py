@@ -12,7 +12,7 @@ from lapwing.core.random import apart
 from lapwing.curvature.blocks.diagonal import DiagonalBlock
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import Sweep, checked_curvature
+from lapwing.curvature.sweep import Seeds, Sweep, checked_curvature
 from lapwing.losses import Statistics
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
@@ -44,8 +44,8 @@ class Diagonal:
         network = problem.network
         generator = apart(generator)
 
-        def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Diagonal", only)
+        def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Diagonal")
             totals: list[Tensor] = [
                 torch.zeros(block.form, dtype=network.dtype, device=network.device) for block in network.layout
             ]

@@ -13,7 +13,7 @@ from lapwing.curvature.full import FullCurvature
 from lapwing.curvature.full_sum import full_curvature
 from lapwing.curvature.hessian import full_hessian
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import CURVATURES, Sweep, checked_curvature
+from lapwing.curvature.sweep import CURVATURES, Seeds, Sweep, checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -61,8 +61,8 @@ class Full:
 
         generator = apart(generator)
 
-        def compute(only: int | None) -> tuple[FullCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full", only)
+        def compute(output: int | None) -> tuple[FullCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Full")
             return full_curvature(sweep, network), sweep.statistics
 
         return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))

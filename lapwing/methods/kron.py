@@ -11,7 +11,7 @@ from lapwing.core.random import apart
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.losses import Statistics
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
@@ -48,8 +48,9 @@ class Kron:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         generator = apart(generator)
 
-        def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
-            sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron", only)
+        def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
+            seeds = Seeds(self.curvature, generator, output)
+            sweep = Sweep(problem.network, problem.likelihood, data, seeds, "Kron")
             found = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
             return found, sweep.statistics
 

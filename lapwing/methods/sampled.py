@@ -139,7 +139,7 @@ class Sampled:
         design = NetworkDesign.build(problem.network, problem.likelihood, data, cache, part=part)
         spare = self._spare(size, design.rows)
         if spare is not None and design.nbytes > spare:  # how many rows have noise was not known before
-            return replace(design, held=None)
+            return replace(design, factors=None)
         return design
 
     def _most_rows(self, design: NetworkDesign) -> int:

@@ -14,7 +14,7 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.losses import paired
+from lapwing.losses import sample_count
 from lapwing.networks.budget import temporary
 from lapwing.posteriors.protocols import HasEvidence, Linearised
 
@@ -215,7 +215,7 @@ def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, lis
     group = [_unused(candidate) for candidate in candidates]
     limit: float = HELD * temporary(network.device)
     for batch in data.batches("held-out data"):
-        paired(network, batch)
+        sample_count(network, batch)
         for rows, tangent in network.tangents(batch.inputs):
             mine = Batch(batch.inputs, batch.targets[rows])
             f = tangent.f.to(network.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.trace import Step, Trace
-from lapwing.curvature.sweep import seeded
+from lapwing.curvature.sweep import root_seeds
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
@@ -48,7 +48,7 @@ class Term:
         tangent = network.linearise(self.inputs)
         f = tangent.f.double()
         y = likelihood.targets(f, self.targets)
-        return f, y, tangent.jacobians(seeded(likelihood.root(f, y)).to(network.dtype)).double()
+        return f, y, tangent.jacobians(root_seeds(likelihood.root(f, y)).to(network.dtype)).double()
 
 
 def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> Iterator[Term]:
