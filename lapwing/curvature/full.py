@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -115,6 +116,7 @@ class FullCurvature:
     matrix: Tensor
     selection: Selection
     definite: bool = True  # a GGN; a Hessian may have negative eigenvalues
+    preconditions: ClassVar[bool] = True
 
     def __add__(self, other: FullCurvature) -> FullCurvature:
         if self.selection.names != other.selection.names or self.matrix.shape != other.matrix.shape:

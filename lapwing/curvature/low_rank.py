@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -181,6 +181,7 @@ class LowRankCurvature:
     layout: tuple[Block, ...]
     selection: Selection
     residual: float = 0.0
+    preconditions: ClassVar[bool] = True
 
     def __add__(self, other: LowRankCurvature) -> LowRankCurvature:
         """Return the exact sum of both low-rank matrices. Its rank is at most the sum of the ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -60,3 +60,32 @@ class Curvature(Protocol):
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that the curvature consists of, by name."""
         ...
+
+
+@runtime_checkable
+class HoldsDirections(Protocol):
+    """A precision that gives some directions no variance at all, so that γ does not follow from variances alone."""
+
+    def decided(self, precision: Tensor) -> Tensor:
+        """Return γ of every weight, (P,), under prior precisions (P,)."""
+        ...
+
+
+@runtime_checkable
+class BoundsLogdet(Protocol):
+    """A curvature whose log-determinant is a bound, with a term for the curvature that it leaves out."""
+
+    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        """Return that term for each weight, (P,)."""
+        ...
+
+
+@runtime_checkable
+class Preconditions(Protocol):
+    """A curvature whose precision couples all weights and so is a good preconditioner for the exact one.
+
+    Blocks would spread the eigenvalues, and a subspace would keep all weights outside it fixed.
+    """
+
+    @property
+    def preconditions(self) -> bool: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class BoundedCurvature:
 
     part: LowRankCurvature
     exact_diagonal: Tensor
+    preconditions: ClassVar[bool] = True
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> LowRankPrecision:
         return self.part.precision(phi, prior)
