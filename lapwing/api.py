@@ -29,7 +29,8 @@ from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence
-from lapwing.priors.gaussian import Prior, isotropic
+from lapwing.priors import isotropic
+from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
 from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.training import loop as training
@@ -129,7 +130,7 @@ def _problem(
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = isotropic(1.0) if prior is None else checked_prior(prior)
     groups = None
-    if given.kind == "per_normalised_group":
+    if given.needs_groups:
         groups = members(network, scale_free_groups(network, first.inputs))
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 

@@ -10,9 +10,11 @@ import torch
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer
-from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
+from lapwing.curvature.full import FullCurvature
+from lapwing.curvature.full_sum import full_curvature
+from lapwing.curvature.hessian import full_hessian
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import CURVATURES, Sweep, checked_curvature
+from lapwing.curvature.sweep import CURVATURES, Seeds, Sweep, checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
@@ -66,8 +68,8 @@ class Full:
 
         generator = independent_generator(generator)
 
-        def compute(only: int | None) -> tuple[FullCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full", only)
+        def compute(output: int | None) -> tuple[FullCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Full")
             return full_curvature(sweep, network), sweep.statistics
 
         return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))

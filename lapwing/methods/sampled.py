@@ -24,7 +24,7 @@ from lapwing.linalg.solution import Solution
 from lapwing.linalg.stochastic import sdd, sgd
 from lapwing.methods.protocol import Budget, Conformance, Cost, Offer, Workload
 from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.priors.gaussian import SINGLE, Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 
@@ -184,7 +184,7 @@ class Sampled:
         design = NetworkDesign.build(problem.network, problem.likelihood, data, cache, part=part)
         spare = self._spare(size, design.rows)
         if spare is not None and design.nbytes > spare:  # the number of rows was not known before
-            return replace(design, held=None)
+            return replace(design, factors=None)
         return design
 
     def _most_rows(self, design: NetworkDesign) -> int:
@@ -220,7 +220,7 @@ class RidgeSolver:
         )
         return replace(solution, x=solution.x * unit)
 
-    def _descended(self, prior: Prior, phi: float) -> Solution:
+    def _descended(self, prior: BoundPrior, phi: float) -> Solution:
         """Return the samples by stochastic descent.
 
         The order of the batches is the same for every prior and noise, so that samples depend on them smoothly.
@@ -247,8 +247,9 @@ class RidgeSolver:
         if not self._shared(prior):
             if prior.values.requires_grad and torch.is_grad_enabled():
                 raise UnsupportedError(
-                    f"the evidence of Sampled() has no slope in a prior of the kind {prior.kind!r}; expected one "
-                    f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with SampleEM()."
+                    f"the evidence of Sampled() has no gradient in the precisions of {type(prior.given).__name__}; "
+                    "expected one number for all weights, as isotropic() and g_prior() have. Learn these precisions "
+                    "with SampleEM()."
                 )
             ridge, shift = self.ridge.rescaled(prior.vector.detach()), phi
         ridge.reaching(float(shift.detach()), self.settings.tolerance)  # directions in the basis are exact
@@ -268,18 +269,18 @@ class RidgeSolver:
         removed = zeta * (zeta - problem.prior.vector.detach().sqrt() * samples)
         return removed + (total - removed.sum(1, keepdim=True)) / removed.shape[1]
 
-    def _shared(self, prior: Prior) -> bool:
+    def _shared(self, prior: BoundPrior) -> bool:
         """Return whether the prior is one number times the diagonal that the basis was built for."""
-        if prior.kind not in SINGLE:
+        if not prior.is_single:
             return False
         scale = self.ridge.scale
         return (prior.scale is None) == (scale is None) and (scale is None or torch.equal(scale, prior.scale))  # type: ignore[arg-type]
 
 
-def refuse_groups(solver: str, prior: Prior) -> None:
+def refuse_groups(solver: str, prior: BoundPrior) -> None:
     """Raise unless the prior has one number for all weights, as the stochastic solvers need."""
-    if prior.kind not in SINGLE:
+    if not prior.is_single:
         raise UnsupportedError(
-            f"solver {solver!r} with a prior of the kind {prior.kind!r}; expected one number for all weights "
-            f"({' or '.join(SINGLE)}). Use solver='krylov' or 'cg', which take any prior."
+            f"solver {solver!r} with the prior {type(prior.given).__name__}; expected one number for all weights, as "
+            "isotropic() and g_prior() have. Use solver='krylov' or 'cg', which take any prior."
         )

@@ -15,7 +15,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import IgnoresTargets, Likelihood
-from lapwing.losses import paired
+from lapwing.losses import sample_count
 from lapwing.networks.budget import temporary
 from lapwing.posteriors.protocols import Linearised
 from lapwing.tuners.protocol import as_data
@@ -123,7 +123,7 @@ def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, lis
     group = [without_cache(candidate) for candidate in candidates]
     limit: float = KEPT * temporary(network.device)
     for batch in data.batches("held-out data"):
-        paired(network, batch)
+        sample_count(network, batch)
         for rows, tangent in network.tangents(batch.inputs):
             chunk = Batch(batch.inputs, batch.targets[rows])
             beliefs = _beliefs_within(group, tangent.f.to(network.dtype), tangent.jacobians(), limit)

@@ -24,7 +24,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.kmeans import kmeans
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
-from lapwing.losses import Statistics, counted, paired
+from lapwing.losses import Statistics, checked_count, sample_count
 from lapwing.methods.fmgp.features import last_layer_network
 from lapwing.methods.fmgp.kernels import KERNELS, FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
@@ -129,7 +129,7 @@ class Table:
         seen: list[Tensor] = []
         outputs, targets, loss, count = [], [], 0.0, 0
         for batch in data.batches("features"):
-            paired(sight.network, batch)
+            sample_count(sight.network, batch)
             u, f = sight(batch.inputs)
             check_finite(f, "outputs of the network")
             y = likelihood.targets(f, batch.targets)
@@ -142,7 +142,7 @@ class Table:
             outputs.append(f)
             targets.append(y)
         found = cls(torch.cat(seen), torch.cat(outputs), torch.cat(targets))
-        return found, Statistics(loss, counted(count), found.f.shape[-1])
+        return found, Statistics(loss, checked_count(count), found.f.shape[-1])
 
     def rows(self, index: Tensor) -> Table:
         return Table(self.seen[index], self.f[index], self.y[index])

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Inputs, check_finite
+from lapwing.curvature.floors import floored_by_layer
 from lapwing.curvature.low_rank import LowRankPrecision
-from lapwing.curvature.structures import floored_by_layer
 from lapwing.errors import UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import SINGLE, Prior, isotropic
+from lapwing.priors.bound import BoundPrior
 from lapwing.priors.kernel import prior_kernel
+from lapwing.priors.single import isotropic
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +59,11 @@ class Anchors:
         seeds[torch.arange(len(chosen)), chosen] = 1
         return seeds.reshape(1, len(chosen), *self.network.output_shape)
 
-    def kernel(self, prior: Prior) -> Tensor:
+    def kernel(self, prior: BoundPrior) -> Tensor:
         """J_Z A⁻¹ J_Zᵀ, (M, M)."""
         return torch.cat([self.against(part, prior) for part in self.parts])
 
-    def against(self, jacobian: LayerJacobians, prior: Prior) -> Tensor:
+    def against(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         """J A⁻¹ J_Zᵀ for the rows of another Jacobian, (B K, M), in float64."""
         jacobian = jacobian if jacobian.dtype == torch.float64 else jacobian.double()
         return torch.cat([prior_kernel(jacobian, prior, part) for part in self.parts], 1)
@@ -91,10 +92,10 @@ class AnchoredRows:
     anchors: Anchors
     mix: Tensor
 
-    def gram(self, prior: Prior) -> Tensor:
+    def gram(self, prior: BoundPrior) -> Tensor:
         return self.mix.mT @ self.anchors.kernel(prior) @ self.mix
 
-    def pulled(self, jacobian: LayerJacobians, prior: Prior) -> Tensor:
+    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         return self.mix.mT @ self.anchors.against(jacobian, prior).mT
 
     def times(self, v: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class AnchoredCurvature:
     def selection(self) -> Selection:
         return self.anchors.network.selection
 
-    def precision(self, phi: Tensor, prior: Prior) -> LowRankPrecision:
+    def precision(self, phi: Tensor, prior: BoundPrior) -> LowRankPrecision:
         rows = AnchoredRows(self.anchors, self.mix / phi.to(self.mix).sqrt())
         return LowRankPrecision(prior, rows, self.layout, self.selection)
 
@@ -143,7 +144,7 @@ class AnchoredCurvature:
         """The diagonal of what the anchors hold, (P,)."""
         return AnchoredRows(self.anchors, self.mix).combined(torch.eye(self.mix.shape[1]).to(self.mix)).square().sum(0)
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """With the bound on what is missing; refused where the curvature was learned and is no part of H."""
         if self.own is None:
             raise UnsupportedError(
@@ -151,7 +152,7 @@ class AnchoredCurvature:
                 "compare it on held-out data, or fit VaLLA(alpha=0)."
             )
         phi = phi.to(self.mix)
-        if prior.kind in SINGLE and prior.scale is None:  # from eigenvalues alone
+        if prior.is_isotropic:  # from eigenvalues alone
             alpha = prior.values.double()
             found = self.selection.size * alpha.log() + torch.log1p(self.values / (phi * alpha)).sum()
             missing = (self.own.double().sum() - self.values.sum()) / (alpha * phi)
@@ -160,7 +161,7 @@ class AnchoredCurvature:
             missing = self.unseen(phi, prior).sum()
         return found + missing.clamp_min(0)
 
-    def unseen(self, phi: Tensor, prior: Prior) -> Tensor:
+    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """What the log-determinant has added for each weight, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
         assert self.own is not None
         return (self.own.double() - self.shown) / (prior.vector * phi.to(self.mix))

@@ -12,16 +12,17 @@ from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer
-from lapwing.curvature.low_rank import BoundedCurvature
+from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.bounded import BoundedCurvature
 from lapwing.methods.inducing.placement import landmarks
 from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
 
@@ -74,9 +75,8 @@ class ELLA:
             return WeightPosterior.fitted(problem, SubspaceCurvature(directions, gram, network.selection), statistics)
         values, turn = torch.linalg.eigh(gram)
         _, singular, vectors = torch.linalg.svd((turn * values.clamp_min(0).sqrt()).mT @ rows, full_matrices=False)
-        curvature = BoundedCurvature(
-            singular.square(), vectors, network.layout, network.selection, own=squares.diagonal()
-        )
+        part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
+        curvature = BoundedCurvature(part, squares.diagonal())
         return WeightPosterior.fitted(problem, curvature, statistics)
 
     def cost(self, workload: Workload) -> Cost:
@@ -87,7 +87,7 @@ class ELLA:
         return workload.cost(8 * rank * workload.weights, work, f"rank {rank}, {points} landmarks")
 
 
-def leading_rows(anchors: Anchors, prior: Prior, rank: int, cut: float = 1e-14) -> Tensor:
+def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e-14) -> Tensor:
     """Q (K, P) in the span of the anchors' Jacobian with Q A⁻¹ Qᵀ = I, leading directions first."""
     kernel = anchors.kernel(prior)
     if not bool(torch.isfinite(kernel).all()):

@@ -12,7 +12,7 @@ from lapwing.linalg.pivoted import greedy_pivots, trace_pivots
 from lapwing.linalg.whitening import checked
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.networks.network import Network
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 STARTS = ("greedy", "trace", "kmeans", "random")
 PIVOTS = {"greedy": greedy_pivots, "trace": trace_pivots}
@@ -39,7 +39,7 @@ def landmarks(network: Network, pool: Pool, count: int, generator: torch.Generat
 
 
 def placed(
-    network: Network, prior: Prior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
+    network: Network, prior: BoundPrior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
 ) -> Anchors:
     """``count`` points: the largest variance left each time ("greedy"), the most off the sum of all ("trace"), centres
     of the inputs ("kmeans"), or random data ("random")."""
@@ -64,7 +64,7 @@ def _drawn(network: Network, pool: Pool, numbers: Tensor, generator: torch.Gener
 
 
 def _pivots(
-    network: Network, prior: Prior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
+    network: Network, prior: BoundPrior, pool: Pool, count: int, start: str, candidates: int, generator: torch.Generator
 ) -> Anchors:
     """One after another by what those before it leave, in the tangent kernel, among random candidates."""
     every = len(pool) * torch.Size(network.output_shape).numel()

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.curvature.structures import floored_by_layer
+from lapwing.curvature.floors import floored_by_layer
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,20 +75,20 @@ class SubspaceCurvature:
     gram: Tensor
     selection: Selection
 
-    def _prior(self, prior: Prior) -> Tensor:
+    def _prior(self, prior: BoundPrior) -> Tensor:
         """D A Dᵀ, (K, K)."""
         return (self.directions * prior.vector.to(self.gram)) @ self.directions.mT
 
-    def precision(self, phi: Tensor, prior: Prior) -> SubspacePrecision:
+    def precision(self, phi: Tensor, prior: BoundPrior) -> SubspacePrecision:
         before = self._prior(prior)
         inner = cholesky(self.gram / phi.to(self.gram) + before, "the subspace")
         root = cholesky(before, "the subspace")
         outside = prior.logdet().double() - 2 * root.diagonal().log().sum()
         return SubspacePrecision(self.directions, inner, root, outside + 2 * inner.diagonal().log().sum())
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """Of H/φ + A with no curvature outside the directions; from eigenvalues where there is one precision."""
-        if prior.kind != "isotropic":
+        if not prior.is_isotropic:
             return self.precision(phi, prior).logdet()
         alpha = prior.values.double()
         return self.selection.size * alpha.log() + torch.log1p(self._values / (phi.to(alpha) * alpha)).sum()

@@ -21,6 +21,7 @@ from lapwing.linalg.whitening import smooth_whitening
 from lapwing.methods.inducing import valla as module
 from lapwing.methods.inducing.anchors import AnchoredCurvature, Anchors
 from lapwing.methods.inducing.valla import Learner, Stochastic
+from lapwing.priors.groups import PerLayer
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing
@@ -244,7 +245,7 @@ def test_a_given_prior_stays_as_it_was_given(way: str, alpha: float) -> None:
     prior = lw.per_layer(torch.tensor([0.3, 0.7], dtype=D))
     found = fitted(lw.VaLLA(4, alpha=alpha, optimiser=way, steps=5), lw.Gaussian(), prior)
     assert found.prior.values.tolist() == [0.3, 0.7]
-    assert found.prior.kind == "per_layer"
+    assert isinstance(found.prior.given, PerLayer)
 
 
 def test_predicting_learns_prior_and_noise() -> None:
