@@ -14,7 +14,7 @@ import torch
 import lapwing as lw
 from benchmarks import clock, models
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.tuners.maximise_evidence import MaximiseEvidence, started
+from lapwing.tuners.maximise_evidence import MaximiseEvidence
 
 Figures = dict[str, Any]
 ROUNDS = 5
@@ -114,8 +114,8 @@ def _tuning() -> Figures:
     assert fitted.settled is not None  # the eigendecompositions belong to the fit
 
     def tune() -> WeightPosterior:
-        start = started(fitted, fitted.statistics.data, fitted.statistics.outputs, fitted.theta)
-        return MaximiseEvidence()(start)
+        start = fitted.problem.with_starting_precision(fitted.statistics)
+        return MaximiseEvidence()(fitted.with_problem(start))
 
     seconds = clock.best_of(3, tune)
     tuned = tune()

@@ -51,7 +51,7 @@ from lapwing.tangent.operator import Operator
 from lapwing.training import loop as training
 from lapwing.training.loop import Epoch, State
 from lapwing.training.recipe import Recipe, online
-from lapwing.tuners.maximise_evidence import MaximiseEvidence, started
+from lapwing.tuners.maximise_evidence import MaximiseEvidence
 from lapwing.tuners.sample_em import SampleEM
 
 Tuner = Callable[[Any], Any]
@@ -128,8 +128,8 @@ def _with_prior(problem: Problem, tuner: Tuner | None, data: Data, generator: to
 
 def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """With the prior learned, from a start near the optimum."""
-    statistics = posterior.statistics
-    begun = started(posterior, statistics.data, statistics.outputs, posterior.problem.network.theta())
+    start = posterior.problem.with_starting_precision(posterior.statistics)
+    begun = posterior.with_problem(start) if isinstance(posterior, Reweightable) else posterior
     usual: Tuner = SampleEM(mode="network") if isinstance(posterior, SampledPosterior) else MaximiseEvidence()
     found = _on(tuner or usual, data)(begun)
     before, after = getattr(posterior, "trace", None), getattr(found, "trace", None)

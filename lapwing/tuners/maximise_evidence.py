@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DivergedError
-from lapwing.posteriors.protocols import Posterior, Reweightable
+from lapwing.posteriors.protocols import Posterior
 from lapwing.tuners.coordinates import Coordinates
 
 P = TypeVar("P", bound=Posterior)
@@ -126,20 +126,3 @@ def minimise(
         closure()
     assert x.grad is not None
     return x.detach(), float(x.grad.abs().max())
-
-
-def started(posterior: P, data: int, outputs: int, theta: Tensor) -> P:
-    """The same posterior with precisions near the optimum: gamma / |w|² with gamma at half of what it can be.
-
-    Group by group, so that a group whose weights are k times as large starts at a precision k² times as small.
-    """
-    if not isinstance(posterior, Reweightable):
-        return posterior
-    prior = posterior.problem.prior
-    share = 0.5 * min(1.0, data * outputs / theta.numel())
-    guess = (share * prior.counts / prior.squares(theta.double()).clamp_min(1e-12)).clamp(1e-6, 1e8)
-    if prior.values.numel() == theta.numel():  # one for each weight: a single square says nothing
-        guess = torch.full_like(guess, float(share * theta.numel() / theta.double().square().sum().clamp_min(1e-12)))
-    moved = prior.with_precision(guess.reshape(prior.values.shape))
-    found: P = posterior.with_problem(replace(posterior.problem, prior=moved))
-    return found
