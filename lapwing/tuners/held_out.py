@@ -14,6 +14,7 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.likelihoods.protocol import IgnoresTargets
 from lapwing.losses import paired
 from lapwing.networks.budget import temporary
 from lapwing.posteriors.protocols import HasEvidence, Linearised
@@ -192,14 +193,16 @@ def _refuse_other_data(first: _Pass, again: _Pass) -> None:
 
 
 def _counted(likelihood: Any, y: Tensor, rows: Tensor) -> Any:
-    """An index of these rows, without the data that the likelihood ignores."""
-    ignored = getattr(likelihood, "ignore_index", None)
-    if ignored is None or not bool((y[rows] == ignored).any()):
+    """Return an index of these rows, without the data that the likelihood ignores."""
+    if not isinstance(likelihood, IgnoresTargets):
+        return rows
+    ignored = likelihood.ignored(y[rows])
+    if not bool(ignored.any()):
         return rows
     if y.is_floating_point():  # several labels for each datum, of which some are known
         raise DataError("some held-out labels are ignored ones, which no score can leave out; expected known ones.")
     known = torch.zeros_like(y, dtype=torch.bool)
-    known[rows] = y[rows] != ignored
+    known[rows] = ~ignored
     return known.nonzero(as_tuple=True)
 
 

@@ -170,7 +170,7 @@ def test_between_the_ends_only_gaussians_have_a_closed_form(likelihood: Any) -> 
 
 
 def test_draws_have_no_slope() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=r"link='mc'.* no slope to learn by; use link='probit'"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"link is 'mc'.* no gradient to learn by; use link='probit'"):
         refuse_energy(lw.Categorical(link="mc"), 1.0)
     refuse_energy(lw.Categorical(link="mc"), 0.0)
 
@@ -182,7 +182,7 @@ def test_draws_have_no_slope() -> None:
 )
 def test_ignored_targets_have_no_predictive(likelihood: Any, y: Tensor) -> None:
     mean, cov = belief(3)
-    with pytest.raises(lw.errors.DataError, match=r"some targets are ignored ones.*leave those data out"):
+    with pytest.raises(lw.errors.DataError, match=r"some targets are ignored ones.*Leave those data out"):
         energy(likelihood, 1.0, mean, cov, y)
     assert float(energy(likelihood, 0.0, mean, cov, y)[1]) == 0
 
