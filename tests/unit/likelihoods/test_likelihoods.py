@@ -29,7 +29,7 @@ def classes(*shape: int, of: int = 3) -> Tensor:
     return torch.randint(0, of, shape, generator=torch.Generator().manual_seed(8))
 
 
-WEIGHTS = torch.tensor([0.5, 2.0, 1.5], dtype=D)
+WEIGHTS = torch.tensor([0.3, 2.0, 1.7], dtype=D)
 POSITIVE = torch.tensor([0.4, 3.0, 1.7], dtype=D)
 IGNORED = torch.tensor([0, -100, 2, 1, -100, 2])
 HALF_KNOWN = torch.tensor([[0, 1, -1], [1, 1, 0], [-1, -1, -1], [0, 0, 1], [1, -1, 0], [0, 1, 1]])
@@ -51,7 +51,7 @@ LOSSES: dict[str, tuple[Any, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
                             lambda f, y: -Categorical(logits=f).log_prob(y[:, 0])),
     "categorical, weighted": (lw.Categorical(class_weights=WEIGHTS), real(B, 3), classes(B),
                               lambda f, y: F.cross_entropy(f, y, WEIGHTS, reduction="none")),
-    "categorical, ignored": (lw.Categorical(class_weights=(0.5, 2.0, 1.5)), real(B, 3), IGNORED,
+    "categorical, ignored": (lw.Categorical(class_weights=(0.3, 2.0, 1.7)), real(B, 3), IGNORED,
                              lambda f, y: F.cross_entropy(f, y, WEIGHTS, reduction="none")),
     "categorical, ignored one": (lw.Categorical(ignore_index=1), real(B, 3), classes(B),
                                  lambda f, y: F.cross_entropy(f, y, ignore_index=1, reduction="none")),
@@ -66,9 +66,9 @@ LOSSES: dict[str, tuple[Any, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
     "bernoulli, weighted": (lw.Bernoulli(pos_weight=POSITIVE), real(B, 3), classes(B, 3, of=2),
                             lambda f, y: F.binary_cross_entropy_with_logits(
                                 f, y.double(), pos_weight=POSITIVE, reduction="none").sum(-1)),
-    "bernoulli, weighted soft": (lw.Bernoulli(pos_weight=2.5), real(B, 3), real(B, 3).sigmoid(),
+    "bernoulli, weighted soft": (lw.Bernoulli(pos_weight=0.3), real(B, 3), real(B, 3).sigmoid(),
                                  lambda f, y: F.binary_cross_entropy_with_logits(
-                                     f, y, pos_weight=torch.tensor(2.5, dtype=D), reduction="none").sum(-1)),
+                                     f, y, pos_weight=torch.tensor(0.3, dtype=D), reduction="none").sum(-1)),
     "bernoulli, ignored": (lw.Bernoulli(ignore_index=-1), real(B, 3), HALF_KNOWN,
                            lambda f, y: -(Bernoulli(logits=f).log_prob(y.clamp_min(0).double()) * (y >= 0)).sum(-1)),
     "poisson": (lw.Poisson(), real(B, 3), classes(B, 3, of=6),
