@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+from lapwing.errors import FileError
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,3 +26,27 @@ class State:
     settings: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, State] = field(default_factory=dict)
+
+
+C = TypeVar("C", bound=type)
+_CLASSES: dict[str, Any] = {}
+
+
+def saved(cls: C) -> C:
+    """Register a class that files may name, by its own name. A decorator.
+
+    >>> @saved
+    ... class Example:
+    ...     pass
+    >>> class_named("Example") is Example
+    True
+    """
+    _CLASSES[cls.__name__] = cls
+    return cls
+
+
+def class_named(name: str) -> Any:
+    """Return the registered class of this name; raise ``FileError`` if there is none."""
+    if name not in _CLASSES:
+        raise FileError(f"the file names the class {name!r}, which this version does not have.")
+    return _CLASSES[name]

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
-from lapwing.core.state import State
+from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched, positive, refuse_unused, with_tuples
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Bernoulli:
     """Binary or multilabel classification: independent sigmoids and the binary cross-entropy loss.

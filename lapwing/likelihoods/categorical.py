@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
-from lapwing.core.state import State
+from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import positive, refuse_unused, with_tuples
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Categorical:
     """Classification into C classes: a softmax over logits and the cross-entropy loss.

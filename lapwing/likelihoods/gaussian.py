@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
-from lapwing.core.state import State
+from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched, with_tuples
 from lapwing.predictives.normal import NormalPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Gaussian:
     """Regression with Gaussian noise, y = f(x) + noise, and the squared loss.

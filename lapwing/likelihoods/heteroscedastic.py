@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
-from lapwing.core.state import State
+from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched
 from lapwing.predictives.normal import NormalPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class HeteroscedasticGaussian:
     """Regression with noise that depends on the input: outputs f = (m, s) are D means and then D log-variances.

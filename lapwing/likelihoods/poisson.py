@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
-from lapwing.core.state import State
+from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched
 from lapwing.predictives.counts import CountPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Poisson:
     """Counts, y ~ Poisson(exp f): the outputs of the network are log-rates.

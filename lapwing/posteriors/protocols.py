@@ -48,6 +48,15 @@ class Precision(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldsDirections(Protocol):
+    """A precision that gives some directions no variance at all, so that γ does not follow from variances alone."""
+
+    def decided(self, precision: Tensor) -> Tensor:
+        """Return γ of every weight, (P,), under prior precisions (P,)."""
+        ...
+
+
 class Curvature(Protocol):
     """H at unit dispersion in some structure. Where two add up, the sum is the curvature of both data sets."""
 

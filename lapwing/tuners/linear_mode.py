@@ -273,7 +273,7 @@ class ModeSolver:
         none = BlockwiseCurvature | SubspaceCurvature
         if not isinstance(posterior, WeightPosterior) or isinstance(posterior.current, none):
             return None
-        precision, root = posterior.settled, posterior.problem.prior.vector.detach().sqrt()
+        precision, root = posterior.fixed_precision, posterior.problem.prior.vector.detach().sqrt()
         return lambda v: root * precision.solve(root * v)
 
     def _length(self, posterior: Any, theta: Tensor, step: Tensor, value: float, promise: float) -> Tensor:

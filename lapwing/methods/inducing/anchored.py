@@ -8,12 +8,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lapwing.core.state import State, saved
 from lapwing.curvature.low_rank import LowRankPrecision
 from lapwing.curvature.structures import floored_by_layer
 from lapwing.errors import UnsupportedError
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import SINGLE, Prior, isotropic
 
@@ -38,6 +40,7 @@ class AnchoredRows:
         return self.anchors.combined(c @ self.mix.mT)
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class AnchoredCurvature:
     r"""Low-rank curvature H̃ = J_Zᵀ mix mixᵀ J_Z at unit dispersion, with a bound on the part of H that it misses.
@@ -109,3 +112,15 @@ class AnchoredCurvature:
             raise UnsupportedError("inducing points of several tensors have no file form; fit again where needed.")
         tensors = {"inputs": self.anchors.inputs, "outputs": self.anchors.outputs, "mix": self.mix}
         return tensors if self.ggn_diagonal is None else {**tensors, "own": self.ggn_diagonal}
+
+    def state(self) -> State:
+        return State("AnchoredCurvature", tensors=self.tensors())
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> AnchoredCurvature:
+        """Build the curvature for this network; the inputs of the points take the dtype of its model."""
+        tensors = {name: tensor.to(network.device) for name, tensor in state.tensors.items()}
+        inputs = tensors["inputs"]
+        if inputs.is_floating_point():
+            inputs = inputs.to(next(network.model.parameters()).dtype)
+        return cls(Anchors(network, inputs, tensors["outputs"]), tensors["mix"], tensors.get("own"))

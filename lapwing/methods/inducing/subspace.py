@@ -8,9 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lapwing.core.state import State, saved
 from lapwing.curvature.structures import floored_by_layer
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import Prior
 
@@ -70,6 +72,7 @@ class SubspacePrecision:
         return precision.to(prior_variances) * (prior_variances - self.variances())
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class SubspaceCurvature:
     """Curvature restricted to K directions D (K, P); ``gram`` is D H Dᵀ at unit dispersion, (K, K)."""
@@ -116,3 +119,11 @@ class SubspaceCurvature:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"directions": self.directions, "gram": self.gram}
+
+    def state(self) -> State:
+        return State("SubspaceCurvature", tensors=self.tensors())
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> SubspaceCurvature:
+        directions, gram = (state.tensors[name].to(network.device) for name in ("directions", "gram"))
+        return cls(directions, gram, network.selection)

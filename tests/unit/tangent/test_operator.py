@@ -171,7 +171,7 @@ def test_preconditioners_solve_the_same_system_in_fewer_iterations() -> None:
     ggn = lambda rows: (g @ rows.T).T
     shifted: Product = lambda v: ggn(v) + 0.05 * v
     posteriors = {"kron": lw.Kron(), "ekron": lw.EKron(), "full": lw.Full(), "low rank": lw.LowRank(60)}
-    known = {name: fit(method).posterior.settled for name, method in posteriors.items()}
+    known = {name: fit(method).posterior.fixed_precision for name, method in posteriors.items()}
     sketch = nystrom(ggn, 160, 60, generator=torch.Generator().manual_seed(1))
     inverses: dict[str, Product | None] = {
         "none": None,

@@ -364,7 +364,7 @@ def test_targets_in_small_units_have_an_optimum_too(kind: str) -> None:
         net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
         net.load_state_dict({key: value * (units if key.startswith("2.") else 1) for key, value in start.items()})
         data = [(x, units * y)]
-        tuner = lw.tuners.SampleEM(data, mode="network") if kind == "SampleEM" else getattr(lw.tuners, kind)
+        tuner = lw.tuners.SampleEM(data, mode="network") if kind == "SampleEM" else getattr(lw.tuners, kind)()
         method = lw.Sampled(num_samples=32) if kind == "SampleEM" else lw.Kron()
         found.append(lw.fit(net, data, "regression", method=method, prior=1.0).tuned(tuner))
     small, large = found
