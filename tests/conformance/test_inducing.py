@@ -212,8 +212,8 @@ def test_inducing_points_are_the_subspace_and_the_prior_outside(name: str, prior
     new = dense.jacobian(setting.model, setting.new, 5).flatten(0, 1)
     precision = problem.prior.vector
     across = inducing.kernel(new, z, precision)
-    told = across @ torch.linalg.solve(inducing.kernel(z, z, precision), across.T)
-    expected = subspace.cross(jacobians) + inducing.kernel(new, new, precision) - told
+    explained = across @ torch.linalg.solve(inducing.kernel(z, z, precision), across.T)
+    expected = subspace.cross(jacobians) + inducing.kernel(new, new, precision) - explained
     points = InducingPoints(problem, anchors, statistics, N, movable=False).posterior(data)
     assert_close(points(setting.new, joint=True).cov.reshape(expected.shape), expected)
     values, turn = torch.linalg.eigh(gram)

@@ -7,7 +7,7 @@ from lapwing.metrics import classification, ood, regression
 
 
 def test_every_score_has_a_name_of_its_own() -> None:
-    """Functions of one name in two modules are told apart; no two names differ only in case."""
+    """Functions of one name in two modules have different names here, and no two names differ only in case."""
     scores = {
         score for module in (classification, ood, regression) for name, score in vars(module).items()
         if callable(score) and getattr(score, "__module__", "") == module.__name__ and name[0].islower()
