@@ -44,19 +44,3 @@ class Problem:
             )
         noise = torch.tensor(phi, dtype=torch.float64, device=self.network.device)
         return self.with_likelihood(self.likelihood.with_dispersion(noise))
-
-    def with_starting_precision(self, statistics: Statistics) -> Problem:
-        """Return the problem with prior precisions near the optimum of the evidence, from which to learn them.
-
-        Each is half of the largest possible γ over |w|², group by group: weights k times as large start at a precision
-        k² times as small. A prior with one precision for each weight starts at the same one for all, since a single
-        square says nothing.
-        """
-        prior, theta = self.prior, self.network.theta().double()
-        share = 0.5 * min(1.0, statistics.data * statistics.outputs / theta.numel())
-        if prior.values.numel() == theta.numel():
-            common = share * theta.numel() / theta.square().sum().clamp_min(1e-12)
-            precisions = torch.full_like(prior.values, float(common))
-        else:
-            precisions = (share * prior.counts / prior.squares(theta).clamp_min(1e-12)).clamp(1e-6, 1e8)
-        return self.with_prior(prior.with_precision(precisions.reshape(prior.values.shape)))

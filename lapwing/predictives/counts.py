@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
 from lapwing.predictives.quadrature import normal_nodes
 
@@ -132,7 +132,7 @@ class CountPredictive:
         Raises:
             UnsupportedError: ``n`` is not a positive integer.
         """
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
 
     def _log_probs(self) -> tuple[Tensor, Tensor]:

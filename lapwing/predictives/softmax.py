@@ -13,7 +13,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import DataError
 
 
@@ -88,7 +88,7 @@ class SoftmaxPredictive:
         Raises:
             UnsupportedError: ``n`` is not a positive integer.
         """
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         return classes(self.probs.expand(n, *self.probs.shape), generator)
 
     @cached_property

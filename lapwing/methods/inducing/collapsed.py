@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.progress import Steps
+from lapwing.core.progress import ProgressBar
 from lapwing.curvature.blockwise import prior_precision
 from lapwing.curvature.sweep import Sweep
 from lapwing.linalg.whitening import smooth_whitening
@@ -99,7 +99,7 @@ def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> Induc
 
     current = lambda: (moves.detach().clone(), log_scale.detach().clone())
     best, kept, waited, overflow = math.inf, current(), 0, False
-    bar, steps = Steps(max_steps, "inducing points", data.progress), []
+    bar, steps = ProgressBar(range(max_steps), "inducing points", data.progress), []
     with torch.inference_mode(False), torch.enable_grad():
         for _ in bar:
             value = float(optimiser.step(closure).detach())

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data
-from lapwing.core.early_stopping import BestState
+from lapwing.core.early_stopping import EarlyStopping
 from lapwing.core.pool import shuffled
-from lapwing.core.progress import Steps
+from lapwing.core.progress import ProgressBar
 from lapwing.core.trace import Step
 from lapwing.errors import NumericalError
 from lapwing.likelihoods.energies import energy
@@ -110,10 +110,10 @@ class Stochastic:
         settings, optimiser = self.settings, self._optimiser()
         total = settings.steps or STEPS["natural" if optimiser is None else "adam"]
         validation = self._validation()
-        watch = None
+        stopping = None
         if validation is not None:
-            watch = BestState(lambda: validation.check(self.snapshot()), max(1, total // 20), settings.patience)
-        bar, steps = Steps(total, "inducing points", self.data.progress), []
+            stopping = EarlyStopping(lambda: validation.check(self.snapshot()), max(1, total // 20), settings.patience)
+        bar, steps = ProgressBar(range(total), "inducing points", self.data.progress), []
         batches = shuffled(self.data, settings.batch_size, self.generator)
         with torch.inference_mode(False):
             for number in bar:
@@ -127,12 +127,12 @@ class Stochastic:
                 steps.append(self.points.trace_step(-value, self.log_scale.detach(), self.log_noise))
                 bar.show(objective=value, KL=divergence)
                 converged = self.inducing is before  # no step length lowers the objective
-                if converged or (watch is not None and watch.ended(number)):
+                if converged or (stopping is not None and stopping.should_stop(number)):
                     break
-        if validation is None or watch is None:
+        if validation is None or stopping is None:
             state, findings = self.snapshot(), self._not_converged(steps)
         else:
-            state, findings = validation.refine(watch.best)
+            state, findings = validation.refine(stopping.best_state)
         return self._learned(state, tuple(steps), findings)
 
     def _optimiser(self) -> torch.optim.Optimizer | None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
-from lapwing.core.random import apart
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.random import independent_generator
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy
@@ -23,6 +23,7 @@ from lapwing.methods.inducing.points import InducingPoints
 from lapwing.methods.inducing.stochastic import StochasticSettings, learn_stochastic
 from lapwing.networks.network import Network
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.priors.start import starting_precisions
 from lapwing.problem import Problem
 
 OPTIMISERS = ("lbfgs", "adam", "none")
@@ -88,10 +89,10 @@ class VaLLA:
 
     def __post_init__(self) -> None:
         for name in ("num_inducing", "batch_size", "patience", "candidates"):
-            refuse_other_than_whole(name, getattr(self, name))
+            require_integer(name, getattr(self, name))
         if self.steps is not None:
-            refuse_other_than_whole("steps", self.steps)
-        refuse_other_than_positive("learning_rate", self.learning_rate)
+            require_integer("steps", self.steps)
+        require_positive("learning_rate", self.learning_rate)
         if not is_real(self.alpha) or not 0 <= self.alpha <= 1:
             raise UnsupportedError(f"alpha is {self.alpha!r:.80}; expected a number between 0 and 1.")
         if self.start is not None and self.start not in STARTS:
@@ -118,11 +119,13 @@ class VaLLA:
             generator: Source of randomness for initial locations and batches; seed 0 if None.
         """
         self._refuse_problem(problem)
-        network, generator = problem.network, apart(generator)
+        network, generator = problem.network, independent_generator(generator)
         statistics = summed_loss(network, problem.likelihood, data)
         problem = problem.with_residual_noise(statistics)
         if problem.learn_prior:
-            problem = problem.with_starting_precision(statistics)
+            rows = statistics.data * statistics.outputs
+            precision = starting_precisions(problem.prior, network.theta(), rows)
+            problem = problem.with_prior(problem.prior.with_precision(precision))
         pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
         rows = pool.total * torch.Size(network.output_shape).numel()
         if self.num_inducing >= rows:
