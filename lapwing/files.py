@@ -32,7 +32,8 @@ from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
 from lapwing.methods.hfl.linearised import LinearisedResponse
 from lapwing.methods.hfl.pushed_weights import PushedWeights
 from lapwing.methods.hfl.response import ResponsePosterior
-from lapwing.methods.inducing.anchors import AnchoredCurvature, Anchors
+from lapwing.methods.inducing.anchored import AnchoredCurvature
+from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.bounded import BoundedCurvature
 from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.methods.swag.draws import DrawnPosterior, Draws

@@ -100,13 +100,15 @@ def _refuse_other_data(first: _Pass, again: _Pass) -> None:
 
 def _known_rows(likelihood: Likelihood, y: Tensor, rows: Tensor) -> Any:
     """Return an index of these rows, without the targets that the likelihood ignores."""
-    ignored = likelihood.ignore_index if isinstance(likelihood, IgnoresTargets) else None
-    if ignored is None or not bool((y[rows] == ignored).any()):
+    if not isinstance(likelihood, IgnoresTargets):
+        return rows
+    ignored = likelihood.ignored(y[rows])
+    if not bool(ignored.any()):
         return rows
     if y.is_floating_point():  # several labels for each datum, of which some are known
         raise DataError("some held-out labels are ignored ones, which no score can leave out; expected known ones.")
     known = torch.zeros_like(y, dtype=torch.bool)
-    known[rows] = y[rows] != ignored
+    known[rows] = ~ignored
     return known.nonzero(as_tuple=True)
 
 
