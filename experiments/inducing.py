@@ -22,7 +22,7 @@ from experiments.inducing_task import RECIPE, SEED, Task, divergence
 from experiments.options import Progress, add_data_dir, add_quick, silent
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
-from lapwing.core.random import derived
+from lapwing.core.random import derived_generator
 from lapwing.demo.report import Report
 from lapwing.demo.result import Result, Row, mean_scores, plain
 from lapwing.demo.training import Recipe, trained
@@ -257,7 +257,7 @@ def _bands(task: Task, settings: Inducing, published: State) -> dict[str, list[f
 
 def landmarks(task: Task, count: int, seed: int) -> Tensor:
     """Return the inputs that ELLA draws with this seed, (M, 1); its posterior keeps directions only."""
-    generator = derived(torch.Generator().manual_seed(seed), torch.empty(0))
+    generator = derived_generator(torch.Generator().manual_seed(seed), torch.empty(0))
     inputs: Tensor = Pool.drawn(Data((task.x, task.y), task.x.device), count, generator).inputs
     return inputs
 

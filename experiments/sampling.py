@@ -22,7 +22,7 @@ from lapwing.demo.report import Report
 from lapwing.demo.result import Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
 from lapwing.linalg.design import MatrixDesign, forward_product
-from lapwing.linalg.stochastic import Perturbed, gradient_variance
+from lapwing.linalg.perturbed import Perturbed, gradient_variance
 from lapwing.networks.network import Network
 from lapwing.tangent.design import NetworkDesign
 
