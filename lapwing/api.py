@@ -22,12 +22,13 @@ from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResidua
 from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
+from lapwing.methods.protocol import Method, NeedsPrior
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.protocols import HasEvidence, Method, NeedsPrior
+from lapwing.posteriors.protocols import HasEvidence
 from lapwing.priors import isotropic
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem

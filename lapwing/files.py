@@ -26,6 +26,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
+from lapwing.methods.dropout import Masks
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
 from lapwing.methods.hfl.linearised import LinearisedResponse
@@ -41,7 +42,7 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import refuse_training_mode, unwrapped, working_dtype
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.posteriors.members import Masks, MembersPosterior, Networks
+from lapwing.posteriors.members import MembersPosterior
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import Posterior
 from lapwing.posteriors.sampled import SampledPosterior, StoredSamples
@@ -68,8 +69,6 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, path: str 
             "this HFL posterior re-optimises on its data at every prediction, and a file does not hold those; fit it "
             "again where it is needed, or save HFL(mode='pretrained')."
         )
-    if isinstance(posterior, MembersPosterior) and isinstance(posterior.members, Networks):
-        raise UnsupportedError("an ensemble is its networks, which a file does not hold; save those and fit again.")
     if not isinstance(posterior, SAVED):
         raise UnsupportedError(f"{type(posterior).__name__} cannot be saved; fit it again where it is needed.")
     problem = posterior.problem
@@ -111,8 +110,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, path: str 
         kind["findings"] = posterior.findings
         tensors["pushed.moved"], tensors["pushed.strength"] = posterior.moved, posterior.strength
     if isinstance(posterior, MembersPosterior):
-        assert isinstance(posterior.members, Masks)
-        kind = {"name": "dropout", "count": posterior.members.count, "seed": posterior.members.seed}
+        kind = {"name": "dropout", **posterior.members.state().settings}
     if isinstance(posterior, DrawnPosterior):
         draws = posterior.draws
         kind = {"name": "draws", "count": draws.count, "seed": draws.seed, "learning_rate": posterior.learning_rate}

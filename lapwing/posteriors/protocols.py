@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs
+from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
 from lapwing.linalg.logdet import Logdet
@@ -34,13 +34,6 @@ class Posterior(Protocol):
     def problem(self) -> Problem: ...
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian: ...
-
-
-@runtime_checkable
-class Method(Protocol):
-    """A way to compute the belief; a frozen dataclass of settings."""
-
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior: ...
 
 
 @runtime_checkable
@@ -87,16 +80,6 @@ class HasUnseenGamma(Protocol):
 
 
 @runtime_checkable
-class NeedsPrior(Protocol):
-    """A method that may have no evidence to learn a prior with; ``fit`` then learns one beforehand.
-
-    Where ``needs_prior`` is False, the method is fitted as those without it.
-    """
-
-    @property
-    def needs_prior(self) -> bool: ...
-
-
 @runtime_checkable
 class HasVarianceOf(Protocol):
     """Knows how far a scalar function of the weights is undecided, or with inputs one of the outputs there."""

@@ -20,7 +20,6 @@ from lapwing.methods.inducing.valla import Learner
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from tests import problems
-from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing
 from tests.references.tangent import Tangent
 from tests.tolerances import SOLVED, assert_close
@@ -117,17 +116,6 @@ def test_all_outputs_of_all_data_give_the_full_posterior(name: str, method: str)
     assert mine.total == pytest.approx(exact.total, rel=1e-7)
     assert_close(found.predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]),
                  full(name).predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]), SOLVED)  # fmt: skip
-
-
-@pytest.mark.parametrize("method", EVERY)
-@pytest.mark.parametrize("case", [case.name for case in CASES])
-def test_all_outputs_of_all_data_on_every_network(case: str, method: str) -> None:
-    chosen = BY_NAME[case]
-    fit = lambda m: lw.fit(chosen.build(), problems.batches(chosen), problems.likelihood(chosen), method=m, prior=0.8)
-    one, exact, new = fit(EVERY[method]), fit(lw.Full()), chosen.batch(3, seed=1)
-    assert_close(one.functions(new).cov, exact.functions(new).cov, SOLVED)
-    assert_close(one.functions(new, joint=True).cov, exact.functions(new, joint=True).cov, SOLVED)
-    assert_close(one.log_evidence(), exact.log_evidence(), SOLVED)
 
 
 @pytest.mark.parametrize("method", [*EVERY, "ella"])

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.auto import RATE, Choice
+from lapwing.methods.protocol import Budget, Offer
+from lapwing.registry import METHODS
 from tests import problems
 from tests.cases import BY_NAME
 
@@ -290,6 +292,17 @@ def test_the_class_is_no_method() -> None:
     model, x, y = setting()
     with pytest.raises(lw.errors.UnsupportedError, match=r"method is the class Auto; expected an object: Auto\(\)"):
         lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Auto)
+
+
+def test_a_registered_method_can_offer_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cheap(lw.Full):
+        @classmethod
+        def offer(cls, budget: Budget) -> Offer | None:
+            return Offer(cls(), 0, 1.0, 1.0, "exact and cheap") if budget.weights > 100 else None
+
+    monkeypatch.setitem(METHODS, "cheap", Cheap)
+    assert lw.Auto(memory=10.0).choose(1000, 1000).why.startswith("Cheap: 1000 weights, 1000 rows")
+    assert named(lw.Auto().choose(50, 1000)) == "Full"
 
 
 def test_single_weights_fall_back_on_a_method_that_takes_them() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.pushed_weights import VARIANTS, PushedWeights
 from lapwing.methods.hfl.response import (
     BENT,
+    DENSE,
     TOLERANCE,
     TWIN,
     Hessian,
@@ -38,6 +39,7 @@ from lapwing.methods.hfl.response import (
     ResponsePosterior,
     away,
 )
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered
 
@@ -97,6 +99,16 @@ class HFL:
     evaluation: Any = field(default=None, repr=False)
     calibration: Any = field(default=None, repr=False)
     needs_prior: bool = field(default=True, init=False, repr=False)
+    conformance: ClassVar[Conformance] = Conformance(
+        (
+            Exactness(lambda weights, rows: HFL(drift=math.inf), "linear", iterative=True,
+                      no_laws="it needs weights at a minimum of the regularised loss"),
+            Exactness(lambda weights, rows: HFL("linearised"), "network", name="linearised", iterative=True),
+        ),
+        small=lambda model: {
+            "": HFL(drift=math.inf), "linearised": HFL("linearised"), "pretrained": HFL("pretrained", drift=math.inf),
+        },
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name, value, known in (("mode", self.mode, MODES), ("variant", self.variant or "mean", VARIANTS)):
@@ -151,6 +163,19 @@ class HFL:
         if self.mode == "nonlinear":
             return ResponsePosterior(problem, responder, statistics, network.theta(), self.lam, findings, self.drift)
         return self._pretrained(problem, responder, data, statistics, findings, generator)
+
+    def cost(self, workload: Workload) -> Cost:
+        """Return the cost of two Newton steps and the Hessian at their end: two gradients for each product with it."""
+        size = workload.weights
+        if self.mode == "linearised":
+            return workload.cost(
+                8 * size, workload.all_outputs, "at every prediction one linear system for each output"
+            )
+        if self._solver(size) == "adam":
+            return workload.cost(8 * size, workload.forward, "by Adam, at every prediction")
+        products = 3 * (size if size <= DENSE else 100)
+        stored = 8 * size * (size + 1 if size <= DENSE else 1)
+        return Cost(stored, 2.0 * products, "at every prediction some tens of epochs for each output")
 
     def _dtype(self, weights: int) -> torch.dtype:
         return self.dtype or (torch.float64 if weights <= WIDE else torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.bounded import BoundedCurvature
 from lapwing.methods.inducing.placement import landmarks
 from lapwing.methods.inducing.subspace import SubspaceCurvature
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
@@ -43,6 +45,13 @@ class ELLA:
     num_landmarks: int = 2000
     rank: int = 20
     residual: bool = False
+    conformance: ClassVar[Conformance] = Conformance(
+        (
+            Exactness(lambda weights, rows: ELLA(num_landmarks=rows, rank=weights), "linear"),
+            Exactness(lambda weights, rows: ELLA(rows, weights, residual=True), "network", name="residual"),
+        ),
+        small=lambda model: {"": ELLA(num_landmarks=6, rank=3)},
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_landmarks", "rank"):
@@ -69,6 +78,13 @@ class ELLA:
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
         curvature = BoundedCurvature(part, squares.diagonal())
         return WeightPosterior.fitted(problem, curvature, statistics)
+
+    def cost(self, workload: Workload) -> Cost:
+        points = min(self.num_landmarks, workload.rows)
+        rank = min(self.rank, points, workload.weights)
+        once = workload.kernel(points) + 9 * points**3 + rank * points * workload.gradient
+        work = once / workload.data + workload.all_outputs + 2 * rank * workload.forward
+        return workload.cost(8 * rank * workload.weights, work, f"rank {rank}, {points} landmarks")
 
 
 def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e-14) -> Tensor:

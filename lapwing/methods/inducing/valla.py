@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from lapwing.linalg.whitening import smooth_whitening, whitening
 from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.inducing.anchors import AnchoredCurvature, Anchors
 from lapwing.methods.inducing.placement import STARTS, every_output, placed
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.networks.network import Network
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.kernel import prior_kernel
 from lapwing.priors.start import single_starting_precision
@@ -74,6 +74,10 @@ class VaLLA:
     validation: Any = field(default=None, repr=False)
     patience: int = 5
     candidates: int = 1000
+    conformance: ClassVar[Conformance] = Conformance(
+        (Exactness(lambda weights, rows: VaLLA(num_inducing=rows), "network"),),
+        small=lambda model: {"": VaLLA(num_inducing=3, steps=2)},
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_inducing", "batch_size", "patience", "candidates"):
@@ -113,7 +117,8 @@ class VaLLA:
             put = lambda start: placed(
                 network, problem.prior, pool, self.num_inducing, start, self.candidates, generator
             )
-            anchors, chosen = put(self.start or "greedy"), self.optimiser or self.optimiser_for(network, rows)
+            anchors = put(self.start or "greedy")
+            chosen = self.optimiser or self.optimiser_for(network.footprint.width, rows)
         learnable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
         learner = Learner(problem, anchors, statistics, self, pool.total, learnable and self.num_inducing < rows)
         if chosen == "lbfgs" and learnable:
@@ -123,11 +128,29 @@ class VaLLA:
             return learner.better(learner.by_adam(data, generator), data)
         return learner.finished(data)
 
-    def optimiser_for(self, network: Network, rows: int) -> str:
-        """All data at once where their layer factors are no more than a gigabyte, and no validation data are given."""
-        held = 8.0 * rows * network.footprint.width
-        few = held < 2**30 and rows <= 20_000
+    def optimiser_for(self, width: int, rows: int) -> str:
+        """Return "lbfgs" where the factors of all data, ``width`` numbers for each row, take at most a gigabyte.
+
+        Return "adam" for more data, for other ``alpha`` and with validation data.
+        """
+        few = 8.0 * rows * width < 2**30 and rows <= 20_000
         return "lbfgs" if few and self.alpha == 0 and self.validation is None else "adam"
+
+    def cost(self, workload: Workload) -> Cost:
+        rows, data = workload.rows, workload.data
+        points = min(self.num_inducing, rows)
+        pairs = workload.outputs * points * workload.gradient  # the kernel of one datum with the points
+        once = workload.kernel(min(max(self.candidates, points), rows))
+        note = f"{points} points"
+        if points < rows:
+            optimiser = self.optimiser or self.optimiser_for(workload.width, rows)
+            few, steps = optimiser == "lbfgs", self.steps or STEPS[optimiser]
+            batch = data if few else min(self.batch_size, data)
+            again = points * (4 * workload.training + 3 * points * workload.gradient + points**2)
+            once += steps * (batch * ((0 if few else workload.all_outputs) + 3 * pairs) + again)
+            note += f", {steps} steps of {batch} data"
+        stored = 8 * (points * (workload.gradient + points) + workload.weights)
+        return workload.cost(stored, once / data + workload.all_outputs + pairs, note)
 
 
 def started(problem: Problem, statistics: Statistics) -> Any:

@@ -20,7 +20,7 @@ from lapwing.networks.blocks import DenseJacobian, LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, _cast
+from tests.cases import BY_NAME, CASES, Case, cast
 from tests.references import dense, ridge
 from tests.references.structures import floored
 from tests.tolerances import assert_close
@@ -53,7 +53,7 @@ def kind_of(case: Case) -> str:
 def reference(name: str, dtype: torch.dtype = D) -> tuple[Tensor, Tensor]:
     """f (N, C) and J (N, C, P) of six samples, in float64 whatever the model was rounded to."""
     case = BY_NAME[name]
-    model, inputs = case.build(dtype).double(), _cast(case.batch(6, dtype), D)
+    model, inputs = case.build(dtype).double(), cast(case.batch(6, dtype), D)
     with torch.no_grad():
         f = torch.cat([dense.output(model, dense.one(inputs, b)) for b in range(6)])
     return f.reshape(-1, f.shape[-1]), dense.by_datum(dense.jacobian(model, inputs, 6), case.outputs[-1])

@@ -17,7 +17,7 @@ from lapwing.methods.inducing.ella import leading_rows, within
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 from tests import problems
-from tests.cases import BY_NAME, CASES, _cast
+from tests.cases import BY_NAME, CASES, cast
 from tests.references import dense, inducing
 from tests.tolerances import SOLVED, assert_close, assert_within
 
@@ -191,7 +191,7 @@ def test_float32(residual: bool) -> None:
     data = problems.batches(MLP, dtype=torch.float32)
     method = lw.ELLA(100, 6, residual)
     single = lw.fit(MLP.build(torch.float32), data, "classification", method=method, prior=0.8)
-    wide = [(_cast(x, D), y) for x, y in data]
+    wide = [(cast(x, D), y) for x, y in data]
     double = lw.fit(MLP.build(torch.float32).double(), wide, "classification", method=method, prior=0.8)
     x = MLP.batch(3, torch.float32, seed=1)
     assert single.functions(x).cov.dtype == torch.float32
