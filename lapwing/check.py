@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lapwing.core.data import TARGET_KEYS, Inputs, accepts, batch_size, map_tensors
+from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors
 from lapwing.errors import DataError
 from lapwing.methods.full import Full
 from lapwing.methods.hfl.hfl import EXACT
@@ -19,7 +19,8 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.sampled import BASIS, Sampled
-from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.blocks import Block
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -98,12 +99,10 @@ def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None,
     seed = torch.zeros_like(tangent.f).unsqueeze(0)
     layers, counts = [], _Counts(network)
     for block, jacobian in tangent.jacobians(seed):
-        positions = jacobian.positions if isinstance(jacobian, LinearJacobian) else 1
-        if isinstance(jacobian, LookupJacobian):
-            positions = max(1, len(jacobian.rows) // jacobian.batch)
+        positions = jacobian.positions
         layers.append(Layer("+".join(block.names), block.size, positions, _handled(block, jacobian)))
         counts.add(block, positions)
-    size, count = network.selection.size, batch_size(inputs) if data is None else data
+    size, count = network.selection.size, network.count(inputs) if data is None else data
     return Report(
         size, network.output_shape, str(network.dtype).removeprefix("torch."), tuple(layers),
         counts.costs(size, 8 if network.dtype == torch.float64 else 4, network.selection.index is not None, count),
@@ -127,8 +126,8 @@ def _alone(model: nn.Module, inputs: Inputs) -> bool:
 
 
 def _handled(block: Block, jacobian: BlockJacobian) -> str:
-    if isinstance(jacobian, LookupJacobian):
-        return "embedding: indices, never one-hot"
+    if jacobian.remark:
+        return jacobian.remark
     if block.linear:
         groups = f" in {block.groups} groups" if block.groups > 1 else ""
         return f"linear map{groups}" + (", with its bias" if block.bias else "")

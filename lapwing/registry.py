@@ -27,7 +27,8 @@ from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag.swag import SWAG
-from lapwing.networks.selection import Weights, all_weights, last_layer
+from lapwing.networks.selection import Weights
+from lapwing.networks.weights import all_weights, last_layer
 from lapwing.posteriors.protocols import Method
 
 METHODS = {

@@ -17,13 +17,13 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram, symmetrise
 from lapwing.losses import Statistics, counted
-from lapwing.networks import graph as graphs
 from lapwing.networks import products
-from lapwing.networks.backward import loops
-from lapwing.networks.blocks import LinearJacobian
+from lapwing.networks.backward import seed_by_seed
 from lapwing.networks.budget import near, temporary
 from lapwing.networks.forward import raw_output, recording, shaped
+from lapwing.networks.graph import read
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import SINGLE, Prior
@@ -176,8 +176,7 @@ def single_map(jacobian: LayerJacobians) -> LinearJacobian | None:
     """The Jacobian's only block, if that is one linear map used at one position and wholly selected."""
     if len(jacobian.layout) != 1 or jacobian.selection.index is not None:
         return None
-    part = jacobian.parts[0]()
-    return part if isinstance(part, LinearJacobian) and part.positions == 1 and part.a.shape[0] == 1 else None
+    return jacobian.parts[0]().single_map()
 
 
 def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCurvature:
@@ -295,7 +294,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
             grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
             gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
             if gradient.requires_grad:
-                looped = loops(graphs.read(raw, raw.shape[0]), raw, network.recurrent)
+                looped = seed_by_seed(read(raw, raw.shape[0]), raw, network.recurrent)
                 _add_slopes(total, gradient, network, raw.shape[0], looped)
         loss_sum += float(loss.detach())
         count += int(likelihood.count(f.detach(), y))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
-from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.blocks import Block
 from lapwing.networks.selection import Selection
 from lapwing.priors.gaussian import BlockPrior
 
@@ -86,8 +87,7 @@ class EigenPrecision:
     def cross(self, jacobian: BlockJacobian) -> Tensor:
         return self._rotated(jacobian).cross(self.inverse.to(self.out.dtype))
 
-    def _rotated(self, jacobian: BlockJacobian) -> LinearJacobian | LookupJacobian:
-        assert isinstance(jacobian, LinearJacobian | LookupJacobian)
+    def _rotated(self, jacobian: BlockJacobian) -> BlockJacobian:
         return jacobian.rotated(self.out, self.inp)
 
     def sample(self, eps: Tensor) -> Tensor:
