@@ -124,7 +124,7 @@ class Data:
             raise DataError(
                 f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
             )
-        # Only an iterator can be its own: a loader is not opened here, since that may start worker processes.
+        # Only iterators are tested: opening a loader may start worker processes.
         if hasattr(self.source, "__next__") and iter(self.source) is self.source:
             raise DataError(
                 f"{self.name} is a one-shot iterator; some methods pass over the data twice. "
@@ -197,7 +197,7 @@ class Data:
 def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
     """Yield consecutive batches of plain tensors, joined until they hold at least ``rows`` samples.
 
-    The result of a pass does not depend on the batch size, but its cost does: each call has a cost of its own.
+    The result of a pass does not depend on the batch size, but its cost does: each call has a fixed cost.
     Batches that are not tensors of one shape stay as they are.
     """
     waiting: list[Batch] = []

@@ -99,8 +99,8 @@ class SampleRows:
     def learned(self, inputs: Inputs, n_samples: int) -> SampleRows:
         """Return what is known after a batch of this many samples."""
         flags = self.per_sample(inputs, n_samples)
-        shown = {key: flag for flag, (key, t) in zip(flags, placed(inputs), strict=True) if n_rows(t) != 1}
-        return SampleRows({**self.known, **shown})
+        answers = {key: flag for flag, (key, t) in zip(flags, placed(inputs), strict=True) if n_rows(t) != 1}
+        return SampleRows({**self.known, **answers})
 
 
 def in_both(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -41,7 +41,7 @@ class LastLayer:
         frontier = _frontier(graph, maps)
         if not frontier:
             raise ModelError(
-                "no linear map of a parameter was found on the way from the output; "
+                "there is no linear map of a parameter on the way from the output; "
                 "choose the weights by name with named(pattern)."
             )
         chosen = {name for node in frontier for name in maps[node]}

@@ -1,7 +1,7 @@
 """The facts about one autograd operation, and the table of all of them.
 
 Everything that walks a graph asks ``operation(node)``. An operation without an entry is not an error: its gradient is
-left to autograd, the samples of its rows are found by a probe, and parameters that it uses go to the fallback.
+left to autograd, a probe decides which rows belong to which sample, and parameters that it uses go to the fallback.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gradient(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class NormStatistics:
-    """Numbers with which a normalisation divides: by the batch's own variance, or by a running one."""
+    """The statistics by which a normalisation divides: those of its input, or running ones."""
 
     input: Tensor
     inverse_variance: float  # mean of one over the variance

@@ -287,7 +287,7 @@ def test_a_loaded_posterior_still_tells(kept: bool, tmp_path: Path, monkeypatch:
 
 
 def test_a_prediction_changes_nothing_that_is_saved() -> None:
-    """A first batch of one sample shows little; what later batches show is remembered, but not as a part of the value."""
+    """A first batch of one sample shows little; what later batches show is remembered, but is not saved."""
     model, (x, _, context) = pooling("sum"), numbers("sum")
     network = Network.build(model, (x[:1], context))
     before = dict(network.known)
