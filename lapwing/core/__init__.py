@@ -1,4 +1,1 @@
-"""What every part of the package uses: data and samples, beliefs about outputs, random draws, settings, progress.
-
-Nothing here knows a network, a likelihood or a method.
-"""
+"""Values and checks that all layers use: data, beliefs, random numbers, settings, traces. No networks or methods."""
