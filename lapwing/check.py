@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lapwing.core.data import TARGET_KEYS, Inputs, accepts, batch_size, map_tensors, tensors_in
+from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors, tensors_in
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
-from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.blocks import Block
 from lapwing.networks.forward import has_dropout
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
@@ -96,9 +97,7 @@ def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None,
     tangent = network.linearise(inputs)
     layers, blocks = [], []
     for block, jacobian in tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0)):
-        positions = jacobian.positions if isinstance(jacobian, LinearJacobian) else 1
-        if isinstance(jacobian, LookupJacobian):
-            positions = max(1, len(jacobian.rows) // jacobian.batch)
+        positions = jacobian.positions
         layers.append(Layer("+".join(block.names), block.size, positions, _handled(block, jacobian)))
         blocks.append(_block_work(block, positions))
     workload = _workload(network, inputs, tuple(blocks), data)
@@ -119,7 +118,7 @@ def _block_work(block: Block, positions: int) -> BlockWork:
 
 
 def _workload(network: Network, inputs: Inputs, blocks: tuple[BlockWork, ...], data: int | None) -> Workload:
-    count = batch_size(inputs)
+    count = network.count(inputs)
     return Workload(
         blocks,
         weights=network.selection.size,
@@ -151,9 +150,8 @@ def _suffices(model: nn.Module, inputs: Inputs) -> bool:
 
 
 def _handled(block: Block, jacobian: BlockJacobian) -> str:
-    """Describe how a block is handled."""
-    if isinstance(jacobian, LookupJacobian):
-        return "embedding: indices, never one-hot"
+    if jacobian.remark:
+        return jacobian.remark
     if block.linear:
         groups = f" in {block.groups} groups" if block.groups > 1 else ""
         return f"linear map{groups}" + (", with its bias" if block.bias else "")

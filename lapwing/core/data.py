@@ -1,12 +1,13 @@
-"""The one data loop: unpacks batches, checks them, moves them, counts them, shows progress."""
+"""The only data loop: it unpacks batches, checks them, moves them to the device, counts them and shows progress."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,19 +17,25 @@ from lapwing.core.progress import ProgressBar
 from lapwing.errors import DataError
 
 Inputs = Any  # a tensor, or a tuple, list or mapping of tensors
+LOOKED = 3  # batches that are looked at for one with several samples
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One batch: what the network takes, and what it should have said."""
+    """One batch: the inputs of the network, and the targets."""
 
     inputs: Inputs
     targets: Tensor
 
+    @property
+    def n_samples(self) -> int:
+        """The number of samples: that of the targets."""
+        return len(self.targets) if self.targets.ndim else 1
+
 
 def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """The same nesting with ``change`` applied to every tensor; other leaves pass through."""
+    """Return the same nesting with ``change`` applied to every tensor; other leaves stay as they are."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Mapping):
@@ -39,12 +46,12 @@ def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 
 
 def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
-    """The same kind of tuple or list with other values; named tuples take them one by one."""
+    """Return the same kind of tuple or list with other values; named tuples take them one by one."""
     return type(sequence)(*values) if hasattr(sequence, "_fields") else type(sequence)(values)
 
 
 def tensors_in(tree: Inputs) -> Iterator[Tensor]:
-    """Every tensor of a nesting, in order."""
+    """Yield every tensor of a nesting, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -56,7 +63,7 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
 
 
 def batch_size(inputs: Inputs) -> int:
-    """The first dimension that most of the input tensors share, the earliest where there is a tie."""
+    """Return the first dimension that most of the input tensors share; a guess. ``Network.count`` knows."""
     if isinstance(inputs, Tensor) and inputs.ndim:
         return inputs.shape[0]
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.ndim)
@@ -68,16 +75,8 @@ def batch_size(inputs: Inputs) -> int:
     )
 
 
-def picked(inputs: Inputs, own: Sequence[bool], rows: slice | Tensor) -> Inputs:
-    """Some samples of a batch: the tensors that have a row for each sample (``own``, in order) are cut."""
-    flags = iter(own)
-    return map_tensors(
-        inputs, lambda t: t[rows if isinstance(rows, slice) else rows.to(t.device)] if next(flags) else t
-    )
-
-
 def call(model: Callable[..., Any], inputs: Inputs) -> Any:
-    """Call the model the way its signature asks: mappings by keyword, tuples by position, else whole."""
+    """Call the model as its signature asks: mappings by keyword, tuples by position, anything else as one argument."""
     if isinstance(inputs, Mapping):
         if accepts(model, (), inputs):
             return model(**inputs)
@@ -89,7 +88,7 @@ def call(model: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _refuse_other_keys(model: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
-    """A model that takes some of these keys by name takes no mapping as a whole: the others are too many or too few."""
+    """Raise if the model takes some of these keys by name: then the others are too many, or some are missing."""
     names = [*inspect.signature(getattr(model, "forward", model)).parameters]
     if set(names) & set(inputs):
         raise DataError(
@@ -99,7 +98,7 @@ def _refuse_other_keys(model: Callable[..., Any], inputs: Mapping[str, Any]) -> 
 
 
 def accepts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Whether the model's signature takes these arguments."""
+    """Return whether the model's signature takes these arguments."""
     try:
         inspect.signature(getattr(model, "forward", model)).bind(*args, **(kwargs or {}))
     except TypeError:
@@ -126,14 +125,15 @@ class Data:
             raise DataError(
                 f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
             )
-        if iter(self.source) is self.source:
+        # Only iterators are tested: opening a loader may start worker processes.
+        if hasattr(self.source, "__next__") and iter(self.source) is self.source:
             raise DataError(
                 f"{self.name} is a one-shot iterator; some methods pass over the data twice. "
                 "Give a DataLoader, a list of batches, or any object that can be iterated again."
             )
 
     def batches(self, label: str) -> Iterator[Batch]:
-        """The batches in order, with a progress bar if asked for and tqdm is installed."""
+        """Yield the batches in order, with a progress bar if ``progress`` is set and tqdm is installed."""
         source = self.source
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor):
             source = [source]
@@ -148,6 +148,24 @@ class Data:
             raise DataError(
                 f"{self.name} is empty: no batch was yielded; expected at least one with rows, (inputs, targets)."
             )
+
+    def look(self) -> tuple[Batch, Batch]:
+        """Return the first batch, and the first batch with several samples, if one of the first three has several.
+
+        Otherwise both are the first batch. With one sample alone, nothing shows whether samples mix. The source is
+        opened once, and not read further than needed.
+
+        >>> x = torch.arange(4.0)[:, None]
+        >>> first, several = Data([(x[:1], x[:1]), (x[1:], x[1:])], torch.device("cpu")).look()
+        >>> first.n_samples, several.n_samples
+        (1, 3)
+        """
+        batches = list[Batch]()
+        for batch in islice(replace(self, progress=False).batches("first batch"), LOOKED):
+            batches.append(batch)
+            if batch.n_samples > 1:
+                return batches[0], batch
+        return batches[0], batches[0]
 
     def _unpacked(self, item: Any) -> Batch:
         if isinstance(item, Mapping):
@@ -178,27 +196,28 @@ class Data:
 
 
 def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
-    """Consecutive batches of plain tensors joined until they hold at least ``rows`` samples.
+    """Yield consecutive batches of plain tensors, joined until they hold at least ``rows`` samples.
 
-    The result of a pass does not depend on the batch size, but its cost does: small batches pay for every call.
+    The result of a pass does not depend on the batch size, but its cost does: each call has a fixed cost.
     Batches that are not tensors of one shape stay as they are.
     """
-    held: list[Batch] = []
+    waiting: list[Batch] = []
     count = 0
     for batch in batches:
-        if held and not _alike(held[-1], batch):
-            yield _joined(held)
-            held, count = [], 0
-        held.append(batch)
-        count += len(batch.targets) if batch.targets.ndim else 1
+        if waiting and not _alike(waiting[-1], batch):
+            yield _joined(waiting)
+            waiting, count = [], 0
+        waiting.append(batch)
+        count += batch.n_samples
         if count >= rows or not isinstance(batch.inputs, Tensor):
-            yield _joined(held)
-            held, count = [], 0
-    if held:
-        yield _joined(held)
+            yield _joined(waiting)
+            waiting, count = [], 0
+    if waiting:
+        yield _joined(waiting)
 
 
 def _alike(one: Batch, other: Batch) -> bool:
+    """Return whether two batches are plain tensors that can be joined."""
     pairs = ((one.inputs, other.inputs), (one.targets, other.targets))
     return all(
         isinstance(a, Tensor)
@@ -210,17 +229,17 @@ def _alike(one: Batch, other: Batch) -> bool:
     ) and all(len(batch.inputs) == len(batch.targets) for batch in (one, other))
 
 
-def _joined(held: list[Batch]) -> Batch:
-    if len(held) == 1:
-        return held[0]
-    return Batch(torch.cat([batch.inputs for batch in held]), torch.cat([batch.targets for batch in held]))
+def _joined(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    return Batch(torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches]))
 
 
 def check_finite(tree: Inputs, what: str) -> None:
     """Raise if any floating-point tensor holds NaN or infinity."""
     for tensor in tensors_in(tree):
-        # A sum is finite only if every term is, and is ten times cheaper than looking at each; it may
-        # overflow where no term does, so a bad sum is looked into.
+        # A sum is finite only if every term is, and is ten times cheaper than a test of each. It may overflow where
+        # no term does, so the terms are tested where the sum is not finite.
         if not tensor.is_floating_point() or math.isfinite(tensor.sum()):
             continue
         if not bool(torch.isfinite(tensor).all()):

@@ -1,8 +1,8 @@
-"""Some of the training data, drawn without regard to how they came in batches."""
+"""Rows of the training data, drawn at random however the data are cut into batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, Inputs, batch_size, map_tensors, tensors_in
+from lapwing.core.data import Batch, Data, Inputs, map_tensors, tensors_in
 from lapwing.core.random import uniform
+from lapwing.core.samples import SampleRows, in_both, take
 from lapwing.errors import DataError
 
 KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from
@@ -19,84 +20,72 @@ KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Rows of the data: inputs (N, ...), targets (N, ...), and how many there were in all.
+    """Rows of the data: inputs (N, ...), targets (N, ...), and how many rows the data have in all.
 
-    ``shared`` tells which tensors of the inputs have no row for each sample (a context for all of them).
+    ``per_sample`` says which tensors of the inputs have a row for each sample; all samples share the others.
     """
 
     inputs: Inputs
     targets: Tensor
     total: int
-    shared: tuple[bool, ...]
+    per_sample: tuple[bool, ...]
 
     @classmethod
     def drawn(cls, data: Data, most: int, generator: torch.Generator | None = None) -> Pool:
-        """At most so many rows, without replacement and in their order; all of them where there are no more.
+        """Draw at most ``most`` rows without replacement, and keep them in the order of the data.
 
-        Two passes over the data, none through the network. The same rows whatever the batch size.
+        Two passes over the data, none through the network. The rows do not depend on the batch size.
         """
         total = 0
-        shared: tuple[bool, ...] = ()
+        per_sample: tuple[bool, ...] = ()
         for batch in data.batches("counting"):
-            found = uncut(batch)
-            total += len(batch.targets)
-            shared = either(shared, found)
+            per_sample = in_both(per_sample, row_per_sample(batch))
+            total += batch.n_samples
         order = uniform((total,), generator, torch.empty(0, dtype=torch.float64)).argsort()
         chosen = order[:most].sort().values
         inputs: list[Inputs] = []
         targets: list[Tensor] = []
         start = 0
         for batch in data.batches("choosing"):
-            size = len(batch.targets)
+            size = batch.n_samples
             if targets and batch.targets.shape[1:] != targets[0].shape[1:]:
                 shapes = f"{tuple(targets[0].shape[1:])} and {tuple(batch.targets.shape[1:])}"
                 raise DataError(f"targets of shapes {shapes} in two batches; expected one shape.")
-            mine = chosen[(chosen >= start) & (chosen < start + size)] - start
-            if len(mine):
-                rows = mine.to(batch.targets.device)
-                inputs.append(cut(batch.inputs, rows, shared))
+            rows = (chosen[(chosen >= start) & (chosen < start + size)] - start).to(batch.targets.device)
+            if len(rows):
+                inputs.append(take(batch.inputs, per_sample, rows))
                 targets.append(batch.targets[rows])
             start += size
-        return cls(joined(inputs, shared), torch.cat(targets), total, shared)
+        return cls(joined(inputs, per_sample), torch.cat(targets), total, per_sample)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def rows(self, index: Tensor) -> Inputs:
-        """The inputs with these numbers, which may repeat."""
-        return cut(self.inputs, index.to(self.targets.device), self.shared)
+        """Return the inputs with these numbers, which may repeat."""
+        return take(self.inputs, self.per_sample, index.to(self.targets.device))
 
 
-def uncut(batch: Batch) -> tuple[bool, ...]:
-    """For each tensor of the inputs, whether it has no row for each sample; refused where none has."""
-    size = len(batch.targets) if batch.targets.ndim else 1
-    found = tuple(t.ndim == 0 or t.shape[0] != size for t in tensors_in(batch.inputs))
-    if all(found) or not batch.targets.ndim:
-        raise DataError(f"{batch_size(batch.inputs)} inputs with {size} targets; expected one target for each.")
-    return found
+def row_per_sample(batch: Batch) -> tuple[bool, ...]:
+    """Return for each tensor of the inputs whether it has a row for each target; raise if none has."""
+    flags = SampleRows().per_sample(batch.inputs, batch.n_samples)
+    if not any(flags) or not batch.targets.ndim:
+        rows = next((t.shape[0] for t in tensors_in(batch.inputs) if t.ndim), 0)
+        raise DataError(f"{rows} inputs with {batch.n_samples} targets; expected one target for each.")
+    return flags
 
 
-def either(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
-    """What is shared in one batch is shared in all: in others it may have as many rows as the batch by chance."""
-    if one and len(one) != len(other):
-        raise DataError(f"batches of {len(one)} and of {len(other)} input tensors; expected as many in all of them.")
-    return tuple(a or b for a, b in zip(one, other, strict=True)) if one else other
+def joined(inputs: list[Inputs], per_sample: tuple[bool, ...] = ()) -> Inputs:
+    """Return batches of inputs of one form as one batch, with one copy of what all samples share.
 
-
-def cut(inputs: Inputs, rows: Tensor, shared: Sequence[bool]) -> Inputs:
-    """These rows of all tensors but the shared ones."""
-    flags = iter(shared)
-    return map_tensors(inputs, lambda t: t if next(flags) else t[rows.to(t.device)])
-
-
-def joined(inputs: list[Inputs], shared: Sequence[bool] = ()) -> Inputs:
-    """Batches of inputs of one form as one; of what all samples share, one copy."""
+    Without ``per_sample``, every tensor has a row for each sample.
+    """
     if any(_form(one) != _form(inputs[0]) for one in inputs):
         raise DataError("batches of inputs with different keys or nestings; expected the same in all, in one order.")
     columns = list(zip(*(tensors_in(one) for one in inputs), strict=True))
-    flags = shared or (False,) * len(columns)
-    found = iter([_same(parts) if flag else _stacked(parts) for parts, flag in zip(columns, flags, strict=True)])
-    return map_tensors(inputs[0], lambda _: next(found))
+    flags = per_sample or (True,) * len(columns)
+    tensors = iter([_stacked(parts) if flag else _same(parts) for parts, flag in zip(columns, flags, strict=True)])
+    return map_tensors(inputs[0], lambda _: next(tensors))
 
 
 def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
@@ -122,13 +111,15 @@ def _same(parts: tuple[Tensor, ...]) -> Tensor:
 def shuffled(
     data: Data, size: int, generator: torch.Generator, kept: int = KEPT, fresh: bool = False
 ) -> Iterator[Batch]:
-    """Batches of about ``size`` rows without end, each a random part of the data however those are cut and ordered.
+    """Yield batches of about ``size`` rows without end, each a random part of the data.
 
-    Rows are drawn from all data that are a list in memory or take at most ``kept`` bytes; of others from as many
-    consecutive batches as do, which should come in random order. Batches whose rows do not fit together (text padded
-    to several lengths) are cut and never joined. Fewer than half of ``size`` rows that a pass has left over wait for
-    the next: they would stand for all data in a step. ``fresh``: a loader is read again for every pass, and may draw
-    anew what it gives (augmentation).
+    How the data are cut into batches, and their order, do not matter.
+
+    Rows are drawn from all data if those are a list in memory or take at most ``kept`` bytes; otherwise from as many
+    consecutive batches as fit into ``kept`` bytes, and the loader should then give its batches in random order.
+    Batches whose rows do not fit together (text padded to several lengths) are cut and never joined. Fewer than half
+    of ``size`` rows that are left at the end of a pass wait for the next pass: a step would take them for all data.
+    With ``fresh``, a loader is read again for every pass, since it may give other rows each time (augmentation).
     """
     again = fresh and not isinstance(data.source, list | tuple)
     while True:
@@ -136,45 +127,45 @@ def shuffled(
         for block in _blocks(data, kept):
             yield from block.passed(size, generator, data.device)
             blocks += 1
-        while blocks == 1 and not again:  # all of them: they need not be read again
+        while blocks == 1 and not again:  # one block holds all data: they need not be read again
             yield from block.passed(size, generator, data.device)
 
 
 def _blocks(data: Data, kept: int) -> Iterator[Block]:
-    """Consecutive batches that fit, of at most so many bytes; a list, which is in memory already, has no limit."""
+    """Yield runs of consecutive batches that fit together, of at most ``kept`` bytes; a list in memory has no limit."""
     listed = isinstance(data.source, list | tuple)
     home = next((t.device for t in tensors_in(data.source)), data.device) if listed else data.device
-    held: list[Batch] = []
+    waiting: list[Batch] = []
     taken = 0
-    shared: tuple[bool, ...] = ()  # of all batches so far: one alone may have as many rows as a context by chance
+    per_sample: tuple[bool, ...] = ()  # in all batches so far: one alone may have as many rows as a context by chance
     for batch in Data(data.source, home, data.target_key).batches("batches"):
         more = sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
-        fits = not held or _fits(held[-1], batch, shared)
-        if held and ((taken + more > kept and not listed) or not fits):
-            yield Block.of(held, shared, copied=taken <= kept)
-            held, taken = [], 0
-        held.append(batch)
+        fits = not waiting or _fits(waiting[-1], batch, per_sample)
+        if waiting and ((taken + more > kept and not listed) or not fits):
+            yield Block.of(waiting, per_sample, copied=taken <= kept)
+            waiting, taken = [], 0
+        waiting.append(batch)
         taken += more
-        shared = _alike(shared, uncut(batch))
-    yield Block.of(held, shared, copied=taken <= kept)
+        per_sample = _in_all(per_sample, row_per_sample(batch))
+    yield Block.of(waiting, per_sample, copied=taken <= kept)
 
 
-def _alike(shared: tuple[bool, ...], found: tuple[bool, ...]) -> tuple[bool, ...]:
-    """What is shared so far; batches of another form, which are never joined, begin anew."""
-    return either(shared, found) if len(shared) == len(found) else found
+def _in_all(earlier: tuple[bool, ...], flags: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return which tensors have a row for each sample; batches of another form, which are never joined, start again."""
+    return in_both(earlier, flags) if len(earlier) == len(flags) else flags
 
 
-def _fits(one: Batch, other: Batch, shared: tuple[bool, ...]) -> bool:
-    """Whether their rows can be in one batch."""
+def _fits(one: Batch, other: Batch, per_sample: tuple[bool, ...]) -> bool:
+    """Return whether rows of both can be in one batch."""
     if _form(one.inputs) != _form(other.inputs) or one.targets.shape[1:] != other.targets.shape[1:]:
         return False
     pairs = zip(tensors_in(one.inputs), tensors_in(other.inputs), strict=True)
-    flags = either(_alike(shared, uncut(one)), uncut(other))
-    return all(_equal(a, b) if flag else a.shape[1:] == b.shape[1:] for (a, b), flag in zip(pairs, flags, strict=True))
+    flags = in_both(_in_all(per_sample, row_per_sample(one)), row_per_sample(other))
+    return all(a.shape[1:] == b.shape[1:] if flag else _equal(a, b) for (a, b), flag in zip(pairs, flags, strict=True))
 
 
 def _form(tree: Inputs) -> Any:
-    """The nesting without its tensors."""
+    """Return the nesting without its tensors."""
     if isinstance(tree, Mapping):
         return tuple((key, _form(value)) for key, value in tree.items())
     return tuple(_form(value) for value in tree) if isinstance(tree, tuple | list) else isinstance(tree, Tensor)
@@ -186,22 +177,22 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Batches whose rows are numbered through."""
+    """Batches whose rows have consecutive numbers."""
 
     batches: list[Batch]
-    ends: Tensor
-    shared: tuple[bool, ...]
+    ends: Tensor  # the number after the last row of each batch
+    per_sample: tuple[bool, ...]
 
     @classmethod
-    def of(cls, batches: list[Batch], shared: tuple[bool, ...], copied: bool) -> Block:
-        """``copied`` into one batch where they are small: rows of many are gathered one by one."""
+    def of(cls, batches: list[Batch], per_sample: tuple[bool, ...], copied: bool) -> Block:
+        """Return a block of these batches, ``copied`` into one where they are small: gathering from many is slow."""
         if copied and len(batches) > 1:
             inputs, targets = [batch.inputs for batch in batches], tuple(batch.targets for batch in batches)
-            batches = [Batch(joined(inputs, shared), _stacked(targets))]
-        return cls(batches, torch.tensor(list(accumulate(len(batch.targets) for batch in batches))), shared)
+            batches = [Batch(joined(inputs, per_sample), _stacked(targets))]
+        return cls(batches, torch.tensor(list(accumulate(batch.n_samples for batch in batches))), per_sample)
 
     def passed(self, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Batch]:
-        """The rows in random order, in batches."""
+        """Yield the rows in random order, in batches."""
         count = int(self.ends[-1])
         draws = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float32)
         for rows in draws.argsort().cpu().split(size):
@@ -209,23 +200,24 @@ class Block:
                 yield self.rows(rows, device)
 
     def rows(self, index: Tensor, device: torch.device) -> Batch:
-        """Those with these numbers, in their order; no others are touched."""
-        where = torch.bucketize(index, self.ends, right=True)
+        """Return the rows with these numbers, in their order; no other rows are touched."""
+        batch_of = torch.bucketize(index, self.ends, right=True)
         inputs, targets, places = [], [], []
-        for number in where.unique().tolist():
-            batch, mine = self.batches[number], (where == number).nonzero()[:, 0]
-            rows = index[mine] - (int(self.ends[number - 1]) if number else 0)
-            inputs.append(cut(batch.inputs, rows, self.shared))
+        for number in batch_of.unique().tolist():
+            batch, where = self.batches[number], (batch_of == number).nonzero()[:, 0]
+            rows = index[where] - (int(self.ends[number - 1]) if number else 0)
+            inputs.append(take(batch.inputs, self.per_sample, rows))
             targets.append(batch.targets[rows.to(batch.targets.device)])
-            places.append(mine)
+            places.append(where)
         order = torch.cat(places).argsort()
-        found = Batch(cut(joined(inputs, self.shared), order, self.shared), _stacked(tuple(targets)))
+        drawn = take(joined(inputs, self.per_sample), self.per_sample, order)
+        drawn_targets = _stacked(tuple(targets))
         move = lambda t: t.to(device, non_blocking=True)
-        return Batch(map_tensors(found.inputs, move), move(found.targets[order.to(found.targets.device)]))
+        return Batch(map_tensors(drawn, move), move(drawn_targets[order.to(drawn_targets.device)]))
 
 
 def class_labels(targets: Tensor, outputs: int) -> Tensor | None:
-    """Class numbers, where the targets are some."""
+    """Return the targets as class numbers, or None where they are not class numbers."""
     flat = targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
     if flat.is_floating_point() or flat.ndim != 1 or outputs < 2:
         return None

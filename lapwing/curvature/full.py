@@ -16,9 +16,10 @@ from lapwing.curvature.floors import floored_by_layer
 from lapwing.curvature.weighted_sum import weighted_sum
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky, not_definite
-from lapwing.networks.blocks import Block, LinearJacobian
+from lapwing.networks.blocks import Block
 from lapwing.networks.budget import temporary
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior
@@ -189,5 +190,4 @@ def single_map(jacobian: LayerJacobians) -> LinearJacobian | None:
     """Return the only block of the Jacobian if it is one linear map at one position with all its weights, else None."""
     if len(jacobian.layout) != 1 or jacobian.selection.index is not None:
         return None
-    part = jacobian.parts[0]()
-    return part if isinstance(part, LinearJacobian) and part.positions == 1 and part.a.shape[0] == 1 else None
+    return jacobian.parts[0]().single_map()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lapwing.curvature.full import FullCurvature, single_map
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import LinearJacobian
 from lapwing.networks.budget import temporary
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 
 

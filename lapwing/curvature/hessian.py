@@ -14,11 +14,11 @@ from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.gram import symmetrise
 from lapwing.losses import Statistics, checked_count
-from lapwing.networks import graph as graphs
 from lapwing.networks import products
-from lapwing.networks.backward import loops
+from lapwing.networks.backward import seed_by_seed
 from lapwing.networks.budget import near
 from lapwing.networks.forward import raw_output, recording, shaped
+from lapwing.networks.graph import read
 from lapwing.networks.network import Network
 
 
@@ -41,7 +41,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
             grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
             gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
             if gradient.requires_grad:
-                looped = loops(graphs.read(raw, raw.shape[0]), raw, network.recurrent)
+                looped = seed_by_seed(read(raw, raw.shape[0]), raw, network.recurrent)
                 _add_slopes(total, gradient, network, raw.shape[0], looped)
         loss_sum += float(loss.detach())
         count += int(likelihood.count(f.detach(), y))

@@ -17,7 +17,8 @@ from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import Block, BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
@@ -42,28 +43,17 @@ class _KroneckerSum:
         self._options = (dtype, device)
 
     def add(self, jacobian: BlockJacobian) -> None:
-        if isinstance(jacobian, LookupJacobian):
-            self._add_lookup(jacobian)
-            return
-        assert isinstance(jacobian, LinearJacobian)
-        a, g = jacobian.a, jacobian.g
-        if self._sharing == "reduce" and jacobian.positions > 1:
-            a, g = a.mean(2, keepdim=True), g.sum(3, keepdim=True)
-        if self._inp is None:
-            self._inp = Gram(self._block.d_in, *self._options, self._block.groups)
-        self._inp.add(a.flatten(1, 2))
-        if g.stride(-1) != 1 and g.shape[3] >= g.shape[4]:  # the gradient of a convolution, channels before pixels
-            self._out.add_runs(g.flatten(1, 2))
-        else:
-            self._out.add(g.flatten(1, 3))
-        self._rows += a.shape[1] * a.shape[2]
-
-    def _add_lookup(self, jacobian: LookupJacobian) -> None:
-        """Add a lookup: its input factor is a diagonal of counts of its indices, for both kinds of sharing."""
-        counts = torch.bincount(jacobian.rows.reshape(-1), minlength=jacobian.table).to(self._options[0])
-        self._counts = counts if self._counts is None else self._counts + counts
-        self._out.add(jacobian.g.flatten(0, 1))
-        self._rows += jacobian.rows.numel()
+        rows = jacobian.kronecker_rows(self._sharing == "reduce")
+        if rows.counts is not None:
+            counts = rows.counts.to(self._options[0])
+            self._counts = counts if self._counts is None else self._counts + counts
+        if rows.inputs is not None:
+            if self._inp is None:
+                self._inp = Gram(self._block.d_in, *self._options, self._block.groups)
+            self._inp.add(rows.inputs)
+        add = self._out.add_runs if rows.by_runs else self._out.add
+        add(rows.outputs)
+        self._rows += rows.number
 
     def value(self) -> KroneckerBlock:
         out = self._out.value()
@@ -84,9 +74,8 @@ class _DenseSum:
         self._squares = None if whole else torch.zeros(block.size, dtype=dtype, device=device)
 
     def add(self, jacobian: BlockJacobian) -> None:
-        assert isinstance(jacobian, DenseJacobian)
         if self._gram is not None:
-            self._gram.add(jacobian.j.flatten(0, 1))
+            self._gram.add(jacobian.whole().flatten(0, 1))
         else:
             assert self._squares is not None
             self._squares += jacobian.squares()
@@ -123,7 +112,6 @@ def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -
     for jacobians in sweep:
         for i, (basis, (_, part)) in enumerate(zip(bases, jacobians, strict=True)):
             if basis is not None:
-                assert isinstance(part, LinearJacobian | LookupJacobian)
                 squares = part.rotated(basis[1], basis[3]).squares()
                 total = values[i]
                 values[i] = squares if total is None else total + squares

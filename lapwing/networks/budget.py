@@ -1,4 +1,4 @@
-"""How many samples are handled at once: enough to be fast, few enough to fit."""
+"""How many samples are handled at once: enough to be fast, few enough to fit into memory."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass
 
 import torch
 
-JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # what the gradients of joined batches may take
-CACHED = 32 * 2**20  # on a CPU, chunks whose gradients stay near its caches are a third faster
-BYTES = {"cpu": 512 * 2**20, "cuda": 3072 * 2**20}  # what the gradients of one chunk may take
-TEMPORARY = {"cpu": 256 * 2**20, "cuda": 2048 * 2**20}  # what one intermediate result may take
+# Bytes that each may take:
+JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # the gradients of joined batches
+CACHED = 32 * 2**20  # gradients of a chunk on a CPU: near its caches a chunk is a third faster
+BYTES = {"cpu": 512 * 2**20, "cuda": 3072 * 2**20}  # the gradients of one chunk
+TEMPORARY = {"cpu": 256 * 2**20, "cuda": 2048 * 2**20}  # one intermediate result
 MOST = 1024  # joining more samples than this gains nothing
 
 
 def temporary(device: torch.device) -> int:
-    """What one intermediate result may take: large pieces keep a GPU busy, small ones stay near a CPU's caches."""
+    """Return the bytes that one intermediate result may take: large pieces suit a GPU, small ones a CPU's caches."""
     return TEMPORARY.get(device.type, TEMPORARY["cuda"])
 
 
 def near(device: torch.device) -> int:
-    """What many small results may take together: enough to keep a GPU busy, near a CPU's caches."""
+    """Return the bytes that many small results may take together: enough to keep a GPU busy, near a CPU's caches."""
     return JOINED.get(device.type, JOINED["cuda"])
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one sample takes: gradient numbers for each seed, numbers of the largest unfolded input, and for each seed
-    those of Jacobians that are kept whole."""
+    """The memory that one sample takes, in numbers."""
 
-    width: int
-    patches: int
-    whole: int = 0
+    width: int  # gradients, for each seed
+    patches: int  # the largest unfolded input
+    whole: int = 0  # Jacobians that are kept whole, for each seed
 
     def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
-        """How many samples are worth joining into one pass: their gradients should stay small."""
+        """Return how many samples are worth joining into one pass: their gradients should stay small."""
         return min(MOST, near(device) // self._bytes(seeds, dtype, 1))
 
     def chunks(self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
-        """Runs of samples whose gradients for so many seeds fit the byte budget."""
+        """Yield runs of samples whose gradients for this many seeds fit the byte budget."""
         budget = BYTES.get(device.type, BYTES["cuda"])
-        if device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is seldom missed
+        if device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is usually free
             budget = max(budget, torch.cuda.get_device_properties(device).total_memory // 10)
         each = self._bytes(seeds, dtype, 2)  # a backward pass holds about as much again while it lasts
         step = max(1, budget // each)

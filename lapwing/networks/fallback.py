@@ -1,4 +1,4 @@
-"""Jacobians of parameters that no rule covers: slower, never wrong, never skipped.
+"""Jacobians of parameters that no rule covers: slower, with the same numbers.
 
 First ``torch.func`` (a backward pass for each seed, for all samples and parameters at once); where an operation refuses
 that (recurrent kernels), plain backward passes, one sample and one seed at a time.
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Inputs, map_tensors, picked, rebuilt
+from lapwing.core.data import Inputs, map_tensors, rebuilt
+from lapwing.core.samples import take
 from lapwing.errors import ModelError
-from lapwing.networks.forward import quiet, spread
+from lapwing.networks.forward import quiet, relative_gap
 
 Forward = Callable[[nn.Module, Inputs], Tensor]  # (model, inputs) -> f (B, M)
 
@@ -23,37 +24,42 @@ def sample_jacobians(
     model: nn.Module,
     forward: Forward,
     inputs: Inputs,
-    own: Sequence[bool],
+    per_sample: Sequence[bool],
     f: Tensor,
     names: tuple[str, ...],
     seeds: Tensor,
 ) -> dict[str, Tensor]:
-    """The Jacobian (B, K, p) of seeds · f for every named parameter, with seeds (K, B, M).
+    """Return the Jacobian (B, K, p) of seeds · f for every named parameter, with seeds (K, B, M).
 
-    ``own`` are the tensors with a row for each sample, f (B, M) the outputs of the whole batch: samples are run one by
-    one, and must have the same.
+    ``per_sample`` says which tensors have a row for each sample. Samples are run one by one, and must have the same
+    outputs as in the whole batch, f (B, M).
     """
     seeds = seeds.to(f.dtype)
     try:
-        found, alone = _vectorised(model, forward, inputs, own, names, seeds)
+        jacobians, alone = _vectorised(model, forward, inputs, per_sample, names, seeds)
     except (RuntimeError, NotImplementedError, ValueError):  # no batching rule on the way: loop instead
-        found, alone = _looped(model, forward, inputs, own, names, seeds)
-    gap, most = spread(alone, f, f)
-    if len(own) > 1 and not bool(gap < most):
+        jacobians, alone = _looped(model, forward, inputs, per_sample, names, seeds)
+    gap, allowed = relative_gap(alone, f, f)
+    if len(per_sample) > 1 and not bool(gap < allowed):
         raise ModelError(
             f"the output for a sample changes by {gap.item():.2g} (relative) where it is alone, with what all samples "
             "share; expected independent samples, and inputs of one kind: a tensor that all samples share in one batch "
             "is shared in all."
         )
-    return found
+    return jacobians
 
 
 def _vectorised(
-    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], names: tuple[str, ...], seeds: Tensor
+    model: nn.Module,
+    forward: Forward,
+    inputs: Inputs,
+    per_sample: Sequence[bool],
+    names: tuple[str, ...],
+    seeds: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor]:
     tensors = dict(model.named_parameters())
     chosen = {name: tensors[name].detach() for name in names}
-    flags = iter(own)
+    flags = iter(per_sample)
     dims = map_tensors(inputs, lambda t: 0 if next(flags) else None)  # type: ignore[arg-type,return-value]
 
     def single(sample: Inputs, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -65,12 +71,12 @@ def _vectorised(
         return {name: torch.stack([grads[name].reshape(-1) for grads in each]) for name in names}, f
 
     with quiet(), sdpa_kernel(SDPBackend.MATH):
-        found, f = torch.func.vmap(single, in_dims=(dims, 1))(inputs, seeds)
-    return {name: jacobian.detach() for name, jacobian in found.items()}, f.detach()
+        jacobians, f = torch.func.vmap(single, in_dims=(dims, 1))(inputs, seeds)
+    return {name: jacobian.detach() for name, jacobian in jacobians.items()}, f.detach()
 
 
 def _unsqueezed(sample: Inputs, dims: Inputs) -> Inputs:
-    """Give each sample its batch dimension back, where one was taken."""
+    """Return the sample with the batch dimension that ``vmap`` took away."""
     if isinstance(sample, Tensor):
         return sample.unsqueeze(0) if dims == 0 else sample
     if isinstance(sample, dict):
@@ -81,7 +87,7 @@ def _unsqueezed(sample: Inputs, dims: Inputs) -> Inputs:
 
 
 def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tensor]) -> Tensor:
-    """Run with other values for some parameters; the model is put back whatever happens."""
+    """Run with other values for some parameters; the model has its own again afterwards, whatever happens."""
 
     class Call(nn.Module):
         def __init__(self) -> None:
@@ -91,26 +97,31 @@ def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tenso
         def forward(self) -> Tensor:
             return run()
 
-    swapped = {"inner." + name: value for name, value in values.items()}
-    out: Tensor = torch.func.functional_call(Call(), swapped, ())
+    renamed = {"inner." + name: value for name, value in values.items()}
+    out: Tensor = torch.func.functional_call(Call(), renamed, ())
     return out
 
 
 def _looped(
-    model: nn.Module, forward: Forward, inputs: Inputs, own: Sequence[bool], names: tuple[str, ...], seeds: Tensor
+    model: nn.Module,
+    forward: Forward,
+    inputs: Inputs,
+    per_sample: Sequence[bool],
+    names: tuple[str, ...],
+    seeds: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor]:
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in names]
     count, batch, _ = seeds.shape
-    found = {name: seeds.new_empty(batch, count, tensors[name].numel()) for name in names}
+    jacobians = {name: seeds.new_empty(batch, count, tensors[name].numel()) for name in names}
     outputs = []
     for b in range(batch):
-        f = forward(model, picked(inputs, own, slice(b, b + 1))).reshape(-1)
+        f = forward(model, take(inputs, per_sample, slice(b, b + 1))).reshape(-1)
         outputs.append(f.detach())
         for k in range(count):
             grads = torch.autograd.grad(
                 f, chosen, seeds[k, b], retain_graph=True, allow_unused=True, materialize_grads=True
             )
             for name, grad in zip(names, grads, strict=True):
-                found[name][b, k] = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
-    return found, torch.stack(outputs)
+                jacobians[name][b, k] = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+    return jacobians, torch.stack(outputs)

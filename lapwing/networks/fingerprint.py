@@ -1,4 +1,4 @@
-"""Whether a model still has the weights that a posterior was fitted to."""
+"""A check that a model still has the weights that a posterior was fitted to."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lapwing.errors import ModelError
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """For every parameter and buffer its norm and its product with a fixed pattern, which feels every entry.
+    """The norm of every parameter and buffer, and its product with a fixed pattern, which depends on every entry.
 
-    ``quick`` holds the products in the parameters' own dtype: while they are the same to the bit, one fast read of
-    the weights settles the question. Only if they are not (other weights, another number of threads) do the exact
-    figures decide.
+    ``quick`` holds the products in the dtype of the parameters: while they are the same to the bit, one fast read of
+    the weights is enough. Only if they are not (other weights, another number of threads) are the float64 figures
+    compared.
     """
 
     names: tuple[str, ...]
@@ -28,6 +28,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
+        """Return the fingerprint of a model as it is."""
         tensors = _state(model)
         with torch.no_grad():
             marks = [_mark(t.double()) for t in tensors.values()]
@@ -42,12 +43,11 @@ class Fingerprint:
             return
         now = Fingerprint.of(model)
         if now.names != self.names or now.shapes != self.shapes:
-            ours, theirs = (
-                dict(zip(self.names, self.shapes, strict=True)),
-                dict(zip(now.names, now.shapes, strict=True)),
+            pairs = [set(zip(one.names, one.shapes, strict=True)) for one in (self, now)]
+            different = sorted(pairs[0] ^ pairs[1])[:4]
+            raise ModelError(
+                f"the model has other parameters than the posterior was fitted to: {different}. Fit it again."
             )
-            odd = sorted(set(ours.items()) ^ set(theirs.items()))[:4]
-            raise ModelError(f"the model has other parameters than the posterior was fitted to: {odd}. Fit it again.")
         for i, name in enumerate(self.names):
             scale = max(self.norms[i], 1e-30)
             if (
@@ -56,9 +56,9 @@ class Fingerprint:
                 <= tolerance * scale * max(1, torch.Size(self.shapes[i]).numel()) ** 0.5
             ):
                 then, later = f"{self.norms[i]:.9g}", f"{now.norms[i]:.9g}"
-                seen = f"norm {then} then, {later} now" if then != later else "its entries, at the same norm"
+                change = f"norm {then} then, {later} now" if then != later else "its entries, at the same norm"
                 raise ModelError(
-                    f"the parameter {name!r} has changed since the fit ({seen}); the error bars would belong to "
+                    f"the parameter {name!r} has changed since the fit ({change}); the error bars would belong to "
                     "another network. Restore it or fit again."
                 )
 
@@ -70,9 +70,9 @@ def _quick(model: nn.Module) -> tuple[float, ...]:
 
 
 def _mark(t: Tensor) -> Tensor:
-    """p · T q for a matrix T: its own entries are all that is read, and a forward pass reads them anyway."""
+    """Return p · T q for a matrix T and fixed patterns p, q: a read of T, as in a forward pass, and little more."""
     t = t.detach()
-    if t.dtype not in (torch.float32, torch.float64):  # narrow sums lose changes, and narrow kernels may fail
+    if t.dtype not in (torch.float32, torch.float64):  # 16-bit sums lose changes, and 16-bit kernels may fail
         t = t.float()
     if t.ndim < 2:
         return torch.dot(t.reshape(-1), _pattern(t.numel(), 0.0, t.dtype, t.device))
@@ -83,13 +83,14 @@ def _mark(t: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _pattern(size: int, phase: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Fixed numbers around one, all different, and others for columns than for rows: a change, a swap, a shift or a
-    transpose moves the product."""
+    """Return fixed numbers around one, all different, and others for columns than for rows.
+
+    So a change, a swap, a shift or a transpose changes the product.
+    """
     steps = torch.arange(size, dtype=torch.float64, device=device)
     return (1.5 + (steps * 0.7548776662 + phase).sin_()).to(dtype)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = dict(model.named_parameters())
-    found.update({name: b for name, b in model.named_buffers() if b.is_floating_point()})
-    return {name: t for name, t in found.items() if t.is_floating_point()}
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: t for name, t in tensors.items() if t.is_floating_point()}

@@ -1,4 +1,4 @@
-"""What a use of a parameter looks like, and the Jacobian that follows from it.
+"""The forms in which a network uses a parameter, and the Jacobian that follows from each.
 
 A form turns a graph node and the gradient at its output into the Jacobian of the parameter, sample by sample.
 """
@@ -13,20 +13,57 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.networks.blocks import BlockJacobian, DenseJacobian, LinearJacobian, LookupJacobian
-from lapwing.networks.graph import Node, saved
+from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.linear_jacobian import LinearJacobian
+from lapwing.networks.lookup_jacobian import LookupJacobian
+from lapwing.networks.nodes import Node, Shape, output_shape, saved
 
 Pattern = tuple[int, int, int]  # rows run over (outer, sample, inner)
+Part = tuple[int, int, int]  # first and last row of the parameter that is used, and how many rows it has
 Factor = Callable[[Node], Tensor]
 
 
 class Form(Protocol):
-    """What a use looks like. ``kind`` is the block's; "dense" forms give whole Jacobians."""
+    """One way to use a parameter."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """The kind of block that it asks for: "rows", "columns", or "dense" where Jacobians are kept whole."""
+        ...
 
-    def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian: ...
+    @property
+    def takes_bias(self) -> bool:
+        """Whether a bias that is added right after it may join its block."""
+        ...
+
+    def n_rows(self, shape: Shape) -> int:
+        """Return how many rows a node with outputs of this shape has."""
+        ...
+
+    def patch_size(self, shape: Shape, weight: Shape, groups: int) -> int:
+        """Return the size of the unfolded input for outputs and a weight of these shapes; 0 if nothing is unfolded."""
+        ...
+
+    def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
+        """Return the Jacobian for gradients g (K, *output) at the node; ``bias`` adds the column of a bias."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of a parameter: the node where it happens and the form it takes."""
+
+    node: Node
+    name: str
+    form: Form
+    bias: str | None = None  # the parameter that is added at this very node, to the same rows
+    groups: int = 1
+
+    @property
+    def n_rows(self) -> int:
+        """The number of rows at the node."""
+        return self.form.n_rows(output_shape(self.node))
 
 
 def per_sample(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
@@ -39,11 +76,21 @@ def per_sample(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
 
 @dataclass(frozen=True)
 class Matmul:
-    """rows @ W.T (kind "rows") or rows @ W (kind "columns"); ``part`` when only some outputs are used."""
+    """The product rows @ W.T (kind "rows") or rows @ W (kind "columns"); ``part`` where only some outputs are used."""
 
     kind: str
-    saved: str
-    part: tuple[int, int, int] | None = None  # first, last, of how many outputs
+    saved: str  # where the node saved the rows
+    part: Part | None = None
+
+    @property
+    def takes_bias(self) -> bool:
+        return self.part is None
+
+    def n_rows(self, shape: Shape) -> int:
+        return shape[0]
+
+    def patch_size(self, shape: Shape, weight: Shape, groups: int) -> int:
+        return 0
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
         a = per_sample(saved(node, self.saved), 0, pattern)
@@ -59,6 +106,13 @@ class Convolution:
     """A convolution: positions are output pixels, inputs are the patches below them."""
 
     kind: str = "rows"
+    takes_bias: bool = False
+
+    def n_rows(self, shape: Shape) -> int:
+        return shape[0]
+
+    def patch_size(self, shape: Shape, weight: Shape, groups: int) -> int:
+        return math.prod(shape) // shape[1] * math.prod(weight[1:]) * groups
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
         x, weight, groups = saved(node, "_saved_input"), node._saved_weight.detach(), node._saved_groups
@@ -85,6 +139,13 @@ class TransposedConvolution:
     """A transposed convolution: positions are input pixels, outputs are the patches above them."""
 
     kind: str = "columns"
+    takes_bias: bool = False
+
+    def n_rows(self, shape: Shape) -> int:
+        return shape[0]
+
+    def patch_size(self, shape: Shape, weight: Shape, groups: int) -> int:
+        return 0
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
         x, weight, groups = saved(node, "_saved_input"), node._saved_weight.detach(), node._saved_groups
@@ -106,10 +167,17 @@ class TransposedConvolution:
 
 @dataclass(frozen=True)
 class Lookup:
-    """An embedding."""
+    """An embedding: positions pick rows of a table."""
 
     table: int
     kind: str = "columns"
+    takes_bias: bool = False
+
+    def n_rows(self, shape: Shape) -> int:
+        return math.prod(shape[:-1])
+
+    def patch_size(self, shape: Shape, weight: Shape, groups: int) -> int:
+        return 0
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
         indices = node._saved_indices.reshape(-1)
@@ -121,17 +189,24 @@ class Lookup:
 
 @dataclass(frozen=True, eq=False)
 class Elementwise:
-    """A parameter added to, or multiplied with, every row: biases and norm scales.
+    """A parameter added to every row or multiplied with every row: biases and scales of norms.
 
-    ``factor`` reads off the node what the parameter is multiplied with; None for a sum. ``channel``
-    says that the parameter lies along dimension 1 and not along the trailing ones.
+    ``factor`` reads from the node what the parameter is multiplied with; None for a sum. ``channel`` says that the
+    parameter lies along dimension 1 and not along the trailing dimensions.
     """
 
     shape: tuple[int, ...]
     channel: bool = False
     factor: Factor | None = None
-    part: tuple[int, int, int] | None = None
+    part: Part | None = None
     kind: str = "dense"
+    takes_bias: bool = False
+
+    def n_rows(self, shape: Shape) -> int:
+        return shape[0] if self.channel else math.prod(shape[: len(shape) - len(self.shape)])
+
+    def patch_size(self, shape: Shape, weight: Shape, groups: int) -> int:
+        return 0
 
     def jacobian(self, node: Node, g: Tensor, pattern: Pattern, bias: bool) -> BlockJacobian:
         if self.factor is not None:
@@ -143,9 +218,9 @@ class Elementwise:
         else:
             extents = tuple(g.shape[g.ndim - len(self.shape) :])
         total = per_sample(g.reshape(g.shape[0], -1, *extents), 1, pattern).sum(2)  # (K, B, *extents)
-        narrow = [i + 2 for i, (have, want) in enumerate(zip(extents, self.shape, strict=True)) if have != want]
-        if narrow and not self.part:
-            total = total.sum(narrow)
+        broadcast = [i + 2 for i, (have, want) in enumerate(zip(extents, self.shape, strict=True)) if have != want]
+        if broadcast and not self.part:
+            total = total.sum(broadcast)
         flat = total.flatten(2) if total.ndim > 2 else total.unsqueeze(-1)
         if self.part is not None:
             first, last, size = self.part
@@ -153,47 +228,10 @@ class Elementwise:
         return DenseJacobian(flat.transpose(0, 1))
 
 
-def batch_norm_eps(node: Node) -> float:
-    """What a BatchNorm adds to the variance: cuDNN's node has another name for it."""
-    eps: float = node._saved_epsilon if hasattr(node, "_saved_epsilon") else node._saved_eps
-    return eps
-
-
-def batch_norm_scale(node: Node) -> Tensor:
-    """One over the standard deviation that a BatchNorm in evaluation mode divides by, (C,)."""
-    scale: Tensor = (node._saved_running_var + batch_norm_eps(node)).rsqrt()
-    return scale
-
-
-def normalised(node: Node) -> Tensor:
-    """The input of a normalisation after it and before its scale, in the input's shape."""
-    x = node._saved_input
-    if "BatchNorm" in node.name():
-        shape = (1, -1) + (1,) * (x.ndim - 2)
-        unit = (x - node._saved_running_mean.to(x.dtype).view(shape)) * batch_norm_scale(node).to(x.dtype).view(shape)
-    elif node.name() == "NativeGroupNormBackward0":
-        grouped = x.reshape(x.shape[0], node._saved_group, -1)
-        unit = _unit(grouped, node._saved_result1[..., None], node._saved_result2[..., None], (-1,)).reshape(x.shape)
-    else:
-        dims = tuple(range(-len(node._saved_normalized_shape), 0))
-        unit = _unit(x, node._saved_result1, node._saved_result2, dims)
-    return unit.to(x.dtype)
-
-
-def _unit(x: Tensor, mean: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """(x - mean) scale. Where gradients are recorded mean and scale are computed anew: those that a norm keeps are
-    cut off from its input."""
-    if not torch.is_grad_enabled():
-        return (x - mean) * scale
-    variance = x.var(dims, unbiased=False, keepdim=True)
-    eps = scale.detach().square().reciprocal() - variance.detach()
-    return (x - x.mean(dims, keepdim=True)) * (variance + eps).rsqrt()
-
-
 def windows(
     x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
 ) -> Tensor:
-    """Sliding windows (N, C, *out, *kernel) of x (N, C, *spatial), as a view of the padded input."""
+    """Return sliding windows (N, C, *out, *kernel) of x (N, C, *spatial), as a view of the padded input."""
     if any(padding):
         x = torch.nn.functional.pad(x, [p for extent in reversed(padding) for p in (extent, extent)])
     elif not x.is_contiguous():
@@ -212,12 +250,12 @@ def windows(
 
 
 def with_ones(a: Tensor, bias: bool) -> Tensor:
-    """The input with the column of ones that carries a bias."""
+    """Return the input with the column of ones that carries a bias, if there is one."""
     return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if bias else a
 
 
 def _merge(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
-    """(..., images, positions, d) -> (..., sample, images of it x positions, d)."""
+    """Reshape (..., images, positions, d) to (..., sample, images of the sample x positions, d)."""
     if pattern[0] == pattern[2] == 1:
         return t
     return per_sample(t, dim, pattern).flatten(dim + 1, dim + 2)

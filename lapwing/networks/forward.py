@@ -1,4 +1,4 @@
-"""Running the model as it is: what it returns, what must not happen while it runs, what is refused."""
+"""Running the model as it is: its outputs, what must not happen while it runs, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, call, map_tensors, picked, tensors_in
+from lapwing.core.data import Inputs, call, map_tensors, tensors_in
+from lapwing.core.samples import take
 from lapwing.errors import ModelError
 
-FEW = 32  # samples that show whether a forward pass repeats itself
-REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by which outputs may differ where kernels reorder their sums
+FEW = 32  # samples that show whether two forward passes agree
+REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
 
 
 @contextlib.contextmanager
 def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain: bool) -> Iterator[None]:
-    """Gradients for the named parameters and no others while the model runs; all flags are put back.
+    """Record gradients for the named parameters and no others while the model runs; restore all flags.
 
     ``plain`` switches vendors' kernels off (see ``needs_plain_kernels``).
     """
@@ -40,21 +41,21 @@ def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain: bool
 
 
 def is_recurrent(model: nn.Module) -> bool:
-    """Whether any layer is recurrent: those have fused kernels, and no batching of gradients."""
+    """Return whether any layer is recurrent: those have fused kernels, and autograd cannot batch their gradients."""
     return any(isinstance(module, nn.RNNBase) for module in model.modules())
 
 
 def needs_plain_kernels(model: nn.Module) -> bool:
-    """Fused recurrent kernels hide their products; narrow oneDNN ones end the process on some processors."""
-    narrow = any(p.is_cpu and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    return narrow or is_recurrent(model)
+    """Return whether vendors' kernels must be off: fused recurrent ones hide products, 16-bit oneDNN ones may crash."""
+    half = any(p.is_cpu and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return half or is_recurrent(model)
 
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def outside_autocast(call: Call) -> Call:
-    """Autocast is meant for training; sums and factors must keep their dtype."""
+    """Decorate a function to run without autocast: that is for training; sums and factors must keep their dtype."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +69,7 @@ def outside_autocast(call: Call) -> Call:
 
 
 def outside_inference(call: Call) -> Call:
-    """What is remembered of a result may take part in a gradient later, which a tensor of inference mode cannot."""
+    """Decorate a function to run outside inference mode, whose tensors could take part in no later gradient."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +83,7 @@ def outside_inference(call: Call) -> Call:
 
 @contextlib.contextmanager
 def plain_kernels(plain: bool) -> Iterator[None]:
-    """PyTorch's own kernels instead of cuDNN's and oneDNN's, if asked for."""
+    """Use PyTorch's own kernels instead of those of cuDNN and oneDNN, if ``plain``."""
     if not plain:
         yield
         return
@@ -92,7 +93,7 @@ def plain_kernels(plain: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def twice_differentiable(wanted: bool) -> Iterator[None]:
-    """Attention in plain operations, if asked for: its fused kernels have no second derivative."""
+    """Run attention in plain operations, if ``wanted``: its fused kernels have no second derivative."""
     if not wanted:
         yield
         return
@@ -102,7 +103,7 @@ def twice_differentiable(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """PyTorch's remarks on its own internals (no batching rule, no TF32) say nothing about a result."""
+    """Silence PyTorch's warnings about its internals (no batching rule, no TF32), which do not concern a result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -110,28 +111,28 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_changes(model: nn.Module) -> Iterator[None]:
-    """If running the model changes its weights or buffers, put them back and say so; an error in mid-run goes first."""
+    """Restore weights and buffers that running the model changes, and raise; an error of the run itself goes first."""
     buffers = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
-    kept = [(t, t.detach().clone()) for t in (*model.parameters(), *(b for _, _, b in buffers if b is not None))]
+    copies = [(t, t.detach().clone()) for t in (*model.parameters(), *(b for _, _, b in buffers if b is not None))]
     try:
         yield
     finally:
-        changed = _put_back(buffers, kept)
+        changed = _restored(buffers, copies)
     if changed:
         raise ModelError(
             "running the model changes its own weights or buffers (running statistics, spectral norm, an embedding's "
-            "max_norm, a counter); expected a function of the input alone. They were put back. Call model.eval(), or "
+            "max_norm, a counter); expected a function of the input alone. They were restored. Call model.eval(), or "
             "remove what changes them."
         )
 
 
-def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor | None]], kept: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Buffers and the numbers of every tensor as they were; whether any was otherwise."""
+def _restored(buffers: Sequence[tuple[nn.Module, str, Tensor | None]], copies: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Restore buffers and the numbers of every tensor, and return whether any had changed."""
     changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
     for module, key, buffer in buffers:
         module._buffers[key] = buffer
     with torch.no_grad():
-        for tensor, before in kept:
+        for tensor, before in copies:
             if not torch.equal(tensor, before) and not _same_with_nan(tensor, before):
                 changed = True
                 tensor.copy_(before)
@@ -139,19 +140,19 @@ def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor | None]], kept: Seq
 
 
 def _same_with_nan(tensor: Tensor, before: Tensor) -> bool:
-    """Whether all is the same, NaN where it was NaN, which equals nothing."""
+    """Return whether all entries are equal, or NaN in both."""
     return bool((tensor == before).logical_or(tensor.isnan() & before.isnan()).all())
 
 
 def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The tensor the model returns, out of ``.logits`` if need be."""
+    """Return the tensor that the model returns, taken from ``.logits`` if the model returns an object."""
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
         out = call(model, inputs)
     except Exception as error:
         if hasattr(error, "add_note"):  # not before Python 3.11
-            error.add_note(_given(model, inputs))
+            error.add_note(_described(model, inputs))
         raise
     if not isinstance(out, Tensor):
         out = out["logits"] if isinstance(out, Mapping) and "logits" in out else getattr(out, "logits", out)
@@ -170,8 +171,8 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
     return out
 
 
-def _given(model: nn.Module, inputs: Inputs) -> str:
-    """What a model got that it refused: its own message may name a matrix inside it only."""
+def _described(model: nn.Module, inputs: Inputs) -> str:
+    """Describe the inputs, for the error message: that of the model may name a matrix inside it only."""
     kinds = lambda tensors: ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in tensors)) or "none"
     shapes = ", ".join(str(tuple(t.shape)) for t in tensors_in(inputs))
     return (
@@ -181,16 +182,17 @@ def _given(model: nn.Module, inputs: Inputs) -> str:
 
 
 def shaped(raw: Tensor) -> Tensor:
-    """f (B, [T,] C): a squeezed single output gets its dimension back."""
+    """Return f (B, [T,] C): a single output without its dimension, (B,), becomes (B, 1)."""
     return raw.unsqueeze(-1) if raw.ndim == 1 else raw
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of factors for a model of this dtype: float32 at least."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The plain module inside a compiled or data-parallel one: those are opaque to the graph."""
+    """Return the plain module inside a compiled or data-parallel one, whose graph shows no operations."""
     for attribute, kinds in (
         ("_orig_mod", ("OptimizedModule",)),
         ("module", ("DataParallel", "DistributedDataParallel")),
@@ -201,14 +203,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether the module itself, apart from its parts, drops something in training mode."""
+    """Return whether the module itself, not its parts, applies dropout in training mode."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and float(module.dropout) > 0
 
 
 def refuse_training_mode(model: nn.Module) -> None:
-    """Batch statistics and dropout make outputs random or mix samples."""
+    """Raise if dropout or BatchNorm is in training mode: outputs would be random, or samples would mix."""
     for name, module in model.named_modules():
         if module.training and (has_dropout(module) or isinstance(module, nn.modules.batchnorm._BatchNorm)):
             raise ModelError(
@@ -218,9 +220,9 @@ def refuse_training_mode(model: nn.Module) -> None:
 
 
 def refuse_random(model: nn.Module, inputs: Inputs) -> None:
-    """The same inputs must give the same outputs. Two forward passes, over a few of them where it is clear how."""
+    """Raise if the same inputs give other outputs: two forward passes, over few samples for one input tensor."""
     some = inputs
-    if len(list(tensors_in(inputs))) == 1:  # of several, one may belong to all samples
+    if len(list(tensors_in(inputs))) == 1:  # of several, one may be shared by all samples
         some = map_tensors(inputs, lambda t: t[:FEW])
     with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
         first, second = raw_output(model, some), raw_output(model, some)
@@ -231,24 +233,24 @@ def refuse_random(model: nn.Module, inputs: Inputs) -> None:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
         if not bool(gap > allowed * scale):
             return
-        seen = f"differ by {(gap / scale).item():.2g} of the largest output; expected at most {allowed:.2g}"
+        difference = f"differ by {(gap / scale).item():.2g} of the largest output; expected at most {allowed:.2g}"
     else:
-        seen = f"give the shapes {tuple(first.shape)} and {tuple(second.shape)}; expected the same"
+        difference = f"give the shapes {tuple(first.shape)} and {tuple(second.shape)}; expected the same"
     raise ModelError(
-        f"two forward passes over the same inputs {seen}: the forward pass is random, or remembers earlier calls. "
-        "Switch off what draws numbers in evaluation mode too (F.dropout without training=self.training, noise, "
+        f"two forward passes over the same inputs {difference}: the forward pass is random, or remembers earlier "
+        "calls. Switch off what draws numbers in evaluation mode too (F.dropout without training=self.training, noise, "
         "sampling), or use deterministic kernels."
     )
 
 
-def spread(alone: Tensor, within: Tensor, whole: Tensor) -> tuple[Tensor, float]:
-    """How far the outputs of some samples are from those within a batch, relative, and what rounding may do."""
+def relative_gap(alone: Tensor, within: Tensor, whole: Tensor) -> tuple[Tensor, float]:
+    """Return how far outputs of some samples are from those within a batch, relative, and how far rounding may go."""
     gap = (alone.float() - within.float()).abs().max() / whole.float().abs().max().clamp_min(1e-6)
     return gap, 1e3 * torch.finfo(whole.dtype).eps ** 0.75
 
 
-def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor, own: Sequence[bool]) -> None:
-    """f(x)[b] must not depend on the other samples of the batch; ``own`` are the tensors that are cut with it."""
+def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor, per_sample: Sequence[bool]) -> None:
+    """Raise if f(x)[b] depends on other samples; ``per_sample`` says which tensors have a row for each sample."""
     batch = raw.shape[0]
     if batch == 1:
         return
@@ -256,18 +258,18 @@ def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor, own: Seq
     gap = torch.zeros((), device=raw.device)
     for rows in (slice(0, half), slice(half, batch)):
         with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
-            alone = raw_output(model, picked(inputs, own, rows))
+            alone = raw_output(model, take(inputs, per_sample, rows))
         count = rows.stop - rows.start
         if alone.shape[0] != count:
             raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {count}: one for each sample.")
         if alone.shape[1:] != raw.shape[1:]:
             return  # dynamic padding: lengths follow the batch
-        found, most = spread(alone, raw[rows], raw)
-        gap = torch.maximum(gap, found)
-    if not bool(gap < most):
+        half_gap, allowed = relative_gap(alone, raw[rows], raw)
+        gap = torch.maximum(gap, half_gap)
+    if not bool(gap < allowed):
         hint = f" If all samples share an input that has {batch} rows by chance, use another batch size."
         raise ModelError(
             f"the output for a sample changes by {gap.item():.2g} (relative) with the rest of its batch; "
             "expected independent samples. Put normalisation in evaluation mode, or give the model one sample's "
-            f"context inside its own input.{hint if sum(own) > 1 else ''}"
+            f"context inside its own input.{hint if sum(per_sample) > 1 else ''}"
         )

@@ -1,7 +1,8 @@
-"""Scalar functions of the weights or of the outputs: their gradient in the weights, and what is none."""
+"""Scalar functions of the weights or of the outputs, and their gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,15 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs, check_finite
 from lapwing.errors import ModelError
-from lapwing.networks.network import Network, refuse_steep, scalar
+from lapwing.networks.network import Network
 
 Functional = Callable[[Any], Tensor]  # of the weights by name, or of the outputs f (B, [T,] C)
 
 
 def weight_slope(network: Network, function: Functional, x: Inputs | None = None) -> Tensor:
-    """∇g in the weights, (P,): of a function of them, or of one of the outputs at x, Jᵀ ∂g/∂f."""
+    """Return the gradient ∇g in the weights, (P,): of a function of them, or of one of the outputs at x, Jᵀ ∂g/∂f."""
     if x is None:
-        return network.slope(function)
+        return _slope_in_weights(network, function)
     seed, batch = output_slope(function, network(x).to(network.dtype)).unsqueeze(0), network.count(x)
     total = torch.zeros_like(network.theta())
     for rows in network.footprint.chunks(batch, 1, network.dtype, network.device):
@@ -26,17 +27,56 @@ def weight_slope(network: Network, function: Functional, x: Inputs | None = None
     return total
 
 
+def _slope_in_weights(network: Network, function: Functional) -> Tensor:
+    """Return the gradient in the selected parameters, (P,), of a scalar function of all parameters by name."""
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = {name: tensor.detach().to(network.dtype) for name, tensor in network.model.named_parameters()}
+        leaves = {name: tensors[name].requires_grad_() for name in network.selection.names}
+        value = scalar(function(tensors))
+        if not value.requires_grad:
+            raise ModelError(
+                "the function of the weights does not depend on them; expected one of the selected weights, "
+                f"{', '.join(network.selection.names):.200}, without detach() or item()."
+            )
+        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    slope = network.selection.picked(torch.cat([grad.reshape(-1) for grad in grads]))
+    _refuse_infinite(value, slope)
+    return slope
+
+
 def output_slope(function: Functional, f: Tensor) -> Tensor:
-    """∂g/∂f, in the shape of f; refused where g is no finite number, or where f does not decide it."""
+    """Return ∂g/∂f, in the shape of f; raise if g is not finite or does not depend on f."""
     check_finite(f, "outputs of the network")
     with torch.inference_mode(False), torch.enable_grad():
         leaf = f.detach().clone().requires_grad_()
-        given = scalar(function(leaf), "outputs")
-        slope = torch.autograd.grad(given, leaf, allow_unused=True)[0] if given.requires_grad else None
+        value = scalar(function(leaf), "outputs")
+        slope = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
     if slope is None:
         raise ModelError(
             "the function of the outputs does not depend on them; expected one that can be differentiated in f, "
             "without detach(), item(), argmax() or a comparison."
         )
-    refuse_steep(given, slope, "outputs")
+    _refuse_infinite(value, slope, "outputs")
     return slope
+
+
+def scalar(value: Any, argument: str = "weights") -> Tensor:
+    """Return the value of a function as a single number, (); raise if it is more than one."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+        raise ModelError(
+            f"the function of the {argument} gives {shape}; expected a tensor of one number. Take one entry, a "
+            "sum or a mean."
+        )
+    return value.sum()
+
+
+def _refuse_infinite(value: Tensor, slope: Tensor, argument: str = "weights") -> None:
+    """Raise if the value or the slope of a function is not finite: then it has no variance."""
+    steepest = float(slope.abs().max())
+    if not math.isfinite(float(value.detach())) or not math.isfinite(steepest):
+        raise ModelError(
+            f"the function of the {argument} gives {float(value.detach()):.3g} with slopes up to {steepest:.3g}; "
+            "expected finite numbers. Give one that is smooth here: log_softmax for the log of a softmax, no square "
+            "root of zero."
+        )

@@ -9,7 +9,7 @@ DROPPED = 13  # bits at the end of a float32 that TF32 does not have
 
 
 def coarse(x: Tensor) -> bool:
-    """Whether a product with this factor rounds it to the ten bits of TF32, as GPUs may be told to."""
+    """Return whether a product with this factor rounds it to the ten bits of TF32, as GPUs may be set to do."""
     if x.device.type != "cuda" or x.dtype != torch.float32:
         return False
     settings = torch.backends.cuda.matmul
@@ -18,7 +18,7 @@ def coarse(x: Tensor) -> bool:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x = high + low, float32, where TF32 has all bits of the one and almost all of the other.
+    """Split x = high + low, float32, so that TF32 holds all bits of high and almost all of low.
 
     >>> high, low = halves(torch.tensor([1.0, 1.0 + 2.0**-12]))
     >>> high.tolist(), low.tolist()
@@ -29,11 +29,10 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def product(x: Tensor, fixed: Tensor) -> Tensor:
-    """x @ fixed, where x is made of the vectors that an operator is applied to.
+    """Return x @ fixed, where the rows of x are the vectors that an operator is applied to.
 
-    Rounding ``fixed`` makes the operator a slightly different one. Rounding x makes it none at all: products are then
-    not linear, and no linear system can be solved with them to more than three digits. So x goes in two halves, which
-    costs the multiplications twice.
+    Rounding ``fixed`` gives a slightly different operator. Rounding x gives no linear operator at all, and no linear
+    system can be solved with it to more than three digits. So x is multiplied in two halves, at twice the cost.
     """
     if not coarse(x):
         return x @ fixed
@@ -42,7 +41,7 @@ def product(x: Tensor, fixed: Tensor) -> Tensor:
 
 
 def product_onto(fixed: Tensor, x: Tensor) -> Tensor:
-    """fixed @ x, likewise."""
+    """Return fixed @ x, where the columns of x are the vectors; see ``product``."""
     if not coarse(x):
         return fixed @ x
     high, low = halves(x)

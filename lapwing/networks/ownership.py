@@ -1,61 +1,51 @@
-"""Which rows of a product belong to which sample.
+"""Which rows at a node belong to which sample.
 
-In most networks the walk over the graph already knows: rows are batch-major. Attention works time-major inside,
-and recurrent nets stack time steps; there one probe decides. The seeds of the samples whose number has bit j set are
-doubled, one backward pass for each bit: a row's gradient doubles if its sample has that bit, in every dtype.
-A row that does neither belongs to several samples (it lies before a broadcast over the batch).
+In most networks the walk over the graph already knows: rows are batch-major. Attention works time-major inside, and
+recurrent networks stack time steps; there a probe decides. The seeds of the samples whose number has bit j set are
+doubled, with one backward pass for each bit: the gradient of a row doubles if its sample has that bit, in every
+dtype. A row whose gradient neither doubles nor stays belongs to several samples (it lies before a broadcast over the
+batch).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lapwing.networks import graph as graphs
-from lapwing.networks.forms import Elementwise, Lookup, Pattern
-from lapwing.networks.rules import Use, Uses
+from lapwing.networks.forms import Pattern
+from lapwing.networks.graph import Graph, Uses
+from lapwing.networks.nodes import Node
+
+Patterns = Mapping[Node, Pattern | None]
 
 
-def find_patterns(raw: Tensor, graph: graphs.Graph, uses: Uses) -> tuple[Mapping[Any, Pattern | None], bool]:
-    """For each node that uses a parameter, how its rows run over the samples; None if they are shared.
+def find_patterns(raw: Tensor, graph: Graph, uses: Uses) -> tuple[Patterns, bool]:
+    """Return for each node that uses a parameter how its rows run over the samples; None if samples share rows.
 
-    The flag says whether another batch of the same shapes has the same patterns for certain: rows that no gradient
-    reaches fit anywhere, so that several patterns may fit this batch alone.
+    The flag says whether every other batch of the same shapes has the same patterns: rows that no gradient reaches
+    fit any sample, so that several patterns may fit one batch.
     """
     batch = raw.shape[0]
-    found: dict[Any, Pattern | None] = {}
-    probed = []
-    rows_of = {use.node: row_count(use) for use in uses.uses}
-    for use in uses.uses:
-        rows = rows_of[use.node]
-        if graph.batch_major[use.node] and rows % batch == 0:
-            found[use.node] = (1, batch, rows // batch)
-        elif use.node not in probed:
-            probed.append(use.node)
-    if probed:
-        owners = _owners(raw, {node: rows_of[node] for node in probed}, batch)
-        fits = {node: _fitting(owner, batch) for node, owner in owners.items()}
-        found.update({node: fit[0] if fit else None for node, fit in fits.items()})
-        return found, all(len(fit) == 1 for fit in fits.values())
-    return found, True
+    patterns: dict[Node, Pattern | None] = {}
+    probed: dict[Node, int] = {}
+    rows_of = {use.node: use.n_rows for use in uses.uses}
+    for node, rows in rows_of.items():
+        if graph.batch_major[node] and rows % batch == 0:
+            patterns[node] = (1, batch, rows // batch)
+        else:
+            probed[node] = rows
+    if not probed:
+        return patterns, True
+    fits = {node: _fitting(owner, batch) for node, owner in _owners(raw, probed, batch).items()}
+    patterns.update({node: fit[0] if fit else None for node, fit in fits.items()})
+    return patterns, all(len(fit) == 1 for fit in fits.values())
 
 
-def row_count(use: Use) -> int:
-    """How many rows a use has: images of a convolution, else everything before the parameter's own dimensions."""
-    shape = graphs.output_shape(use.node)
-    if isinstance(use.form, Elementwise) and not use.form.channel:
-        return torch.Size(shape[: len(shape) - len(use.form.shape)]).numel()
-    if isinstance(use.form, Lookup):
-        return torch.Size(shape[:-1]).numel()
-    return shape[0]
-
-
-def _owners(raw: Tensor, rows_of: Mapping[Any, int], batch: int) -> dict[Any, Tensor | None]:
-    """The sample of every row: -1 where no gradient arrives, None if rows are shared."""
+def _owners(raw: Tensor, rows_of: Mapping[Node, int], batch: int) -> dict[Node, Tensor | None]:
+    """Return the sample of every row: -1 where no gradient arrives, None if samples share rows."""
     nodes = list(rows_of)
     generator = torch.Generator().manual_seed(0)
     seed = (torch.randn(raw.shape, generator=generator).abs() + 0.5).to(raw)
@@ -67,12 +57,12 @@ def _owners(raw: Tensor, rows_of: Mapping[Any, int], batch: int) -> dict[Any, Te
 
     numbers = torch.arange(batch, device=raw.device)
     plain = pull(torch.ones(batch, device=raw.device))
-    owners: dict[Any, Tensor | None] = {}
-    alive = {}
+    owners: dict[Node, Tensor | None] = {}
+    sizes = {}
     for node, grad in zip(nodes, plain, strict=True):
         rows = rows_of[node]
         size = raw.new_zeros(rows) if grad is None else grad.reshape(rows, -1).abs().amax(1)
-        alive[node] = size
+        sizes[node] = size
         owners[node] = torch.where(size > 0, 0, -1)
     tolerance = 64 * torch.finfo(raw.dtype).eps
     for bit in range(max(1, (batch - 1).bit_length())):
@@ -83,26 +73,26 @@ def _owners(raw: Tensor, rows_of: Mapping[Any, int], batch: int) -> dict[Any, Te
                 continue
             rows = len(owner)
             before, after = before.reshape(rows, -1), after.reshape(rows, -1)
-            limit = tolerance * alive[node]
+            limit = tolerance * sizes[node]
             same = (after - before).abs().amax(1) <= limit
             twice = (after - 2 * before).abs().amax(1) <= limit
-            live = owner >= 0
-            if bool((live & ~same & ~twice).any()):
+            reached = owner >= 0
+            if bool((reached & ~same & ~twice).any()):
                 owners[node] = None
             else:
-                owners[node] = torch.where(live & twice, owner + (1 << bit), owner)
+                owners[node] = torch.where(reached & twice, owner + (1 << bit), owner)
     return owners
 
 
 def _fitting(owner: Tensor | None, batch: int) -> list[Pattern]:
-    """Every (outer, sample, inner) such that row r belongs to sample (r // inner) % batch."""
+    """Return every (outer, sample, inner) such that row r belongs to sample (r // inner) % batch."""
     if owner is None or len(owner) % batch:
         return []
     share = len(owner) // batch
     rows = torch.arange(len(owner), device=owner.device)
-    live = owner >= 0
+    unreached = owner < 0
     return [
         (share // inner, batch, inner)
         for inner in range(share, 0, -1)
-        if share % inner == 0 and bool((((rows // inner) % batch == owner) | ~live).all())
+        if share % inner == 0 and bool((((rows // inner) % batch == owner) | unreached).all())
     ]

@@ -15,7 +15,7 @@ from lapwing.networks.selection import Selection
 
 
 def jvp(model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forward_mode: bool, plain: bool) -> Tensor:
-    """J v (K, B, [T,] C). Forward mode, vectorised over K; double backward where an operation lacks it."""
+    """Return J v (K, B, [T,] C) by vectorised forward mode, or by two backward passes where an operation lacks it."""
     tensors = dict(model.named_parameters())
     tangents = {name: value.to(tensors[name].dtype) for name, value in selection.split(v).items()}
     if not forward_mode:
@@ -27,7 +27,7 @@ def jvp(model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forwa
 
 
 def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
-    """Jᵀ u (K, P) for the graph of ``raw``; one batched backward pass, or one for each u."""
+    """Return Jᵀ u (K, P) for the graph of ``raw``, by one batched backward pass, or one for each u if ``looped``."""
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in selection.names]
     seeds = u.to(raw.dtype).reshape(len(u), *raw.shape)
@@ -39,8 +39,8 @@ def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: 
         grads = [torch.stack([g[i].to_dense() if g[i].is_sparse else g[i] for g in each]) for i in range(len(chosen))]
     else:
         with quiet():
-            found = torch.autograd.grad(raw, chosen, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
-        grads = [g if g is not None else p.new_zeros(len(u), *p.shape) for g, p in zip(found, chosen, strict=True)]
+            back = torch.autograd.grad(raw, chosen, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
+        grads = [g if g is not None else p.new_zeros(len(u), *p.shape) for g, p in zip(back, chosen, strict=True)]
     dtype = reduce(torch.promote_types, [grad.dtype for grad in grads])
     return selection.picked(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
 
@@ -57,7 +57,7 @@ def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor])
 
 
 def _double_backward(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], count: int, plain: bool) -> Tensor:
-    """Jᵀu is linear in u, so its derivative in u along v is J v."""
+    """Return J v: Jᵀ u is linear in u, so its derivative in u along v is J v."""
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in tangents]
     with sdpa_kernel(SDPBackend.MATH), recording(tensors, tangents, plain):

@@ -20,7 +20,7 @@ from lapwing.losses import Statistics
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.networks.network import Tangent
+from lapwing.networks.tangent import Tangent
 from lapwing.posteriors.protocols import Solver
 from lapwing.problem import Problem
 

@@ -211,7 +211,7 @@ def _projected(data: Data, network: Network) -> Tensor | None:
     patterns: list[Tensor] = []
     total = torch.zeros(3, dtype=torch.float64, device=data.device)
     for batch in data.batches("reading again"):
-        size, has_row_per_sample = network.count(batch.inputs), (*network.own(batch.inputs), True)
+        size, has_row_per_sample = network.count(batch.inputs), (*network.per_sample(batch.inputs), True)
         tensors = [t.reshape(len(t) if t.ndim else 1, -1) for t in (*tensors_in(batch.inputs), batch.targets)]
         if not patterns:
             generator = torch.Generator().manual_seed(1)

@@ -78,7 +78,7 @@ class DenseTangent:
         jacobian = torch.empty(rows, network.selection.size, dtype=dtype, device=network.device)
         for batch in data.batches("Jacobian"):
             for part, tangent in network.tangents(batch.inputs):
-                f = tangent.own.double()
+                f = tangent.network_output.double()
                 y = likelihood.targets(f, batch.targets[part])
                 outputs.append(f.flatten(0, -2))
                 targets.append(y.flatten(0, 1) if f.ndim == 3 else y)

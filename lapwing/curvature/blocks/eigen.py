@@ -11,7 +11,8 @@ from torch import Tensor
 from lapwing.core.state import State, saved
 from lapwing.curvature.floors import floored
 from lapwing.errors import UnsupportedError
-from lapwing.networks.blocks import Block, BlockJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.blocks import Block
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 
@@ -38,8 +39,7 @@ class EigenPrecision:
     def cross(self, jacobian: BlockJacobian) -> Tensor:
         return self._rotated(jacobian).cross(self.inverse.to(self.out.dtype))
 
-    def _rotated(self, jacobian: BlockJacobian) -> LinearJacobian | LookupJacobian:
-        assert isinstance(jacobian, LinearJacobian | LookupJacobian)
+    def _rotated(self, jacobian: BlockJacobian) -> BlockJacobian:
         return jacobian.rotated(self.out, self.inp)
 
     def sample(self, eps: Tensor) -> Tensor:

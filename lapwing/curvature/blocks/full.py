@@ -13,7 +13,8 @@ from lapwing.core.state import State, saved
 from lapwing.curvature.floors import floored
 from lapwing.curvature.weighted_sum import weighted_sum
 from lapwing.linalg.cholesky import cholesky
-from lapwing.networks.blocks import Block, BlockJacobian
+from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.blocks import Block
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 

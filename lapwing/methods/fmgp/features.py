@@ -7,9 +7,8 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.errors import ModelError
-from lapwing.networks.blocks import LinearJacobian
 from lapwing.networks.network import Network
-from lapwing.networks.selection import last_layer
+from lapwing.networks.weights import last_layer
 
 
 def last_layer_network(network: Network, inputs: Inputs) -> Network:
@@ -23,11 +22,11 @@ def last_layer_network(network: Network, inputs: Inputs) -> Network:
 def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
     tangent = network.linearise(inputs)
-    seeds = torch.zeros(1, *tangent.own.shape, dtype=tangent.own.dtype, device=tangent.own.device)
+    seeds = torch.zeros_like(tangent.network_output)[None]
     for block, part in tangent.jacobians(seeds):
-        assert isinstance(part, LinearJacobian)
-        if part.positions != 1:
+        single = part.single_map()
+        if single is None:
             raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
-        a = part.a[0, :, 0]
+        a = single.a[0, :, 0]
         return (a[:, :-1] if block.bias is not None else a), tangent.f
     raise AssertionError("a last layer has one block")

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs, batch_size
+from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
@@ -37,7 +37,7 @@ class Sight:
             raise UnsupportedError(
                 "the rbf kernel needs inputs that are one tensor of real numbers; use kernel='features'."
             )
-        return x.reshape(batch_size(x), -1).double(), self.network(x).double()
+        return x.reshape(len(x), -1).double(), self.network(x).double()
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,8 @@ from lapwing.core.data import Batch, Data, Inputs, batch_size, map_tensors
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped
-from lapwing.networks.network import Network, scalar
+from lapwing.networks.functionals import scalar
+from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
 
 BYTES = 256 * 2**20  # what the activations of one call may take

@@ -19,8 +19,7 @@ from lapwing.linalg.cholesky import not_definite
 from lapwing.linalg.newton import pushed
 from lapwing.losses import Statistics
 from lapwing.methods.hfl.objective import Objective, flat_gradient
-from lapwing.networks.functionals import Functional, output_slope
-from lapwing.networks.network import scalar
+from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
 from lapwing.problem import Problem
 
 DENSE = 2048  # weights up to which the Hessian is formed
@@ -386,7 +385,7 @@ class ResponsePosterior:
         """The response of a scalar function of the weights, or of the outputs at x, to a push of it."""
         objective, own = self.responder.objective, lambda seen: seen[:, 0]
         if x is None:
-            self.problem.network.slope(function)  # refuses what is no function of the weights
+            weight_slope(self.problem.network, function)  # refuses what is no function of the weights
             push = lambda d: torch.stack([flat_gradient(objective, function, row) for row in d])
             read = lambda d: torch.stack([scalar(function(objective.weights(row))).reshape(1) for row in d])
             return self.responder.respond(push, read, 1, self.strength, own)

@@ -36,7 +36,7 @@ class Anchors:
         parts = []
         for rows in self.network.footprint.chunks(len(self), 1, self.network.dtype, self.network.device):
             tangent = self.network.linearise(self.network.take(self.inputs, rows))
-            check_finite(tangent.own, "outputs of the network")
+            check_finite(tangent.network_output, "outputs of the network")
             parts.append(tangent.jacobians(self._seeds(rows)).held().double().held())
         return tuple(parts)
 

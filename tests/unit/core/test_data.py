@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, call, map_tensors, picked, tensors_in
+from lapwing.core.data import Data, call, map_tensors, tensors_in
 from lapwing.errors import DataError
 
 X, Y = torch.randn(5, 3), torch.arange(5)
@@ -94,12 +94,22 @@ def test_trees_keep_their_form() -> None:
     assert [t.shape for t in tensors_in(tree)] == [X.shape, Y.shape, X.shape]
 
 
-def test_only_what_has_the_batch_is_cut() -> None:
-    shared = torch.randn(4, 4)
-    cut = picked((X, shared, Y), (True, False, True), slice(1, 3))
-    assert torch.equal(cut[0], X[1:3])
-    assert cut[1] is shared
-    assert torch.equal(cut[2], Y[1:3])
+def test_a_look_opens_a_loader_once() -> None:
+    """The first batch, and the first with several samples among the first three."""
+    opened: list[int] = []
+
+    class Loader:
+        def __init__(self, sizes: tuple[int, ...]) -> None:
+            self.sizes = sizes
+
+        def __iter__(self) -> Any:
+            opened.append(1)
+            return iter([(X[:n], Y[:n]) for n in self.sizes])
+
+    for sizes, expected in (((3, 2), (3, 3)), ((1, 2, 3), (1, 2)), ((1, 1, 1, 4), (1, 1)), ((1,), (1, 1))):
+        first, several = Data(Loader(sizes), CPU, progress=True).look()
+        assert (first.n_samples, several.n_samples) == expected
+    assert len(opened) == 4
 
 
 def test_keys_that_a_model_does_not_take_are_named() -> None:

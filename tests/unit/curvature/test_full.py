@@ -84,7 +84,7 @@ def test_many_rows_of_a_hessian_at_once(name: str, rows: int, monkeypatch: pytes
     size, width = network.selection.size, 4 * len(y) * network.footprint.width
     monkeypatch.setattr(hessian, "near", lambda device: rows * 8 * (2 * size + width))
     for looped in (True, False):
-        monkeypatch.setattr(hessian, "loops", lambda *_, looped=looped: looped)
+        monkeypatch.setattr(hessian, "seed_by_seed", lambda *_, looped=looped: looped)
         curvature, _ = hessian.full_hessian(network, lw.Categorical(), Data([(inputs, y)], torch.device("cpu")))
         found[looped] = curvature.matrix
     assert float(found[True].abs().max()) > 0

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.networks.blocks import DenseJacobian, LinearJacobian, LookupJacobian
+from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.linear_jacobian import LinearJacobian
+from lapwing.networks.lookup_jacobian import LookupJacobian
 from tests.tolerances import assert_close
 
 D = torch.float64

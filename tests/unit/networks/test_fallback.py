@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing.networks import fallback, network
-from lapwing.networks.blocks import DenseJacobian
+from lapwing.networks import fallback, tangent
+from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.forward import raw_output
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME, Wrapped
@@ -72,7 +72,7 @@ def test_one_pass_for_all_parameters_and_iterations(monkeypatch: pytest.MonkeyPa
         asked.append(args[5])
         return fallback.sample_jacobians(*args)
 
-    monkeypatch.setattr(network, "sample_jacobians", noted)
+    monkeypatch.setattr(tangent, "sample_jacobians", noted)
     jacobians = Network.build(model, inputs).linearise(inputs).jacobians()
     assert asked == []
     for _ in range(2):

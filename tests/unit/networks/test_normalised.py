@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.networks import graph as graphs
 from lapwing.networks import normalised
-from lapwing.networks.forms import batch_norm_eps
+from lapwing.networks.graph import read
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, members, scale_free_groups
+from lapwing.networks.ops.norms import batch_norm_eps
 from tests import problems
 from tests.cases import BY_NAME, CASES, Wrapped
 from tests.references import dense
@@ -404,7 +404,7 @@ def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
     """With nodes as cuDNN has them, the same groups as with PyTorch's own."""
     model = chain(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
     x = torch.randn(9, 4, dtype=torch.float64)
-    expected, read = found(model.double(), x), graphs.read
+    expected = found(model.double(), x)
 
     class Cudnn:
         def __init__(self, node: Any) -> None:
@@ -419,7 +419,7 @@ def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
         nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw, batch).nodes]
         return SimpleNamespace(nodes=nodes)
 
-    monkeypatch.setattr(normalised, "graphs", SimpleNamespace(read=disguised))
+    monkeypatch.setattr(normalised, "read", disguised)
     network = Network.build(model, x)
     assert scale_free_groups(network, x) == expected
     assert any(group.statistics for group in expected)

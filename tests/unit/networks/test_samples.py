@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,7 @@ def test_inputs_with_a_row_for_each_sample(name: str) -> None:
     network, inputs = Network.build(case.build(), case.batch(4)), case.batch(3)
     runs: list[int] = []
     network.model.register_forward_hook(lambda *_: runs.append(1))
-    assert all(network.own(inputs))
+    assert all(network.per_sample(inputs))
     assert network.count(inputs) == 3
     assert not runs
     for rows, tangent in network.tangents(inputs, most=1):
@@ -240,6 +241,16 @@ def test_one_row_is_spread_over_all_samples(size: int) -> None:
     network = Network.build(model, (x[:size], mask[:size]))
     assert_close(network(network.take((x, mask), slice(1, 2))), model(x[1:2], mask[1:2]))
     assert_close(network(network.take((x, mask[:1]), slice(1, 2))), model(x[1:2], mask[:1]))
+
+
+def test_a_first_batch_of_one_sample_with_the_context_first() -> None:
+    """Two contexts are more tensors, and come first: the outputs say that there is one sample."""
+    run = lambda m, one, other, x: m.b(torch.tanh(m.a(x) + m.c(one).sum(0) + m.c(other).mean(0)))
+    model = Wrapped(run, a=nn.Linear(2, 4), b=nn.Linear(4, 2), c=nn.Linear(3, 4)).double()
+    x, _, context = numbers("sum")
+    network = Network.build(model, (context, context + 1, x[:1]))
+    assert network.count((context, context + 1, x[:ROWS])) == ROWS
+    assert network.per_sample((context, context + 1, x[:ROWS])) == (False, False, True)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 13), (1, 15), (7, 9)])
@@ -273,6 +284,18 @@ def test_a_loaded_posterior_still_tells(kept: bool, tmp_path: Path, monkeypatch:
             loaded.functions((x[:ROWS], context))
         loaded.functions((x[:3], context))
     assert_close(loaded.functions((x[:ROWS], context)).variance, expected)
+
+
+def test_a_prediction_changes_nothing_that_is_saved() -> None:
+    """A first batch of one sample shows little; what later batches show is remembered, but is not saved."""
+    model, (x, _, context) = pooling("sum"), numbers("sum")
+    network = Network.build(model, (x[:1], context))
+    before = dict(network.known)
+    assert network.count((x[:4], context)) == 4
+    assert network.take((x[:4], context), slice(0, 1))[1] is context
+    other = replace(network, selection=network.selection)
+    assert network.known == other.known == before
+    assert network.shifted(torch.zeros_like(network.theta())).known == before
 
 
 def test_batches_without_end_remember_what_is_shared() -> None:

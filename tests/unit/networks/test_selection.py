@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lapwing.errors import ModelError
 from lapwing.networks.network import Network
-from lapwing.networks.selection import Selection, all_weights, last_layer, named, subnetwork
+from lapwing.networks.selection import Selection
+from lapwing.networks.weights import all_weights, last_layer, named, subnetwork
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense

@@ -160,9 +160,9 @@ NONE: dict[str, tuple[Any, str]] = {
     "a constant": (lambda w: w["0.weight"].detach().sum(), r"does not depend on them; expected one of the selected"),
     "no number": (lambda w: w["2.bias"].sum() * torch.nan, r"gives nan with slopes up to nan; expected finite numbers"),
     "too much": (lambda w: w["2.bias"].sum() / 0, r"gives -?inf with slopes up to inf; expected finite numbers"),
-    "a root of nought": (
+    "a root of zero": (
         lambda w: (w["2.bias"] - w["2.bias"].detach()).sum().sqrt(),
-        r"gives 0 with slopes up to inf; expected finite numbers\. Give one that is smooth here: .*no root of nought",
+        r"gives 0 with slopes up to inf; expected finite numbers\. Give one that is smooth.*no square root of zero",
     ),
     "a norm of nought": (
         lambda w: (w["0.weight"] - w["0.weight"].detach()).square().sum().sqrt(),

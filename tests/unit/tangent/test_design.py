@@ -16,7 +16,8 @@ import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.errors import DataError, LapwingError
 from lapwing.linalg.design import back_product, forward_product, gram_product
-from lapwing.networks.blocks import DenseJacobian, LinearJacobian
+from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from tests import problems

@@ -282,7 +282,7 @@ def test_a_shifted_network_gives_the_tangent_model(name: str) -> None:
     assert_close(there(x), f + moved)
     tangent, before = there.linearise(x), network.linearise(x)
     assert_close(tangent.f, f + moved)
-    assert_close(tangent.own, f)
+    assert_close(tangent.network_output, f)
     assert torch.equal(tangent.jacobians().whole(), before.jacobians().whole())
     v = vectors(network.selection.size, 2)
     assert torch.equal(there.jvp(x, v), network.jvp(x, v))

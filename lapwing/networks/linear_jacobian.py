@@ -1,0 +1,261 @@
+"""The Jacobian of a linear block, kept in factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.networks.block_jacobian import BlockJacobian, KroneckerRows, whole_between
+from lapwing.networks.budget import temporary
+from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.halves import product, product_onto
+
+
+@dataclass(frozen=True, eq=False)
+class LinearJacobian:
+    """The Jacobian of a linear block in factors: a (G, B, T, d_in), g (G, K, B, T, d_out).
+
+    For output k and sample b it is Σ_t g_kbt ⊗ a_bt.
+    """
+
+    a: Tensor
+    g: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def positions(self) -> int:
+        return self.a.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.g.nbytes
+
+    @property
+    def remark(self) -> str:
+        return ""
+
+    def to(self, dtype: torch.dtype) -> LinearJacobian:
+        return LinearJacobian(self.a.to(dtype), self.g.to(dtype))
+
+    def joined(self, other: BlockJacobian) -> LinearJacobian:
+        """Return the sum of two uses: their positions stand side by side."""
+        assert isinstance(other, LinearJacobian)
+        return LinearJacobian(torch.cat([self.a, other.a], 2), torch.cat([self.g, other.g], 3))
+
+    def rotated(self, out: Tensor, inp: Tensor | None) -> LinearJacobian:
+        a = self.a if inp is None else _right(self.a, inp)
+        if self.g.stride(2) == 0 and self.g.shape[2] > 1:  # the same for every sample: rotate once
+            return LinearJacobian(a, _right(self.g[:, :, :1], out).expand(self.g.shape))
+        return LinearJacobian(a, _right(self.g, out))
+
+    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
+        a, g = self.a, self.g
+        if reduce and self.positions > 1:
+            a, g = a.mean(2, keepdim=True), g.sum(3, keepdim=True)
+        by_runs = g.stride(-1) != 1 and g.shape[3] >= g.shape[4]  # a convolution's gradient, channels before pixels
+        outputs = g.flatten(1, 2) if by_runs else g.flatten(1, 3)
+        return KroneckerRows(a.flatten(1, 2), None, outputs, by_runs, a.shape[1] * a.shape[2])
+
+    def single_map(self) -> LinearJacobian | None:
+        return self if self.positions == 1 and self.a.shape[0] == 1 else None
+
+    def pieces(self, width: int, most: int | None = None) -> Iterator[LinearJacobian]:
+        """Yield runs of samples whose Jacobians, ``width`` numbers for each sample, fit the byte budget."""
+        step = max(1, temporary(self.a.device) // (self.a.element_size() * max(width, 1)))
+        step = step if most is None else min(step, most)
+        for start in range(0, self.batch, step):
+            yield LinearJacobian(self.a[:, start : start + step], self.g[:, :, start : start + step])
+
+    def _products(self) -> Tensor:
+        """Return the Jacobian itself, (B, G, K, d_out, d_in)."""
+        groups, outputs, batch, positions, d_out = self.g.shape
+        g = self.g.permute(2, 0, 1, 4, 3).reshape(batch * groups, outputs * d_out, positions)
+        a = self.a.permute(1, 0, 2, 3).reshape(batch * groups, positions, -1)
+        product = g * a if positions == 1 else torch.bmm(g, a)
+        return product.reshape(batch, groups, outputs, d_out, -1)
+
+    def whole(self) -> Tensor:
+        return self._products().transpose(1, 2)
+
+    def squares(self) -> Tensor:
+        if self.positions == 1:
+            return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
+        groups, outputs, _, _, d_out = self.g.shape
+        total = self.a.new_zeros(groups, outputs, d_out, self.a.shape[-1])
+        # On a CPU a few samples at a time, so that squaring finds them in the cache.
+        for piece in self.pieces(2 * total.numel(), 32 if self.a.is_cpu else None):
+            product = piece._products()
+            total += product.mul_(product).sum(0)
+        return total.sum(1)
+
+    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        outputs = self.g.shape[1]
+        classes = outputs // tokens
+        if self.positions == 1:
+            scale = self.a[:, :, 0].square() @ weights.mT  # (G, B, d_out)
+            return self._diagonal_form(scale, tokens, full)
+        parts = []
+        root = weights.sqrt()[:, :, None]  # (G, d_out, 1, d_in)
+        for piece in self.pieces(2 * outputs * weights.numel()):
+            rows = piece._by_output().mul_(root)
+            size, last = piece.batch, rows.shape[-1]
+            # Many small products over the outputs of the layer: one long one would leave a GPU idle.
+            rows = rows.reshape(size, -1, tokens, classes, last)
+            parts.append((rows @ rows.mT).sum(1) if full else rows.square().sum((1, -1)))
+        return torch.cat(parts)
+
+    def _by_output(self) -> Tensor:
+        """Return the Jacobian as (B, G, d_out, K, d_in)."""
+        groups, outputs, batch, positions, d_out = self.g.shape
+        g = self.g.permute(2, 0, 4, 1, 3).reshape(batch * groups, d_out * outputs, positions)
+        a = self.a.permute(1, 0, 2, 3).reshape(batch * groups, positions, -1)
+        return torch.bmm(g, a).reshape(batch, groups, d_out, outputs, -1)
+
+    def _diagonal_form(self, scale: Tensor, tokens: int, full: bool) -> Tensor:
+        groups, _, batch, _, d_out = self.g.shape
+        if groups == 1 and tokens == 1 and self.g.stride(2) == 0:  # the same for every sample: a last layer
+            rows = self.g[0, :, 0, 0]  # (K, d_out)
+            if not full:
+                return (scale[0] @ rows.square().mT).unsqueeze(1)
+            return ((rows * scale[0].unsqueeze(1)) @ rows.mT).unsqueeze(1)
+        if not full:
+            return torch.einsum("gkbi,gbi->bk", self.g[:, :, :, 0].square(), scale).reshape(batch, tokens, -1)
+        rows = self.g[:, :, :, 0].permute(0, 2, 1, 3).reshape(groups, batch, tokens, -1, d_out)
+        return ((rows * scale[:, :, None, None]) @ rows.mT).sum(0)
+
+    def cross(self, weights: Tensor) -> Tensor:
+        return self.between(self, weights)
+
+    def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
+        """Return J diag(weights) J'ᵀ between the samples of two batches, (B K, B' K').
+
+        Without weights it is a product of two Gram matrices, (a·a')(g·g') summed over positions, where that costs less
+        than this layer's Jacobians. Differentiable in the factors.
+        """
+        if not isinstance(other, LinearJacobian):
+            return whole_between(self, other, weights)
+        if weights is None and self._grams_cost_less(other):
+            return self._grams(other)
+        return self._outer(other, weights)
+
+    def _grams_cost_less(self, other: LinearJacobian) -> bool:
+        (_, k, b, t, d_out), (_, m, c, u, _), d_in = self.g.shape, other.g.shape, self.a.shape[-1]
+        grams = b * t * c * u * (d_in + k * m * d_out)
+        return grams <= d_out * d_in * (k * b * t + m * c * u + k * b * m * c)
+
+    def _grams(self, other: LinearJacobian) -> Tensor:
+        groups, outputs, batch, positions, d_out = self.g.shape
+        _, columns, others, places, _ = other.g.shape
+        right_a = other.a.reshape(groups, others * places, -1)
+        right_g = other.g.reshape(groups, columns * others * places, d_out)
+        if positions == places == 1:
+            a = torch.bmm(self.a[:, :, 0], right_a.mT).reshape(groups, 1, batch, 1, others)
+            g = torch.bmm(self.g.reshape(groups, outputs * batch, d_out), right_g.mT)
+            kernel = (a * g.reshape(groups, outputs, batch, columns, others)).sum(0)
+            return kernel.permute(1, 0, 3, 2).reshape(batch * outputs, others * columns)
+        parts = []
+        for piece in self.pieces(3 * groups * outputs * positions * columns * others * places):
+            size = piece.batch
+            a = torch.bmm(piece.a.reshape(groups, size * positions, -1), right_a.mT)
+            g = torch.bmm(piece.g.reshape(groups, outputs * size * positions, d_out), right_g.mT)
+            product = a.reshape(groups, 1, size, positions, 1, others, places) * g.reshape(
+                groups, outputs, size, positions, columns, others, places
+            )
+            parts.append(product.sum((0, 3, 6)).permute(1, 0, 3, 2).reshape(size * outputs, others * columns))
+        return torch.cat(parts)
+
+    def _outer(self, other: LinearJacobian, weights: Tensor | None) -> Tensor:
+        """Return it from the Jacobians of a few outputs of the layer at a time."""
+        height, width = self.batch * self.g.shape[1], other.batch * other.g.shape[1]
+        total = self.a.new_zeros(height, width)
+        each = self.a.element_size() * (height + width) * self.a.shape[-1] * self.a.shape[0]
+        step = max(1, temporary(self.a.device) // each)
+        for i in range(0, self.g.shape[-1], step):
+            rows = LinearJacobian(self.a, self.g[..., i : i + step]).whole()
+            last = rows if other is self else LinearJacobian(other.a, other.g[..., i : i + step]).whole()
+            rows = rows if weights is None else rows * weights[:, i : i + step]
+            total = total + rows.reshape(height, -1) @ last.reshape(width, -1).mT
+        return total
+
+    def jvp(self, v: Tensor) -> Tensor:
+        count, groups, d_out, d_in = v.shape
+        wide = v.transpose(0, 1).reshape(groups, count * d_out, d_in)
+        parts = []
+        for piece in self.pieces(2 * groups * self.positions * count * d_out):
+            size = piece.batch
+            a = piece.a.reshape(groups, size * self.positions, d_in)
+            if a.is_cuda:  # fast only where both factors have the sum along memory
+                a = a.contiguous()
+            at_outputs = product_onto(a, wide.mT).reshape(groups, size, self.positions, count, d_out)
+            left = at_outputs.permute(1, 3, 0, *(4, 2) if self._channels_first else (2, 4)).reshape(size, count, -1)
+            parts.append(product(left, piece._rows().mT))
+        return torch.cat(parts).transpose(0, 1)
+
+    def vjp(self, u: Tensor) -> Tensor:
+        count = u.shape[0]
+        groups, _, _, positions, d_out = self.g.shape
+        inner = (d_out, positions) if self._channels_first else (positions, d_out)
+        total, start = u.new_zeros(count * d_out * groups, self.a.shape[-1]).reshape(groups, count * d_out, -1), 0
+        for piece in self.pieces(2 * groups * positions * count * d_out):
+            size = piece.batch
+            mixed = product(u[:, start : start + size].transpose(0, 1), piece._rows())
+            left = mixed.reshape(size, count, groups, *inner)
+            left = left.permute(2, 1, 3, 0, 4) if self._channels_first else left.permute(2, 1, 4, 0, 3)
+            total += product(left.reshape(groups, count * d_out, -1), piece.a.reshape(groups, size * positions, -1))
+            start += size
+        return total.reshape(groups, count, d_out, -1).transpose(0, 1)
+
+    @property
+    def _channels_first(self) -> bool:
+        """Whether g lies in memory as the gradient of an image does, with positions innermost."""
+        return self.g.stride(-2) < self.g.stride(-1)
+
+    def _rows(self) -> Tensor:
+        """Return g as (B, K, G d_out T) or (B, K, G T d_out), whichever needs no copy for one group."""
+        order = (4, 3) if self._channels_first else (3, 4)
+        return self.g.permute(2, 1, 0, *order).reshape(self.batch, self.g.shape[1], -1)
+
+    def formed(self, count: int) -> LinearJacobian | DenseJacobian:
+        """Return the form in which one product with ``count`` vectors, there and back, is cheapest.
+
+        The whole Jacobian takes K T multiplications for each weight to form, and then K for each weight and vector in
+        each direction; the factors take T. It is not formed where it needs much more memory than its factors.
+        """
+        (_, outputs, _, positions, d_out), d_in = self.g.shape, self.a.shape[-1]
+        cheaper = outputs * (positions + 2 * count) < 2 * count * positions
+        small = outputs * d_out * d_in <= 3 * positions * (d_in + outputs * d_out)
+        return DenseJacobian(self.whole().flatten(2)) if cheaper and small else self
+
+    def compact(self) -> LinearJacobian | DenseJacobian:
+        """Return it whole where positions outnumber outputs: repeated products are cheaper then."""
+        if self.positions <= self.g.shape[1]:
+            return self
+        return DenseJacobian(self.whole().flatten(2))
+
+    def compact_numbers(self) -> int:
+        if self.positions <= self.g.shape[1]:
+            return self.a.numel() + self.g.numel()
+        groups, outputs, batch, _, d_out = self.g.shape
+        return batch * outputs * groups * d_out * self.a.shape[-1]
+
+
+def _summed_squares(g: Tensor) -> Tensor:
+    """Return Σ_k g² for g (G, K, ...), one seed at a time, so that no second tensor of all seeds is written."""
+    total = g[:, 0] * g[:, 0]
+    for k in range(1, g.shape[1]):
+        total.addcmul_(g[:, k], g[:, k])
+    return total
+
+
+def _right(x: Tensor, basis: Tensor) -> Tensor:
+    """Return x (G, ..., d) times basis (G, d, d)."""
+    groups = x.shape[0]
+    if groups == 1:
+        return x @ basis[0]
+    return torch.bmm(x.reshape(groups, -1, x.shape[-1]), basis).reshape(*x.shape[:-1], basis.shape[-1])

@@ -1,0 +1,146 @@
+"""The table of autograd operations: entries that users add, and what an unknown operation costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from lapwing.networks import backward
+from lapwing.networks.network import Network
+from lapwing.networks.ops.gradients import NoRuleError, Slope
+from lapwing.networks.ops.operation import Operation, entries, operation, register
+from lapwing.networks.ops.rows import row_wise
+from tests.cases import Wrapped
+from tests.tolerances import assert_close
+
+D = torch.float64
+
+
+class Cube(torch.autograd.Function):
+    """An operation that no table can know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3 * x.square() * grad
+
+
+CUBE = "CubeBackward"
+
+
+def network() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    run = lambda m, x: m.head(Cube.apply(m.body(x)))
+    return Wrapped(run, body=nn.Linear(3, 4), head=nn.Linear(4, 2)).double(), torch.randn(5, 3, dtype=D)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    register(Operation(CUBE, rows=row_wise, gradient=Slope(lambda node: 3 * node.saved_tensors[0].square())))
+    yield
+    register(Operation(CUBE))  # nothing is known of it
+
+
+def calls_of_autograd(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    original = backward._by_autograd
+
+    def noted(*args: Any) -> Any:
+        calls.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(backward, "_by_autograd", noted)
+    return calls
+
+
+def test_an_unknown_operation_is_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, (model, x) = calls_of_autograd(monkeypatch), network()
+    jacobians = Network.build(model, x).linearise(x).jacobians()
+    assert calls
+    assert_close(jacobians.whole(), _reference(model, x))
+
+
+def test_a_registered_operation_is_not(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
+    calls, (model, x) = calls_of_autograd(monkeypatch), network()
+    tangent = Network.build(model, x).linearise(x)
+    assert all(tangent.graph.batch_major[use.node] for use in tangent.uses.uses)
+    assert_close(tangent.jacobians().whole(), _reference(model, x))
+    assert not calls
+
+
+def _reference(model: nn.Module, x: Tensor) -> Tensor:
+    rows = []
+    for i in range(len(x)):
+        f = model(x[i : i + 1])[0]
+        each = [torch.autograd.grad(f[k], list(model.parameters()), retain_graph=True) for k in range(len(f))]
+        rows.append(torch.stack([torch.cat([g.reshape(-1) for g in grads]) for grads in each]))
+    return torch.stack(rows)
+
+
+def test_one_entry_for_each_name() -> None:
+    assert all(name == entry.name for name, entry in entries().items())
+    x = torch.ones(2, 3, requires_grad=True)
+    assert operation(x.tanh().grad_fn) is entries()["TanhBackward0"]
+    unknown = operation(torch.special.i0(x).grad_fn)
+    assert not any((unknown.carries_parameter, unknown.follows_shapes, unknown.gradient, unknown.uses))
+
+
+FUNCTIONS = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "silu": nn.functional.silu,
+    "leaky_relu": lambda x: nn.functional.leaky_relu(x, 0.2),
+    "add": lambda x: x + 2 * x.detach(),
+    "mul": lambda x: x * x.detach(),
+    "transpose": lambda x: x.transpose(-1, 1),
+    "permute": lambda x: x.permute(2, 0, -2),
+    "unsqueeze": lambda x: x.unsqueeze(-1),
+    "squeeze": lambda x: x[:, :1].squeeze(1),
+    "view": lambda x: x.reshape(-1, 2),
+    "sum": lambda x: x.sum((0, -1)),
+    "mean": lambda x: x.mean(1, keepdim=True),
+    "max_pool": lambda x: nn.functional.max_pool2d(x[None], 2, 1),
+    "avg_pool": lambda x: nn.functional.avg_pool2d(x[None], 2),
+    "adaptive_pool": lambda x: nn.functional.adaptive_avg_pool2d(x[None], (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("owned", [True, False])
+def test_gradients_of_single_operations(name: str, owned: bool) -> None:
+    """Against autograd, seed by seed. A gradient that is not owned stays as it is."""
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=D).requires_grad_()
+    output = FUNCTIONS[name](x)
+    node = output.grad_fn
+    gradient = operation(node).gradient
+    assert gradient is not None
+    edge = GradientEdge(*node.next_functions[0])
+    seeds = torch.randn(5, *output.shape, dtype=D)
+    expected = torch.stack([torch.autograd.grad(output, [edge], seed, retain_graph=True)[0] for seed in seeds])
+    given = seeds.clone()
+    part, new = gradient.pull(node, given, 0, owned)
+    assert_close(part, expected)
+    if not owned:
+        assert torch.equal(given, seeds)
+    if new and not owned:
+        assert part.data_ptr() != given.data_ptr()
+
+
+def test_a_gradient_in_a_weight_has_no_rule() -> None:
+    w = torch.randn(3, 2, requires_grad=True)
+    node = (torch.randn(4, 3) @ w).grad_fn
+    with pytest.raises(NoRuleError):
+        operation(node).gradient.pull(node, torch.ones(1, 4, 2), 1, False)
