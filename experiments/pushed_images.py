@@ -20,9 +20,11 @@ from experiments.result import Result, Row, mean_scores, plain, spread_scores
 from experiments.training import best_seconds
 from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.methods.hfl.hfl import averaged, fitted_scale, random_forces
+from lapwing.methods.hfl.calibration import fitted_scale
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.pretrained import averaged, random_forces
 from lapwing.methods.hfl.pushed_weights import PushedWeights
-from lapwing.methods.hfl.response import Responder, ResponsePosterior
+from lapwing.methods.hfl.responder import Responder
 from lapwing.metrics import ood
 
 SHOWN = ("NLL", "ECE", "MC NLL", "MC ECE", "accuracy", "OOD AUROC")
@@ -181,6 +183,7 @@ def _each(
         )
     pushing = found["each point"].posterior
     assert isinstance(pushing, ResponsePosterior)
+    assert isinstance(pushing.responder, Responder)
     return notes, pushing.responder
 
 
@@ -206,5 +209,5 @@ def off(posterior: PushedWeights, responder: Responder, task: Task, seed: int) -
         force = averaged(objective, inputs, posterior.variant == "absolute")(torch.zeros_like(objective.centre)[None])
     end = responder.hessian.solve(force)
     gap = posterior.moved / posterior.strength[:, None] - end
-    squares = (gap * objective.curved(gap)).sum(1) / (force * end).sum(1)
+    squares = (gap * objective.hessian_product(gap)).sum(1) / (force * end).sum(1)
     return float(squares.max().sqrt())

@@ -21,8 +21,11 @@ from experiments.result import Result, Row, mean_scores, plain
 from experiments.training import Recipe, mlp, optimise
 from lapwing.core.data import Data
 from lapwing.errors import LapwingError
+from lapwing.methods.hfl.hessian import Hessian
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.response import Hessian, Pushes, Responder, ResponsePosterior
+from lapwing.methods.hfl.pushes import Pushes
+from lapwing.methods.hfl.responder import Responder
 from lapwing.metrics import regression
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -186,6 +189,7 @@ def minimised(
 def exact_variance(posterior: ResponsePosterior, x: Tensor) -> Tensor:
     """gᵀ H⁻¹ g with the full Hessian, (B,)."""
     responder = posterior.responder
+    assert isinstance(responder, Responder)
     start = torch.zeros(len(x), responder.objective.size).to(responder.objective.centre)
     slopes = responder.objective.slopes(start, x.to(start), torch.ones(len(x), 1).to(start))
     return (slopes * responder.hessian.solve(slopes)).sum(1)
@@ -297,13 +301,14 @@ def _responder(problem: Problem, dtype: torch.dtype) -> tuple[Responder, Respons
     posterior = problem.fit(lw.HFL(drift=math.inf)).posterior
     assert isinstance(posterior, ResponsePosterior)
     exact = posterior.responder
+    assert isinstance(exact, Responder)
     if dtype == torch.float64:
         return exact, posterior
     start = Objective.build(
         posterior.problem.network, posterior.problem.likelihood, posterior.problem.prior,
         Data([(problem.x, problem.y)], torch.device("cpu")), dtype,
     )  # fmt: skip
-    objective = start.moved((exact.objective.centre - exact.objective.start).to(dtype))
+    objective = start.recentred((exact.objective.centre - exact.objective.start).to(dtype))
     return Responder(objective, Hessian(objective), 1e-2), posterior
 
 
@@ -319,7 +324,7 @@ def _strengths(problem: Problem) -> dict[str, list[float]]:
         push = lambda d, o=responder.objective, i=inputs, s=seeds: o.slopes(d, i, s)
         read = lambda d, o=responder.objective, i=inputs: o.each_output(d.expand(len(i), -1), i)
         start = torch.zeros(len(x), responder.objective.size, dtype=dtype)
-        pushes = Pushes.of(push, read, start, own=lambda seen: seen[:, 0])
+        pushes = Pushes.of(push, read, start, value=lambda reading: reading[:, 0])
         median, worst = [], []
         for strength in STRENGTHS:
             found, _ = responder.at(pushes, (strength / exact.sqrt()).to(dtype))

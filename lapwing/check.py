@@ -11,8 +11,8 @@ from torch import nn
 from lapwing.core.data import TARGET_KEYS, Inputs, accepts, batch_size, map_tensors
 from lapwing.errors import DataError
 from lapwing.methods.full import Full
+from lapwing.methods.hfl.hessian import DENSE
 from lapwing.methods.hfl.hfl import EXACT
-from lapwing.methods.hfl.response import DENSE
 from lapwing.methods.inducing.ella import ELLA
 from lapwing.methods.inducing.valla import STEPS, VaLLA
 from lapwing.methods.kernel_space import KernelSpace

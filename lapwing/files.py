@@ -29,8 +29,8 @@ from lapwing.losses import Statistics
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
 from lapwing.methods.hfl.linearised import LinearisedResponse
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.pushed_weights import PushedWeights
-from lapwing.methods.hfl.response import ResponsePosterior
 from lapwing.methods.inducing.anchors import AnchoredCurvature, Anchors
 from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.methods.swag.draws import DrawnPosterior, Draws

@@ -17,8 +17,8 @@ from experiments import pushed_images
 from experiments.images import Task
 from experiments.result import Result
 from lapwing.cli import main
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.pushed_weights import PushedWeights
-from lapwing.methods.hfl.response import ResponsePosterior
 
 
 @pytest.fixture(scope="module")

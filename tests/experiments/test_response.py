@@ -11,7 +11,7 @@ from torch import Tensor
 import lapwing as lw
 from experiments import response
 from experiments.result import Result
-from lapwing.methods.hfl.response import ResponsePosterior
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
 
 SMALL = response.ResponseTask(
     tasks=("sinusoid",), data=12, hidden=4, seeds=1, new=30, pushes=4, members=2, epochs=30, steps=(5, 10)

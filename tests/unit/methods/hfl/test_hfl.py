@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.hfl.linearised import LinearisedResponse
-from lapwing.methods.hfl.response import Responder
+from lapwing.methods.hfl.responder import Responder
 from tests import minima, problems
 from tests.cases import BY_NAME, CASES, Case, _cast
 from tests.minima import copied, fitted, gapped, new, off, small
@@ -165,7 +165,7 @@ def test_a_noise_that_the_network_gives(outputs: int) -> None:
 @pytest.mark.parametrize("dtype", [D, torch.float32])
 def test_weights_that_can_turn_together(limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two linear layers in a row, as in an attention head: along the turns the loss is flat, and the outputs stay."""
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", limit)
     start = small("gaussian", 2)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -191,9 +191,9 @@ def test_conjugate_gradients_in_the_place_of_the_hessian(monkeypatch: pytest.Mon
     energy = small("gaussian", 2)
     x = new(energy, 2)
     one = fitted(energy, lw.HFL()).functions(x, joint=True).cov
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 10)
+    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", 10)
     found = fitted(energy, lw.HFL())
-    assert found.posterior.responder.hessian._factor is None
+    assert not found.posterior.responder.hessian.formed
     two = found.functions(x, joint=True).cov
     assert off(two, one) < 1e-6
     assert off(two.reshape(4, 4), energy.covariance(x)) < 1e-6
@@ -350,7 +350,7 @@ def test_unfinished_fine_tuning_is_refused_and_can_be_looked_at() -> None:
     energy = small()
     x = new(energy)
     found = fitted(energy, lw.HFL(solver="adam", steps=25))
-    message = r"HFL: 3 of 3 responses are not finished; .* after 25 steps; expected 0.05\..*ran out: give more steps"
+    message = r"HFL: 3 of 3 responses have not converged; .* after 25 steps; expected 0.05\..*too few steps: give more steps"
     with pytest.raises(lw.errors.NumericalError, match=message) as error:
         found.functions(x)
     stated = re.search(r"off by about (\S+) of its value", str(error.value))
@@ -400,7 +400,7 @@ def test_fine_tuning_out_of_the_basin() -> None:
     assert float(response.bend.min()) > 0.25
     assert float(response.drift.max()) < 1e-3  # the twin stays
     with pytest.raises(
-        lw.errors.NumericalError, match=r"3 of 3 responses are not finished.*leaves the basin.*smaller lam"
+        lw.errors.NumericalError, match=r"3 of 3 responses have not converged.*leaves the basin.*smaller lam"
     ):
         adam(energy, **strong).functions(x)
     with pytest.raises(
@@ -433,7 +433,7 @@ def test_a_twin_that_drifts_is_refused() -> None:
     energy = small("bernoulli", 1)
     x, moved = new(energy), shifted(energy, 0.3)
     message = (
-        r"the weights are 0\.048 posterior standard deviations from the minimum .*, so far an unpushed twin moves what "
+        r"the weights are 0\.048 posterior standard deviations from the minimum .*, measured by how far an unpushed twin moves what "
         r"is pushed; expected at most 0\.04\. .*prior as weight decay, allow it with HFL\(drift=\.\.\.\), or use HFL"
     )
     strict = adam(moved, drift=0.04)
@@ -634,9 +634,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no batch": ({"batch_size": -3}, "batch_size is -3; expected at least 1"),
     "no rate": ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive number"),
     "rate that is none": ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive number"),
-    "negative drift": ({"drift": -1.0}, "drift is -1.0; expected at least nought; math.inf allows any"),
-    "drift that is none": ({"drift": math.nan}, "drift is nan; expected at least nought"),
-    "no tolerance": ({"tolerance": 0.0}, "tolerance is 0.0; expected a positive number, or None for the usual"),
+    "negative drift": ({"drift": -1.0}, "drift is -1.0; expected at least zero; math.inf allows any"),
+    "drift that is none": ({"drift": math.nan}, "drift is nan; expected at least zero"),
+    "no tolerance": ({"tolerance": 0.0}, "tolerance is 0.0; expected a positive number, or None for the default"),
     "tolerance that is none": ({"tolerance": math.nan}, "tolerance is nan; expected a positive number"),
     "no solution": (
         {"mode": "linearised", "tolerance": math.inf},
@@ -667,7 +667,7 @@ def test_a_g_prior_is_refused(mode: str) -> None:
 
 def test_a_g_prior_is_refused_later_too() -> None:
     found = fitted(small(), lw.HFL(mode="linearised"))
-    with pytest.raises(lw.errors.UnsupportedError, match=r"keeps no curvature for a g-prior to take; use Full\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"keeps no curvature, and g_prior\(\) needs one; use Full\(\)"):
         found.with_prior(lw.priors.g_prior(1.0))
 
 
@@ -691,7 +691,7 @@ def test_a_push_out_of_the_basin() -> None:
     energy = gapped()
     x = torch.tensor([[-2.5], [2.5]], dtype=D)
     found = fitted(energy, lw.HFL(lam=0.9 / float(energy.each(x).max()) ** 0.5))
-    message = r"2 of 2 responses are not finished.* leaves the basin .* smaller lam.*HFL\(mode='linearised'\)"
+    message = r"2 of 2 responses have not converged.* leaves the basin .* smaller lam.*HFL\(mode='linearised'\)"
     with pytest.raises(lw.errors.NumericalError, match=message):
         found.functions(x)
     assert bool((found.posterior.respond(x).missing > 0.1).all())
@@ -703,7 +703,7 @@ def test_steps_that_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.tensor([[-2.5]], dtype=D)
     monkeypatch.setattr(Responder, "__init__", _few(Responder.__init__))
     with pytest.raises(
-        lw.errors.NumericalError, match=r"1 of 1 responses are not finished.* after 1 steps \(relative resid"
+        lw.errors.NumericalError, match=r"1 of 1 responses have not converged.* after 1 steps \(relative resid"
     ):
         fitted(energy, lw.HFL(lam=0.02 / float(energy.each(x)) ** 0.5)).functions(x)
 
@@ -752,7 +752,7 @@ def test_weights_far_from_a_minimum_are_refused() -> None:
 
 @pytest.mark.parametrize("limit", [2048, 0])
 def test_an_indefinite_hessian(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", limit)
     energy = copied(small())
     energy.place(torch.randn(25, dtype=D, generator=torch.Generator().manual_seed(2)))
     assert float(torch.linalg.eigvalsh(energy.hessian())[0]) < -1
@@ -768,7 +768,7 @@ def test_an_indefinite_hessian(limit: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("limit", [2048, 0])
 def test_a_search_for_the_minimum_that_overflows(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of e^-20 where five were counted: a full Newton step goes to e^1000 and further."""
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", limit)
     model = nn.Linear(1, 1).double()
     model.weight.data.zero_()
     model.bias.data.fill_(-20.0)

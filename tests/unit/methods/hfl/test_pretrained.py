@@ -169,7 +169,7 @@ def test_random_pushes_are_draws_of_the_posterior(kind: str, formed: bool, monke
     """H⁻¹ ξ: with ξ ~ N(0, H) the Laplace variances themselves, within five of their stated standard errors; where the
     Hessian is not formed, ξ ~ N(0, G/φ + A), those of H⁻¹ (G/φ + A) H⁻¹."""
     if not formed:
-        monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 0)
+        monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", 0)
     energy = small(kind, 3)
     x = new(energy, 3)
     inverse = torch.linalg.inv(energy.hessian())
@@ -252,8 +252,8 @@ def test_calibration_data_that_want_no_variance_are_told(tmp_path: Path) -> None
     held = held_out(energy, noise=0.0)
     found = pretrained(energy, calibration=held)
     (finding,) = found.posterior.findings
-    assert finding.startswith("the calibration data want none at all: the network is calibrated, or too wide")
-    assert f"the scale ended at {found.posterior.scale:.2g}, where the search does" in finding
+    edge = f"calibration reached the edge of the scale search at {found.posterior.scale:.2g}; the data ask for "
+    assert finding.startswith(edge + "variances of zero: the network is calibrated, or too uncertain")
     assert found.posterior.scale == pytest.approx(math.exp(-12), rel=0.7)
     found.save(tmp_path / "it")
     assert lw.load(tmp_path / "it", energy.model).posterior.findings == (finding,)
@@ -264,7 +264,7 @@ def test_calibration_classes_that_are_all_right_want_no_variance() -> None:
     energy = small("categorical", 3)
     x = new(energy, 40)
     (finding,) = pretrained(energy, calibration=[(x, energy.model(x).argmax(1))]).posterior.findings
-    assert "want none at all" in finding
+    assert "the data ask for variances of zero" in finding
 
 
 def test_calibration_data_that_want_ever_more_are_told() -> None:
@@ -273,7 +273,7 @@ def test_calibration_data_that_want_ever_more_are_told() -> None:
     (x, _), _ = held_out(energy)
     found = pretrained(energy, variant="absolute", calibration=[(x, energy.model(x).detach() + 1e9)])
     (finding,) = found.posterior.findings
-    assert finding.startswith("the calibration data want ever larger ones; the scale ended at 8e+08")
+    assert finding.startswith("calibration reached the edge of the scale search at 8e+08; the data ask for variances be")
 
 
 @pytest.mark.parametrize("dtype", [D, torch.float32])
@@ -300,7 +300,7 @@ def test_calibration_data_without_scores_are_refused() -> None:
     assert bool(below.any())
     held = [(x[below], energy.model(x[below]).detach())]
     with pytest.raises(
-        lw.errors.DataError, match=r"the scores are nought at all calibration inputs.*variant='absolute'"
+        lw.errors.DataError, match=r"the scores are zero at all calibration inputs.*variant='absolute'"
     ):
         pretrained(energy, evaluation=evaluation, calibration=held)
 
@@ -387,7 +387,7 @@ def test_a_twin_that_drifts_is_told(tmp_path: Path) -> None:
     moved = moved_by(energy, 0.2, evaluation)
     found = pretrained(moved, evaluation=evaluation, **TUNED)
     (finding,) = found.posterior.findings
-    said = re.match(r"the weights are (\S+) posterior .* minimum .*, so far an unpushed twin moves what is", finding)
+    said = re.match(r"the weights are (\S+) posterior .* minimum .*, measured by how far an unpushed twin moves what is", finding)
     assert said is not None
     assert float(said.group(1)) == pytest.approx(0.2, rel=0.1)
     found.save(tmp_path / "it")
@@ -407,7 +407,7 @@ def test_unfinished_random_pushes_are_taken_as_they_come() -> None:
     found = pretrained(energy, tolerance=math.inf, **method)
     assert bool(torch.isfinite(found.functions(new(energy)).variance).all())
     assert len(found.posterior.findings) == 1
-    with pytest.raises(lw.errors.NumericalError, match="of 3 responses are not finished"):
+    with pytest.raises(lw.errors.NumericalError, match="of 3 responses have not converged"):
         pretrained(energy, **method)
 
 
@@ -429,13 +429,13 @@ def test_a_strength_that_is_too_large_is_refused() -> None:
 
 
 def test_unfinished_fine_tuning_is_refused() -> None:
-    with pytest.raises(lw.errors.NumericalError, match=r"1 of 1 responses are not finished.*after 6 steps.*more steps"):
+    with pytest.raises(lw.errors.NumericalError, match=r"1 of 1 responses have not converged.*after 6 steps.*more steps"):
         pretrained(small(), solver="adam", steps=6)
 
 
 def test_all_data_are_in_the_random_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one batch or in two, where they are drawn from the data."""
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 0)
+    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", 0)
     energy = small("categorical", 3)
     x = new(energy)
     method = lw.HFL(mode="pretrained", variant="random", pushes=800)
