@@ -16,12 +16,12 @@ import lapwing as lw
 from lapwing.likelihoods.energies import energy
 from lapwing.linalg.variational import Inducing
 from lapwing.losses import Statistics
-from lapwing.methods.fmgp import fmgp as module
 from lapwing.methods.fmgp.features import last_layer_network
-from lapwing.methods.fmgp.fmgp import Learning, State, Table
 from lapwing.methods.fmgp.kernels import FreeKernel
+from lapwing.methods.fmgp.learning import Learning, Schedule
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
-from lapwing.problem import Problem
+from lapwing.methods.fmgp.state import State
+from lapwing.methods.fmgp.table import Table, output_scale
 from lapwing.registry import method_named
 from tests import problems
 from tests.cases import BY_NAME, CASES
@@ -97,7 +97,7 @@ def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
     _, rows = state.whitened(Table(seen, seen, seen))
     flat = rows.flatten(0, 1)
     known = replace(state, inducing=state.inducing.updated(flat.T @ flat / noise, 1.0))
-    found = module._finished(problem, sight, known, Statistics(0.0, 8, 2), ())
+    found = known.posterior(problem, sight, Statistics(0.0, 8, 2), ())
     joint = kernel.joint(torch.cat([seen, sight(new)[0]])).reshape(24, 24)
     expected = joint[16:, 16:] - joint[16:, :16] @ torch.linalg.solve(
         joint[:16, :16] + noise * torch.eye(16, dtype=D), joint[:16, 16:]
@@ -264,11 +264,11 @@ def test_an_output_that_is_constant_has_the_scale_of_its_targets(unit: float) ->
     y = unit * curve()[1]
     spread = float(y.std(correction=0))
     constant = torch.full((60, 1), 0.1 * unit, dtype=D)
-    assert float(module.scale(lw.Gaussian(), Table(y, constant, y))) == pytest.approx(spread)
-    assert float(module.scale(lw.Gaussian(), Table(y, 0.3 * y, y))) == pytest.approx(0.3 * spread)
-    assert float(module.scale(lw.Gaussian(), Table(y, 0.3 * y, constant))) == pytest.approx(0.3 * spread)
-    assert float(module.scale(lw.Gaussian(), Table(y, constant, constant))) == 1
-    assert float(module.scale(lw.Poisson(), Table(y, 0.3 * y / unit, 1e6 * y))) == pytest.approx(0.3 * spread / unit)
+    assert float(output_scale(lw.Gaussian(), Table(y, constant, y))) == pytest.approx(spread)
+    assert float(output_scale(lw.Gaussian(), Table(y, 0.3 * y, y))) == pytest.approx(0.3 * spread)
+    assert float(output_scale(lw.Gaussian(), Table(y, 0.3 * y, constant))) == pytest.approx(0.3 * spread)
+    assert float(output_scale(lw.Gaussian(), Table(y, constant, constant))) == 1
+    assert float(output_scale(lw.Poisson(), Table(y, 0.3 * y / unit, 1e6 * y))) == pytest.approx(0.3 * spread / unit)
 
 
 @pytest.mark.parametrize("value", [0.3, math.pi, 1e5 + 0.1])
@@ -300,13 +300,13 @@ def test_a_constant_input_is_no_hindrance(value: float) -> None:
 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[State]:
     states: list[State] = []
-    original = module._finished
+    original = State.posterior
 
-    def noted(problem: Problem, sight: Sight, state: State, *rest: Any) -> FunctionPosterior:
-        states.append(state)
-        return original(problem, sight, state, *rest)
+    def noted(self: State, *args: Any) -> FunctionPosterior:
+        states.append(self)
+        return original(self, *args)
 
-    monkeypatch.setattr(module, "_finished", noted)
+    monkeypatch.setattr(State, "posterior", noted)
     return states
 
 
@@ -331,13 +331,14 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
     x, y = curve()
     with torch.no_grad():
         table = Table(x, model()(x), y)
-    monkeypatch.setattr(module, "uniform", lambda shape, *_: (torch.arange(shape[0], dtype=D) + 0.5) / shape[0])
-    likelihood = lw.Gaussian(noise_std=2.0)
-    method = lw.FMGP(6, batch_size=60)
-    learning = Learning.of(method, likelihood, "rbf", table, None, torch.Generator().manual_seed(0))
-    still = torch.optim.SGD(learning.state.free, lr=0.0)
+    every_row = lambda shape, *_: (torch.arange(shape[0], dtype=D) + 0.5) / shape[0]
+    monkeypatch.setattr("lapwing.methods.fmgp.learning.uniform", every_row)
+    likelihood, gen = lw.Gaussian(noise_std=2.0), torch.Generator().manual_seed(0)
+    start = State.initial("rbf", likelihood, table, torch.tensor([True]), 6, gen)
+    learning = Learning(Schedule(80, 0.0, 60, 1), likelihood, table, None, gen, start)
+    still = torch.optim.SGD(start.free, lr=0.0)
     for _ in range(80):
-        learning._step(still, 0.3)
+        learning.step(still, 0.3)
     state = learning.state
     precision = state.inducing.precision.clone().requires_grad_()
     before, rows = (t.detach() for t in state.whitened(learning.table))
@@ -353,13 +354,13 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
 def test_the_best_state_on_validation_data_is_kept(gap: float, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training data leave much unexplained; validation data at the outputs like no state as much as the first."""
     looks: list[float] = []
-    original = Learning._held_out
+    original = Learning.held_out_score
 
     def noted(self: Learning) -> float:
         looks.append(original(self))
         return looks[-1]
 
-    monkeypatch.setattr(Learning, "_held_out", noted)
+    monkeypatch.setattr(Learning, "held_out_score", noted)
     (x, _), gen = curve(), torch.Generator().manual_seed(3)
     with torch.no_grad():
         f = model()(x)

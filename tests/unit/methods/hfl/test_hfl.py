@@ -350,7 +350,9 @@ def test_unfinished_fine_tuning_is_refused_and_can_be_looked_at() -> None:
     energy = small()
     x = new(energy)
     found = fitted(energy, lw.HFL(solver="adam", steps=25))
-    message = r"HFL: 3 of 3 responses have not converged; .* after 25 steps; expected 0.05\..*too few steps: give more steps"
+    message = (
+        r"HFL: 3 of 3 responses have not converged; .* after 25 steps; expected 0.05\..*too few steps: give more steps"
+    )
     with pytest.raises(lw.errors.NumericalError, match=message) as error:
         found.functions(x)
     stated = re.search(r"off by about (\S+) of its value", str(error.value))
@@ -667,7 +669,9 @@ def test_a_g_prior_is_refused(mode: str) -> None:
 
 def test_a_g_prior_is_refused_later_too() -> None:
     found = fitted(small(), lw.HFL(mode="linearised"))
-    with pytest.raises(lw.errors.UnsupportedError, match=r"keeps no curvature, and g_prior\(\) needs one; use Full\(\)"):
+    with pytest.raises(
+        lw.errors.UnsupportedError, match=r"keeps no curvature, and g_prior\(\) needs one; use Full\(\)"
+    ):
         found.with_prior(lw.priors.g_prior(1.0))
 
 

@@ -109,7 +109,9 @@ def test_chunks_of_rows_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> N
     whole = built(energy)
     expected = whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)
     monkeypatch.setattr("lapwing.methods.hfl.objective.BYTES", 1)
-    for found, wanted in zip((whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)), expected, strict=True):
+    for found, wanted in zip(
+        (whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)), expected, strict=True
+    ):
         assert_close(found, wanted)
 
 

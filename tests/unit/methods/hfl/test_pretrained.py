@@ -273,7 +273,9 @@ def test_calibration_data_that_want_ever_more_are_told() -> None:
     (x, _), _ = held_out(energy)
     found = pretrained(energy, variant="absolute", calibration=[(x, energy.model(x).detach() + 1e9)])
     (finding,) = found.posterior.findings
-    assert finding.startswith("calibration reached the edge of the scale search at 8e+08; the data ask for variances be")
+    assert finding.startswith(
+        "calibration reached the edge of the scale search at 8e+08; the data ask for variances be"
+    )
 
 
 @pytest.mark.parametrize("dtype", [D, torch.float32])
@@ -299,9 +301,7 @@ def test_calibration_data_without_scores_are_refused() -> None:
     below = (scores < 0).all(1)
     assert bool(below.any())
     held = [(x[below], energy.model(x[below]).detach())]
-    with pytest.raises(
-        lw.errors.DataError, match=r"the scores are zero at all calibration inputs.*variant='absolute'"
-    ):
+    with pytest.raises(lw.errors.DataError, match=r"the scores are zero at all calibration inputs.*variant='absolute'"):
         pretrained(energy, evaluation=evaluation, calibration=held)
 
 
@@ -387,7 +387,9 @@ def test_a_twin_that_drifts_is_told(tmp_path: Path) -> None:
     moved = moved_by(energy, 0.2, evaluation)
     found = pretrained(moved, evaluation=evaluation, **TUNED)
     (finding,) = found.posterior.findings
-    said = re.match(r"the weights are (\S+) posterior .* minimum .*, measured by how far an unpushed twin moves what is", finding)
+    said = re.match(
+        r"the weights are (\S+) posterior .* minimum .*, measured by how far an unpushed twin moves what is", finding
+    )
     assert said is not None
     assert float(said.group(1)) == pytest.approx(0.2, rel=0.1)
     found.save(tmp_path / "it")
@@ -429,7 +431,9 @@ def test_a_strength_that_is_too_large_is_refused() -> None:
 
 
 def test_unfinished_fine_tuning_is_refused() -> None:
-    with pytest.raises(lw.errors.NumericalError, match=r"1 of 1 responses have not converged.*after 6 steps.*more steps"):
+    with pytest.raises(
+        lw.errors.NumericalError, match=r"1 of 1 responses have not converged.*after 6 steps.*more steps"
+    ):
         pretrained(small(), solver="adam", steps=6)
 
 

@@ -245,7 +245,9 @@ def test_finished_responses_pass() -> None:
 
 @pytest.mark.parametrize(("missing", "change"), [(1e-3, 0.0), (0.0, 1e-3), (math.nan, 0.0), (0.0, math.inf)])
 def test_unfinished_responses_do_not(missing: float, change: float) -> None:
-    message = r"1 of 2 responses have not converged; the worst \(push 1, strength 0\.2\) is off by about (0\.001|nan|inf)"
+    message = (
+        r"1 of 2 responses have not converged; the worst \(push 1, strength 0\.2\) is off by about (0\.001|nan|inf)"
+    )
     with pytest.raises(lw.errors.NumericalError, match=message) as error:
         response(missing, change).checked(1e-6)
     assert "after 7 steps (relative residual 0.1); expected 1e-06" in str(error.value)

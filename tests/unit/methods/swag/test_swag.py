@@ -407,7 +407,7 @@ def test_a_strong_prior_raises_the_loss_and_not_the_objective() -> None:
 
 def test_a_rate_that_cannot_be_found() -> None:
     with pytest.raises(
-        lw.errors.NumericalError, match=r"even at a rate of 9\.5e-08; expected one at which it stays near"
+        lw.errors.NumericalError, match=r"even at a learning rate of 9\.5e-08; expected one at which it stays near"
     ):
         fitted(net(), learning_rate=None, weight_decay=1e12)
 
@@ -439,8 +439,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "more": ({"snapshots": 5, "rank": 6}, "rank is 6 and snapshots 5; expected no more deviations than snapshots"),
     "rate": ({"learning_rate": 0.0}, r"learning_rate is 0\.0; expected a positive number"),
     "no rate": ({"learning_rate": float("nan")}, "learning_rate is nan; expected a positive number"),
-    "momentum": ({"momentum": 1.0}, r"momentum is 1\.0; expected a number from 0 up to, but not, 1"),
-    "decay": ({"weight_decay": -1.0}, r"weight_decay is -1\.0; expected a number from 0 on, or None"),
+    "momentum": ({"momentum": 1.0}, r"momentum is 1\.0; expected a number of at least 0 and below 1"),
+    "decay": ({"weight_decay": -1.0}, r"weight_decay is -1\.0; expected a finite number of at least 0, or None"),
     "epochs": ({"epochs_between": 0}, "epochs_between is 0; expected at least 1"),
     "steps": ({"steps_between": 0}, "steps_between is 0; expected at least 1"),
     "batch": ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
