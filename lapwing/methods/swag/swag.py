@@ -34,7 +34,7 @@ class SWAG:
         snapshots: Number of iterates.
         rank: Number of last snapshots whose deviations are kept; at most ``snapshots``.
         learning_rate: Learning rate of SGD. None takes the largest of 0.1, 0.05, 0.025, ... under which the regularised
-            loss over a pass stays within a tenth of a nat for each datum (or of the loss at the start, if that is more).
+            loss over a pass stays within a tenth of a nat for each datum (or of the loss at the start if that is more).
         epochs_between: Passes over the data between snapshots.
         steps_between: Steps between snapshots, instead of passes.
         batch_size: Rows in a mini-batch.
