@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from tests import problems
+from tests.cases import Case
+from tests.references import dense
 from tests.references.minimum import Energy
 
 D = torch.float64
@@ -80,3 +83,32 @@ def off(found: Tensor, exact: Tensor) -> float:
     """The largest difference relative to the largest entry."""
     assert found.shape == exact.shape
     return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+def shifted(energy: Energy, size: float) -> Energy:
+    """The network ``size`` posterior standard deviations from its minimum, in the stiffest direction."""
+    moved = copied(energy)
+    values, vectors = torch.linalg.eigh(energy.hessian())
+    moved.place(energy.theta + size * vectors[:, -1] / values[-1].sqrt())
+    return moved
+
+
+def at_its_targets(case: Case) -> tuple[nn.Module, list[Any], Any]:
+    """Targets equal to the outputs and a prior around the weights: a minimum, where the Hessian is the GGN."""
+    model, inputs = case.build(), case.batch(6)
+    y = torch.cat([dense.output(model, dense.one(inputs, b)) for b in range(6)]).detach()
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+    return model, problems.split(inputs, y, (4, 2)), lw.isotropic(2.0, theta)
+
+
+def pretrained(energy: Energy, **settings: Any) -> lw.Fitted:
+    generator, whole = settings.pop("generator", None), [(energy.x, energy.y)]
+    given = whole if settings.get("solver") == "adam" else None  # a batch of all has no noise
+    return fitted(energy, lw.HFL(mode="pretrained", **settings), generator=generator, data=given)
+
+
+def held_out(energy: Energy, noise: float = 0.6) -> list[Any]:
+    gen = torch.Generator().manual_seed(9)
+    x = 1.5 * torch.randn(60, 2, dtype=D, generator=gen)
+    f = energy.model(x).detach()
+    return [(x[:35], (f + noise * torch.randn(f.shape, dtype=D, generator=gen))[:35]), (x[35:], f[35:] + noise)]

@@ -147,7 +147,7 @@ def test_held_out_regression_is_better_than_the_plain_network() -> None:
     assert near[0] > near[1] - 0.05
 
 
-@pytest.mark.parametrize("kernel", [None, "features", "rbf"])
+@pytest.mark.parametrize("kernel", [None, "rbf"])
 def test_held_out_classes_are_better_than_the_plain_network(kernel: str | None) -> None:
     x, y = classes(300, 7)
     found = lw.fit(confident(), [classes()], "classification", method=lw.FMGP(20, kernel=kernel, steps=120))
@@ -183,10 +183,10 @@ def test_a_noise_for_each_output() -> None:
 
 
 def test_the_objective_rises() -> None:
-    found = fitted(lw.FMGP(10, steps=200))
+    found = learned()
     assert found.trace is not None
     scores = torch.tensor([step.score for step in found.trace.steps], dtype=D)
-    assert (found.trace.tuner, found.trace.score, len(scores)) == ("FMGP", "objective", 200)
+    assert (found.trace.tuner, found.trace.score, len(scores)) == ("FMGP", "objective", 250)
     assert float(scores[-20:].mean()) > float(scores[:20].mean())
 
 
@@ -276,7 +276,7 @@ def test_nor_is_one_whose_mean_is_rounded(value: float) -> None:
     """Or that is constant but for rounding; no length is learned for it."""
     x, y = curve()
     fit = lambda c: lw.fit(
-        Columns(1.0, 0.0), [(torch.cat([x, c.expand_as(x)], 1), y)], "regression", method=lw.FMGP(10, steps=200)
+        Columns(1.0, 0.0), [(torch.cat([x, c.expand_as(x)], 1), y)], "regression", method=lw.FMGP(10, steps=40)
     )
     rounded = torch.full((60, 1), value, dtype=D)
     rounded[::2] *= 1 + 1e-13
@@ -292,7 +292,7 @@ def test_a_constant_input_is_no_hindrance(value: float) -> None:
     """The points stay on it, and the variance is small among the data and large away from them, as without it."""
     x, y = curve()
     wide = lambda t: torch.cat([t, torch.full_like(t, value)], 1)
-    found = lw.fit(Columns(1.0, 0.0), [(wide(x), y)], "regression", method=lw.FMGP(20))
+    found = lw.fit(Columns(1.0, 0.0), [(wide(x), y)], "regression", method=lw.FMGP(20, steps=120))
     assert torch.equal(found.posterior.points[:, 1], torch.full((20,), value, dtype=D))
     among, away = (found.functions(wide(torch.tensor([[t]], dtype=D))).variance for t in (0.0, 20.0))
     assert float(away) > 5 * float(among)
@@ -496,7 +496,7 @@ def test_few_data_and_many_points(count: int) -> None:
         assert bool(torch.isfinite(found.functions(x).cov).all())
 
 
-FLAT = {"features": (2, 8, 2.0), "one feature": (1, 1, 2.0), "large": (1, 1, 2000.0), "noughts": (1, 1, 0.0)}
+FLAT = {"features": (2, 8, 2.0), "one feature": (1, 1, 2.0), "large": (1, 1, 2000.0), "zeros": (1, 1, 0.0)}
 
 
 @pytest.mark.parametrize("kind", FLAT)
@@ -508,7 +508,7 @@ def test_features_without_spread_have_a_unit(kind: str, count: int) -> None:
     last = nn.Linear(width, 1)
     network = (last if width == 1 else nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), last)).double()
     x, y = torch.full((count, inputs), value, dtype=D), torch.randn(count, 1, dtype=D)
-    method, noise = lw.FMGP(20, kernel="features", steps=100), lw.Gaussian(noise_std=0.1)
+    method, noise = lw.FMGP(20, kernel="features", steps=50), lw.Gaussian(noise_std=0.1)
     found = lw.fit(network, [(x, y)], noise, method=method)
     assert float(found.functions(x[:1]).std) < 3
 

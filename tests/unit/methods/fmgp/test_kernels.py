@@ -55,7 +55,7 @@ def test_entries(kind: str, each: bool) -> None:
 
 @pytest.mark.parametrize("kind", KERNELS)
 def test_it_is_a_covariance(kind: str) -> None:
-    """Of outputs and points together: no eigenvalue below nought."""
+    """Of outputs and points together: no eigenvalue below zero."""
     kernel, u, z = made(kind), inputs(B, 0), inputs(M, 1)
     size = B * OUTPUTS
     across = kernel.between(u, z, NUMBERS).reshape(size, M)

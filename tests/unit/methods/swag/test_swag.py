@@ -145,11 +145,13 @@ def test_the_spread_on_a_quadratic_is_that_of_the_theory() -> None:
     model.weight.data.fill_(float(best))
     h, m = float(x.square().mean()), 0.5
     s = float((x * (x * best - y)).var()) / 10
-    for rate in (0.1, 0.4):
-        method = lw.baselines.SWAG(500, 2, learning_rate=rate, momentum=m, steps_between=int(1.6 / rate), batch_size=10)
+    for rate in (0.2, 0.4):
+        method = lw.baselines.SWAG(
+            500, 2, learning_rate=rate, momentum=m, steps_between=round(1.2 / rate), batch_size=10
+        )
         found = lw.fit(model, Fresh(x, y), lw.Gaussian(noise_std=0.5), method=method)
         theory = rate * s * (1 + m) / (h * (1 - m) * (2 * (1 + m) - rate * h))
-        # The standard error of a variance from 500 independent snapshots is 6 %.
+        # The standard error of a variance from 500 independent snapshots is 6 %; their correlation is 0.03.
         assert float(found.posterior.draws.variance) == pytest.approx(theory, rel=0.3)
 
 
@@ -161,10 +163,10 @@ def test_draws_have_the_stated_mean_and_covariance() -> None:
     found = fitted(model, snapshots=7, rank=5)
     draws = found.posterior.draws
     expected = 0.5 * torch.diag(draws.variance) + 0.5 * sum(torch.outer(d, d) for d in draws.deviations) / 4
-    samples = found.weight_samples(20_000, torch.Generator().manual_seed(0))
+    samples = found.weight_samples(5_000, torch.Generator().manual_seed(0))
     centre = found.network.theta() + draws.mean
     gap = samples - centre
-    assert float((gap.mean(0).abs() / (gap.std(0) / 20_000**0.5)).max()) < 5
+    assert float((gap.mean(0).abs() / (gap.std(0) / 5_000**0.5)).max()) < 5
     assert_within(torch.einsum("ni,nj->nij", gap, gap), expected)
 
 
@@ -392,7 +394,7 @@ def test_a_rate_that_is_too_high() -> None:
 
 
 def test_a_strong_prior_raises_the_loss_and_not_the_objective() -> None:
-    """Weights fall to nought, which is far from the data and no divergence."""
+    """Weights fall to zero, which is far from the data and no divergence."""
     model = net()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(200):
