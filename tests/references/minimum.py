@@ -88,7 +88,7 @@ class Energy:
         return jac @ torch.linalg.solve(self.hessian() if precision is None else precision, jac.T)
 
     def each(self, x: Tensor, precision: Tensor | None = None) -> Tensor:
-        """The same for every input apart, (B, C, C)."""
+        """Return the diagonal blocks of ``covariance``, one for each input: (B, C, C)."""
         whole = self.covariance(x, precision)
         outputs = len(whole) // len(x)
         return whole.reshape(len(x), outputs, len(x), outputs).diagonal(dim1=0, dim2=2).permute(2, 0, 1)

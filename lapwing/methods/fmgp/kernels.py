@@ -96,7 +96,7 @@ class FreeKernel:
             )
         return self._base(u, points)[:, None] * self.outputs[:, number]
 
-    def own(self, u: Tensor) -> Tensor:
+    def marginal(self, u: Tensor) -> Tensor:
         """Return the covariance of the outputs at each input, (B, C, C)."""
         each = self.base.variance(u, self.log_lengths.exp())[:, None, None] * self.outputs
         return each.expand(len(u), *self.mixing.shape)

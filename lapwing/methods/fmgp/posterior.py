@@ -66,10 +66,10 @@ class FunctionPosterior:
                 flat = rows.flatten(0, 1)
                 cov = self.kernel.joint(u) - (flat @ flat.mT).reshape(*f.shape, *f.shape)
                 return FunctionGaussian.across(mean, cov)
-            whole = lambda: (self.kernel.own(u) - rows @ rows.mT).to(mean)
+            whole = lambda: (self.kernel.marginal(u) - rows @ rows.mT).to(mean)
             if f.shape[-1] <= WIDE:
                 return FunctionGaussian(mean, whole())
-            prior = lambda: self.kernel.own(u).diagonal(dim1=-2, dim2=-1)
+            prior = lambda: self.kernel.marginal(u).diagonal(dim1=-2, dim2=-1)
             return FunctionGaussian(mean, Deferred(lambda: (prior() - rows.square().sum(-1)).to(mean), whole))
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:

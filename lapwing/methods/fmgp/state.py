@@ -79,7 +79,7 @@ class State:
     def whitened(self, table: Table) -> tuple[Tensor, Tensor]:
         """Return the prior covariance (B, C, C) and the whitened rows (B, C, M) of some data."""
         rows = self.kernel.between(table.u, self.points, self.numbers) @ self.whitening()
-        return self.kernel.own(table.u), rows
+        return self.kernel.marginal(table.u), rows
 
     def likelihood(self, given: Likelihood) -> Likelihood:
         """Return the likelihood with the learned noise."""

@@ -50,7 +50,7 @@ def test_the_mean_push_has_the_row_means_of_the_covariance(kind: str, outputs: i
         assert off(ggn.sum(1).reshape(5, -1) / 9, exact) > 0.01  # the Hessian's and not the GGN's
 
 
-def test_scores_below_nought_are_no_spread() -> None:
+def test_scores_below_zero_count_as_zero() -> None:
     energy = small("gaussian", 3)
     x, evaluation = new(energy, 5), new(energy, 9, seed=8)
     exact = responses(energy, x, evaluation)
