@@ -95,7 +95,7 @@ def shifted(energy: Energy, size: float) -> Energy:
 
 
 def at_its_targets(case: Case) -> tuple[nn.Module, list[Any], Any]:
-    """Return a case with targets equal to the outputs and a prior around the weights: a minimum, where the Hessian is the GGN."""
+    """Return model, data and prior with targets equal to the outputs: a minimum, where the Hessian is the GGN."""
     model, inputs = case.build(), case.batch(6)
     y = torch.cat([dense.output(model, dense.one(inputs, b)) for b in range(6)]).detach()
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])

@@ -68,8 +68,8 @@ def test_rbf_forgets_with_distance_and_features_grow_with_it() -> None:
     near, far = inputs(1, 0), 1e3 * inputs(1, 0)
     rbf, features = made("rbf"), made("features")
     assert float(rbf.between(far, near, NUMBERS[:1]).abs().max()) == 0
-    assert_close(rbf.own(far).contiguous(), rbf.own(near).contiguous())
-    assert float(features.own(far)[0, 0, 0]) > 1e4 * float(features.own(near)[0, 0, 0])
+    assert_close(rbf.marginal(far).contiguous(), rbf.marginal(near).contiguous())
+    assert float(features.marginal(far)[0, 0, 0]) > 1e4 * float(features.marginal(near)[0, 0, 0])
 
 
 def test_features_are_a_linear_layer_with_a_bias() -> None:
