@@ -21,7 +21,7 @@ from experiments.result import Result, Row, mean_scores, plain
 from experiments.training import ACTIVATIONS, Recipe, trained
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
-from lapwing.core.random import derived
+from lapwing.core.random import derived_generator
 from lapwing.errors import DataError
 from lapwing.linalg.kmeans import kmeans
 from lapwing.methods.inducing.anchors import Anchors
@@ -384,7 +384,7 @@ def _bands(task: _Task, settings: Inducing, published: _State) -> dict[str, list
 
 def _landmarks(task: _Task, count: int, seed: int) -> Tensor:
     """The inputs that ELLA draws with this seed, (M, 1); the posterior keeps directions only."""
-    generator = derived(torch.Generator().manual_seed(seed), torch.empty(0))
+    generator = derived_generator(torch.Generator().manual_seed(seed), torch.empty(0))
     found: Tensor = Pool.drawn(Data((task.x, task.y), task.x.device), count, generator).inputs
     return found
 

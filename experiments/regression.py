@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.training import Batches, Standardiser
-from lapwing.api import Fitted
+from lapwing.fitted import Fitted
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.metrics import regression
 

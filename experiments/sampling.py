@@ -17,7 +17,7 @@ from experiments.training import Recipe, batches, trained
 from lapwing.core.data import Data
 from lapwing.core.random import normal
 from lapwing.linalg.design import MatrixDesign, forward_product
-from lapwing.linalg.stochastic import Perturbed, gradient_variance
+from lapwing.linalg.perturbed import Perturbed, gradient_variance
 from lapwing.networks.network import Network
 from lapwing.tangent.design import NetworkDesign
 

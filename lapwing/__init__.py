@@ -5,12 +5,13 @@ The names below are for everyday use. The rest is in namespaces: ``tuners``, ``p
 """
 
 from lapwing import baselines, errors, linear, metrics, priors, recipes, tuners
-from lapwing.api import Fitted, fit, load, train
+from lapwing.api import fit, load, train
 from lapwing.auto import Auto
 from lapwing.check import check
 from lapwing.compare import compare
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import LapwingError
+from lapwing.fitted import Fitted
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian

@@ -23,8 +23,8 @@ from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
@@ -59,7 +59,7 @@ WIDE = ("FullCurvature", "LowRankCurvature", "SubspaceCurvature", "AnchoredCurva
 LIKELIHOODS = {c.__name__: c for c in (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian)}
 
 
-def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> None:
+def save(posterior: Posterior, fingerprint: Fingerprint, method: str, path: str | Path) -> None:
     """Write the posterior; the model itself is not written."""
     save_file = _safetensors().torch.save_file
     if isinstance(posterior, ResponsePosterior | LinearisedResponse):
@@ -127,6 +127,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, path: str | Path) -> No
             kind["last"] = _described(posterior.sight.last)
     meta = {
         "format": FORMAT,
+        "method": method,
         "likelihood": {"name": type(likelihood).__name__, "settings": likelihood.settings()},
         "prior": {
             "kind": prior.kind,
@@ -179,13 +180,13 @@ def _kind(curvature: Any) -> dict[str, Any]:
     return found
 
 
-def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint]:
+def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, str]:
     """Read a posterior for this model, onto the model's device and in its dtype."""
     meta, tensors = _read(Path(path))
     model = unwrapped(model)
     refuse_training_mode(model)
     try:
-        return _assembled(meta, tensors, model)
+        return *_assembled(meta, tensors, model), str(meta["method"])
     except (KeyError, TypeError, IndexError, RuntimeError) as error:
         raise FileError(f"{path} is damaged: {type(error).__name__}: {error}. Save the posterior again.") from error
 

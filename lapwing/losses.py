@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ class Statistics:
     def __add__(self, other: Statistics) -> Statistics:
         losses = tuple(a + b for a, b in zip(self.losses, other.losses, strict=True))
         return Statistics(self.loss + other.loss, self.data + other.data, self.outputs, losses)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Statistics:
+        """Build the statistics again from what ``dataclasses.asdict`` gave, after a passage through JSON."""
+        return cls(**{**settings, "losses": tuple(settings["losses"])})
 
 
 def paired(network: Network, batch: Batch) -> int:

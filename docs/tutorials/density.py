@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.cholesky import cholesky
 
@@ -50,7 +50,7 @@ class DensityLaplace:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, D)."""
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         eps = normal((n, len(self.mean)), generator, self.mean)
         return self.mean + torch.linalg.solve_triangular(self._root.mT, eps.mT, upper=True).mT
 

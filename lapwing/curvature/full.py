@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -119,6 +120,7 @@ class FullCurvature:
     matrix: Tensor
     selection: Selection
     definite: bool = True  # a GGN; a Hessian may have negative eigenvalues
+    preconditions: ClassVar[bool] = True
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __add__(self, other: FullCurvature) -> FullCurvature:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.structures import BlockCurvature, DiagonalBlock, EigenBlock, FullBlock, KroneckerBlock
 from lapwing.curvature.sweep import checked_curvature
@@ -23,7 +23,7 @@ def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
     checked_curvature(curvature)
     if sharing not in ("expand", "reduce"):
         raise UnsupportedError(f"sharing is {sharing!r}; expected 'expand' or 'reduce'.")
-    refuse_other_than_whole("full_limit", full_limit, least=0)
+    require_integer("full_limit", full_limit, least=0)
 
 
 class _KroneckerSum:

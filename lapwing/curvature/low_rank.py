@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -172,6 +172,7 @@ class LowRankCurvature:
     layout: tuple[Block, ...]
     selection: Selection
     residual: float = 0.0
+    preconditions: ClassVar[bool] = True
 
     def __add__(self, other: LowRankCurvature) -> LowRankCurvature:
         """Exact for what the two hold; the ranks add up."""

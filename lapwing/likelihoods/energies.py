@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.gaussian import Gaussian
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.protocol import IgnoresTargets, Likelihood
 
 
 def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
@@ -43,7 +43,7 @@ def _refuse_weights(likelihood: Likelihood) -> None:
 
 def refuse_ignored(likelihood: Likelihood, y: Tensor, what: str = "targets") -> None:
     """A predictive gives every target a probability, a mark for an unknown one too."""
-    ignored = getattr(likelihood, "ignore_index", None)
+    ignored = likelihood.ignore_index if isinstance(likelihood, IgnoresTargets) else None
     if ignored is not None and bool((y == ignored).any()):
         raise DataError(
             f"some {what} are ignored ones, which the predictive has no say on; expected known ones: "

@@ -99,6 +99,14 @@ class ChecksOutputs(Protocol):
     def check_outputs(self, f: Tensor) -> None: ...
 
 
+@runtime_checkable
+class IgnoresTargets(Protocol):
+    """A likelihood that ignores targets equal to ``ignore_index``; None means that it ignores none."""
+
+    @property
+    def ignore_index(self) -> int | None: ...
+
+
 def positive(value: Any, zero: bool = False) -> bool:
     """Whether all numbers are finite and above zero, or at least zero."""
     numbers = torch.as_tensor(value).detach().double()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
+from lapwing.core.random import independent_generator
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.per_output import by_output
 from lapwing.curvature.structures import DiagonalBlock
@@ -42,7 +42,7 @@ class Diagonal:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        generator = apart(generator)
+        generator = independent_generator(generator)
 
         def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
             sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Diagonal", only)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.losses import summed_loss
 from lapwing.posteriors.members import Masks, MembersPosterior
 from lapwing.problem import Problem
@@ -34,8 +34,8 @@ class MCDropout:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        refuse_other_than_whole("samples", self.samples, least=2)  # one has no spread
-        refuse_other_than_whole("seed", self.seed, least=0)
+        require_integer("samples", self.samples, least=2)  # one has no spread
+        require_integer("seed", self.seed, least=0)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
+from lapwing.core.random import independent_generator
 from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
 from lapwing.curvature.sweep import Sweep
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -39,7 +39,7 @@ class EKron:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
-        generator = apart(generator)
+        generator = independent_generator(generator)
         first = Sweep(network, likelihood, data, self.curvature, generator, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
         second = Sweep(network, likelihood, data, self.curvature, generator, "EKron, values")

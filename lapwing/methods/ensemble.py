@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lapwing.core.data import Data
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.losses import summed_loss
 from lapwing.networks.forward import refuse_training_mode
@@ -42,7 +42,7 @@ class Ensemble:
     members: int = 5
 
     def __post_init__(self) -> None:
-        refuse_other_than_whole("members", self.members, least=2)
+        require_integer("members", self.members, least=2)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.random import independent_generator
+from lapwing.core.settings import require_integer
 from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
 from lapwing.curvature.per_output import by_output
 from lapwing.curvature.sweep import CURVATURES, Sweep, checked_curvature
@@ -42,7 +42,7 @@ class Full:
     limit: int = 30_000
 
     def __post_init__(self) -> None:
-        refuse_other_than_whole("limit", self.limit)
+        require_integer("limit", self.limit)
         checked_curvature(self.curvature, (*CURVATURES, "hessian"))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
@@ -57,7 +57,7 @@ class Full:
             curvature, statistics = full_hessian(network, problem.likelihood, data)
             return WeightPosterior.fitted(problem, curvature, statistics)
 
-        generator = apart(generator)
+        generator = independent_generator(generator)
 
         def compute(only: int | None) -> tuple[FullCurvature, Statistics]:
             sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full", only)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
+from lapwing.core.random import independent_generator
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.per_output import by_output
@@ -46,7 +46,7 @@ class Kron:
         check_settings(self.curvature, self.sharing, self.full_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        generator = apart(generator)
+        generator = independent_generator(generator)
 
         def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
             sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron", only)

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.random import seeded
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.random import generator_or_default
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import Solution
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.ridge import Logdet, Ridge, finished
-from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.perturbed import OBJECTIVES
+from lapwing.linalg.ridge import Ridge
+from lapwing.linalg.sample_solve import solve_samples
+from lapwing.linalg.solution import Solution
+from lapwing.linalg.stochastic import sdd, sgd
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.gaussian import SINGLE, Prior
 from lapwing.problem import Problem
@@ -72,10 +75,10 @@ class Sampled:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "width", "steps", "batch", "epochs"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_whole("probes", self.probes, least=2)
+            require_integer(name, getattr(self, name))
+        require_integer("probes", self.probes, least=2)
         if self.memory is not None:
-            refuse_other_than_positive("memory", self.memory)
+            require_positive("memory", self.memory)
         if not is_real(self.tolerance) or not 0 < self.tolerance < 1:
             raise UnsupportedError(
                 f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "
@@ -89,7 +92,7 @@ class Sampled:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> SampledPosterior:
         network = problem.network
-        generator = seeded(generator)
+        generator = generator_or_default(generator)
         stochastic = self.solver in STOCHASTIC
         if stochastic:
             refuse_groups(self.solver, problem.prior)
@@ -165,12 +168,12 @@ class RidgeSolver:
             return self._descended(prior, phi)
         unit = prior.vector.detach().rsqrt()
         near = None if start is None else start.double() / unit
-        found = finished(
+        found = solve_samples(
             lambda v: unit * gram_product(self.ridge.design, unit * v) / phi + v,
             self.ridge.prior + unit * self.ridge.back / phi**0.5,
             self.ridge.prior,
             self.settings.tolerance,
-            self.ridge.wider,
+            self.ridge.float64_hint,
             near,
         )
         return replace(found, x=found.x * unit)
@@ -185,8 +188,8 @@ class RidgeSolver:
             )
         generator = torch.Generator().manual_seed(self.ridge.seed)
         solve = partial(sgd, objective=mine.objective) if mine.solver == "sgd" else sdd
-        descend = partial(solve, epochs=mine.epochs, generator=generator, tolerance=mine.tolerance, truncated=True)
-        return self.ridge.descended(float(prior.values), phi, descend).settled(
+        descend = partial(solve, epochs=mine.epochs, generator=generator, tolerance=mine.tolerance)
+        return self.ridge.descended(float(prior.values), phi, descend).require_convergence(
             f"Sampled(solver={mine.solver!r})",
             "Raise epochs=... or tolerance=..., take a larger batch=..., raise the prior precision, or use 'krylov'.",
         )

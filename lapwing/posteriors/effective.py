@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from lapwing.problem import Problem
 
 NEAR = 0.8  # share of the weights from which a network may be too small
 
 
 @dataclass(frozen=True, eq=False)
 class EffectiveParameters:
-    r"""γ = tr(Λ⁻¹ H/φ), between nought and the number of weights P: the directions that the data decide.
+    r"""γ = tr(Λ⁻¹ H/φ), between zero and the number of weights P: how many directions the data determine.
 
-    ``layers`` has γ of every layer and ``sizes`` its number of weights; ``by_precision`` γ of the weights that
-    share a precision of the prior.
+    ``layers`` maps layer names to γ and ``sizes`` to numbers of weights; ``by_precision`` is γ of the weights that
+    share a precision of the prior. Print it to read it.
     """
 
     total: float
@@ -27,20 +29,20 @@ class EffectiveParameters:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """The advice of the classic recipe, where there is any to give."""
-        found = []
+        """Advice on the size of the network, if there is any to give (MacKay 1992)."""
+        advice = []
         if self.total > NEAR * self.weights:
-            found.append(
+            advice.append(
                 f"gamma is {self.total:.1f} of {self.weights} weights: nearly all are decided by the data, so the "
                 "network may be too small. Try a larger one and compare the evidence."
             )
         for name, gamma in self.layers.items():
             if self.sizes[name] > 1 and gamma < 0.01 * self.sizes[name]:
-                found.append(
+                advice.append(
                     f"layer {name or '(top)'}: gamma is {gamma:.2g} of {self.sizes[name]} weights; the data decide "
                     "almost none of them, and a smaller layer may do."
                 )
-        return tuple(found)
+        return tuple(advice)
 
     def __str__(self) -> str:
         width = max(len(name) for name in (*self.layers, "layer"))
@@ -52,21 +54,27 @@ class EffectiveParameters:
         return "\n".join([*lines, *self.findings])
 
 
-def effective_parameters(posterior: Any) -> EffectiveParameters:
-    """γ of a posterior in weight space: P less the sum of prior precision times posterior variance.
+@runtime_checkable
+class HasGammas(Protocol):
+    """A posterior that knows how far the data determine each weight."""
 
-    Cost: the posterior variance of every weight. Exact for the structure that the method has. A posterior made of
-    samples has an estimate of its own, since with P far above γ that difference would be all noise.
+    @property
+    def problem(self) -> Problem: ...
+
+    def gammas(self) -> Tensor:
+        """Return γ of every weight, (P,)."""
+        ...
+
+
+def effective_parameters(posterior: HasGammas) -> EffectiveParameters:
+    """Return γ of a posterior in weight space, in total and by layer.
+
+    Cost: the posterior variance of every weight. Exact for the structure that the method has; an estimate for samples.
     """
     problem = posterior.problem
     selection, prior = problem.network.selection, problem.prior
     with torch.no_grad():
-        if hasattr(posterior, "gammas"):
-            each = posterior.gammas().to(prior.values)
-        elif hasattr(posterior.precision, "decided"):  # weights that the posterior holds fast are not decided by data
-            each = posterior.precision.decided(prior.vector.detach()).detach().to(prior.values)
-        else:
-            each = 1 - prior.vector.detach() * posterior.precision.variances().detach().to(prior.values)
+        each = posterior.gammas().to(prior.values)
     names = selection.layer_of()
     order = {name: i for i, name in enumerate(dict.fromkeys(names))}
     numbers = torch.tensor([order[name] for name in names]).repeat_interleave(torch.tensor(selection.sizes))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.state import State, saved
 from lapwing.losses import Statistics
 from lapwing.problem import Problem
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class PointPosterior:
     """All mass at w̃: the plain network with its likelihood, the baseline for everything else."""
@@ -37,3 +39,11 @@ class PointPosterior:
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         network = self.problem.network
         return network(x).to(network.dtype).expand(n, *([-1] * (len(network.output_shape) + 1))).clone()
+
+    def state(self) -> State:
+        return State("PointPosterior", {"statistics": asdict(self.statistics)}, {"theta": self.theta})
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> PointPosterior:
+        statistics = Statistics.from_settings(state.settings["statistics"])
+        return cls(problem, statistics, state.tensors["theta"].to(problem.network.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from lapwing.core.data import Data, Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.gaussian import Prior
@@ -45,6 +45,15 @@ class Precision(Protocol):
 
     def variances(self) -> Tensor:
         """The diagonal of Λ⁻¹, (P,)."""
+        ...
+
+
+@runtime_checkable
+class HoldsDirections(Protocol):
+    """A precision that gives some directions no variance at all, so that γ does not follow from variances alone."""
+
+    def decided(self, precision: Tensor) -> Tensor:
+        """Return γ of every weight, (P,), under prior precisions (P,)."""
         ...
 
 
@@ -83,6 +92,7 @@ class Posterior(Protocol):
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian: ...
 
 
+@runtime_checkable
 class Method(Protocol):
     """A way to compute the belief; a frozen dataclass of settings."""
 
@@ -111,10 +121,45 @@ class Tunable(Protocol):
 
 
 @runtime_checkable
-class NeedsData(Protocol):
-    """A tuner that passes over the training data; ``fit`` gives them where they were not given before."""
+class SamplesGamma(Protocol):
+    """A posterior whose evidence and γ are estimates from samples."""
 
-    def with_data(self, data: Data) -> Any: ...
+    def gamma_samples(self) -> Tensor:
+        """Return γ of every weight from each sample, (K, P)."""
+        ...
+
+    def warm_started(self, problem: Problem) -> Posterior:
+        """Return the posterior of another problem, whose solves start from the present samples."""
+        ...
+
+
+@runtime_checkable
+class HasUnseenGamma(Protocol):
+    """A posterior whose evidence may be a bound, with a term for the curvature that its structure leaves out."""
+
+    def unseen_gamma(self) -> Tensor | None:
+        """Return what that term adds to γ of each weight, (P,), or None if the evidence has no such term."""
+        ...
+
+
+@runtime_checkable
+class BoundsLogdet(Protocol):
+    """A curvature whose log-determinant is a bound, with a term for the curvature that it leaves out."""
+
+    def unseen(self, phi: Tensor, prior: Prior) -> Tensor:
+        """Return that term for each weight, (P,)."""
+        ...
+
+
+@runtime_checkable
+class Preconditions(Protocol):
+    """A curvature whose precision couples all weights and so is a good preconditioner for the exact one.
+
+    Blocks would spread the eigenvalues, and a subspace would keep all weights outside it fixed.
+    """
+
+    @property
+    def preconditions(self) -> bool: ...
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
+from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
@@ -24,13 +25,14 @@ from lapwing.posteriors.protocols import Solver
 from lapwing.problem import Problem
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class SampledPosterior:
-    """theta = w̃ + z_j, with z_1 .. z_K drawn from N(0, Λ⁻¹) of the full GGN by solving one linear system for each.
+    """K samples theta = w̃ + z_j with z_j ~ N(0, Λ⁻¹) of the full GGN, each the solution of one linear system.
 
-    The noise of the samples is fixed: another prior or noise gives the same samples moved, so that what is learned from
-    them changes smoothly. Mean, variance, covariance and function samples come from the same K vectors; predictions
-    cost one product with the Jacobian for all of them. ``solution`` says how far the systems were solved.
+    The noise of the samples is fixed, so they change smoothly with the prior and the noise variance, and so does what
+    is learned from them. Mean, variance, covariance and function samples come from the same K vectors; predictions
+    cost one product with the Jacobian for all of them. ``solution`` holds the residuals of the systems.
     """
 
     problem: Problem
@@ -38,13 +40,13 @@ class SampledPosterior:
     statistics: Statistics
     theta: Tensor  # w̃, (P,)
     trace: Trace | None = None
-    start: Tensor | None = None  # samples that are near those looked for, (K, P)
+    start: Tensor | None = None  # initial values for the solver, (K, P)
 
     @cached_property
     @outside_autocast
     @outside_inference
     def solution(self) -> Solution:
-        """The samples (K, P) around nought, with the relative residual of each."""
+        """The samples (K, P) around zero, with the relative residual of each."""
         with torch.no_grad():
             return self.solver.solved(self.problem, self.start)
 
@@ -61,6 +63,10 @@ class SampledPosterior:
                 )
             problem = problem.with_prior(prior.scaled(mine.scale))
         return replace(self, problem=problem)
+
+    def warm_started(self, problem: Problem) -> SampledPosterior:
+        """Return the posterior of another problem, whose solves start from the present samples."""
+        return replace(self.with_problem(problem), start=self.solution.x)
 
     def with_trace(self, trace: Trace) -> SampledPosterior:
         return replace(self, trace=trace)
@@ -82,13 +88,13 @@ class SampledPosterior:
         return belief
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
-        """Of each datum, (B, S, C, C): the mean of J z zᵀ Jᵀ over the samples."""
+        """Return the covariance of each datum, (B, S, C, C): the mean of J z zᵀ Jᵀ over the samples."""
         moved = jacobian.jvp(self.samples)
         moved = moved.reshape(*moved.shape[:2], jacobian.tokens, -1)
         return torch.einsum("nbsc,nbsd->bscd", moved, moved) / len(moved)
 
     def _moved(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """f and J z for every sample: (B, [T,] C) and (K, B, [T,] C)."""
+        """Return f (B, [T,] C) and J z for every sample, (K, B, [T,] C)."""
         network = self.problem.network
         outputs, moved = [], []
         for _, tangent in network.tangents(x):
@@ -98,29 +104,29 @@ class SampledPosterior:
         return torch.cat(outputs), torch.cat(moved, 1)
 
     def _along(self, tangent: Tangent, f: Tensor) -> Tensor:
-        """J z: forward mode costs two passes for each sample; the layer factors one for each output and sample."""
+        """Return J z by the cheaper way: forward mode takes two passes per sample, layer factors one per output."""
         if len(self.samples) <= f[0].numel() + 1:
             return self.problem.network.jvp(tangent.inputs, self.samples).to(f.dtype)
         return tangent.jacobians().jvp(self.samples).reshape(len(self.samples), *f.shape)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """The first n of the K stored samples, around w̃; the generator has no say."""
+        """Return the first n of the K stored samples, around w̃; the generator is not used."""
         self._refuse_more(n)
         return self.theta + self.samples[:n]
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, B, [T,] C), of the first n stored samples: the same functions at whatever inputs."""
+        """Return the functions of the first n stored samples, (n, B, [T,] C): the same ones at all inputs."""
         self._refuse_more(n)
         f, moved = self._moved(x)
         return f + moved[:n]
 
     @outside_inference
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
-        """Of a scalar function of the weights by name, or of the outputs at x: the mean of (∇g·z)² over the samples."""
+        """Return the variance of a scalar function of the weights, or of the outputs at x: the mean of (∇g·z)²."""
         return (self.samples @ weight_slope(self.problem.network, function, x)).square().mean()
 
     def _refuse_more(self, n: int) -> None:
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         if n > len(self.samples):
             raise UnsupportedError(
                 f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples=...)."
@@ -128,24 +134,29 @@ class SampledPosterior:
 
     @outside_inference
     def gammas(self) -> Tensor:
-        """γ of every weight, (P,): the mean over the samples of z (G z) / φ."""
+        """Return γ of every weight, (P,): the mean over the samples of z (G z) / φ."""
+        return self.gamma_samples().mean(0)
+
+    @outside_inference
+    def gamma_samples(self) -> Tensor:
+        """Return γ of every weight from each sample, z (G z) / φ, (K, P)."""
         with torch.no_grad():
-            return self.solver.gamma(self.problem, self.samples).mean(0)
+            return self.solver.gamma(self.problem, self.samples)
 
     @property
     def loss(self) -> float:
-        """At w̃, summed over the data, at unit dispersion."""
+        """The loss at w̃, summed over the data, at unit dispersion."""
         return self.statistics.loss
 
     def log_likelihood(self) -> Tensor:
-        """log p(D | w̃)."""
+        """Return log p(D | w̃)."""
         phi, likelihood = self.problem.likelihood.dispersion.to(self.theta.device), self.problem.likelihood
         normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
         return -self.loss / phi - self.statistics.data * normaliser
 
     @outside_inference
     def log_evidence(self) -> Tensor:
-        """As for the full posterior, with the log-determinant estimated; ``evidence_error`` is its standard error."""
+        """Return the evidence of the full posterior, with an estimated log-determinant and error ``evidence_error``."""
         return self.log_likelihood() - 0.5 * (
             self.problem.prior.penalty(self.theta.double()) + self.solver.logdet(self.problem).value
         )
@@ -158,12 +169,34 @@ class SampledPosterior:
 
     @property
     def centre(self) -> Tensor:
+        """The weights at which the evidence is evaluated: w̃, (P,) in float64."""
         return self.theta.double()
+
+    def state(self) -> State:
+        solution, logdet = self.solution, self.solver.logdet(self.problem)
+        settings = {
+            "statistics": asdict(self.statistics), "iterations": solution.iterations, "tolerance": solution.tolerance,
+            "logdet_error": logdet.error,
+        }  # fmt: skip
+        tensors = {
+            "theta": self.theta, "samples": solution.x, "residuals": solution.residuals,
+            "logdet": logdet.value.detach(),
+        }  # fmt: skip
+        return State("SampledPosterior", settings, tensors)
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> SampledPosterior:
+        settings, tensors = state.settings, state.tensors
+        solution = Solution(tensors["samples"], tensors["residuals"], settings["iterations"], settings["tolerance"])
+        logdet = Logdet(tensors["logdet"], settings["logdet_error"])
+        stored = StoredSamples(problem.prior.vector, problem.likelihood.dispersion, solution, logdet)
+        theta = tensors["theta"].to(problem.network.dtype)
+        return cls(problem, stored, Statistics.from_settings(settings["statistics"]), theta)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredSamples:
-    """Samples from a file: without the data they answer only for the prior and noise they were solved for."""
+    """Samples from a file. Without data they are valid only for the prior and noise they were solved for."""
 
     precision: Tensor  # of every weight, (P,)
     dispersion: Tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,13 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
+from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.protocols import Curvature, Precision
+from lapwing.posteriors.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision
 from lapwing.problem import Problem
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
@@ -24,18 +26,19 @@ WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked
 
 @dataclass(frozen=True, eq=False)
 class Mode:
-    """Where the evidence is evaluated, if not at w̃: the optimum of the tangent model's own regularised loss."""
+    """The optimum of the tangent model's own regularised loss, where the evidence is evaluated instead of at w̃."""
 
     theta: Tensor  # θ*, (P,), float64
     loss: float  # there, at unit dispersion
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class WeightPosterior:
     """theta ~ N(w̃, Λ⁻¹) with Λ = H/φ + A.
 
     ``curvature`` holds H at unit dispersion; prior and dispersion come from the problem, so that changing them
-    costs a factorisation and no data. Where the network is shifted, ``theta`` is the point it is shifted to.
+    costs a factorisation and no data. If the network is shifted, ``theta`` is the point it is shifted to.
     """
 
     problem: Problem
@@ -49,17 +52,21 @@ class WeightPosterior:
     def fitted(
         cls, problem: Problem, curvature: Curvature | PerOutputCurvature, statistics: Statistics
     ) -> WeightPosterior:
-        """After the pass over the data: the noise, where it is to be found, is the mean squared residual at w̃."""
+        """Return the posterior after the pass over the data, with noise and prior that depend on it filled in.
+
+        A noise that is left open is the mean squared residual at w̃; a g-prior takes its scale from the curvature.
+        """
         network = problem.network
         problem = problem.with_residual_noise(statistics)
-        found = cls(problem, curvature, statistics, network.theta())
+        posterior = cls(problem, curvature, statistics, network.theta())
         if problem.prior.needs_curvature:
-            return replace(found, problem=problem.with_prior(problem.prior.scaled(found.current.diagonal())))
-        return found
+            scaled = problem.prior.scaled(posterior.current.diagonal())
+            return replace(posterior, problem=problem.with_prior(scaled))
+        return posterior
 
     @cached_property
     def current(self) -> Curvature:
-        """The curvature under the present noise ratios; the same as ``curvature`` where there is one for all."""
+        """The curvature under the present noise ratios; the same as ``curvature`` if all outputs share one noise."""
         if not isinstance(self.curvature, PerOutputCurvature):
             return self.curvature
         assert self._ratios is not None
@@ -78,7 +85,7 @@ class WeightPosterior:
         return self.problem.likelihood.dispersion.to(self.theta.device)
 
     def with_problem(self, problem: Problem) -> WeightPosterior:
-        """The same curvature under another prior or noise. A mode belongs to the prior it was found for and stays."""
+        """Return the same curvature under another prior or noise. The mode stays as it is."""
         return replace(self, problem=problem)
 
     def with_trace(self, trace: Trace) -> WeightPosterior:
@@ -86,9 +93,9 @@ class WeightPosterior:
 
     @property
     def noise(self) -> Tensor | None:
-        """The noise variances that may change without the data: (), (C,), or None where there are none to learn.
+        """The noise variances that may change without the data: (), (C,), or None if there are none to learn.
 
-        At a mode only their common scale: its loss is known for the present ratios alone.
+        At a mode only their common scale may change: its loss is known for the present ratios alone.
         """
         likelihood = self.problem.likelihood
         if not likelihood.learns_dispersion:
@@ -99,7 +106,7 @@ class WeightPosterior:
         return likelihood.dispersion
 
     def with_noise(self, noise: Tensor) -> WeightPosterior:
-        """The same under other noise variances, of the shape of ``noise``."""
+        """Return the posterior under other noise variances, of the shape of ``noise``."""
         likelihood = self.problem.likelihood
         if noise.ndim == 0:
             return replace(self, problem=self.problem.with_likelihood(likelihood.with_dispersion(noise)))
@@ -121,40 +128,46 @@ class WeightPosterior:
         )
 
     def _quadratic(self, x: Inputs, full: bool) -> tuple[Tensor, Tensor]:
-        network, precision = self.problem.network, self.settled
+        network, precision = self.problem.network, self.fixed_precision
         means, covs = [], []
         for _, tangent in network.tangents(x):
             f = tangent.f.to(network.dtype)
-            found = precision.quadratic(tangent.jacobians(), full)
+            cov = precision.quadratic(tangent.jacobians(), full)
             means.append(f)
-            covs.append(found if f.ndim == 3 else found.squeeze(1))
+            covs.append(cov if f.ndim == 3 else cov.squeeze(1))
         return _joined(means), _joined(covs)
 
     def _joint(self, x: Inputs) -> FunctionGaussian:
         network = self.problem.network
         tangent = network.linearise(x)
         f = tangent.f.to(network.dtype)
-        cov = self.settled.cross(tangent.jacobians())
+        cov = self.fixed_precision.cross(tangent.jacobians())
         return FunctionGaussian.across(f, cov)
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
-        """J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
-        return self.settled.quadratic(jacobian, True)
+        """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
+        return self.fixed_precision.quadratic(jacobian, True)
 
     @cached_property
-    def settled(self) -> Precision:
-        """The precision for predictions: no gradient flows from them to the hyperparameters."""
+    def fixed_precision(self) -> Precision:
+        """The precision for predictions, through which no gradient flows to the hyperparameters."""
         with torch.no_grad():
             return self.current.precision(self._phi.detach(), _detached(self.problem).prior)
 
+    def unseen_gamma(self) -> Tensor | None:
+        """Return what a bound on the evidence adds to γ of each weight, (P,), or None if the evidence is no bound."""
+        if not isinstance(self.curvature, BoundsLogdet):
+            return None
+        return self.curvature.unseen(self._phi, self.problem.prior)
+
     @property
     def centre(self) -> Tensor:
-        """Where the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
+        """The weights at which the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
         return self.theta.double() if self.mode is None else self.mode.theta
 
     @property
     def loss(self) -> Tensor | float:
-        """Summed over the data at unit dispersion, at the centre."""
+        """The loss at the centre, summed over the data, at unit dispersion."""
         if self.mode is not None:
             return self.mode.loss
         if self.statistics.losses and self._ratios is not None:
@@ -163,13 +176,13 @@ class WeightPosterior:
         return self.statistics.loss
 
     def log_likelihood(self) -> Tensor:
-        """log p(D | theta) at the centre."""
+        """Return log p(D | theta) at the centre."""
         phi, likelihood = self._phi, self.problem.likelihood
         normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
         return -self.loss / phi - self.statistics.data * normaliser
 
     def log_occam(self) -> Tensor:
-        r"""What the evidence takes off the fit for flexibility, never positive for a GGN.
+        r"""Return the Occam factor: what flexibility costs in the evidence. Never positive for a GGN.
 
         $$ -\tfrac12 \|\tilde w - \mu\|_A^2 - \tfrac12 \log\det (A^{-1} \Lambda) $$
         """
@@ -178,35 +191,61 @@ class WeightPosterior:
         return 0.5 * (prior.logdet().double() - prior.penalty(self.centre).double() - logdet)
 
     def log_evidence(self) -> Tensor:
-        r"""The Laplace evidence with every constant, differentiable in the prior and the dispersion.
+        r"""Return the Laplace evidence with every constant, differentiable in the prior and the dispersion.
 
         $$ \log p(D \mid \tilde w) + \tfrac12 \log\det A - \tfrac12 \|\tilde w - \mu\|_A^2 - \tfrac12 \log\det\Lambda $$
         """
         return self.log_likelihood() + self.log_occam()
 
+    def gammas(self) -> Tensor:
+        """Return γ of every weight, (P,): one less prior precision times posterior variance.
+
+        A posterior that holds some directions fixed counts those as not determined by the data.
+        """
+        vector = self.problem.prior.vector.detach()
+        if isinstance(self.precision, HoldsDirections):
+            return self.precision.decided(vector).detach()
+        return 1 - vector * self.precision.variances().detach().to(vector)
+
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, P) around w̃."""
+        """Return n draws of the weights, (n, P)."""
         return self.theta + self._deviations(n, generator)
 
     def _deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
         eps = normal((n, len(self.theta)), generator, self.theta)
         with torch.no_grad():
-            return self.settled.sample(eps).to(self.theta)
+            return self.fixed_precision.sample(eps).to(self.theta)
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
-        """Of a scalar function of the weights by name, or of the outputs at x, to first order: ∇gᵀ Λ⁻¹ ∇g."""
+        """Return the variance of a scalar function of the weights, or of the outputs at x: ∇gᵀ Λ⁻¹ ∇g."""
         slope = weight_slope(self.problem.network, function, x)
-        return (self.settled.solve(slope.unsqueeze(0))[0] * slope).sum()
+        return (self.fixed_precision.solve(slope.unsqueeze(0))[0] * slope).sum()
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, B, [T,] C) of the tangent model: one draw of the weights for all inputs."""
+        """Return n functions of the tangent model, (n, B, [T,] C): one draw of the weights for all inputs."""
         network = self.problem.network
         deviations = self._deviations(n, generator)
-        found = []
+        parts = []
         for _, tangent in network.tangents(x):
             f = tangent.f.to(network.dtype)
-            found.append(f + tangent.jacobians().jvp(deviations).reshape(n, *f.shape))
-        return torch.cat(found, 1)
+            parts.append(f + tangent.jacobians().jvp(deviations).reshape(n, *f.shape))
+        return torch.cat(parts, 1)
+
+    def state(self) -> State:
+        curvature: Any = self.curvature
+        tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
+        settings = {"statistics": asdict(self.statistics), "mode_loss": None if self.mode is None else self.mode.loss}
+        return State("WeightPosterior", settings, tensors, {"curvature": curvature.state()})
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> WeightPosterior:
+        part = state.parts["curvature"]
+        curvature = class_named(part.name).from_state(part, problem.network)
+        statistics = Statistics.from_settings(state.settings["statistics"])
+        theta, mode = state.tensors["theta"].to(problem.network.dtype), None
+        if state.settings["mode_loss"] is not None:
+            mode = Mode(state.tensors["mode"], float(state.settings["mode_loss"]))
+        return cls(problem, curvature, statistics, theta, mode)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

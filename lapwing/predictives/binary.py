@@ -14,7 +14,7 @@ from torch.distributions import Distribution, Independent
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.predictives.quadrature import normal_nodes
 
 BINARY_LINKS = ("probit", "quadrature")
@@ -57,7 +57,7 @@ class BinaryPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C) zeros and ones."""
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         draws = uniform((n, *self.probs.shape), generator, self.probs)
         return (draws < self.probs).to(self.probs)
 

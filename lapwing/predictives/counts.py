@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
 from lapwing.predictives.quadrature import normal_nodes
 
@@ -102,7 +102,7 @@ class CountPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C)"""
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
 
     def _log_probs(self) -> tuple[Tensor, Tensor]:

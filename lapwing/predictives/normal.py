@@ -11,7 +11,7 @@ from torch.distributions import Distribution, Independent, MultivariateNormal, N
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class NormalPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, C): f from its belief, then noise."""
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         eps = normal((n, *self.mean.shape), generator, self.mean)
         return self.belief.sample(n, generator) + eps * self.noise.sqrt()
 

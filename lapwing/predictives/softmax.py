@@ -12,7 +12,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import DataError
 
 LINKS = ("probit", "bridge", "mc")
@@ -69,7 +69,7 @@ class SoftmaxPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, B) class numbers."""
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         return classes(self.probs.expand(n, *self.probs.shape), generator)
 
     @cached_property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data, tensors_in
-from lapwing.core.random import normal, seeded
+from lapwing.core.random import generator_or_default, normal
 from lapwing.curvature.structures import floored_by_layer
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import DataError
@@ -159,7 +159,9 @@ def refuse_unsteady(design: NetworkDesign, generator: torch.Generator | None = N
     """Raise unless the products are those of one symmetric matrix. Two passes, over one batch where data are kept."""
     refuse_redrawn(design)
     tried, device = design.tried(), design.network.device
-    refuse_asymmetric(lambda v: gram_product(tried, v), tried.size, generator=seeded(generator), device=device)
+    refuse_asymmetric(
+        lambda v: gram_product(tried, v), tried.size, generator=generator_or_default(generator), device=device
+    )
 
 
 def refuse_reordered(design: NetworkDesign) -> None:
@@ -172,7 +174,7 @@ def refuse_reordered(design: NetworkDesign) -> None:
         return
     design = design.tried()
     like = torch.empty(0, dtype=torch.float64, device=design.like.device)
-    v = normal((1, design.size), seeded(None), like)
+    v = normal((1, design.size), generator_or_default(None), like)
     first, second = forward_product(design, v), forward_product(design, v)
     gap, scale = float((first - second).norm()), float(first.norm())
     if gap > 1e-4 * scale:

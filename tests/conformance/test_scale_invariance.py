@@ -164,7 +164,10 @@ def test_one_precision_for_each_group(kind: str, method: str, layers: dict[int, 
     assert float(after.likelihood.dispersion) == pytest.approx(float(before.likelihood.dispersion), rel=1e-6)
     assert after.prior.groups == ("0", "rest", "3")
     scale = torch.tensor([layers.get(0, 1.0) ** -2, 1.0, layers.get(3, 1.0) ** -2], dtype=D)
-    assert (after.prior.values / (scale * before.prior.values) - 1).abs().max() <= 1e-4
+    expected = scale * before.prior.values
+    switched_off = expected > 1e4 * scale  # such a group has no weight left, and the evidence is flat in its precision
+    assert (after.prior.values / expected - 1)[~switched_off].abs().max() <= 1e-4
+    assert bool((after.prior.values > 1e4 * scale)[switched_off].all())
 
 
 @pytest.mark.parametrize(

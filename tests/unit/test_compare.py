@@ -284,7 +284,7 @@ def test_different_likelihoods_are_refused() -> None:
 
 
 def test_without_an_evidence_it_is_refused() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="PointPosterior has no evidence"):
+    with pytest.raises(lw.errors.UnsupportedError, match="MapOnly has no evidence"):
         lw.compare({"plain": classifier(lw.baselines.MapOnly()), "kron": classifier()})
 
 

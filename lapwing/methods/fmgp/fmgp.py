@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
-from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.random import independent_generator
+from lapwing.core.settings import require_integer, require_positive
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy, refuse_ignored
 from lapwing.likelihoods.protocol import Logits
@@ -69,8 +69,8 @@ class FMGP:
 
     def __post_init__(self) -> None:
         for name in ("num_inducing", "steps", "batch_size", "patience"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_positive("learning_rate", self.learning_rate)
+            require_integer(name, getattr(self, name))
+        require_positive("learning_rate", self.learning_rate)
         if self.kernel is not None and self.kernel not in KERNELS:
             raise UnsupportedError(f"kernel is {self.kernel!r}; expected one of {', '.join(KERNELS)}.")
 
@@ -80,7 +80,7 @@ class FMGP:
         network = problem.network
         if len(network.output_shape) > 1:
             raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C); use Kron().")
-        generator = apart(generator)
+        generator = independent_generator(generator)
         one_number = network.output_shape[-1] == 1 and not isinstance(problem.likelihood, Logits)
         kind = self.kernel or ("rbf" if one_number else "features")
         base = KERNELS[kind]

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.early_stopping import BestState
+from lapwing.core.early_stopping import EarlyStopping
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.progress import Steps
+from lapwing.core.progress import ProgressBar
 from lapwing.core.random import uniform
 from lapwing.core.trace import Step
 from lapwing.errors import NumericalError
@@ -57,8 +57,8 @@ class Learning:
         if self.held_out is not None:
             every = max(1, self.schedule.steps // 20)
             look = lambda: (self.held_out_score(), self.state.copied())
-            stopping = BestState(look, every, self.schedule.patience)
-        bar, steps = Steps(self.schedule.steps, "fixed-mean process", progress), []
+            stopping = EarlyStopping(look, every, self.schedule.patience)
+        bar, steps = ProgressBar(range(self.schedule.steps), "fixed-mean process", progress), []
         with torch.inference_mode(False), torch.enable_grad():
             for step in bar:
                 value = self.step(optimiser, 1.0 if step == 0 else max(0.05, 1 / (step + 1)))
@@ -69,9 +69,9 @@ class Learning:
                 noise = () if self.state.log_noise is None else (float(self.state.log_noise.detach().exp()),)
                 steps.append(Step(-value, (), noise))
                 bar.show(objective=value, KL=float(self.state.inducing.divergence()))
-                if stopping is not None and stopping.ended(step):
+                if stopping is not None and stopping.should_stop(step):
                     break
-        return self.state.copied() if stopping is None else stopping.best, tuple(steps)
+        return self.state.copied() if stopping is None else stopping.best_state, tuple(steps)
 
     def _optimiser(self) -> torch.optim.Optimizer:
         """Return Adam with steps in the units of what they change."""

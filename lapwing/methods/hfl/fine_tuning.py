@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.pool import shuffled
-from lapwing.core.progress import Steps
+from lapwing.core.progress import ProgressBar
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.pushes import Push, Pushes, Read, Value, central_difference
 from lapwing.methods.hfl.response import Response
@@ -86,7 +86,7 @@ class FineTuner:
         first, second = torch.zeros_like(d), torch.zeros_like(d)
         same_batches = torch.Generator().manual_seed(self.generator.initial_seed())
         batches = shuffled(self.data, self.adam.batch_size, same_batches)
-        for step in Steps(steps, "fine-tuning", self.data.progress):
+        for step in ProgressBar(range(steps), "fine-tuning", self.data.progress):
             batch = next(batches)
             f = objective.outputs(d[-1:], batch.inputs)[0]
             targets = objective.cast(objective.likelihood.targets(f, batch.targets))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import seeded
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.random import generator_or_default
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood, Logits
 from lapwing.losses import Statistics, summed_loss
@@ -107,10 +107,10 @@ class HFL:
         if self.solver is not None and self.solver not in SOLVERS:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
         for name in ("pushes", "steps", "batch_size"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_positive("learning_rate", self.learning_rate)
+            require_integer(name, getattr(self, name))
+        require_positive("learning_rate", self.learning_rate)
         if self.lam is not None:
-            refuse_other_than_positive("lam", self.lam)
+            require_positive("lam", self.lam)
         if not is_real(self.drift) or not self.drift >= 0:
             raise UnsupportedError(f"drift is {self.drift!r:.80}; expected at least zero; math.inf allows any.")
         if self.dtype is not None and self.dtype not in TOLERANCE:
@@ -139,7 +139,7 @@ class HFL:
             raise UnsupportedError("HFL() forms no curvature, and g_prior() needs one; use Kron() or Full().")
         if self.mode == "linearised":
             return self._linearised(problem, data)
-        generator = seeded(generator)
+        generator = generator_or_default(generator)
         network = problem.network
         statistics = summed_loss(network, problem.likelihood, data)
         problem = problem.with_residual_noise(statistics).with_known_prior()

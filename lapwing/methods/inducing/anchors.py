@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -117,6 +118,7 @@ class AnchoredCurvature:
     anchors: Anchors
     mix: Tensor  # (M, r)
     own: Tensor | None = None
+    preconditions: ClassVar[bool] = True
 
     @property
     def layout(self) -> tuple[Block, ...]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
-from lapwing.core.random import apart
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.random import independent_generator
+from lapwing.core.settings import require_integer
 from lapwing.curvature.low_rank import BoundedCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
@@ -45,7 +45,7 @@ class ELLA:
 
     def __post_init__(self) -> None:
         for name in ("num_landmarks", "rank"):
-            refuse_other_than_whole(name, getattr(self, name))
+            require_integer(name, getattr(self, name))
         if not isinstance(self.residual, bool):
             raise UnsupportedError(f"residual is {self.residual!r:.80}; expected True or False.")
 
@@ -55,7 +55,7 @@ class ELLA:
             raise UnsupportedError(
                 "ELLA() finds its directions under the prior; g_prior() needs them first. Use Kron()."
             )
-        generator = apart(generator)
+        generator = independent_generator(generator)
         anchors = landmarks(network, Pool.drawn(data, self.num_landmarks, generator), self.num_landmarks, generator)
         rows = leading_rows(anchors, prior, self.rank)
         directions = rows / prior.vector.detach().to(rows)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data
-from lapwing.core.early_stopping import BestState
+from lapwing.core.early_stopping import EarlyStopping
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import Pool, shuffled
-from lapwing.core.progress import Steps
-from lapwing.core.random import apart
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.progress import ProgressBar
+from lapwing.core.random import independent_generator
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.core.trace import Step, Trace
 from lapwing.curvature.blockwise import prior_precision
 from lapwing.curvature.sweep import SquaredSum, Sweep
@@ -33,6 +33,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.kernel import prior_kernel
+from lapwing.priors.start import single_starting_precision
 from lapwing.problem import Problem
 
 OPTIMISERS = ("lbfgs", "adam", "none")
@@ -76,10 +77,10 @@ class VaLLA:
 
     def __post_init__(self) -> None:
         for name in ("num_inducing", "batch_size", "patience", "candidates"):
-            refuse_other_than_whole(name, getattr(self, name))
+            require_integer(name, getattr(self, name))
         if self.steps is not None:
-            refuse_other_than_whole("steps", self.steps)
-        refuse_other_than_positive("learning_rate", self.learning_rate)
+            require_integer("steps", self.steps)
+        require_positive("learning_rate", self.learning_rate)
         if not is_real(self.alpha) or not 0 <= self.alpha <= 1:
             raise UnsupportedError(f"alpha is {self.alpha!r:.80}; expected a number between 0 and 1.")
         if self.start is not None and self.start not in STARTS:
@@ -98,7 +99,7 @@ class VaLLA:
             raise UnsupportedError("VaLLA() has no curvature before its points; g_prior() needs one. Use Kron().")
         if self.alpha > 0 and len(network.output_shape) > 1:
             raise UnsupportedError("alpha other than 0 takes outputs (B, C), not tokens (B, T, C); use alpha=0.")
-        generator = apart(generator)
+        generator = independent_generator(generator)
         statistics = summed_loss(network, problem.likelihood, data)
         problem = problem.with_residual_noise(statistics)
         if problem.learn_prior:
@@ -131,9 +132,7 @@ class VaLLA:
 
 def started(problem: Problem, statistics: Statistics) -> Any:
     """A precision to begin with: half of what the data could decide over the squared weights."""
-    theta = problem.network.theta().double()
-    share = 0.5 * min(1.0, statistics.data * statistics.outputs / theta.numel())
-    guess = (share * theta.numel() / theta.square().sum().clamp_min(1e-12)).clamp(1e-6, 1e8)
+    guess = single_starting_precision(problem.network.theta(), statistics.data * statistics.outputs)
     return problem.prior.with_precision(guess.expand(problem.prior.values.shape).clone())
 
 
@@ -190,7 +189,7 @@ class Learner:
         moves, there = self.still(), lambda moves: (start + unit * moves).to(start)
         scale = torch.zeros((), dtype=torch.float64, device=start.device, requires_grad=learn)
         steps, total = [], self.method.steps or STEPS["lbfgs"]
-        bar, shown = Steps(total, "inducing points", data.progress), {"KL": 0.0}
+        bar, shown = ProgressBar(range(total), "inducing points", data.progress), {"KL": 0.0}
 
         def objective() -> Tensor:
             jacobian = self.anchors.differentiable(there(moves))
@@ -354,7 +353,7 @@ class Stochastic:
         optimiser = torch.optim.Adam(groups) if groups else None
         total = method.steps or STEPS["adam" if groups else "none"]
         watch = self._watch(total)
-        bar, steps = Steps(total, "inducing points", self.data.progress), []
+        bar, steps = ProgressBar(range(total), "inducing points", self.data.progress), []
         batches = shuffled(self.data, method.batch_size, self.generator)
         with torch.inference_mode(False):
             for step in bar:
@@ -367,9 +366,11 @@ class Stochastic:
                     )
                 steps.append(learner._step(-value, self.log_scale.detach(), self.log_noise))
                 bar.show(objective=value, KL=divergence)
-                if self.inducing is known or (watch is not None and watch.ended(step)):  # no step was better, or late
+                if self.inducing is known or (
+                    watch is not None and watch.should_stop(step)
+                ):  # no step was better, or late
                     break
-        state, findings = (self.state(), self._unsettled(steps)) if watch is None else self._rescaled(watch.best)
+        state, findings = (self.state(), self._unsettled(steps)) if watch is None else self._rescaled(watch.best_state)
         return replace(learner, anchors=learner.anchors.at(state.z), log_scale=state.log_scale,
                        log_noise=state.log_noise, inducing=state.inducing if method.alpha > 0 else None,
                        steps=tuple(steps), findings=(*learner.findings, *findings))  # fmt: skip
@@ -403,11 +404,11 @@ class Stochastic:
         """The least length of a step: a part of the data is noisy, the more so where some are far from the network."""
         return max(0.02, 0.1 * len(batch.targets) / self.learner.samples)
 
-    def _watch(self, total: int) -> BestState[Snapshot] | None:
+    def _watch(self, total: int) -> EarlyStopping[Snapshot] | None:
         method = self.learner.method
         if method.validation is None:
             return None
-        return BestState(lambda: self._looked(self.state(), COARSE)[:2], max(1, total // 20), method.patience)
+        return EarlyStopping(lambda: self._looked(self.state(), COARSE)[:2], max(1, total // 20), method.patience)
 
     def _looked(self, state: Snapshot, factors: tuple[float, ...]) -> tuple[float, Snapshot, float]:
         """The best log-likelihood of the validation data, the state that has it, and its factor on the prior variance.

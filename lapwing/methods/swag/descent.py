@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.pool import shuffled
-from lapwing.core.progress import Steps
-from lapwing.core.random import derived
+from lapwing.core.progress import ProgressBar
+from lapwing.core.random import derived_generator
 from lapwing.errors import UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.problem import Problem
@@ -86,12 +86,12 @@ class Descent:
         schedule, network = self.schedule, self.problem.network
         allowed = self.start + most * max(abs(self.loss), float(self.problem.likelihood.dispersion))
         between = schedule.steps_between or schedule.epochs_between * self.epoch
-        order = derived(torch.Generator().manual_seed(schedule.seed), torch.empty(0))
+        order = derived_generator(torch.Generator().manual_seed(schedule.seed), torch.empty(0))
         batches = shuffled(self.data, schedule.batch_size, order, fresh=True)
         d, velocity = torch.zeros_like(self.gap), torch.zeros_like(self.gap)
         total, running = schedule.snapshots * between, RunningMoments(d, schedule.rank, network.dtype)
         recent = RecentLoss(self.epoch)
-        bar = Steps(total, "snapshots", self.progress)
+        bar = ProgressBar(range(total), "snapshots", self.progress)
         for step in bar:
             loss, count, slope = self._slope(next(batches), d)
             recent.add(loss + count * self._penalty(d), count)

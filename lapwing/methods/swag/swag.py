@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.losses import summed_loss
 from lapwing.methods.swag.descent import Descent, Moments, Schedule
@@ -72,14 +72,14 @@ class SWAG:
 
     def __post_init__(self) -> None:
         for name in ("snapshots", "rank", "samples"):
-            refuse_other_than_whole(name, getattr(self, name), least=2)  # one has no spread
+            require_integer(name, getattr(self, name), least=2)  # one has no spread
         for name in ("epochs_between", "batch_size"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_whole("seed", self.seed, least=0)
+            require_integer(name, getattr(self, name))
+        require_integer("seed", self.seed, least=0)
         if self.steps_between is not None:
-            refuse_other_than_whole("steps_between", self.steps_between)
+            require_integer("steps_between", self.steps_between)
         if self.learning_rate is not None:
-            refuse_other_than_positive("learning_rate", self.learning_rate)
+            require_positive("learning_rate", self.learning_rate)
         if self.rank > self.snapshots:
             raise UnsupportedError(
                 f"rank is {self.rank} and snapshots {self.snapshots}; expected no more deviations than snapshots."

@@ -308,7 +308,7 @@ def test_the_eigenvectors_are_orthonormal() -> None:
 
 @pytest.mark.parametrize("limit", ["a", 10.5, None, True])
 def test_a_limit_that_is_no_number(limit: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"limit is {limit!r}; expected a whole number"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"limit is {limit!r}; expected an integer"):
         lw.KernelSpace(limit=limit)
 
 

@@ -235,7 +235,7 @@ def test_as_a_table() -> None:
 
 
 def test_without_a_posterior_there_is_none() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="PointPosterior has no evidence"):
+    with pytest.raises(lw.errors.UnsupportedError, match="MapOnly has no evidence"):
         regression(lw.baselines.MapOnly(), 1.0).effective_parameters()
 
 

@@ -136,7 +136,7 @@ def test_full_evidence_of_a_classifier() -> None:
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
 def test_default_fit_ends_at_the_optimum(name: str, likelihood: str) -> None:
-    """No precision on a fine line through the optimum has more evidence, and the slope there is nought."""
+    """No precision on a fine line through the optimum has more evidence, and the slope there is zero."""
     if likelihood == "gaussian":
         fitted = regression(METHODS[name])
     else:
@@ -279,7 +279,7 @@ def test_what_is_not_finite_ends_it_with_the_trace_and_the_last_good_value() -> 
 
 
 def test_zero_weights_have_no_optimum_but_an_answer() -> None:
-    """All weights nought: the evidence rises with the precision for ever; the answer is finite and the bars narrow."""
+    """All weights zero: the evidence rises with the precision for ever; the answer is finite and the bars narrow."""
     model = nn.Linear(4, 3).double()
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
@@ -364,7 +364,7 @@ def test_targets_in_small_units_have_an_optimum_too(kind: str) -> None:
         net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
         net.load_state_dict({key: value * (units if key.startswith("2.") else 1) for key, value in start.items()})
         data = [(x, units * y)]
-        tuner = lw.tuners.SampleEM(data, mode="network") if kind == "SampleEM" else getattr(lw.tuners, kind)
+        tuner = lw.tuners.SampleEM(data, mode="network") if kind == "SampleEM" else getattr(lw.tuners, kind)()
         method = lw.Sampled(num_samples=32) if kind == "SampleEM" else lw.Kron()
         found.append(lw.fit(net, data, "regression", method=method, prior=1.0).tuned(tuner))
     small, large = found

@@ -244,9 +244,9 @@ def test_the_model_is_left_as_it_was(case: str) -> None:
     [
         ({"num_landmarks": 0}, "num_landmarks is 0; expected at least 1"),
         ({"num_landmarks": -3}, "num_landmarks is -3; expected at least 1"),
-        ({"num_landmarks": None}, "num_landmarks is None; expected a whole number"),
+        ({"num_landmarks": None}, "num_landmarks is None; expected an integer"),
         ({"rank": 0}, "rank is 0; expected at least 1"),
-        ({"rank": 2.5}, "rank is 2.5; expected a whole number"),
+        ({"rank": 2.5}, "rank is 2.5; expected an integer"),
         ({"residual": "no"}, "residual is 'no'; expected True or False"),
     ],
 )
