@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer
-from lapwing.core.trace import Step, Trace
+from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.linalg.block_cg import block_conjugate_gradients
 from lapwing.linalg.design import (

@@ -539,7 +539,7 @@ def test_questions_that_are_refused() -> None:
         with pytest.raises(lw.errors.UnsupportedError, match=message):
             posterior.log_evidence(probes, steps)
     for name in ("probes", "steps"):
-        with pytest.raises(lw.errors.UnsupportedError, match=rf"{name} is 2\.5; expected a whole number"):
+        with pytest.raises(lw.errors.UnsupportedError, match=rf"{name} is 2\.5; expected an integer"):
             posterior.log_evidence(**{name: 2.5})  # type: ignore[arg-type]
 
 

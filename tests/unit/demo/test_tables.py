@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.result import Result, Row
-from experiments.tables import table
+from lapwing.demo.result import Result, Row
+from lapwing.demo.tables import table
 
 
 def test_columns_line_up_and_notes_follow() -> None:

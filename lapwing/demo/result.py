@@ -1,4 +1,4 @@
-"""What an experiment leaves: scores, the numbers behind its pictures, and how they came about."""
+"""The result of an experiment: scores, the numbers behind its pictures, settings, seed and versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import lapwing
 
 
 def versions() -> dict[str, str]:
-    """Of everything that could change the numbers."""
+    """Return the versions of everything that could change the numbers."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "lapwing": lapwing.__version__}
 
 
@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished experiment. Holds plain numbers only, so that it goes to JSON and comes back equal."""
+    """The result of an experiment. It holds plain numbers only, so that it goes to JSON and comes back equal."""
 
     experiment: str
     settings: dict[str, Any]
@@ -41,24 +41,25 @@ class Result:
     versions: dict[str, str] = field(default_factory=versions)
 
     def to_json(self) -> str:
-        """A number that is not finite is refused: JSON has none."""
+        """Return the result as JSON. Raise ValueError if a number is not finite, since JSON has no such numbers."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
+        """Return the result that ``to_json`` wrote."""
         fields: dict[str, Any] = json.loads(text)
         rows = tuple(Row(**row) for row in fields.pop("rows"))
         return cls(rows=rows, notes=tuple(fields.pop("notes")), **fields)
 
 
 def plain(settings: Any) -> dict[str, Any]:
-    """A settings dataclass as JSON would give it back: tuples become lists, paths become text."""
-    found: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
-    return found
+    """Return a settings dataclass as JSON would give it back: tuples become lists, paths become text."""
+    fields: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
+    return fields
 
 
 def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of every score over repetitions.
+    """Return the mean of every score over repetitions.
 
     >>> mean_scores([{"RMSE": 1.0}, {"RMSE": 2.0}])
     {'RMSE': 1.5}
@@ -67,17 +68,17 @@ def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def spread_scores(scores: Sequence[Mapping[str, float]], names: Sequence[str] | None = None) -> dict[str, float]:
-    """The standard error of the mean over repetitions, as "NAME ±"; none for one repetition.
+    """Return the standard error of the mean over repetitions, as "NAME ±"; nothing for one repetition.
 
     >>> spread_scores([{"RMSE": 1.0}, {"RMSE": 3.0}])
     {'RMSE ±': 1.0}
     """
     if len(scores) < 2:
         return {}
-    found = {}
+    errors = {}
     for name in scores[0] if names is None else names:
-        mine = [s[name] for s in scores]
-        mean = sum(mine) / len(mine)
-        variance = sum((value - mean) ** 2 for value in mine) / (len(mine) - 1)
-        found[f"{name} ±"] = (variance / len(mine)) ** 0.5
-    return found
+        values = [s[name] for s in scores]
+        mean = sum(values) / len(values)
+        variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+        errors[f"{name} ±"] = (variance / len(values)) ** 0.5
+    return errors

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lapwing as lw
-from experiments import pushed_images
-from experiments.images import Task
-from experiments.result import Result
-from lapwing.cli import main
+from experiments import pushed
+from experiments.__main__ import main
+from experiments.image_task import Task
+from lapwing.demo.result import Result
 from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.pushed_weights import PushedWeights
 
@@ -39,13 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def settings(folder: Path) -> pushed_images.PushedImages:
-    return pushed_images.PushedImages(folder, data=30, held=30, test=40, channels=(2, 2), pushes=4, each=2)
+def settings(folder: Path) -> pushed.PushedImages:
+    return pushed.PushedImages(folder, data=30, held_out=30, test=40, channels=(2, 2), pushes=4, single=2)
 
 
 @cache
 def task(folder: Path) -> Task:
-    return pushed_images.made(settings(folder), 0)
+    return pushed.made(settings(folder), 0)
 
 
 def energy(folder: Path, flat: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ def test_the_network_is_at_its_minimum(folder: Path) -> None:
 
 def test_held_out_images_are_not_trained_on(folder: Path) -> None:
     found = task(folder)
-    assert (len(found.train[0]), len(found.held[0])) == (30, 30)
-    assert float(torch.cdist(found.held[0].flatten(1), found.train[0].flatten(1)).min()) > 1
+    assert (len(found.train[0]), len(found.held_out[0])) == (30, 30)
+    assert float(torch.cdist(found.held_out[0].flatten(1), found.train[0].flatten(1)).min()) > 1
 
 
 def test_every_method_has_its_scores(folder: Path) -> None:
     lines: list[str] = []
-    found = pushed_images.run(settings(folder), report=lines.append)
+    found = pushed.run(settings(folder), progress=lines.append)
     scores = {row.name: row.scores for row in found.rows}
     assert len(scores) == 12
     for name, mine in scores.items():
@@ -97,26 +97,26 @@ def test_every_method_has_its_scores(folder: Path) -> None:
 @pytest.mark.parametrize("variant", ["absolute", "mean", "random"])
 def test_the_push_is_finished(folder: Path, variant: str) -> None:
     def fitted(method: lw.HFL) -> object:
-        return pushed_images.fitted(task(folder), method, settings(folder), 0).posterior
+        return pushed.fitted(task(folder), method, settings(folder), 0).posterior
 
     exact = fitted(lw.HFL())
     assert isinstance(exact, ResponsePosterior)
     whole = fitted(lw.HFL("pretrained", variant=variant, pushes=4))
     assert isinstance(whole, PushedWeights)
-    assert pushed_images.off(whole, exact.responder, task(folder), 0) < 1e-5
+    assert pushed.distance_from_limit(whole, exact.responder, task(folder), 0) < 1e-5
     short = fitted(
         lw.HFL("pretrained", variant=variant, pushes=4, solver="adam", steps=5, tolerance=float("inf"), drift=1e9)
     )
     assert isinstance(short, PushedWeights)
-    assert pushed_images.off(short, exact.responder, task(folder), 0) > 0.1
+    assert pushed.distance_from_limit(short, exact.responder, task(folder), 0) > 0.1
 
 
 def test_the_scale_is_that_of_the_method(folder: Path) -> None:
     found = task(folder)
     method = lw.HFL("pretrained", calibration=found.validation)
-    posterior = pushed_images.fitted(found, method, settings(folder), 0).posterior
+    posterior = pushed.fitted(found, method, settings(folder), 0).posterior
     assert isinstance(posterior, PushedWeights)
-    assert pushed_images._scale(posterior.scaled(1.0), found) == pytest.approx(posterior.scale, rel=1e-6)
+    assert pushed._scale(posterior.scaled(1.0), found) == pytest.approx(posterior.scale, rel=1e-6)
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

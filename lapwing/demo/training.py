@@ -1,4 +1,4 @@
-"""Small networks trained by Adam, for the experiments."""
+"""Small networks, trained by Adam, and the time that training takes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A network and how it is trained: Adam with L2 decay, its learning rate falling to zero by a cosine, or constant.
+    """Settings of a network and its training: Adam with L2 decay, and a learning rate that falls to zero by a cosine.
 
-    Training ends after ``epochs`` or ``max_steps``, whichever comes first; the rate follows the same clock.
-    Rate and epochs are those, of ten pairs, with the lowest mean validation error of the plain network over the
-    UCI tables, on a tenth of the training rows of their first split held out.
+    Training ends after ``epochs`` or ``max_steps``, whichever comes first, and the learning rate reaches zero there.
+    ``falling=False`` keeps it constant. The default learning rate and epochs were chosen from ten pairs: those with the
+    lowest mean validation error of the plain network over the UCI tables, on a tenth of the training rows of the first
+    split.
     """
 
     hidden: tuple[int, ...] = (50, 50)
@@ -47,8 +48,9 @@ class Standardiser:
 
     @classmethod
     def of(cls, rows: Tensor) -> Standardiser:
+        """Measure mean and standard deviation of some rows."""
         mean, std = rows.mean(0), rows.std(0, correction=0)
-        # A constant column has a deviation of rounding size; it is only shifted.
+        # The standard deviation of a constant column is a rounding error; such a column is only shifted.
         constant = std <= 1e-9 * mean.abs().clamp_min(1e-30)
         return cls(mean, torch.where(constant, torch.ones_like(std), std))
 
@@ -57,7 +59,7 @@ class Standardiser:
 
 
 def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
-    """An untrained network; the global random state is left alone."""
+    """Return an untrained network. The global random state does not change."""
     sizes = (inputs, *recipe.hidden, outputs)
     layers: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
@@ -69,19 +71,19 @@ def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
 
 
 def batches(x: Tensor, y: Tensor, size: int) -> Batches:
-    """In order; the last one may be smaller."""
+    """Return the rows as batches, in order; the last one may be smaller."""
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
 def loss_of(y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Cross-entropy for class numbers, half the squared error for real targets; a mean over data."""
+    """Return the loss, a mean over data: cross-entropy for class numbers, half the squared error for real targets."""
     if not y.is_floating_point():
         return F.cross_entropy
     return lambda f, y: 0.5 * (f - y).square().sum(-1).mean()
 
 
 def trained(x: Tensor, y: Tensor, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
-    """A network fitted to the rows of x and y, in evaluation mode."""
+    """Return a network trained on the rows of x and y, in evaluation mode."""
     model = mlp(x.shape[1], outputs, recipe, seed).to(x)
     optimise(model, x, y, recipe, seed)
     return model
@@ -90,9 +92,10 @@ def trained(x: Tensor, y: Tensor, outputs: int, recipe: Recipe, seed: int) -> nn
 def optimise(
     model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, seed: int, after: Callable[[int], None] = lambda epoch: None
 ) -> None:
-    """Train in place and leave in evaluation mode. ``after`` hears of every epoch done, from 1, in evaluation mode.
+    """Train the model in place and leave it in evaluation mode.
 
-    Dropout draws from the global random state, so that is the seed's as well while training lasts.
+    ``after`` is called after every epoch with its number, from 1, while the model is in evaluation mode. Dropout draws
+    from the global random state, so that state is seeded as well, and restored at the end.
     """
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         torch.manual_seed(seed)
@@ -129,7 +132,7 @@ def _optimise(
 
 
 def epoch_seconds(model: nn.Module, data: Batches) -> float:
-    """One epoch of plain training without its optimiser: forward and backward over the batches."""
+    """Return the seconds of one epoch without the optimiser: forward and backward passes over the batches."""
     loss = loss_of(data[0][1])
     parameters = list(model.parameters())
 
@@ -141,14 +144,14 @@ def epoch_seconds(model: nn.Module, data: Batches) -> float:
 
 
 def best_seconds(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
-    """The shortest of some runs, and what the first one returned."""
-    shortest, found = _timed(work)
+    """Return the time of the shortest of some runs, and the result of the first one."""
+    shortest, result = _timed(work)
     for _ in range(repeats - 1):
         shortest = min(shortest, _timed(work)[0])
-    return shortest, found
+    return shortest, result
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, T]:
     start = time.perf_counter()
-    found = work()
-    return time.perf_counter() - start, found
+    result = work()
+    return time.perf_counter() - start, result

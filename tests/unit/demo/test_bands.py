@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from experiments import bands
-from experiments.training import Recipe
+from lapwing.demo import bands
+from lapwing.demo.training import Recipe
 
 
 def test_doubt_is_larger_where_there_are_no_data() -> None:

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+
+from lapwing.demo.result import Result
 
 
-class Scored(Protocol):
-    """A row: one method and its scores, for one group (a data set) where there are several."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def scores(self) -> Mapping[str, float]: ...
-
-
-class Tabulated(Protocol):
-    """What a table reads of a Result."""
-
-    @property
-    def experiment(self) -> str: ...
-    @property
-    def rows(self) -> Sequence[Scored]: ...
-    @property
-    def notes(self) -> Sequence[str]: ...
-
-
-def table(result: Tabulated) -> str:
-    """The title, a line for each row and the notes; a score that a row lacks stays blank."""
+def table(result: Result) -> str:
+    """Return the title, a line for each row, and the notes; a score that a row lacks stays blank."""
     columns = list(dict.fromkeys(score for row in result.rows for score in row.scores))
     grouped = any(row.group for row in result.rows)
     lines = [[*([""] if grouped else []), "", *columns]]
@@ -43,7 +22,7 @@ def table(result: Tabulated) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Columns of equal width, the first ``left`` of them flush left.
+    """Return lines with columns of equal width, the first ``left`` columns flush left.
 
     >>> aligned([["", "NLL"], ["plain", "1.2"]], left=1)
     ['       NLL', 'plain  1.2']
@@ -58,7 +37,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Three decimals, fewer for large numbers, powers of ten for tiny ones.
+    """Return the number with three decimals, fewer if it is large, as a power of ten if it is tiny.
 
     >>> number(0.12345), number(123.456), number(0.000123), number(0.0)
     ('0.123', '123.5', '1.23e-04', '0.000')

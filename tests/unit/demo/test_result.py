@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 import lapwing
-from experiments.result import Result, Row, plain
-from experiments.uci import Uci
+from lapwing.demo.result import Result, Row, plain
+from lapwing.demo.training import Recipe
 
 RESULT = Result(
     "small", {"recipe": {"hidden": [3, 4]}}, 7, (Row("a", {"NLL": 0.5}), Row("b", {"NLL": 1.5}, "set")),
@@ -38,7 +39,13 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
 
 
 def test_settings_become_plain() -> None:
-    found = plain(Uci(Path("somewhere"), sets=("wine",)))
-    assert found["data_dir"] == "somewhere"
-    assert found["sets"] == ["wine"]
-    assert found["recipe"]["hidden"] == [50, 50]
+    @dataclass(frozen=True)
+    class Settings:
+        data_dir: Path
+        sets: tuple[str, ...]
+        recipe: Recipe = Recipe()
+
+    fields = plain(Settings(Path("somewhere"), sets=("wine",)))
+    assert fields["data_dir"] == "somewhere"
+    assert fields["sets"] == ["wine"]
+    assert fields["recipe"]["hidden"] == [50, 50]

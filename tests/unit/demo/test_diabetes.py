@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments import diabetes
-from experiments.result import Result
-from experiments.training import Recipe
+from lapwing.demo import diabetes
+from lapwing.demo.result import Result
+from lapwing.demo.training import Recipe
 from lapwing.metrics import regression
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import digits
-from experiments.result import Result
-from experiments.training import Recipe
+from lapwing.demo import digits
+from lapwing.demo.result import Result
+from lapwing.demo.training import Recipe
 
 QUICK = digits.Digits(recipe=Recipe(hidden=(32,), epochs=100, learning_rate=1e-2))
 
@@ -53,10 +53,10 @@ def test_arrays_agree_with_the_scores(result: Result) -> None:
 def test_strangers_are_made_of_the_same_pixels() -> None:
     test, _ = digits._split(QUICK).test
     images = digits._images(test, seed=0)
-    for other in (images.shuffled, images.rotated):
+    for other in (images["shuffled"], images["rotated"]):
         assert (other != test).any(1).float().mean() > 0.9
         assert other.sort(1).values.equal(test.sort(1).values)
-    assert images.rotated.reshape(-1, 8, 8)[:, 7, 0].equal(test.reshape(-1, 8, 8)[:, 0, 0])
+    assert images["rotated"].reshape(-1, 8, 8)[:, 7, 0].equal(test.reshape(-1, 8, 8)[:, 0, 0])
 
 
 def test_equal_seeds_give_equal_scores_and_others_do_not(result: Result) -> None:
