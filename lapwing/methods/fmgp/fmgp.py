@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,7 @@ from lapwing.methods.fmgp.learning import Learning, Schedule
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
 from lapwing.methods.fmgp.state import State
 from lapwing.methods.fmgp.table import Table, Units
+from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.problem import Problem
 
 
@@ -66,6 +67,10 @@ class FMGP:
     batch_size: int = 100
     validation: Any = field(default=None, repr=False)
     patience: int = 5
+    conformance: ClassVar[Conformance] = Conformance(
+        never_exact="its kernel is learned and not that of the network",
+        small=lambda model: {"": FMGP(num_inducing=3, steps=2)},
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_inducing", "steps", "batch_size", "patience"):
@@ -100,3 +105,17 @@ class FMGP:
         schedule = Schedule(self.steps, self.learning_rate, self.batch_size, self.patience)
         learned, steps = Learning(schedule, problem.likelihood, table, held_out, generator, state).run(data.progress)
         return learned.in_features(units).posterior(problem, sight, statistics, steps)
+
+    def cost(self, workload: Workload) -> Cost:
+        if len(workload.output_shape) > 1:
+            return Cost(0, 0.0, "outputs for each token: use Kron", supported=False)
+        linear = [block.form for block in workload.blocks if block.form is not None]
+        by_features = self.kernel == "features" or (self.kernel is None and workload.outputs > 1)
+        dimensions = linear[-1][2] if by_features and linear else workload.input_size
+        points, batch = self.num_inducing, self.batch_size
+        kernel = points * (batch + points) * dimensions  # of a batch with the points, and of the points
+        step = 3 * (kernel + workload.outputs * batch * points**2 + points**3)  # with its gradient
+        note = f"{points} points, {self.steps} steps of {batch} data without the network"
+        return workload.cost(
+            8 * points * (dimensions + points), workload.forward + self.steps * step / workload.data, note
+        )

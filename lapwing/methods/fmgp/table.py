@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.core.data import Data, check_finite
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood, Logits
-from lapwing.losses import Statistics, paired, total_loss
+from lapwing.losses import Statistics, sample_count, total_loss
 from lapwing.methods.fmgp.posterior import Sight
 
 
@@ -28,7 +28,7 @@ class Table:
         features: list[Tensor] = []
         outputs, targets = [], []
         for batch in data.batches("features"):
-            paired(sight.network, batch)
+            sample_count(sight.network, batch)
             u, f = sight(batch.inputs)
             check_finite(f, "outputs of the network")
             if features and u.shape[1] != features[0].shape[1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,7 +16,7 @@ from lapwing.likelihoods.protocol import Likelihood, Logits
 from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.hfl.calibration import fitted_scale, scale_finding
 from lapwing.methods.hfl.fine_tuning import Adam, FineTuner
-from lapwing.methods.hfl.hessian import Hessian, nearest_minimum
+from lapwing.methods.hfl.hessian import DENSE, Hessian, nearest_minimum
 from lapwing.methods.hfl.linearised import LinearisedResponse
 from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.objective import Objective
@@ -25,6 +25,7 @@ from lapwing.methods.hfl.pushed_weights import VARIANTS, PushedWeights
 from lapwing.methods.hfl.pushes import Push, Responds
 from lapwing.methods.hfl.responder import Responder
 from lapwing.methods.hfl.response import TOLERANCE, TWIN, distance_finding, far_from_minimum
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered
 
@@ -99,6 +100,16 @@ class HFL:
     evaluation: Any = field(default=None, repr=False)
     calibration: Any = field(default=None, repr=False)
     needs_prior: bool = field(default=True, init=False, repr=False)
+    conformance: ClassVar[Conformance] = Conformance(
+        (
+            Exactness(lambda weights, rows: HFL(drift=math.inf), "linear", iterative=True,
+                      no_laws="it needs weights at a minimum of the regularised loss"),
+            Exactness(lambda weights, rows: HFL("linearised"), "network", name="linearised", iterative=True),
+        ),
+        small=lambda model: {
+            "": HFL(drift=math.inf), "linearised": HFL("linearised"), "pretrained": HFL("pretrained", drift=math.inf),
+        },
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name, value, known in (("mode", self.mode, MODES), ("variant", self.variant or "mean", VARIANTS)):
@@ -151,6 +162,19 @@ class HFL:
             return self._posterior(problem, tuner, data, statistics, (), generator)
         responder, findings = self._responder(objective)
         return self._posterior(problem, responder, data, statistics, findings, generator)
+
+    def cost(self, workload: Workload) -> Cost:
+        """Return the cost of two Newton steps and the Hessian at their end: two gradients for each product with it."""
+        size = workload.weights
+        if self.mode == "linearised":
+            return workload.cost(
+                8 * size, workload.all_outputs, "at every prediction one linear system for each output"
+            )
+        if self._uses_adam(size):
+            return workload.cost(8 * size, workload.forward, "by Adam, at every prediction")
+        products = 3 * (size if size <= DENSE else 100)
+        stored = 8 * size * (size + 1 if size <= DENSE else 1)
+        return Cost(stored, 2.0 * products, "at every prediction some tens of epochs for each output")
 
     def _linearised(self, problem: Problem, data: Data) -> LinearisedResponse:
         network = problem.network

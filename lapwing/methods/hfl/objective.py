@@ -17,7 +17,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped
 from lapwing.networks.network import Network, scalar
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 BYTES = 256 * 2**20  # limit on the activations of one vectorised call
 Weights = dict[str, Tensor]
@@ -33,7 +33,7 @@ class Objective:
 
     network: Network
     likelihood: Likelihood
-    prior: Prior
+    prior: BoundPrior
     batches: tuple[Batch, ...]
     model: nn.Module
     start: Tensor  # the weights in the copy of the model, in its dtype, (P,)
@@ -41,7 +41,9 @@ class Objective:
     centre: Tensor  # θ, (P,)
 
     @classmethod
-    def build(cls, network: Network, likelihood: Likelihood, prior: Prior, data: Data, dtype: torch.dtype) -> Objective:
+    def build(
+        cls, network: Network, likelihood: Likelihood, prior: BoundPrior, data: Data, dtype: torch.dtype
+    ) -> Objective:
         """Copy the model in ``dtype`` and keep the data; one forward pass to check the targets."""
         model = copy.deepcopy(network.model).to(dtype)
         for parameter in model.parameters():

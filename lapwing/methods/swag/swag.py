@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -11,6 +12,7 @@ from lapwing.core.data import Data
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.losses import summed_loss
+from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.methods.swag.descent import Descent, Moments, Schedule
 from lapwing.methods.swag.draws import DrawnPosterior, Draws
 from lapwing.posteriors.members import mean_of
@@ -69,6 +71,10 @@ class SWAG:
     weight_decay: float | None = None
     samples: int = 32
     seed: int = 0
+    conformance: ClassVar[Conformance] = Conformance(
+        never_exact="it is a Gaussian through iterates of SGD",
+        small=lambda model: {"": SWAG(2, 2, learning_rate=1e-3, batch_size=2, samples=2)},
+    )
 
     def __post_init__(self) -> None:
         for name in ("snapshots", "rank", "samples"):
@@ -113,6 +119,18 @@ class SWAG:
         statistics = summed_loss(mean_of(draws), problem.likelihood, data, "outputs of a draw")
         problem = problem.with_residual_noise(statistics).with_known_prior()
         return DrawnPosterior(problem, draws, statistics, network.theta(), rate)
+
+    def cost(self, workload: Workload) -> Cost:
+        stored = workload.itemsize * (self.rank + 2) * workload.weights
+        if 2 * workload.data < 3 * self.batch_size:
+            note = f"{workload.data} data are one mini-batch of {self.batch_size}: lower batch_size"
+            return Cost(stored, 0.0, note, supported=False)
+        epochs: float = self.snapshots * self.epochs_between
+        if self.steps_between is not None:
+            epochs = self.snapshots * self.steps_between * self.batch_size / workload.data
+        work = epochs * workload.training + (1 + self.samples) * workload.forward
+        trials = "" if self.learning_rate is not None else ", and those that try learning rates"
+        return workload.cost(stored, work, f"{epochs:.3g} epochs of SGD{trials}")
 
     def _moments(self, descent: Descent) -> tuple[Moments, float]:
         """Return the moments and the learning rate, which is chosen if none is given."""

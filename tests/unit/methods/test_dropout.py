@@ -220,7 +220,7 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("p", [0.0, None])
 def test_a_network_without_dropout(p: float | None) -> None:
     model = nn.Linear(4, 2).double() if p is None else net(p)
-    message = "no dropout layer with a probability above nought; expected nn.Dropout or one of its kin. Use another"
+    message = "no dropout layer with a probability above zero; expected nn.Dropout or a similar layer. Use another"
     with pytest.raises(lw.errors.UnsupportedError, match=message):
         fitted(model)
 

@@ -434,7 +434,7 @@ def test_the_evidence_has_no_slope_in_groups() -> None:
     """Its value it has; a tuner that would need the slope is refused and not led astray."""
     found = on_larger(lw.Sampled(num_samples=2), lw.per_layer(1.0))
     assert float(found.log_evidence()) < 0
-    with pytest.raises(lw.errors.UnsupportedError, match=r"no slope in a prior of the kind 'per_layer'.*SampleEM\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"no gradient in the precisions of PerLayer.*SampleEM\(\)"):
         found.tuned()
     given = lw.per_layer(torch.ones(2, dtype=D, requires_grad=True))
     with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import distributions as d
 
 import lapwing as lw
 from lapwing.core.trace import Trace
+from lapwing.priors.groups import PerLayer
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references.evidence import Linearised
@@ -428,4 +429,4 @@ def test_default_recipe_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lapwing.api.online", lambda: lw.recipes.online(2))
     default = lw.train(nn.Linear(4, 3), [(x.float(), torch.randn(12, 3))], "regression")
     assert len(default.history) == 2
-    assert default.posterior.prior.kind == "per_layer"
+    assert isinstance(default.posterior.prior.given, PerLayer)

@@ -11,6 +11,7 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.priors.single import GPrior
 from lapwing.tuners.grid import PRECISIONS
 from lapwing.tuners.temperature import TEMPERATURES
 from tests.tolerances import assert_close
@@ -87,7 +88,7 @@ def test_groups_keep_their_ratios() -> None:
 @pytest.mark.parametrize("prior", [lw.priors.g_prior(2.0), lw.isotropic(1.0, 0.4)], ids=["g", "about a mean"])
 def test_grid_of_other_priors(prior: Any) -> None:
     fitted, held = setting(method=lw.Kron(), prior=prior)
-    again = {"g": lw.priors.g_prior, "isotropic": lambda v: lw.isotropic(v, 0.4)}[prior.kind]
+    again = lw.priors.g_prior if isinstance(prior, GPrior) else lambda v: lw.isotropic(v, 0.4)
     for data, score in ((held, 1), (None, -1)):
         found = fitted.tuned(lw.tuners.Grid(data, VALUES))
         tried = [fitted.with_prior(again(v)) for v in VALUES]

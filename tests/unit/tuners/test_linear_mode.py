@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.data import Data
+from lapwing.priors.single import Isotropic
 from lapwing.tangent import model as tangent_model
 from lapwing.tuners.mode_solver import ModeSolver
 from tests import problems
@@ -551,7 +552,7 @@ def test_fit_gives_its_own_data() -> None:
     data = network_data("categorical")
     fitted = lw.fit(MLP.build(), data, "classification", method=lw.Full(), tuner=lw.tuners.LinearMode())
     given = lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=1.0).tuned(lw.tuners.LinearMode(data))
-    assert fitted.prior.kind == "isotropic"
+    assert isinstance(fitted.prior.given, Isotropic)
     assert fitted.posterior.mode is not None
     assert float(fitted.prior.values.log()) == pytest.approx(float(given.prior.values.log()), abs=1e-3)
     assert_close(fitted.log_evidence(), given.log_evidence(), 0.4)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.priors.single import Isotropic
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
@@ -142,7 +143,7 @@ def test_default_fit_ends_at_the_optimum(name: str, likelihood: str) -> None:
     else:
         case = BY_NAME["mlp"]
         fitted = lw.fit(case.build(), problems.batches(case), "classification", method=METHODS[name])
-    assert fitted.prior.kind == "isotropic"
+    assert isinstance(fitted.prior.given, Isotropic)
     best = fitted.log_evidence()
     at = fitted.prior.values.log()
     of = lambda p: fitted.with_prior(p.exp()).log_evidence().detach()

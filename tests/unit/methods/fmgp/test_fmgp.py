@@ -254,7 +254,7 @@ def test_distances_need_numbers(name: str) -> None:
 
 def test_draws_and_ignored_targets_are_refused() -> None:
     x, y = classes()
-    with pytest.raises(lw.errors.UnsupportedError, match="no slope to learn by"):
+    with pytest.raises(lw.errors.UnsupportedError, match="no gradient to learn by"):
         lw.fit(confident(), [(x, y)], lw.Categorical(link="mc"), method=lw.FMGP())
     some = y.clone()
     some[3] = -100

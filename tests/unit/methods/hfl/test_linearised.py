@@ -15,7 +15,7 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.methods.hfl.linearised import LinearisedResponse
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, _cast
+from tests.cases import BY_NAME, CASES, Case, cast
 from tests.minima import copied, fitted, gapped, new, off, small
 from tests.tolerances import SOLVED, assert_close
 
@@ -208,4 +208,4 @@ def test_float32_data_of_tokens() -> None:
     narrow = lw.fit(case.build(torch.float32), data, "classification", method=lw.HFL(mode="linearised"), prior=0.7)
     wide = lw.fit(case.build(torch.float32).double(), data, "classification", method=lw.Full(), prior=0.7)
     inputs = case.batch(3, torch.float32, seed=1)
-    assert_close(narrow.functions(inputs).cov, wide.functions(_cast(inputs, D)).cov, SOLVED)
+    assert_close(narrow.functions(inputs).cov, wide.functions(cast(inputs, D)).cov, SOLVED)
