@@ -30,8 +30,8 @@ from lapwing.methods.dropout import Masks
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
 from lapwing.methods.hfl.linearised import LinearisedResponse
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.pushed_weights import PushedWeights
-from lapwing.methods.hfl.response import ResponsePosterior
 from lapwing.methods.inducing.anchored import AnchoredCurvature
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.bounded import BoundedCurvature

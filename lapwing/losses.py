@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,11 +77,20 @@ def summed_loss(
 
     ``what`` names the outputs in the error for numbers that are not finite.
     """
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in data.batches("loss"):
+            f = outputs(batch.inputs).double()
+            check_finite(f, what)
+            yield f, likelihood.targets(f, batch.targets)
+
+    return total_loss(likelihood, pairs())
+
+
+def total_loss(likelihood: Likelihood, pairs: Iterable[tuple[Tensor, Tensor]]) -> Statistics:
+    """Return loss and counts of pairs of outputs (B, [T,] C) and checked targets; raise if no datum counts."""
     loss, count, size = 0.0, 0, 0
-    for batch in data.batches("loss"):
-        f = outputs(batch.inputs).double()
-        check_finite(f, what)
-        y = likelihood.targets(f, batch.targets)
+    for f, y in pairs:
         loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
         count += int(likelihood.count(f, y))
         size = f.shape[-1]

@@ -59,6 +59,10 @@ class Bernoulli:
     def learns_dispersion(self) -> bool:
         return False
 
+    @property
+    def ignores_common_shift(self) -> bool:
+        return False
+
     def with_dispersion(self, phi: Tensor) -> Bernoulli:
         return replace(self, temperature=phi)
 

@@ -62,6 +62,10 @@ class Categorical:
     def learns_dispersion(self) -> bool:
         return False
 
+    @property
+    def ignores_common_shift(self) -> bool:
+        return True
+
     def with_dispersion(self, phi: Tensor) -> Categorical:
         return replace(self, temperature=phi)
 

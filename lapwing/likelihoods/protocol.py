@@ -76,6 +76,26 @@ class NeedsResiduals(Protocol):
 
 
 @runtime_checkable
+class Logits(Protocol):
+    """A likelihood whose outputs are logits: around zero and of order one, whatever the targets."""
+
+    @property
+    def ignores_common_shift(self) -> bool:
+        """Whether adding one number to all logits of an input changes nothing, as with a softmax."""
+        ...
+
+
+@runtime_checkable
+class AdditiveNoise(Protocol):
+    """A likelihood whose targets are the outputs plus noise, in the same units."""
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """The variance of the noise, () or (C,)."""
+        ...
+
+
+@runtime_checkable
 class ChecksOutputs(Protocol):
     """A likelihood that can tell from the outputs of a network that they are of the wrong kind."""
 
