@@ -23,8 +23,8 @@ from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight

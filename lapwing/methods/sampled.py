@@ -13,10 +13,13 @@ from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import Solution
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.ridge import Logdet, Ridge, finished
-from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.perturbed import OBJECTIVES
+from lapwing.linalg.ridge import Ridge
+from lapwing.linalg.sample_solve import solve_samples
+from lapwing.linalg.solution import Solution
+from lapwing.linalg.stochastic import sdd, sgd
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.gaussian import SINGLE, Prior
 from lapwing.problem import Problem
@@ -165,12 +168,12 @@ class RidgeSolver:
             return self._descended(prior, phi)
         unit = prior.vector.detach().rsqrt()
         near = None if start is None else start.double() / unit
-        found = finished(
+        found = solve_samples(
             lambda v: unit * gram_product(self.ridge.design, unit * v) / phi + v,
             self.ridge.prior + unit * self.ridge.back / phi**0.5,
             self.ridge.prior,
             self.settings.tolerance,
-            self.ridge.wider,
+            self.ridge.float64_hint,
             near,
         )
         return replace(found, x=found.x * unit)
@@ -185,8 +188,8 @@ class RidgeSolver:
             )
         generator = torch.Generator().manual_seed(self.ridge.seed)
         solve = partial(sgd, objective=mine.objective) if mine.solver == "sgd" else sdd
-        descend = partial(solve, epochs=mine.epochs, generator=generator, tolerance=mine.tolerance, truncated=True)
-        return self.ridge.descended(float(prior.values), phi, descend).settled(
+        descend = partial(solve, epochs=mine.epochs, generator=generator, tolerance=mine.tolerance)
+        return self.ridge.descended(float(prior.values), phi, descend).require_convergence(
             f"Sampled(solver={mine.solver!r})",
             "Raise epochs=... or tolerance=..., take a larger batch=..., raise the prior precision, or use 'krylov'.",
         )

@@ -10,8 +10,8 @@ from torch import Tensor
 from lapwing.core.data import Data, Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.gaussian import Prior

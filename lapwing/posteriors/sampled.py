@@ -14,8 +14,8 @@ from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NumericalError
-from lapwing.linalg.cg import Solution, conjugate_gradients
+from lapwing.linalg.cg import conjugate_gradients
 from lapwing.linalg.operators import Product
+from lapwing.linalg.solution import Solution
 from lapwing.posteriors.weight_space import Mode
 from lapwing.problem import Problem
 from lapwing.tangent.model import TangentModel

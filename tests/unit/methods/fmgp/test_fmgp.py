@@ -617,7 +617,7 @@ def test_it_is_no_laplace_posterior() -> None:
         lambda: found.weight_samples(2), lambda: found.network_samples(x, 2),
         lambda: found.with_prior(2.0),
     ):  # fmt: skip
-        with pytest.raises(lw.errors.UnsupportedError, match="(FMGP|FunctionPosterior) has no"):
+        with pytest.raises(lw.errors.UnsupportedError, match=r"(FMGP|FunctionPosterior) has no"):
             ask()
 
 

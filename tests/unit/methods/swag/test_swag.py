@@ -479,7 +479,7 @@ def test_what_it_does_not_have() -> None:
         lambda: found.with_prior(1.0),
         lambda: found.variance_of(lambda w: w["3.bias"][0]),
     ):
-        with pytest.raises(lw.errors.UnsupportedError, match="(SWAG|DrawnPosterior) has no"):
+        with pytest.raises(lw.errors.UnsupportedError, match=r"(SWAG|DrawnPosterior) has no"):
             call()
 
 
