@@ -54,7 +54,7 @@ peer:
 
 uci: $(READY)
 	@test -n "$(DATA)" || { echo "make uci needs the data folder: make uci DATA=DIR"; exit 1; }
-	$(BIN)/lapwing uci --data-dir "$(DATA)" --out out
+	$(BIN)/python -m experiments uci --data-dir "$(DATA)" --out out
 
 clean:
 	rm -rf $(VENV) $(PEER) out

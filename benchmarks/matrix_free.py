@@ -49,7 +49,7 @@ def products(name: str, model: nn.Module, shape: tuple[int, ...]) -> list[dict[s
 def lenet(folder: Path, count: int, samples: int, seed: int = 0) -> dict[str, Any]:
     """Train, sample and tune."""
     from experiments.data import Images
-    from experiments.training import Recipe, batches, optimise
+    from lapwing.demo.training import Recipe, batches, optimise
 
     images = Images.read(folder, "fashion_mnist", torch.device("cpu"), count, seed)
     torch.manual_seed(seed)

@@ -14,7 +14,8 @@ import torch
 import lapwing as lw
 from benchmarks import clock, models
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.tuners.maximise_evidence import MaximiseEvidence, started
+from lapwing.tuners.maximise_evidence import MaximiseEvidence
+from lapwing.tuners.start import start_near_optimum
 
 Figures = dict[str, Any]
 ROUNDS = 5
@@ -114,8 +115,7 @@ def _tuning() -> Figures:
     assert fitted.fixed_precision is not None  # the eigendecompositions belong to the fit
 
     def tune() -> WeightPosterior:
-        start = started(fitted, fitted.statistics.data, fitted.statistics.outputs, fitted.theta)
-        return MaximiseEvidence()(start)
+        return MaximiseEvidence()(start_near_optimum(fitted))
 
     seconds = clock.best_of(3, tune)
     tuned = tune()

@@ -1,4 +1,4 @@
-"""Real data from a folder that the user names. Nothing is downloaded."""
+"""Read real data from a folder that the user names. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lapwing.errors import DataError
 
 
 def data_folder(given: str | Path | None) -> Path:
-    """The folder given, or else the one that LAPWING_DATA names."""
+    """Return the folder given, or else the one that the environment variable LAPWING_DATA names."""
     chosen = given or os.environ.get("LAPWING_DATA")
     if not chosen:
         raise DataError("no data folder: pass --data-dir DIR or set LAPWING_DATA to the folder of the .npz files.")
@@ -35,7 +35,7 @@ class Images:
 
     @classmethod
     def read(cls, folder: Path, name: str, device: torch.device, data: int | None = None, seed: int = 0) -> Images:
-        """Of NAME.npz; ``data`` picks that many training images, the same for the same seed."""
+        """Read NAME.npz. ``data`` selects that many training images, the same for the same seed."""
         path = folder / f"{name}.npz"
         if not path.exists():
             raise DataError(f"{path.name} is not in the data folder; expected keys x_train, y_train, x_test, y_test.")
@@ -51,14 +51,17 @@ class Images:
 
 
 def digits_like(folder: Path, name: str, device: torch.device) -> Tensor:
-    """The test images of NAME.npz as colour images of 32 pixels, standardised: strange to a network for photographs."""
+    """Return the grey test images of NAME.npz as colour images of 32 x 32 pixels, standardised.
+
+    They serve as out-of-distribution images for networks that were trained on photographs.
+    """
     grey = Images.read(folder, name, device).test[0]
     return F.interpolate(grey, (32, 32), mode="bilinear", align_corners=False).expand(-1, 3, -1, -1).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class Shuffled:
-    """Batches of rows in a new order at every pass, from PyTorch's global random numbers; no copies to and fro."""
+    """Batches of rows in a new order at every pass, drawn from the global random state; data stay on their device."""
 
     x: Tensor
     y: Tensor

@@ -1,9 +1,9 @@
-"""Fashion-MNIST: a prior by cross-validation against training with the Kronecker evidence."""
+"""Fashion-MNIST: a prior chosen by cross-validation against one learned by the Kronecker evidence in training."""
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from experiments.data import Images, Shuffled
-from experiments.result import Result, Row, mean_scores, plain, spread_scores
-from experiments.training import Recipe, mlp, optimise
+from experiments.data import Images, Shuffled, data_folder
+from experiments.options import Progress, add_large_data, positive, silent
+from lapwing.demo.report import Report
+from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from lapwing.demo.training import Recipe, mlp, optimise
 from lapwing.metrics import classification
 
 
 @dataclass(frozen=True)
 class Fashion:
-    """A ReLU network of four hidden layers, as in Immer et al. 2021.
+    """Settings: a ReLU network with four hidden layers, as in Immer et al. 2021.
 
     *Cross-validation*: one network for each prior precision, trained on nine tenths of the images; the precision with
     the best likelihood on the rest is used to train on all. *Evidence*: one run, with a precision for each layer.
@@ -40,41 +42,63 @@ class Fashion:
     seed: int = 0
 
 
-def run(settings: Fashion, report: Callable[[str], None] = lambda line: None) -> Result:
-    """Both ways for every seed, and the means."""
-    begun = time.perf_counter()
-    found: dict[str, list[dict[str, float]]] = {}
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this experiment."""
+    add_large_data(parser)
+    parser.add_argument("--epochs", type=positive, default=60)
+
+
+def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+    """Run the experiment with the options given."""
+    settings = Fashion(
+        data_dir=data_folder(arguments.data_dir),
+        epochs=arguments.epochs,
+        data=arguments.data,
+        seeds=arguments.seeds,
+        device=arguments.device,
+        seed=arguments.seed,
+    )
+    return Report(arguments.out / "fashion.json", (run(settings, progress),))
+
+
+def run(settings: Fashion, progress: Progress = silent) -> Result:
+    """Score both ways for every seed."""
+    start = time.perf_counter()
+    scores_of: dict[str, list[dict[str, float]]] = {}
     notes = []
     for seed in range(settings.seed, settings.seed + settings.seeds):
         images = Images.read(settings.data_dir, "fashion_mnist", torch.device(settings.device), settings.data, seed)
         for name, scores, note in (_cross_validated(images, settings, seed), *_evidence(images, settings, seed)):
-            found.setdefault(name, []).append(scores)
+            scores_of.setdefault(name, []).append(scores)
             if note:
                 notes.append(f"seed {seed}, {name}: {note}")
-            report(f"seed {seed}, {name}: {scores} {note}")
-    rows = tuple(Row(name, {**mean_scores(mine), **spread_scores(mine)}) for name, mine in found.items())
-    arrays = {f"{name}/{key}": [s[key] for s in mine] for name, mine in found.items() for key in mine[0]}
-    seconds = {"total": time.perf_counter() - begun}
+            progress(f"seed {seed}, {name}: {scores} {note}")
+    rows = tuple(Row(name, {**mean_scores(each), **spread_scores(each)}) for name, each in scores_of.items())
+    arrays = {f"{name}/{key}": [s[key] for s in each] for name, each in scores_of.items() for key in each[0]}
+    seconds = {"total": time.perf_counter() - start}
     return Result("fashion", plain(settings), settings.seed, rows, seconds, arrays, tuple(notes))
 
 
 def _cross_validated(images: Images, settings: Fashion, seed: int) -> tuple[str, dict[str, float], str]:
-    begun = time.perf_counter()
+    """Return a name, the scores of the network with the best precision, and a note about that precision."""
+    start = time.perf_counter()
     x, y = images.train
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
-    kept, held = order[len(x) // 10 :], order[: len(x) // 10]
+    kept, held_out = order[len(x) // 10 :], order[: len(x) // 10]
     scores = {
-        precision: classification.nll(_softmax(_trained(x[kept], y[kept], precision, settings, seed), x[held]), y[held])
+        precision: classification.nll(
+            _softmax(_trained(x[kept], y[kept], precision, settings, seed), x[held_out]), y[held_out]
+        )
         for precision in settings.precisions
     }
     best = min(scores, key=lambda precision: scores[precision])
     model = _trained(x, y, best, settings, seed)
-    found = _scores(_softmax(model, images.test[0]), images.test[1])
-    return "cross-validation", {**found, "seconds": time.perf_counter() - begun}, f"precision {best:g}"
+    test_scores = _scores(_softmax(model, images.test[0]), images.test[1])
+    return "cross-validation", {**test_scores, "seconds": time.perf_counter() - start}, f"precision {best:g}"
 
 
 def _trained(x: Tensor, y: Tensor, precision: float, settings: Fashion, seed: int) -> nn.Module:
-    """The penalty ½ precision |w|² / N is Adam's L2 decay of precision / N."""
+    """Train under a prior precision. The penalty ½ precision |w|² / N is an L2 decay of precision / N."""
     recipe = _recipe(settings)
     model = _network(settings, seed).to(x.device)
     optimise(model, x, y, replace(recipe, weight_decay=precision / len(x)), seed)
@@ -92,7 +116,8 @@ def _network(settings: Fashion, seed: int) -> nn.Module:
 
 
 def _evidence(images: Images, settings: Fashion, seed: int) -> list[tuple[str, dict[str, float], str]]:
-    begun = time.perf_counter()
+    """Return name, scores and note of the network that was trained with the evidence, and of its posterior."""
+    start = time.perf_counter()
     x, y = images.train
     recipe = lw.recipes.online(
         settings.epochs,
@@ -103,13 +128,13 @@ def _evidence(images: Images, settings: Fashion, seed: int) -> list[tuple[str, d
         seed=seed,
     )
     data = Shuffled(x, y, settings.batch_size)
-    trained = lw.train(_network(settings, seed).to(x.device), data, "classification", recipe, progress=False)
-    taken = time.perf_counter() - begun
-    plainly = _scores(_softmax(trained.model, images.test[0]), images.test[1])
+    trained = lw.train(_network(settings, seed).to(x.device), data, "classification", recipe=recipe, progress=False)
+    taken = time.perf_counter() - start
+    network_scores = _scores(_softmax(trained.model, images.test[0]), images.test[1])
     probs = torch.cat([trained.posterior.predict(part).probs for part in images.test[0].split(1000)])
-    shown = ", ".join(f"{value:.3g}" for value in trained.posterior.prior.values.tolist())
+    precisions = ", ".join(f"{value:.3g}" for value in trained.posterior.prior.values.tolist())
     return [
-        ("evidence", {**plainly, "seconds": taken}, f"precisions {shown}"),
+        ("evidence", {**network_scores, "seconds": taken}, f"precisions {precisions}"),
         ("evidence, posterior", {**_scores(probs, images.test[1]), "seconds": taken}, ""),
     ]
 

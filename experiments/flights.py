@@ -1,7 +1,8 @@
-"""A large table: delays of flights, one network, every method whose cost does not grow with its square."""
+"""A large table, delays of flights: one network, and every method whose cost is not quadratic in the data."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,31 +14,35 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from experiments.regression import Table, predicted, scores, tempered
-from experiments.result import Result, Row, mean_scores, plain, spread_scores
-from experiments.training import Batches, Recipe, batches, trained
+from experiments.data import data_folder
+from experiments.options import Progress, add_large_data, chosen, silent
+from lapwing.demo.regression import Table, predict, scores, tempered
+from lapwing.demo.report import Report
+from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from lapwing.demo.training import Batches, Recipe, batches, trained
 from lapwing.errors import DataError
 
-Options = Callable[[nn.Module, Batches], dict[str, Any]]  # the network and held-out batches -> what fit takes
+Options = Callable[[nn.Module, Batches], dict[str, Any]]  # network and held-out batches -> arguments of lw.fit
 METHODS: dict[str, Options] = {
-    "plain": lambda model, held: {"method": lw.baselines.MapOnly()},
-    "temperature": lambda model, held: {"method": lw.baselines.MapOnly(), "likelihood": tempered(model, held)},
-    "last layer": lambda model, held: {"method": lw.Full(), "weights": "last_layer"},
-    "Kron": lambda model, held: {},
-    "Diagonal": lambda model, held: {"method": lw.Diagonal()},
-    "ELLA": lambda model, held: {"method": lw.ELLA(2000, 20)},
-    "ELLA with residual": lambda model, held: {"method": lw.ELLA(2000, 20, residual=True)},
-    "VaLLA": lambda model, held: {"method": lw.VaLLA(100, optimiser="adam")},
-    "VaLLA, alpha 1": lambda model, held: {"method": lw.VaLLA(100, alpha=1.0, steps=2000, validation=held)},
-    "FMGP": lambda model, held: {"method": lw.FMGP(100, steps=4000, validation=held)},
+    "plain": lambda model, held_out: {"method": lw.baselines.MapOnly()},
+    "temperature": lambda model, held_out: {"method": lw.baselines.MapOnly(), "likelihood": tempered(model, held_out)},
+    "last layer": lambda model, held_out: {"method": lw.Full(), "weights": "last_layer"},
+    "Kron": lambda model, held_out: {},
+    "Diagonal": lambda model, held_out: {"method": lw.Diagonal()},
+    "ELLA": lambda model, held_out: {"method": lw.ELLA(2000, 20)},
+    "ELLA with residual": lambda model, held_out: {"method": lw.ELLA(2000, 20, residual=True)},
+    "VaLLA": lambda model, held_out: {"method": lw.VaLLA(100, optimiser="adam")},
+    "VaLLA, alpha 1": lambda model, held_out: {"method": lw.VaLLA(100, alpha=1.0, steps=2000, validation=held_out)},
+    "FMGP": lambda model, held_out: {"method": lw.FMGP(100, steps=4000, validation=held_out)},
 }
 
 
 @dataclass(frozen=True)
 class Flights:
-    """flights_nyc13.npz: eight columns, arrival delay in minutes; a tanh network 8-200-200-1, Adam, all standardised.
+    """Settings: eight columns of flights_nyc13.npz, arrival delay in minutes; a tanh network 8-200-200-1, standardised.
 
-    A tenth of the training rows is kept from the posteriors, for what needs held-out rows; the network has seen it.
+    A tenth of the training rows is not used by the posteriors but by methods that need held-out rows. The network was
+    trained on them too.
     """
 
     data_dir: Path
@@ -50,31 +55,51 @@ class Flights:
     seed: int = 0
 
 
-def run(settings: Flights, report: Callable[[str], None] = lambda line: None) -> Result:
-    """Every method on the same networks."""
-    begun = time.perf_counter()
-    found: dict[str, list[dict[str, float]]] = {}
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this experiment."""
+    add_large_data(parser)
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="methods to compare; all by default")
+
+
+def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+    """Run the experiment with the options given."""
+    settings = Flights(
+        data_dir=data_folder(arguments.data_dir),
+        methods=chosen(arguments.methods, tuple(METHODS), "--methods"),
+        data=arguments.data or 100_000,
+        seeds=arguments.seeds,
+        device=arguments.device,
+        seed=arguments.seed,
+    )
+    return Report(arguments.out / "flights.json", (run(settings, progress),))
+
+
+def run(settings: Flights, progress: Progress = silent) -> Result:
+    """Score every method on the same networks."""
+    begin = time.perf_counter()
+    scores_of: dict[str, list[dict[str, float]]] = {}
     for seed in range(settings.seed, settings.seed + settings.seeds):
         table = _read(settings, seed)
         x, y = table.training
         model = trained(x, y, 1, settings.recipe, seed)
         count = len(x) // 10
-        held, data = batches(x[:count], y[:count], 1000), batches(x[count:], y[count:], 1000)
+        held_out, data = batches(x[:count], y[:count], 1000), batches(x[count:], y[count:], 1000)
         for name in settings.methods:
             start = time.perf_counter()
-            options = {"likelihood": "regression", **METHODS[name](model, held)}
+            options = {"likelihood": "regression", **METHODS[name](model, held_out)}
             generator = torch.Generator().manual_seed(seed)
             posterior = lw.fit(model, data, progress=False, generator=generator, **options)
             taken = time.perf_counter() - start
-            mine = {**scores(predicted(posterior, table)), "fit s": taken}
-            found.setdefault(name, []).append(mine)
-            report(f"seed {seed}, {name}: { {k: float(f'{v:.4g}') for k, v in mine.items()} }")
-    rows = tuple(Row(name, {**mean_scores(mine), **spread_scores(mine, ("NLL",))}) for name, mine in found.items())
-    seconds = {"total": time.perf_counter() - begun}
+            of_seed = {**scores(predict(posterior, table)), "fit s": taken}
+            scores_of.setdefault(name, []).append(of_seed)
+            progress(f"seed {seed}, {name}: { {k: float(f'{v:.4g}') for k, v in of_seed.items()} }")
+    rows = tuple(Row(name, {**mean_scores(each), **spread_scores(each, ("NLL",))}) for name, each in scores_of.items())
+    seconds = {"total": time.perf_counter() - begin}
     return Result("flights", plain(settings), settings.seed, rows, seconds)
 
 
 def _read(settings: Flights, seed: int) -> Table:
+    """Read a random part of the training rows, and the first test rows."""
     path = settings.data_dir / "flights_nyc13.npz"
     if not path.exists():
         raise DataError(f"{path.name} is not in the data folder; expected keys X, y and test.")
@@ -87,5 +112,5 @@ def _read(settings: Flights, seed: int) -> Table:
     order = torch.randperm(int(rest.sum()), generator=torch.Generator().manual_seed(seed))[: settings.data]
     train = rest.nonzero().squeeze(1)[order]
     device = torch.device(settings.device)
-    chosen = test[: settings.test]
-    return Table(x[train].to(device), y[train].to(device), x[chosen].to(device), y[chosen].to(device))
+    test = test[: settings.test]
+    return Table(x[train].to(device), y[train].to(device), x[test].to(device), y[test].to(device))

@@ -1,10 +1,11 @@
-"""Normalised networks on MNIST: the evidence at the trained weights against the corrected one."""
+"""Normalised networks on MNIST: the evidence at the trained weights against the corrected evidence."""
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
-from experiments.data import Images
-from experiments.result import Result, Row, mean_scores, plain, spread_scores
-from experiments.training import Batches, Recipe, batches, optimise
+from experiments.data import Images, data_folder
+from experiments.options import Progress, add_large_data, chosen, positive, silent
+from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, legend_entries, new_figure, save
+from lapwing.demo.report import Report
+from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from lapwing.demo.training import Batches, Recipe, batches, optimise
 from lapwing.metrics import classification
 
 PRIORS: dict[str, Callable[[], Any]] = {
@@ -26,7 +30,7 @@ PRIORS: dict[str, Callable[[], Any]] = {
 
 
 class ResNet(nn.Module):
-    """Three residual blocks with BatchNorm; 44,014 weights."""
+    """A network of three residual blocks with BatchNorm; 44,014 weights."""
 
     def __init__(self, widths: tuple[int, ...] = (12, 24, 48)) -> None:
         super().__init__()
@@ -40,7 +44,7 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions, each with its norm, and a shortcut."""
+    """Two convolutions, each followed by BatchNorm, and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -56,7 +60,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Three encoder layers over sixteen patches, LayerNorm after each part; 42,850 weights."""
+    """A transformer of three encoder layers over sixteen patches, with LayerNorm after each part; 42,850 weights."""
 
     def __init__(self, width: int = 40, layers: int = 3) -> None:
         super().__init__()
@@ -79,9 +83,9 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {"resnet": ResNet, "transformer":
 
 @dataclass(frozen=True)
 class Normalised:
-    """Networks trained by Adam, then posteriors under every prior, tuned in both ways.
+    """Settings: networks trained by Adam, then posteriors under every prior, each tuned by both evidences.
 
-    ``snapshots`` are epochs of the first seed after which the distance between the two predictives is measured too.
+    ``snapshots`` are epochs after which, for the first seed, the distance between the two predictives is measured too.
     """
 
     data_dir: Path
@@ -96,10 +100,31 @@ class Normalised:
     seed: int = 0
 
 
-def run(settings: Normalised, report: Callable[[str], None] = lambda line: None) -> Result:
-    """Test scores of every network, prior and evidence, and the distances as training goes on."""
-    begun = time.perf_counter()
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this experiment."""
+    add_large_data(parser)
+    parser.add_argument("--networks", nargs="+", metavar="NAME", help="resnet, transformer; both by default")
+    parser.add_argument("--epochs", type=positive, default=20)
+
+
+def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+    """Run the experiment with the options given."""
+    settings = Normalised(
+        data_dir=data_folder(arguments.data_dir),
+        networks=chosen(arguments.networks, tuple(NETWORKS), "--networks"),
+        recipe=replace(Normalised.recipe, epochs=arguments.epochs),
+        data=arguments.data or 5_000,
+        seeds=arguments.seeds,
+        device=arguments.device,
+        seed=arguments.seed,
+    )
+    return Report(arguments.out / "normalised.json", (run(settings, progress),), {"normalised.png": picture})
+
+
+def run(settings: Normalised, progress: Progress = silent) -> Result:
+    """Return the test scores of every network, prior and evidence, and the distances during training."""
+    start = time.perf_counter()
+    scores_of: dict[tuple[str, str], list[dict[str, float]]] = {}
     arrays: dict[str, list[float]] = {"epochs": [float(epoch) for epoch in settings.snapshots]}
     for network in settings.networks:
         for seed in range(settings.seed, settings.seed + settings.seeds):
@@ -108,37 +133,40 @@ def run(settings: Normalised, report: Callable[[str], None] = lambda line: None)
                 torch.manual_seed(seed)
                 model = NETWORKS[network]().to(images.train[0].device)
             distances: list[dict[str, float]] = []
-            watching = _watching(model, images, settings, distances) if seed == settings.seed else lambda epoch: None
-            optimise(model, *images.train, settings.recipe, seed, watching)
+            measure = _measuring(model, images, settings, distances) if seed == settings.seed else lambda epoch: None
+            optimise(model, *images.train, settings.recipe, seed, measure)
             for name, scores in _scored(model, images, settings):
-                found.setdefault((network, name), []).append(scores)
-                report(f"{network}, seed {seed}, {name}: {scores}")
+                scores_of.setdefault((network, name), []).append(scores)
+                progress(f"{network}, seed {seed}, {name}: {scores}")
             for key in distances[0] if distances else ():
                 arrays[f"{network}/{seed}/{key}"] = [each[key] for each in distances]
-    rows = tuple(Row(name, {**mean_scores(s), **spread_scores(s, ("NLL",))}, net) for (net, name), s in found.items())
-    seconds = {"total": time.perf_counter() - begun}
+    rows = tuple(
+        Row(name, {**mean_scores(scores), **spread_scores(scores, ("NLL",))}, network)
+        for (network, name), scores in scores_of.items()
+    )
+    seconds = {"total": time.perf_counter() - start}
     return Result("normalised", plain(settings), settings.seed, rows, seconds, arrays)
 
 
-def _watching(
+def _measuring(
     model: nn.Module, images: Images, settings: Normalised, distances: list[dict[str, float]]
 ) -> Callable[[int], None]:
-    """After chosen epochs: how far the naive and the corrected predictive are from each other and from the labels."""
+    """Return a function that, after the snapshot epochs, appends the distance of both predictives and their NLL."""
 
-    def look(epoch: int) -> None:
+    def measure(epoch: int) -> None:
         if epoch not in settings.snapshots:
             return
         data = batches(*images.train, 1000)
         test = images.test[0][:2000], images.test[1][:2000]
         probs = [_probs(_fit(model, data, "one precision", tuner, settings), test[0]) for tuner in _tuners().values()]
-        gap = (probs[0] * (probs[0].clamp_min(1e-30) / probs[1].clamp_min(1e-30)).log()).sum(1).mean()
+        divergence = (probs[0] * (probs[0].clamp_min(1e-30) / probs[1].clamp_min(1e-30)).log()).sum(1).mean()
         variation = 0.5 * (probs[0] - probs[1]).abs().sum(1).mean()
         nll = {f"NLL {name}": classification.nll(p, test[1]) for name, p in zip(_tuners(), probs, strict=True)}
         with torch.no_grad():
-            own = classification.nll(model(test[0]).softmax(-1), test[1])
-        distances.append({"KL": float(gap), "total variation": float(variation), **nll, "NLL plain": own})
+            plain_nll = classification.nll(model(test[0]).softmax(-1), test[1])
+        distances.append({"KL": float(divergence), "total variation": float(variation), **nll, "NLL plain": plain_nll})
 
-    return look
+    return measure
 
 
 def _tuners() -> dict[str, Any]:
@@ -155,18 +183,19 @@ def _fit(model: nn.Module, data: Batches, prior: str, tuner: Any, settings: Norm
 
 
 def _scored(model: nn.Module, images: Images, settings: Normalised) -> list[tuple[str, dict[str, float]]]:
+    """Return name and test scores of the plain network and of every posterior."""
     x, y = images.test
     with torch.no_grad():
-        found = [("plain network", _scores(torch.cat([model(part).softmax(-1) for part in x.split(1000)]), y))]
+        rows = [("plain network", _scores(torch.cat([model(part).softmax(-1) for part in x.split(1000)]), y))]
     data = batches(*images.train, 1000)
     for prior in settings.priors:
         for name, tuner in _tuners().items():
-            begun = time.perf_counter()
+            start = time.perf_counter()
             fitted = _fit(model, data, prior, tuner, settings)
-            scores = {**_scores(_probs(fitted, x), y), "seconds": time.perf_counter() - begun}
+            scores = {**_scores(_probs(fitted, x), y), "seconds": time.perf_counter() - start}
             gamma = fitted.effective_parameters().total
-            found.append((f"{name}, {prior}", {**scores, "log evidence": float(fitted.log_evidence()), "gamma": gamma}))
-    return found
+            rows.append((f"{name}, {prior}", {**scores, "log evidence": float(fitted.log_evidence()), "gamma": gamma}))
+    return rows
 
 
 def _probs(fitted: lw.Fitted, x: Tensor) -> Tensor:
@@ -179,3 +208,31 @@ def _scores(probs: Tensor, y: Tensor) -> dict[str, float]:
         "accuracy": classification.accuracy(probs, y),
         "ECE": classification.ece(probs, y),
     }
+
+
+def picture(result: Result, path: Path) -> None:
+    """Draw for every network, during training, the distance between both predictives, and the NLL of each."""
+    measured = [key.removesuffix("/KL") for key in result.arrays if key.endswith("/KL")]
+    networks = list(dict.fromkeys(run.split("/")[0] for run in measured))
+    figure, axes = new_figure(len(networks), 2, (9.6, 0.5 + 3.4 * len(networks)))
+    styles = {"plain": ("plain network", PLAIN), "naive": ("naive evidence", OTHER),
+              "corrected": ("corrected evidence", POSTERIOR)}  # fmt: skip
+    for (distance, nll), network in zip(axes, networks, strict=True):
+        for run in (run for run in measured if run.split("/")[0] == network):
+            _against_epochs(distance, result.arrays, f"{run}/KL", {"color": INK})
+            for key, (label, colour) in styles.items():
+                _against_epochs(nll, result.arrays, f"{run}/NLL {key}", {"color": colour, "label": label})
+        distance.set(title=f"{network}: naive from corrected", xlabel="epoch", ylabel="KL divergence, nats")
+        nll.set(title=f"{network}: test data", xlabel="epoch", ylabel="NLL, nats")
+        for axis in (distance, nll):
+            axis.title.set_fontsize(10)
+            axis.set_xticks(result.arrays["epochs"])
+            axis.set_ylim(bottom=0)
+    figure.legend(*legend_entries([axes[0][1]]), frameon=False, ncols=3, loc="outside lower center")
+    save(figure, path)
+
+
+def _against_epochs(axis: Any, arrays: Mapping[str, list[float]], key: str, style: dict[str, str]) -> None:
+    """Plot values against epochs. A run that ended early has fewer values than there are snapshots."""
+    values = arrays[key]
+    axis.plot(arrays["epochs"][: len(values)], values, marker="o", markersize=4.5, linewidth=1.6, **style)

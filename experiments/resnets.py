@@ -1,4 +1,4 @@
-"""The residual networks for CIFAR-10 whose weights circulate with the literature on function-space methods."""
+"""Residual networks for CIFAR-10, with the weights that papers on function-space methods share, and their images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEPTHS = (20, 32, 44, 56)
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three stages of 16, 32 and 64 channels; 20, 32, 44 or 56 layers."""
+    """A residual network of three stages with 16, 32 and 64 channels; 20, 32, 44 or 56 layers."""
 
     def __init__(self, depth: int = 20, classes: int = 10) -> None:
         super().__init__()
@@ -61,23 +61,23 @@ def _stage(inputs: int, outputs: int, stride: int, count: int) -> nn.Sequential:
 
 
 def pretrained(folder: Path, depth: int) -> ResNet:
-    """With the weights of models/cifar10_resnetDEPTH.npz, in evaluation mode."""
+    """Return the network with the weights of models/cifar10_resnetDEPTH.npz, in evaluation mode."""
     path = folder / "models" / f"cifar10_resnet{depth}.npz"
     if not path.exists():
         raise DataError(f"models/{path.name} is not in the data folder; expected its weights under state-dict names.")
     model = ResNet(depth)
     with np.load(path, allow_pickle=False) as file:
         given = {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
-    own = model.state_dict()
-    missing = [n for n in own if n not in given and not n.endswith("num_batches_tracked")]
+    state = model.state_dict()
+    missing = [n for n in state if n not in given and not n.endswith("num_batches_tracked")]
     if missing:
         raise DataError(f"models/{path.name} lacks {', '.join(missing[:4])}; expected the names of a state dict.")
-    model.load_state_dict({name: given[name].to(own[name]) if name in given else own[name] for name in own})
+    model.load_state_dict({name: given[name].to(state[name]) if name in given else state[name] for name in state})
     return model.eval()
 
 
 def cifar10(folder: Path, part: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32), shifted and scaled as the networks expect, and classes; ``part`` is train or test."""
+    """Return images (N, 3, 32, 32), standardised as the networks expect, and classes; ``part`` is train or test."""
     names = ("cifar10_train_a", "cifar10_train_b") if part == "train" else ("cifar10_test",)
     images, classes = [], []
     for name in names:
@@ -96,23 +96,23 @@ def cifar10(folder: Path, part: str, device: torch.device) -> tuple[Tensor, Tens
 
 
 def cropped(x: Tensor, seed: int, smallest: float = 0.5, aspect: float = 4 / 3) -> Tensor:
-    """Every image as a random rectangle of it, stretched to the old size.
+    """Replace every image by a random rectangle of it, stretched to the old size.
 
-    The rectangle has between ``smallest`` and all of the area, and up to ``aspect`` times the width for its height or
-    the other way round; one that does not fit is drawn again, and after ten the image stays whole. That is how images
-    that the given networks have seen are held out in the literature.
+    The rectangle has between ``smallest`` and all of the area, and a ratio of width to height between 1 / ``aspect``
+    and ``aspect``. A rectangle that does not fit is drawn again; after ten draws the whole image is used. Papers build
+    held-out data in this way from images that the networks were trained on.
     """
     generator = torch.Generator().manual_seed(seed)
-    size, found = x.shape[-1], []
+    size, crops = x.shape[-1], []
     for image in x:
         left, top, width, height = _rectangle(size, smallest, aspect, generator)
         part = image[None, :, top : top + height, left : left + width]
-        found.append(F.interpolate(part, (size, size), mode="bilinear", align_corners=False))
-    return torch.cat(found)
+        crops.append(F.interpolate(part, (size, size), mode="bilinear", align_corners=False))
+    return torch.cat(crops)
 
 
 def _rectangle(size: int, smallest: float, aspect: float, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Left, top, width and height."""
+    """Return left, top, width and height of a random rectangle."""
     for _ in range(10):
         area, shape, left, top = torch.rand(4, generator=generator).tolist()
         side, stretch = size * (smallest + (1 - smallest) * area) ** 0.5, aspect ** (shape - 0.5)

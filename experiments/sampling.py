@@ -1,37 +1,42 @@
-"""Sampling from a linearised network: which objective has the quieter gradients, and what one sample tells of γ."""
+"""Sampling from a linearised network: the noise of the gradients of two objectives, and γ from one sample."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import lapwing as lw
-from experiments.result import Result, Row, plain
-from experiments.training import Recipe, batches, trained
+from experiments.options import Progress, add_quick
 from lapwing.core.data import Data
 from lapwing.core.random import normal
+from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
+from lapwing.demo.report import Report
+from lapwing.demo.result import Result, Row, plain
+from lapwing.demo.training import Recipe, batches, trained
 from lapwing.linalg.design import MatrixDesign, forward_product
-from lapwing.linalg.stochastic import Perturbed, gradient_variance
+from lapwing.linalg.perturbed import Perturbed, gradient_variance
 from lapwing.networks.network import Network
 from lapwing.tangent.design import NetworkDesign
 
 GRID = tuple(10.0 ** (k / 2) for k in range(6, -7, -1))  # from a thousand to a thousandth
-ROUNDS = 50  # of the fixed point; with the exact γ ten are enough
+ROUNDS = 50  # iterations of the fixed point; with the exact γ ten are enough
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Some of the digits of scikit-learn, a small tanh network trained to the mode of its posterior, and exact samples.
+    """Settings: some digits of scikit-learn, and a small tanh network trained to the mode of its posterior.
 
-    The weight decay is one over the number of data: a prior precision of one, where the loss is a sum. Samples under
-    every precision of the grid come from the same noise, by an eigendecomposition; the first ``gradients`` of them are
-    those whose gradients are looked at.
+    The weight decay is one over the number of data: a prior precision of one, if the loss is a sum over data. Samples
+    are exact, by an eigendecomposition, and come from the same noise under every precision of the grid. The variance of
+    gradients is measured at the first ``gradients`` samples.
     """
 
     recipe: Recipe = Recipe(hidden=(16, 16), epochs=3000, batch_size=120, learning_rate=1e-2, weight_decay=1 / 120)
@@ -49,67 +54,83 @@ class _Model:
     design: MatrixDesign
     values: Tensor
     vectors: Tensor
-    numbers: int  # nC, the outputs of all data
-    length: float  # |w̃|²
+    n_outputs: int  # nC, the outputs of all data
+    squared_norm: float  # |w̃|²
 
     @classmethod
     def of(cls, model: nn.Module, x: Tensor, y: Tensor) -> _Model:
+        """Linearise the network at its weights. Cost: an eigendecomposition of the (P, P) GGN."""
         network = Network.build(model, x)
-        found = NetworkDesign.build(network, lw.Categorical(), Data(batches(x, y, len(x)), x.device))
-        matrix = forward_product(found, torch.eye(found.size, dtype=torch.float64)).mT.contiguous()
+        operator = NetworkDesign.build(network, lw.Categorical(), Data(batches(x, y, len(x)), x.device))
+        matrix = forward_product(operator, torch.eye(operator.size, dtype=torch.float64)).mT.contiguous()
         values, vectors = torch.linalg.eigh(matrix.mT @ matrix)
-        design = MatrixDesign(matrix, found.rows // len(x))
+        design = MatrixDesign(matrix, operator.rows // len(x))
         outputs = len(x) * network.output_shape[-1]
         return cls(design, values.clamp_min(0), vectors, outputs, float(network.theta().square().sum()))
 
     def shares(self, precision: float) -> Tensor:
-        """λ / (λ + α): how far the data decide each direction."""
+        """Return λ / (λ + α), the effective parameters of each direction, (P,)."""
         return self.values / (self.values + precision)
 
 
 @dataclass(frozen=True, eq=False)
 class _Draws:
-    """Noise, and the right-hand sides that it makes in the eigenbasis of the GGN."""
+    """Noise, and the right-hand sides that follow from it, in the eigenbasis of the GGN."""
 
     model: _Model
     zeta: Tensor
     eps: Tensor
-    prior: Tensor  # ζ and Xᵀ ε in the eigenbasis, (K, P)
-    back: Tensor
+    prior: Tensor  # ζ in the eigenbasis, (K, P)
+    data: Tensor  # Xᵀ ε in the eigenbasis, (K, P)
 
     @classmethod
     def of(cls, model: _Model, count: int, generator: torch.Generator) -> _Draws:
+        """Draw the noise of some samples."""
         like = model.values
         zeta = normal((count, model.design.size), generator, like)
         eps = normal((count, model.design.rows), generator, like)
         return cls(model, zeta, eps, zeta @ model.vectors, eps @ model.design.matrix @ model.vectors)
 
     def solved(self, precision: Tensor) -> Tensor:
-        """The samples in the eigenbasis; one precision for all, or one for each (K,)."""
+        """Return the samples in the eigenbasis, (K, P), under one precision for all or one for each, (K,)."""
         alpha = precision.reshape(-1, 1)
-        return (alpha.sqrt() * self.prior + self.back) / (self.model.values + alpha)
+        return (alpha.sqrt() * self.prior + self.data) / (self.model.values + alpha)
 
     def gammas(self, precision: Tensor) -> dict[str, Tensor]:
-        """From each sample alone: |X z|² in function space, P - α |z|² in weight space."""
+        """Return γ from each sample alone: |X z|² in function space, P - α |z|² in weight space."""
         squares = self.solved(precision).square()
         return {"function": squares @ self.model.values, "weight": squares.shape[1] - precision * squares.sum(1)}
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this experiment."""
+    add_quick(parser, "train for a short time, few samples")
+
+
+def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+    """Run the experiment with the options given."""
+    settings = Sampling(seed=arguments.seed)
+    if arguments.quick:
+        settings = replace(settings, recipe=replace(settings.recipe, epochs=100), draws=64, gradients=8)
+    return Report(arguments.out / "sampling.json", (run(settings),), {"sampling.png": picture})
+
+
 def run(settings: Sampling) -> Result:
-    """The variances of both gradients and the spread of both estimates of γ, under every precision."""
-    begun = time.perf_counter()
+    """Return the variances of both gradients and the spread of both estimates of γ, under every precision."""
+    start = time.perf_counter()
     x, y = _digits(settings)
     model = _Model.of(trained(x, y, 10, settings.recipe, settings.seed), x, y)
     draws = _Draws.of(model, settings.draws, torch.Generator().manual_seed(settings.seed))
     rows = tuple(Row(f"precision {a:.3g}", _measured(draws, a, settings.gradients)) for a in settings.precisions)
     arrays = {key: [row.scores[key] for row in rows] for key in rows[0].scores}
-    found, notes = _fixed_points(draws)
-    arrays |= {"precision": list(settings.precisions), **_expected(model, settings.precisions), **found}
-    seconds = {"total": time.perf_counter() - begun}
+    fixed_points, notes = _fixed_points(draws)
+    arrays |= {"precision": list(settings.precisions), **_expected(model, settings.precisions), **fixed_points}
+    seconds = {"total": time.perf_counter() - start}
     return Result("sampling", plain(settings), settings.seed, rows, seconds, arrays, (*_crossings(arrays), *notes))
 
 
 def _digits(settings: Sampling) -> tuple[Tensor, Tensor]:
+    """Return a random part of the digits, pixels from zero to one, and their classes."""
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(settings.seed))[: settings.data]
     return torch.as_tensor(x)[order] / 16, torch.as_tensor(y)[order].long()
@@ -122,22 +143,22 @@ def _measured(draws: _Draws, precision: float, count: int) -> dict[str, float]:
     z = draws.solved(alpha)[:count] @ model.vectors.mT
     return {
         "γ": gamma,
-        "γ / nC, %": 100 * gamma / model.numbers,
-        "γ / |w̃|²": gamma / model.length,
+        "γ / nC, %": 100 * gamma / model.n_outputs,
+        "γ / |w̃|²": gamma / model.squared_norm,
         "L / L' at optimum": _ratio(system, z),
         "L / L' at start": _ratio(system, system.prior),
-        **{f"sd {space}, %": 100 * float(found.std()) / gamma for space, found in draws.gammas(alpha).items()},
+        **{f"sd {space}, %": 100 * float(gammas.std()) / gamma for space, gammas in draws.gammas(alpha).items()},
     }
 
 
 def _ratio(system: Perturbed, z: Tensor) -> float:
-    """Of the mean variances of a gradient from a single datum, noise in the data over noise in the regulariser."""
+    """Return the variance of a gradient from one datum, with noise in the data over that with noise in the prior."""
     classic, reduced = (float(gradient_variance(system, z, name).mean()) for name in ("classic", "reduced"))
     return classic / reduced
 
 
 def _expected(model: _Model, precisions: tuple[float, ...]) -> dict[str, list[float]]:
-    """The standard deviations in closed form: γ from one sample is a weighted sum of squared normals, in each space."""
+    """Return the standard deviations in closed form: γ from one sample is a weighted sum of squared normals."""
     shares = [model.shares(precision) for precision in precisions]
     spread = lambda weights, share: 100 * float((2 * weights.square().sum()).sqrt() / share.sum())
     return {
@@ -147,28 +168,28 @@ def _expected(model: _Model, precisions: tuple[float, ...]) -> dict[str, list[fl
 
 
 def _fixed_points(draws: _Draws) -> tuple[dict[str, list[float]], tuple[str, ...]]:
-    """Where α = γ / |w̃|² ends: with γ exact, and with γ from one sample, for every sample with which it ends."""
+    """Iterate α = γ / |w̃|² with the exact γ, and with γ from one sample; return the limits where it converges."""
     model, size = draws.model, draws.model.design.size
     exact = 1.0
     for _ in range(ROUNDS):
-        exact = float(model.shares(exact).sum()) / model.length
-    found, notes = {"fixed point": [exact]}, [f"fixed point of α = γ / |w̃|²: {exact:.3g}"]
+        exact = float(model.shares(exact).sum()) / model.squared_norm
+    limits, notes = {"fixed point": [exact]}, [f"fixed point of α = γ / |w̃|²: {exact:.3g}"]
     for space in ("function", "weight"):
         alpha = last = torch.ones(len(draws.zeta), dtype=torch.float64)
         for _ in range(ROUNDS):
-            last, alpha = alpha, draws.gammas(alpha)[space].clamp(1, size - 1) / model.length
-        ended = alpha[(alpha - last).abs() <= 1e-3 * alpha]
-        error, spread = (100 * float(value) / exact for value in (ended.mean() - exact, ended.std()))
+            last, alpha = alpha, draws.gammas(alpha)[space].clamp(1, size - 1) / model.squared_norm
+        converged = alpha[(alpha - last).abs() <= 1e-3 * alpha]
+        error, spread = (100 * float(value) / exact for value in (converged.mean() - exact, converged.std()))
         notes.append(
             f"with γ from one sample in {space} space: {error:+.1f} % on average, sd {spread:.1f} %; "
-            f"{len(alpha) - len(ended)} of {len(alpha)} go in circles"
+            f"{len(alpha) - len(converged)} of {len(alpha)} do not converge"
         )
-        found[f"fixed point, {space}"] = ended.tolist()
-    return found, tuple(notes)
+        limits[f"fixed point, {space}"] = converged.tolist()
+    return limits, tuple(notes)
 
 
 def _crossings(arrays: dict[str, list[float]]) -> tuple[str, ...]:
-    """Where the objectives change places, and where one sample is enough."""
+    """Say where both objectives have the same variance, and where one sample is enough."""
     even = crossing(arrays["γ / nC, %"], arrays["L / L' at optimum"], 1.0)
     notes = [] if even is None else [f"both objectives have the same variance at γ / nC = {even:.1f} %"]
     for space in ("function", "weight"):
@@ -179,13 +200,37 @@ def _crossings(arrays: dict[str, list[float]]) -> tuple[str, ...]:
 
 
 def crossing(x: list[float], y: list[float], level: float) -> float | None:
-    """The first x at which y passes a level, on a straight line between neighbours in logarithms; None if it does not.
+    """Return the first x at which y crosses a level, or None; linear in logarithms between neighbours.
 
     >>> round(crossing([1.0, 100.0], [4.0, 0.25], 1.0), 6)
     10.0
     """
     for (x0, y0), (x1, y1) in pairwise(zip(x, y, strict=True)):
         if (y0 - level) * (y1 - level) <= 0 and y0 != y1:
-            way = math.log(level / y0) / math.log(y1 / y0)
-            return math.exp(math.log(x0) + way * math.log(x1 / x0))
+            share = math.log(level / y0) / math.log(y1 / y0)
+            return math.exp(math.log(x0) + share * math.log(x1 / x0))
     return None
+
+
+def picture(result: Result, path: Path) -> None:
+    """Draw, against γ, the ratio of the variances of both gradients, and the error of γ from one sample."""
+    arrays = result.arrays
+    figure, axes = new_figure(1, 2, (10.4, 4.4))
+    ratio, spread = axes[0]
+    for key, colour, label in (("optimum", POSTERIOR, "at the solution"), ("start", OTHER, "at a sample of the prior")):
+        ratio.loglog(arrays["γ / nC, %"], arrays[f"L / L' at {key}"], "o-", color=colour, markersize=4.5, label=label)
+    ratio.axhline(1, color=INK, linestyle="--", linewidth=1)
+    ratio.set(title="gradients from one datum", xlabel="γ / nC, %", ylabel="variance of L over that of L'")
+    for space, colour in (("function", POSTERIOR), ("weight", PLAIN)):
+        spread.loglog(arrays["γ"], arrays[f"expected {space}, %"], color=colour, label=f"{space} space, closed form")
+        spread.loglog(arrays["γ"], arrays[f"sd {space}, %"], "o", color=colour, markersize=4.5, label="measured")
+    bound = [100 * (2 / gamma) ** 0.5 for gamma in arrays["γ"]]
+    spread.loglog(arrays["γ"], bound, color=INK, linestyle=":", label="√(2/γ)")
+    spread.axhline(10, color=INK, linestyle="--", linewidth=1)
+    spread.set(title="γ from one sample", xlabel="γ", ylabel="relative standard deviation, %")
+    for axis in (ratio, spread):
+        axis.title.set_fontsize(10)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.legend(frameon=False, fontsize=9)
+    save(figure, path)

@@ -1,9 +1,9 @@
-"""Nine regression tables with their standard splits: does the posterior help, and are its intervals honest?"""
+"""Nine regression tables with their standard splits: does the posterior help, and is the coverage right?"""
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from experiments.regression import Table, predicted, scores, tempered
-from experiments.result import Result, Row, mean_scores, plain
-from experiments.training import Batches, Recipe, batches, best_seconds, epoch_seconds, trained
+from experiments.data import data_folder
+from experiments.options import Progress, add_data_dir, chosen, positive, silent
+from lapwing.demo.regression import Table, predict, scores, tempered
+from lapwing.demo.report import Report
+from lapwing.demo.result import Result, Row, mean_scores, plain
+from lapwing.demo.training import Batches, Recipe, batches, best_seconds, epoch_seconds, trained
 from lapwing.errors import DataError
 
 SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
@@ -35,14 +38,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "SWAG": {"method": lw.baselines.SWAG(weight_decay=Recipe().weight_decay)},
 }
 USUAL = ("plain", "default", "per layer", "joint noise", "full")
-DROPPED = 0.05  # of the units of the network for MC dropout, which is trained with it
+DROPOUT = 0.05  # of the network for MC dropout, which is trained with it
 
 
 @dataclass(frozen=True)
 class Uci:
-    """One recipe for all tables. ``variants`` are compared on the same trained networks; two train their own.
+    """Settings: one recipe for all tables.
 
-    A table with fewer than ``splits`` splits gives those that it has.
+    ``variants`` are compared on the same trained networks, apart from "temperature" and "MC dropout", which need
+    networks trained in another way. A table with fewer than ``splits`` splits gives those that it has.
     """
 
     data_dir: Path
@@ -53,9 +57,29 @@ class Uci:
     seed: int = 0
 
 
-def run(settings: Uci, report: Callable[[str], None] = lambda line: None) -> Result:
-    """Scores of every variant on every table found; ``report`` hears about progress, line by line."""
-    begun = time.perf_counter()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this experiment."""
+    add_data_dir(parser, "the uci_NAME.npz files")
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help="names of tables; all nine by default")
+    parser.add_argument("--splits", type=positive, default=3, help="standard splits to use (3)")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="variants to compare; five of them by default")
+
+
+def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+    """Run the experiment with the options given."""
+    settings = Uci(
+        data_dir=data_folder(arguments.data_dir),
+        sets=chosen(arguments.sets, SETS, "--sets"),
+        splits=arguments.splits,
+        variants=chosen(arguments.variants or USUAL, tuple(VARIANTS), "--variants"),
+        seed=arguments.seed,
+    )
+    return Report(arguments.out / "uci.json", (run(settings, progress),))
+
+
+def run(settings: Uci, progress: Progress = silent) -> Result:
+    """Score every variant on every table of the folder."""
+    start = time.perf_counter()
     rows: list[Row] = []
     arrays: dict[str, list[float]] = {}
     notes: list[str] = []
@@ -63,86 +87,87 @@ def run(settings: Uci, report: Callable[[str], None] = lambda line: None) -> Res
         path = settings.data_dir / f"uci_{name}.npz"
         if not path.exists():
             notes.append(f"{name}: skipped, {path.name} is not in the data folder")
-            report(notes[-1])
+            progress(notes[-1])
             continue
-        found = [_split(path, split, settings) for split in range(min(settings.splits, splits_in(path)))]
+        splits = [_split(path, split, settings) for split in range(min(settings.splits, splits_in(path)))]
         for variant in settings.variants:
-            mine = [each[variant] for each in found]
-            rows.append(Row(variant, mean_scores(mine), name))
-            arrays.update({f"{name}/{variant}/{key}": [each[key] for each in mine] for key in mine[0]})
-        report(f"{name}: done after {time.perf_counter() - begun:.0f} s")
+            of_variant = [scores_of[variant] for scores_of in splits]
+            rows.append(Row(variant, mean_scores(of_variant), name))
+            arrays |= {f"{name}/{variant}/{key}": [each[key] for each in of_variant] for key in of_variant[0]}
+        progress(f"{name}: done after {time.perf_counter() - start:.0f} s")
     if not rows:
         raise DataError(f"none of {', '.join(settings.sets)} is in {settings.data_dir}; expected uci_NAME.npz files.")
     notes += improvements(rows)
     means = [_mean_row(variant, rows) for variant in settings.variants]
-    seconds = {"total": time.perf_counter() - begun}
+    seconds = {"total": time.perf_counter() - start}
     return Result("uci", plain(settings), settings.seed, (*rows, *means), seconds, arrays, tuple(notes))
 
 
 def improvements(rows: list[Row]) -> list[str]:
-    """For each variant the number of tables on which its mean NLL is below that of the plain network."""
+    """Say for each variant on how many tables its mean NLL is below that of the plain network."""
     base = {row.group: row.scores["NLL"] for row in rows if row.name == "plain"}
     lines = []
     for variant in dict.fromkeys(row.name for row in rows if row.name != "plain"):
-        mine = [row for row in rows if row.name == variant and row.group in base]
-        better = sum(row.scores["NLL"] < base[row.group] for row in mine)
-        lines.append(f"{variant}: lower NLL than the plain network on {better} of {len(mine)} tables")
+        of_variant = [row for row in rows if row.name == variant and row.group in base]
+        better = sum(row.scores["NLL"] < base[row.group] for row in of_variant)
+        lines.append(f"{variant}: lower NLL than the plain network on {better} of {len(of_variant)} tables")
     return lines if base else []
 
 
 def _mean_row(variant: str, rows: list[Row]) -> Row:
-    """Over the tables; only of scores that do not carry the units of y with them, or only as a shift."""
+    """Return the means over tables of those scores that do not depend on the units of y, or only by a constant."""
     comparable = ("NLL", "coverage 95 %", "fit / epoch")
-    mine = [{name: row.scores[name] for name in comparable} for row in rows if row.name == variant]
-    return Row(variant, mean_scores(mine), "mean")
+    of_variant = [{name: row.scores[name] for name in comparable} for row in rows if row.name == variant]
+    return Row(variant, mean_scores(of_variant), "mean")
 
 
 def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]:
-    """The scores of every variant around one trained network."""
+    """Return the scores of every variant on one split."""
     table = read_split(path, split)
     x, y = table.training
     model = trained(x, y, 1, settings.recipe, settings.seed + split)
     data = batches(x, y, settings.recipe.batch_size)
     epoch = epoch_seconds(model, data)
-    own = {"MC dropout": _dropping, "temperature": _tempered}
-    found = {}
+    retrained = {"MC dropout": _dropping, "temperature": _tempered}
+    scores_of = {}
     for variant in settings.variants:
-        network, likelihood = own[variant](x, y, settings, split) if variant in own else (model, lw.Gaussian())
+        train = retrained.get(variant, lambda *_: (model, lw.Gaussian()))
+        network, likelihood = train(x, y, settings, split)
         options = {"likelihood": likelihood, **VARIANTS[variant]}
-        found[variant] = _scored(network, data, table, options, epoch)
-    return found
+        scores_of[variant] = _scored(network, data, table, options, epoch)
+    return scores_of
 
 
 def _dropping(x: Tensor, y: Tensor, settings: Uci, split: int) -> tuple[nn.Module, lw.Gaussian]:
-    """The same network trained with dropout."""
-    return trained(x, y, 1, replace(settings.recipe, dropout=DROPPED), settings.seed + split), lw.Gaussian()
+    """Train the same network with dropout."""
+    return trained(x, y, 1, replace(settings.recipe, dropout=DROPOUT), settings.seed + split), lw.Gaussian()
 
 
 def _tempered(x: Tensor, y: Tensor, settings: Uci, split: int) -> tuple[nn.Module, lw.Gaussian]:
-    """The same network trained on nine tenths of the rows; the others choose its noise."""
+    """Train the same network on nine tenths of the rows; the others determine its noise."""
     seed = settings.seed + split
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    held, rest = order.tensor_split([len(x) // 10])
+    held_out, rest = order.tensor_split([len(x) // 10])
     model = trained(x[rest], y[rest], 1, settings.recipe, seed)
-    return model, tempered(model, [(x[held], y[held])])
+    return model, tempered(model, [(x[held_out], y[held_out])])
 
 
 def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:
     taken, fitted = best_seconds(lambda: lw.fit(model, data, progress=False, **options), repeats=1)
-    return {**scores(predicted(fitted, table)), "fit / epoch": taken / epoch}
+    return {**scores(predict(fitted, table)), "fit / epoch": taken / epoch}
 
 
 def splits_in(path: Path) -> int:
-    """How many standard splits a file has: train_0, train_1 and so on."""
+    """Return how many standard splits a file has: train_0, train_1 and so on."""
     with np.load(path, allow_pickle=False) as file:
         count = 0
         while f"train_{count}" in file:
             count += 1
-    return max(count, 1)  # a file without any is refused when its first is read
+    return max(count, 1)  # a file without splits raises when its first one is read
 
 
 def read_split(path: Path, split: int) -> Table:
-    """Rows ``train_N`` and ``test_N`` of a table with the keys X and y."""
+    """Read the rows ``train_N`` and ``test_N`` of a table with the keys X and y."""
     with np.load(path, allow_pickle=False) as file:
         missing = [key for key in ("X", "y", f"train_{split}", f"test_{split}") if key not in file]
         if missing:

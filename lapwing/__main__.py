@@ -1,4 +1,4 @@
-"""``python -m lapwing`` is the command line."""
+"""Run the command line by ``python -m lapwing``."""
 
 import sys
 

@@ -15,8 +15,9 @@ from torch import nn
 from lapwing import files
 from lapwing.auto import Auto
 from lapwing.core.data import Data, Inputs, batch_size
+from lapwing.core.progress import shows_progress
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.fitted import Fitted, Tuner, checked_prior, checked_tuner, show_progress
+from lapwing.fitted import Fitted, checked_prior, checked_tuner
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
 from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
@@ -28,15 +29,15 @@ from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence
-from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.priors.gaussian import Prior, isotropic
+from lapwing.priors import isotropic
+from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
 from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.training import loop as training
-from lapwing.training.loop import Epoch, State
 from lapwing.training.recipe import Recipe, online
-from lapwing.tuners.maximise_evidence import MaximiseEvidence, started
-from lapwing.tuners.sample_em import SampleEM
+from lapwing.training.state import Epoch, State
+from lapwing.tuners.protocol import Tuner
+from lapwing.tuners.start import default_tuner, start_near_optimum
 
 
 @outside_autocast
@@ -96,7 +97,7 @@ def fit(
     torch.Size([3, 1])
     """
     device = _device(model)
-    batches = Data(data, device, target_key, show_progress(progress))
+    batches = Data(data, device, target_key, shows_progress(progress))
     problem = _problem(model, batches, likelihood, weights, prior)
     chosen, why = _method(method, problem, batches)
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
@@ -129,7 +130,7 @@ def _problem(
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = isotropic(1.0) if prior is None else checked_prior(prior)
     groups = None
-    if given.kind == "per_normalised_group":
+    if given.needs_groups:
         groups = members(network, scale_free_groups(network, first.inputs))
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
@@ -154,10 +155,7 @@ def _with_learned_prior(
 
 def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """Return the posterior with its prior learned, starting near the optimum."""
-    statistics = posterior.statistics
-    start = started(posterior, statistics.data, statistics.outputs, posterior.problem.network.theta())
-    default: Tuner = SampleEM(mode="network") if isinstance(posterior, SampledPosterior) else MaximiseEvidence()
-    tuned = checked_tuner(tuner or default, data)(start)
+    tuned = checked_tuner(tuner or default_tuner(posterior), data)(start_near_optimum(posterior))
     before, after = getattr(posterior, "trace", None), getattr(tuned, "trace", None)
     if before is None or after is None or not before.findings:
         return tuned
@@ -237,13 +235,12 @@ def train(
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     outcome = training.run(
         model,
-        batches,
+        replace(batches, progress=shows_progress(progress)),
         chosen,
         network_of,
         recipe,
         resume=State.load(resume) if isinstance(resume, str | Path) else resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
-        bar=training.progress_bar if show_progress(progress) else training.no_bar,
     )
     fitted = Fitted(outcome.posterior, Fingerprint.of(outcome.model), type(recipe.method).__name__)
     return Trained(outcome.model, fitted, outcome.history, outcome.state)

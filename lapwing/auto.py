@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lapwing.core.settings import is_real, refuse_other_than_whole
+from lapwing.core.settings import is_real, require_integer
 from lapwing.errors import UnsupportedError
 from lapwing.methods.protocol import AutoCandidate, Budget, Method
 from lapwing.registry import METHODS
@@ -52,7 +52,7 @@ class Auto:
             raise UnsupportedError(
                 f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
             )
-        refuse_other_than_whole("num_samples", self.num_samples)
+        require_integer("num_samples", self.num_samples)
 
     def choose(self, weights: int, rows: int, single: bool = False, tuned: bool = False) -> Choice:
         """Return the method for a problem of this size, with the reason.

@@ -1,4 +1,4 @@
-"""The errors Lapwing raises. Each message says what was seen, what was expected and what to do."""
+"""All errors that Lapwing raises. Each message says what was seen, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -13,33 +13,48 @@ class HasSteps(Protocol):
 
 
 class LapwingError(ValueError):
-    """Base of Lapwing's errors; a ValueError, as its smaller checks raise too."""
+    """The base class of all errors of Lapwing; a ``ValueError``, so that callers need not import it.
+
+    >>> import lapwing as lw
+    >>> try:
+    ...     lw.tuners.Grid(precisions=[-1.0])
+    ... except lw.LapwingError as error:
+    ...     print(error)
+    precisions is [-1.0]; expected a list of positive, finite numbers.
+    """
 
 
 class DataError(LapwingError):
-    """The data cannot be used: empty, not finite, of the wrong shape or out of range."""
+    """Unusable data: empty, not finite, of the wrong shape or out of range."""
 
 
 class ModelError(LapwingError):
-    """The network cannot be used as it stands: training mode, mixed samples, changed weights."""
+    """An unusable network: in training mode, mixing the samples of a batch, or with changed weights."""
 
 
 class NumericalError(LapwingError):
-    """A matrix that must be positive definite is not, or a number is not finite."""
+    """A matrix that is not positive definite though it must be, or a number that is not finite."""
 
 
 class FileError(LapwingError):
-    """A saved posterior is damaged, foreign, or belongs to another network."""
+    """A file that is damaged, that Lapwing did not write, or that belongs to another network."""
 
 
 class UnsupportedError(LapwingError):
-    """The combination asked for does not exist; the message names the way to get there."""
+    """A setting, or a combination of settings, that does not exist; the message names one that does."""
 
 
 class DivergedError(NumericalError):
-    """A hyperparameter ran away or is not finite.
+    """A tuner that did not converge: a hyperparameter left its range, or a number is not finite.
 
-    ``trace`` has every step of the tuner, ``posterior`` the last good posterior.
+    Args:
+        message: What happened and what to do.
+        trace: Every step of the tuner; the last three are added to the message.
+        posterior: The posterior at the last good step, to continue with.
+
+    >>> from lapwing.core.trace import Step, Trace
+    >>> print(DivergedError("No optimum.", Trace("Ascend", steps=(Step(-3.0, (1e13,)),)), posterior=None))
+    No optimum. The last steps were: -3 at precision 1e+13.
     """
 
     def __init__(self, message: str, trace: HasSteps, posterior: object) -> None:

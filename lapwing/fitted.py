@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from lapwing import files
 from lapwing.core.data import Data, Inputs, batch_size, check_finite, map_tensors
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.moving import on_device
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.progress import shows_progress
+from lapwing.core.settings import require_integer
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -29,17 +29,16 @@ from lapwing.posteriors.protocols import (
     HasFunctionSamples,
     HasVarianceOf,
     HasWeightSamples,
-    NeedsData,
     Posterior,
     Reweightable,
 )
-from lapwing.priors.gaussian import Prior, isotropic
+from lapwing.priors import isotropic
+from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
 from lapwing.tuners.maximise_evidence import MaximiseEvidence
-
-Tuner = Callable[[Any], Any]
+from lapwing.tuners.protocol import Tuner, with_training_data
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,7 +118,7 @@ class Fitted:
         Raises:
             UnsupportedError: If the method has no function samples, or fewer than n.
         """
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         samples = self._with(HasFunctionSamples, "function samples").function_samples(self._checked(x), n, generator)
         check_finite(samples[0], "outputs of the network")
         return samples
@@ -135,7 +134,7 @@ class Fitted:
         Raises:
             UnsupportedError: If the method has no weight samples, or fewer than n.
         """
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         self._unchanged()
         return self._with(HasWeightSamples, "weight samples").weight_samples(n, generator)
 
@@ -249,7 +248,7 @@ class Fitted:
 
     def _operator(self, data: Iterable[Any], kind: str, progress: bool | None) -> Operator:
         self._unchanged()
-        batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=show_progress(None))
+        batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
         batches = batches if progress is None else replace(batches, progress=progress)
         design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=kind)
         if kind == "jacobian":
@@ -268,7 +267,7 @@ class Fitted:
         return self.posterior.problem
 
     @property
-    def prior(self) -> Prior:
+    def prior(self) -> BoundPrior:
         """The prior over the weights, with its learned precisions in ``prior.values``."""
         return self.problem.prior
 
@@ -305,9 +304,7 @@ class Fitted:
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
         given = checked_prior(prior)
-        mine, names = self.prior, self.network.selection.names
-        groups = dict(zip(names, mine.members, strict=True)) if mine.kind == "per_normalised_group" else None
-        bound = given.bound(self.network.selection, self.network.theta(), groups)
+        bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if bound.needs_curvature and self.curvature is not None:
             bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
         moved = self.posterior.with_problem(self.problem.with_prior(bound))
@@ -388,12 +385,7 @@ def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
         raise UnsupportedError(
             f"tuner is {tuner!r:.80}; expected an object such as lw.tuners.FixedPoint(), not its name."
         )
-    return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
-
-
-def show_progress(progress: bool | None) -> bool:
-    """Return whether to show progress bars: as asked, or on a terminal if left open."""
-    return sys.stderr.isatty() if progress is None else progress
+    return with_training_data(tuner, data)
 
 
 def _first_three(values: Tensor) -> str:

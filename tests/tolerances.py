@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 EXACT = 2 / 3  # 4e-11 in float64, 2e-5 in float32: sums and products of well-scaled numbers
@@ -35,3 +36,13 @@ def assert_within(samples: Tensor, expected: Tensor, errors: float = 5.0) -> Non
     worst = ((mean - expected).abs() / (error + floor)).max().item()
     assert worst <= errors, f"off by {worst:.1f} standard errors"
     assert bool((error <= 0.2 * expected.abs().max()).all()), "the standard error is too large to say anything"
+
+
+def student(level: float, degrees: int) -> float:
+    """Return t with P(|T| ≤ t) = level for Student's t: the half-width of an interval, in standard errors."""
+    return float(stats.t.ppf(0.5 + 0.5 * level, degrees))
+
+
+def least_hits(trials: int, level: float, alarm: float = 1e-4) -> int:
+    """Return how many of independent intervals of this level must contain the truth; fewer have probability < alarm."""
+    return int(stats.binom.ppf(alarm, trials, level))

@@ -1,21 +1,20 @@
-"""Which activation? The evidence says, and new data agree or do not.
+"""Choose the activation by the evidence, and check the choice on new data.
 
-The same network, ten inputs, six hidden units and one output, with tanh, relu, sin or nothing at all between its
-layers. With nothing (the identity) it is a linear regression in the guise of a network. Two tables, ten inputs each:
+The same network, ten inputs, six hidden units and one output, has tanh, relu, sin or nothing between its layers. With
+nothing (the identity) it is a linear regression. There are two tables with ten inputs each:
 
 - *diabetes*: 442 patients, ten measurements, the progress of the disease a year later. It ships with scikit-learn;
 - *Friedman's function*, scikit-learn's ``make_friedman1``: 10 sin(π x₁ x₂) + 20 (x₃ − ½)² + 10 x₄ + 5 x₅ and noise;
-  five more inputs do nothing.
+  the other five inputs have no effect.
 
 Two hundred rows are for training, by ``lw.train`` with ``lw.recipes.classic`` from several starts, of which the one
-with the
-best evidence is kept. ``lw.compare`` ranks the four activations. The rows that are left (a thousand for Friedman's
+with the best evidence is kept. ``lw.compare`` ranks the four activations. The remaining rows (a thousand for Friedman's
 function) check its choice. All of it is repeated for five splits.
 
-The last comparison asks for a second hidden layer in the same way, and draws how many of its weights the data decide.
+The last comparison is between one and two hidden layers, and a picture shows how many weights the data determine.
 
-The prior has one precision for all weights. With one for each layer, relu and the identity would have a freedom too
-many: one layer times ten and the next over ten is the same function, and the two precisions drift apart.
+The prior has one precision for all weights. With one for each layer, relu and the identity would have a redundant
+scale: one layer times ten and the next over ten is the same function, and the two precisions diverge.
 
 Run it with ``python docs/tutorials/activation.py [folder]``: it prints the comparison and draws activation.png and
 effective_parameters.png. It takes a few minutes.
@@ -32,18 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from effective_parameters import effective_parameters_picture
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import load_diabetes, make_friedman1
 from torch import Tensor, nn
 
 import lapwing as lw
-from experiments import pictures
 
 PALE = "#9a9a9a"
 STYLES = {"tanh": ("#0072b2", "o"), "relu": ("#d55e00", "s"), "sin": ("#009e73", "^"), "identity": ("#333333", "D")}
 TRAINING, HIDDEN = 200, 6
-NEAR = 0.02  # nats for each new row: what counts as near the best
+NEAR = 0.02  # nats for each new row: an activation within this distance is near the best
 
 
 class Sin(nn.Module):
@@ -69,7 +68,7 @@ TABLES: dict[str, Callable[[int], tuple[Any, Any]]] = {"diabetes": diabetes, "Fr
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Rows for training and the rest, in units of the training rows' standard deviations."""
+    """Rows for training and new rows, standardised by the training rows."""
 
     x: Tensor
     y: Tensor
@@ -80,18 +79,18 @@ class Split:
     def of(cls, table: str, seed: int) -> Split:
         x, y = (torch.as_tensor(part, dtype=torch.float64) for part in TABLES[table](seed))
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        ours, rest = order[:TRAINING], order[TRAINING:]
-        x = (x - x[ours].mean(0)) / x[ours].std(0)
-        y = ((y - y[ours].mean()) / y[ours].std()).unsqueeze(1)
-        return cls(x[ours], y[ours], x[rest], y[rest])
+        train, new = order[:TRAINING], order[TRAINING:]
+        x = (x - x[train].mean(0)) / x[train].std(0)
+        y = ((y - y[train].mean()) / y[train].std()).unsqueeze(1)
+        return cls(x[train], y[train], x[new], y[new])
 
     def log_likelihood(self, posterior: lw.Fitted) -> float:
-        """Of a new row, on average."""
+        """Return the log-likelihood of a new row, on average."""
         return float(posterior.predict(self.new_x).log_prob(self.new_y).mean())
 
 
 def network(activation: str, layers: int, start: int) -> nn.Sequential:
-    """Ten inputs, ``layers`` hidden layers of six, one output."""
+    """Return a network of ten inputs, ``layers`` hidden layers of six units, and one output."""
     act = ACTIVATIONS[activation]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(start)
@@ -103,20 +102,20 @@ def network(activation: str, layers: int, start: int) -> nn.Sequential:
 
 
 def trained(split: Split, activation: str, restarts: int, epochs: int, layers: int = 1) -> lw.Fitted:
-    """The start that ends with the best evidence."""
+    """Train from several starts and return the posterior with the best evidence."""
     data = [(split.x, split.y)]
-    found = [
+    posteriors = [
         lw.train(
-            network(activation, layers, start), data, "regression", lw.recipes.classic(epochs), progress=False
+            network(activation, layers, start), data, "regression", recipe=lw.recipes.classic(epochs), progress=False
         ).posterior
         for start in range(restarts)
     ]
-    return max(found, key=lambda posterior: float(posterior.log_evidence()))
+    return max(posteriors, key=lambda posterior: float(posterior.log_evidence()))
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """One split of one table: a network for each activation, and a deeper one with the activation that was taken."""
+    """One split of one table: a network for each activation, and a deeper one with the activation that was chosen."""
 
     seed: int
     split: Split
@@ -137,7 +136,7 @@ class Study:
 
     @property
     def lost(self) -> float:
-        """Nats for each new row by which the evidence's choice is below the best."""
+        """The difference from the best activation to the one with the best evidence, in nats for each new row."""
         return max(self.held_out.values()) - self.held_out[self.picked]
 
 
@@ -148,12 +147,12 @@ def study(table: str, seed: int, restarts: int, epochs: int) -> Study:
     return Study(seed, split, fitted, trained(split, picked, restarts, epochs, layers=2))
 
 
-def picture(found: dict[str, list[Study]], path: Path) -> None:
-    """For each table, evidence across and held-out likelihood up: better on one should be better on the other."""
+def picture(tables: dict[str, list[Study]], path: Path) -> None:
+    """Draw for each table the held-out likelihood against the evidence; both should rank the activations alike."""
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(found), squeeze=False)[0]
-    for axis, (table, studies) in zip(axes, found.items(), strict=True):
+    axes = figure.subplots(1, len(tables), squeeze=False)[0]
+    for axis, (table, studies) in zip(axes, tables.items(), strict=True):
         for each in studies:
             _activations(axis, each)
         near = sum(each.lost <= NEAR for each in studies)
@@ -168,7 +167,7 @@ def picture(found: dict[str, list[Study]], path: Path) -> None:
 
 
 def _activations(axis: Any, study: Study) -> None:
-    """One split: a line through its activations, from the least evidence to the most."""
+    """Draw a line through the activations of one split, from the least evidence to the most."""
     best = max(study.held_out.values())
     evidences = {row.name: row.log_evidence - study.compared.candidates[0].log_evidence
                  for row in study.compared.candidates}  # fmt: skip
@@ -179,7 +178,7 @@ def _activations(axis: Any, study: Study) -> None:
 
 
 def _summary(studies: Sequence[Study]) -> str:
-    """What the evidence takes and what new rows would, split by split."""
+    """Return a table of the activations that the evidence and new rows choose, for each split."""
     lines = ["split  taken     " + "  ".join(f"{name:>8s}" for name in ACTIVATIONS) + "     best"]
     for each in studies:
         values = "  ".join(f"{value:8.3f}" for value in each.held_out.values())
@@ -191,7 +190,7 @@ def _summary(studies: Sequence[Study]) -> str:
 
 
 def _depth(studies: Sequence[Study]) -> str:
-    """Whether a second hidden layer pays, by the evidence and by new rows."""
+    """Return a table of one and two hidden layers, by the evidence and by new rows."""
     lines = ["hidden layers  evidence, one       two  held-out, one       two"]
     for each in studies:
         one, two = float(each.fitted[each.picked].log_evidence()), float(each.deeper.log_evidence())
@@ -204,16 +203,16 @@ def main(
     out: Path, tables: Sequence[str] = tuple(TABLES), splits: int = 5, restarts: int = 3, epochs: int = 25
 ) -> dict[str, list[Study]]:
     """Print the comparisons, draw the pictures, return the studies by table."""
-    found = {table: [study(table, seed, restarts, epochs) for seed in range(splits)] for table in tables}
-    for i, (table, studies) in enumerate(found.items()):
+    studies_of = {table: [study(table, seed, restarts, epochs) for seed in range(splits)] for table in tables}
+    for i, (table, studies) in enumerate(studies_of.items()):
         print("\n" * (i > 0) + f"{table}\n{studies[0].compared}\n\nlog-likelihood of a new row\n{_summary(studies)}\n")
         print(_depth(studies))
     out.mkdir(parents=True, exist_ok=True)
-    picture(found, out / "activation.png")
+    picture(studies_of, out / "activation.png")
     effective = studies[0].deeper.effective_parameters()
     print(f"\n{table}, {studies[0].picked}, two hidden layers\n{effective}")
-    pictures.effective_parameters(effective.layers, effective.sizes, out / "effective_parameters.png")
-    return found
+    effective_parameters_picture(effective.layers, effective.sizes, out / "effective_parameters.png")
+    return studies_of
 
 
 if __name__ == "__main__":

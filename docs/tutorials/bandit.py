@@ -1,27 +1,26 @@
 """A linear bandit with Thompson sampling, on ``lw.linear.fit``.
 
-A bandit has many arms. Pulling one gives its reward and noise; the sum over all pulls counts. The reward is linear in
-features of the arm, with weights that nobody knows, so that every pull tells something about every arm. Pulls come in
-batches: the rewards of a batch are seen when all of it is done.
+A bandit has many arms. Pulling an arm gives its reward plus noise; the aim is a large sum of rewards over all pulls.
+The reward is linear in features of the arm, with unknown weights, so that every pull gives information about every arm.
+Pulls come in batches: the rewards of a batch are known when the whole batch is done.
 
-- *greedy* takes the arm that is best under the mean of the posterior, for the whole batch;
-- *Thompson sampling* draws one set of weights from the posterior for each pull and takes the arm that is best under
-  it. Arms that might be the best are pulled as often as they might be, which is just what samples can do and a mean
-  cannot. Nothing else is needed: no variance of any arm, no covariance between arms;
-- *exact* is the same with samples of the exact posterior over all arms, by matrices.
+- *greedy* chooses the arm that is best under the mean of the posterior, for the whole batch;
+- *Thompson sampling* draws one set of weights from the posterior for each pull and chooses the arm that is best under
+  it. So each arm is pulled with the probability that it is the best. This needs samples, and neither variances of arms
+  nor covariances between them;
+- *exact* is Thompson sampling with samples of the exact posterior over all arms, by matrices.
 
-``lw.linear.fit`` has the mean and the samples by products with the features alone. Two bandits show it:
+``lw.linear.fit`` computes the mean and the samples from products with the features alone. There are two bandits:
 
-- *twenty features*: five hundred arms with random features, weights from the prior. Small enough that every strategy
+- *twenty features*: five hundred arms with random features, weights from the prior. It is small, so that every strategy
   can be repeated for many bandits. One more strategy does not know the prior precision and the noise, and learns them;
 - *a hundred thousand features*: arms are points of a square, and the reward is a smooth function of the point. A model
-  that is linear in random Fourier features (Rahimi and Recht 2007) can follow it. The features of the pulls are an
-  ``lw.linear.OperatorDesign``, computed when they are needed and thrown away. The covariance of the weights would
-  have 10¹⁰
+  that is linear in random Fourier features (Rahimi and Recht 2007) approximates it. The features of the pulls are an
+  ``lw.linear.OperatorDesign``, computed for each product and not stored. The covariance of the weights would have 10¹⁰
   entries, 80 GB. For a check there is the Gaussian process whose kernel the features approximate; it works with
   matrices of arms and pulls, which are few here.
 
-Every strategy starts with the same batch of random arms and meets the same noise.
+Every strategy starts with the same batch of random arms and has the same noise.
 
 Run it with ``python docs/tutorials/bandit.py [folder]``: it prints the regrets and draws bandit.png.
 """
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bandits import Bandit, linear, smooth
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -48,94 +48,6 @@ STYLES = {
     "uniform": (PALE, "-"), "greedy": ("#d55e00", "-"), "Thompson": ("#0072b2", "-"),
     "Thompson, learned": ("#009e73", "-."), "exact Thompson": (INK, ":"),
 }  # fmt: skip
-SCALE = 0.2  # length over which the smooth reward changes
-
-
-@dataclass(frozen=True, eq=False)
-class Bandit:
-    """Arms with their features, and what each is worth. The prior precision of the weights is one."""
-
-    value: Tensor  # (A,), the reward of every arm but for the noise
-    features: Callable[[Tensor], Tensor | lw.linear.OperatorDesign]  # those of some arms, by their numbers
-    scores: Callable[[Tensor], Tensor]  # of all arms under weights (S, P): (S, A)
-    root: Tensor  # (A, R), of the prior covariance of the values, for the exact posterior
-    noise_std: float
-    places: Tensor | None = None  # (A, 2), where arms are points
-
-    def posterior(
-        self, pulls: Tensor, rewards: Tensor, samples: int, generator: torch.Generator, **given: float | None
-    ) -> lw.linear.LinearPosterior:
-        """With the true precision and noise, or those given. The generator goes on: every round has new samples."""
-        settings: dict[str, Any] = {"precision": 1.0, "noise_std": self.noise_std, **given}
-        return lw.linear.fit(self.features(pulls), rewards, num_samples=samples, generator=generator, **settings)
-
-
-def linear(seed: int, arms: int = 500, columns: int = 20) -> Bandit:
-    """Arms and weights from a normal distribution."""
-    generator = torch.Generator().manual_seed(seed)
-    matrix = torch.randn(arms, columns, generator=generator, dtype=torch.float64) / columns**0.5
-    weights = torch.randn(columns, generator=generator, dtype=torch.float64)
-    return Bandit(matrix @ weights, lambda pulls: matrix[pulls], lambda drawn: drawn @ matrix.mT, matrix, 0.5)
-
-
-@dataclass(frozen=True, eq=False)
-class Fourier:
-    """√(2/P) cos(ω·x + b) with random ω (2, P) and b (P,): x·x' of two points is nearly exp(−|x − x'|²/2s²)."""
-
-    frequencies: Tensor
-    phases: Tensor
-
-    @classmethod
-    def drawn(cls, columns: int, generator: torch.Generator) -> Fourier:
-        return cls(
-            torch.randn(2, columns, generator=generator) / SCALE,
-            2 * math.pi * torch.rand(columns, generator=generator),
-        )
-
-    def __call__(self, points: Tensor) -> Tensor:
-        waves = torch.addmm(self.phases, points.to(self.phases), self.frequencies).cos_()
-        return waves.mul_((2 / len(self.phases)) ** 0.5)
-
-    def forward(self, points: Tensor, v: Tensor) -> Tensor:
-        """X v for rows v (S, P), sixty-four rows of X at a time: (S, n)."""
-        v = v.to(self.phases)
-        return torch.cat([v @ self(part).mT for part in points.split(64)], 1)
-
-    def back(self, points: Tensor, u: Tensor) -> Tensor:
-        """Xᵀ u for rows u (S, n): (S, P)."""
-        total = self.phases.new_zeros(len(u), len(self.phases))
-        for part, weight in zip(points.split(64), u.to(total).split(64, 1), strict=True):
-            total.addmm_(weight, self(part))
-        return total
-
-    def design(self, points: Tensor, pulls: Tensor) -> lw.linear.OperatorDesign:
-        """A row for each pull; arms that were pulled often are computed once. ``like`` says that these are float32."""
-        arms, which = pulls.unique(return_inverse=True)
-        return lw.linear.OperatorDesign(
-            rows=len(pulls),
-            size=len(self.phases),
-            forward=lambda v: self.forward(points[arms], v)[:, which],
-            back=lambda u: self.back(points[arms], u.new_zeros(len(u), len(arms)).index_add_(1, which, u)),
-            like=self.phases[:0],
-        )
-
-
-def smooth(seed: int, arms: int = 1000, columns: int = 100_000) -> Bandit:
-    """Points of a square. Values come from the Gaussian process itself, not from the features."""
-    generator = torch.Generator().manual_seed(seed)
-    points = torch.rand(arms, 2, generator=generator, dtype=torch.float64)
-    kernel = (-0.5 * torch.cdist(points, points).square() / SCALE**2).exp()
-    root = torch.linalg.cholesky(kernel + 1e-8 * torch.eye(arms, dtype=torch.float64))
-    value = root @ torch.randn(arms, generator=generator, dtype=torch.float64)
-    features = Fourier.drawn(columns, generator)
-    return Bandit(
-        value,
-        lambda pulls: features.design(points, pulls),
-        lambda drawn: features.forward(points, drawn).double(),
-        root,
-        0.3,
-        points,
-    )
 
 
 Strategy = Callable[[Bandit, Tensor, Tensor, int, torch.Generator], Tensor]  # pulls and rewards so far: the next batch
@@ -146,27 +58,28 @@ def uniform(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generato
 
 
 def greedy(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    found = bandit.posterior(pulls, rewards, 1, generator)
-    return bandit.scores(found.mean[None]).argmax(1).expand(batch)
+    posterior = bandit.posterior(pulls, rewards, 1, generator)
+    return bandit.scores(posterior.mean[None]).argmax(1).expand(batch)
 
 
 def thompson(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    found = bandit.posterior(pulls, rewards, batch, generator)
-    return bandit.scores(found.samples()).argmax(1)
+    posterior = bandit.posterior(pulls, rewards, batch, generator)
+    return bandit.scores(posterior.samples()).argmax(1)
 
 
 def learned(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Precision and noise by expectation maximisation, from two pulls for each feature on. Before: one for both.
+    """Learn precision and noise by expectation maximisation, once there are two pulls for each feature.
 
-    With fewer pulls than features the weights can explain every reward, and there is no noise to be found.
+    Before, both are one: with fewer pulls than features the weights can explain every reward, so that the noise cannot
+    be learned.
     """
     guess = None if len(pulls) >= 2 * bandit.root.shape[1] else 1.0
-    found = bandit.posterior(pulls, rewards, batch, generator, precision=guess, noise_std=guess)
-    return bandit.scores(found.samples()).argmax(1)
+    posterior = bandit.posterior(pulls, rewards, batch, generator, precision=guess, noise_std=guess)
+    return bandit.scores(posterior.samples()).argmax(1)
 
 
 def exact(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Thompson sampling with values from the prior, moved to where the rewards want them (Matheron's rule)."""
+    """Choose by samples of the exact posterior: samples of the prior plus a correction (Matheron's rule)."""
     prior = torch.randn(batch, bandit.root.shape[1], generator=generator, dtype=torch.float64) @ bandit.root.mT
     noise = bandit.noise_std * torch.randn(batch, len(pulls), generator=generator, dtype=torch.float64)
     return (prior + conditional_mean(bandit, pulls, rewards - prior[:, pulls] - noise)).argmax(1)
@@ -177,7 +90,7 @@ def exact_greedy(bandit: Bandit, pulls: Tensor, rewards: Tensor, batch: int, gen
 
 
 def conditional_mean(bandit: Bandit, pulls: Tensor, rewards: Tensor) -> Tensor:
-    """Of the values of all arms, (S, A), after rewards (S, n)."""
+    """Return the mean of the values of all arms, (S, A), given rewards (S, n)."""
     rows = bandit.root[pulls]
     kernel = rows @ rows.mT + bandit.noise_std**2 * torch.eye(len(pulls), dtype=torch.float64)
     return torch.linalg.solve(kernel, rewards.mT).mT @ rows @ bandit.root.mT
@@ -185,7 +98,7 @@ def conditional_mean(bandit: Bandit, pulls: Tensor, rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Played:
-    """What was pulled and seen."""
+    """The pulls and rewards of a game."""
 
     bandit: Bandit
     pulls: Tensor  # (T,)
@@ -193,12 +106,12 @@ class Played:
 
     @cached_property
     def regret(self) -> Tensor:
-        """By how much each pull was worse than the best arm, (T,), the noise left out."""
+        """The difference between the best arm and each pull, (T,), without noise."""
         return self.bandit.value.max() - self.bandit.value[self.pulls]
 
 
 def play(bandit: Bandit, strategy: Strategy, batch: int, rounds: int, seed: int) -> Played:
-    """A batch at random, then batches by the strategy."""
+    """Pull a random batch, then batches by the strategy."""
     generator = torch.Generator().manual_seed(10_000 + seed)
     noise = bandit.noise_std * torch.randn(rounds, batch, generator=generator, dtype=torch.float64)
     pulls = uniform(bandit, torch.empty(0), torch.empty(0), batch, generator)
@@ -222,13 +135,14 @@ def compared(
     }
 
 
-def table(found: Results, batch: int) -> str:
-    """Regret in all: mean over the bandits, its standard error, the worst; for each pull of the last batch; and on how
-    many bandits it is above that of Thompson sampling.
+def table(results: Results, batch: int) -> str:
+    """Return a table of the total regret: mean over the bandits, standard error, worst; regret of the last batch.
+
+    The last column counts the bandits on which the regret is above that of Thompson sampling.
     """
     lines = [f"{'':17s}  regret  ± error   worst  last batch, each  above Thompson"]
-    thompson = torch.stack([game.regret.sum() for game in found.get("Thompson", found["exact Thompson"])])
-    for name, games in found.items():
+    thompson = torch.stack([game.regret.sum() for game in results.get("Thompson", results["exact Thompson"])])
+    for name, games in results.items():
         regrets = torch.stack([game.regret for game in games])
         total = regrets.sum(1)
         error = float(total.std()) / len(total) ** 0.5 if len(total) > 1 else math.inf
@@ -240,7 +154,7 @@ def table(found: Results, batch: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What the rewards of a game tell about the model: by products, and exactly from the kernel of its features."""
+    """The posterior after a game, by products, and γ and evidence exactly, from the kernel of its features."""
 
     posterior: lw.linear.LinearPosterior
     gamma: float
@@ -260,25 +174,25 @@ def known(game: Played) -> Known:
     return Known(posterior, gamma, float(exactly.log_prob(game.rewards)))
 
 
-def found_out(games: list[Played]) -> str:
-    """Precision and noise that all rewards of a game lead to: mean and standard deviation over the games."""
+def learned_at_the_end(games: list[Played]) -> str:
+    """Return precision and noise learned from all rewards of a game: mean and standard deviation over the games."""
     generator, given = torch.Generator().manual_seed(0), {"precision": None, "noise_std": None}
-    found = [game.bandit.posterior(game.pulls, game.rewards, 16, generator, **given) for game in games]
-    precision = torch.tensor([each.precision for each in found])
-    noise = torch.tensor([each.noise_variance**0.5 for each in found])
+    posteriors = [game.bandit.posterior(game.pulls, game.rewards, 16, generator, **given) for game in games]
+    precision = torch.tensor([posterior.precision for posterior in posteriors])
+    noise = torch.tensor([posterior.noise_variance**0.5 for posterior in posteriors])
     parts = [f"{float(values.mean()):.2f} ± {float(values.std(correction=0)):.2f}" for values in (precision, noise)]
     return f"learned at the end: precision {parts[0]} (true: 1), noise {parts[1]} (true: {games[0].bandit.noise_std})"
 
 
 def picture(small: Results, large: Results, columns: int, path: Path) -> None:
-    """Regret against pulls for both bandits; where two strategies pulled in the square."""
+    """Draw the regret against pulls for both bandits, and the pulls of two strategies in the square."""
     figure = Figure(figsize=(11.6, 10.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2).flatten()
     titles = ("20 features, 500 arms", f"{columns:,} features, points of a square")
-    for axis, found, title in zip(axes, (small, large), titles, strict=False):
-        _regret(axis, found)
-        axis.set_title(f"{title}\nmean over {len(found['greedy'])} bandits, and two standard errors", fontsize=10.5)
+    for axis, results, title in zip(axes, (small, large), titles, strict=False):
+        _regret(axis, results)
+        axis.set_title(f"{title}\nmean over {len(results['greedy'])} bandits, and two standard errors", fontsize=10.5)
     for axis, name in zip(axes[2:], ("greedy", "Thompson"), strict=True):
         game = large[name][0]
         marks = _pulled(axis, game, STYLES[name][0])
@@ -288,17 +202,17 @@ def picture(small: Results, large: Results, columns: int, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _regret(axis: Any, found: Results) -> None:
-    """Uniform pulls leave the panel: they would hide the rest."""
-    for name, games in found.items():
+def _regret(axis: Any, results: Results) -> None:
+    """Draw cumulative regrets. The curve of uniform pulls leaves the panel; otherwise the others would look flat."""
+    for name, games in results.items():
         colour, line = STYLES[name]
         sums = torch.stack([game.regret for game in games]).cumsum(1)
         mean, error = sums.mean(0), 2 * sums.std(0, correction=min(1, len(sums) - 1)) / len(sums) ** 0.5
         places, low, high = range(1, len(mean) + 1), (mean - error).tolist(), (mean + error).tolist()
         axis.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.plot(places, mean.tolist(), color=colour, linestyle=line, linewidth=2, label=name)
-    top = 1.4 * max(float(game.regret.sum()) for game in found["Thompson"])
-    others = torch.stack([game.regret.sum() for game in found["greedy"]]).mean()
+    top = 1.4 * max(float(game.regret.sum()) for game in results["Thompson"])
+    others = torch.stack([game.regret.sum() for game in results["greedy"]]).mean()
     axis.set(xlabel="pulls", ylabel="cumulative regret", xlim=(0, len(mean)), ylim=(0, max(top, 1.3 * float(others))))
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
@@ -338,7 +252,7 @@ def main(
     small = compared(linear, {**strategies, "Thompson, learned": learned}, batches[0], rounds[0], seeds[0])
     print(f"20 features, 500 arms: {rounds[0]} batches of {batches[0]} pulls, {seeds[0]} bandits")
     print(table(small, batches[0]))
-    print(found_out(small["Thompson, learned"]))
+    print(learned_at_the_end(small["Thompson, learned"]))
     square = lambda seed: smooth(seed, columns=columns)
     large = compared(square, strategies, batches[1], rounds[1], seeds[1])
     print(f"\n{columns:,} features, 1,000 arms: {rounds[1]} batches of {batches[1]} pulls, {seeds[1]} bandits")
@@ -346,15 +260,15 @@ def main(
     many = compared(square, {"exact greedy": exact_greedy, "exact Thompson": exact}, batches[1], rounds[1], seeds[2])
     print(f"\nthe same by the Gaussian process alone, {seeds[2]} bandits")
     print(table(many, batches[1]))
-    found = known(large["Thompson"][0])
-    (gamma, gamma_error), (evidence, evidence_error) = found.posterior.gamma, found.posterior.log_evidence()
+    exactly = known(large["Thompson"][0])
+    (gamma, gamma_error), (evidence, evidence_error) = exactly.posterior.gamma, exactly.posterior.log_evidence()
     print(f"\nafter the {len(large['Thompson'][0].pulls)} pulls of Thompson on the first")
     print("              by products  ± error   exact")
-    print(f"gamma         {gamma:11.2f}  {gamma_error:7.2f}  {found.gamma:6.2f}")
-    print(f"log evidence  {evidence:11.2f}  {evidence_error:7.2f}  {found.log_evidence:6.2f}")
+    print(f"gamma         {gamma:11.2f}  {gamma_error:7.2f}  {exactly.gamma:6.2f}")
+    print(f"log evidence  {evidence:11.2f}  {evidence_error:7.2f}  {exactly.log_evidence:6.2f}")
     out.mkdir(parents=True, exist_ok=True)
     picture(small, large, columns, out / "bandit.png")
-    return small, large, found
+    return small, large, exactly
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Laplace approximation of a density that is given as a function: the smallest case of what a posterior does."""
+"""The Laplace approximation of a density that is given as a function."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.cholesky import cholesky
 
 LogDensity = Callable[[Tensor], Tensor | float]
 
-HALVINGS = 100  # of a step, before it is given up; the first step from a flat tail may be 1e20 too long
-ROUNDING = 1e-11  # a loss of this share of the log density is no loss
-DEFINITE = 1e-12  # eigenvalues below this share of the largest, coordinates scaled, are zero
-SETTLED = 0.1  # how far the curvature may still change in the last step, which is next to nothing
+HALVINGS = 100  # of a step before the search fails; the first step from a flat tail may be 1e20 times too long
+ROUNDING = 1e-11  # a decrease of the log density by this share may be rounding
+DEFINITE = 1e-12  # eigenvalues below this share of the largest count as zero, with coordinates scaled
+CONVERGED = 0.1  # largest relative change of the curvature in the last, tiny step
 
 
 @dataclass(frozen=True, eq=False)
 class DensityLaplace:
-    """N(mean, precision⁻¹) in place of a density over R^D, all in float64. Made by ``laplace_density``."""
+    """The Gaussian N(mean, precision⁻¹) that approximates a density over R^D, in float64; see ``laplace_density``."""
 
     mean: Tensor  # the mode, (D,)
     precision: Tensor  # minus the Hessian of the log density there, (D, D)
@@ -37,11 +37,11 @@ class DensityLaplace:
 
     @cached_property
     def covariance(self) -> Tensor:
-        """(D, D)."""
+        """The covariance, (D, D)."""
         return torch.cholesky_inverse(self._root)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """log N(x; mean, covariance), (...,) for x (..., D)."""
+        """Return log N(x; mean, covariance), (...,) for x (..., D)."""
         size = len(self.mean)
         if x.ndim == 0 or x.shape[-1] != size:
             raise DataError(f"x has the shape {tuple(x.shape)}; expected (..., {size}), coordinates last.")
@@ -49,8 +49,8 @@ class DensityLaplace:
         return _log_determinant(self._root) - 0.5 * (size * math.log(2 * math.pi) + whitened.square().sum(-1))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, D)."""
-        refuse_other_than_whole("n", n)
+        """Draw n samples, (n, D)."""
+        require_integer("n", n)
         eps = normal((n, len(self.mean)), generator, self.mean)
         return self.mean + torch.linalg.solve_triangular(self._root.mT, eps.mT, upper=True).mT
 
@@ -58,26 +58,27 @@ class DensityLaplace:
 def laplace_density(
     log_density: LogDensity, start: Tensor | Sequence[float], *, max_steps: int = 100, tolerance: float = 1e-8
 ) -> DensityLaplace:
-    r"""The Gaussian at the mode of a density with the density's own curvature, and the integral it implies.
+    r"""Return the Gaussian at the mode of a density with the curvature of the density there, and its integral.
 
     $$ \Lambda = -\nabla^2 \log p(x^*), \qquad
        \log \int p \approx \log p(x^*) + \tfrac{D}{2} \log 2\pi - \tfrac12 \log\det\Lambda $$
 
     ``log_density`` maps a (D,) tensor to a number, by operations that autograd differentiates twice; it need not be
-    normalised and may be -inf outside of its domain. The mode is found from ``start`` by Newton steps with a line
-    search, in float64, and is known when the next step is shorter than ``tolerance`` standard deviations.
-    Of several modes it is one, near ``start``.
+    normalised and may be -inf outside of its domain. Newton steps with a line search go from ``start`` to the mode, in
+    float64, until the next step is shorter than ``tolerance`` standard deviations. If there are several modes, the
+    result is at one of them, near ``start``.
 
     Shapes: mean (D,), covariance (D, D).  Cost: D + 1 backward passes and an eigendecomposition for each step.
     Exact when: the density is Gaussian.
     Reference: MacKay 2003, "Information theory, inference, and learning algorithms", chapter 27.
 
-    A Gamma density of shape 3 in the logarithm of its variable, whose integral is 2; Laplace is Stirling's formula:
+    An example is a Gamma density of shape 3 in the logarithm of its variable. Its integral is 2, and Laplace gives
+    Stirling's formula:
 
-    >>> found = laplace_density(lambda u: (3 * u - u.exp()).sum(), torch.zeros(1))
-    >>> round(found.mean.exp().item(), 9), round(found.covariance.item(), 9)
+    >>> laplace = laplace_density(lambda u: (3 * u - u.exp()).sum(), torch.zeros(1))
+    >>> round(laplace.mean.exp().item(), 9), round(laplace.covariance.item(), 9)
     (3.0, 0.333333333)
-    >>> round(found.log_normaliser.exp().item(), 3)
+    >>> round(laplace.log_normaliser.exp().item(), 3)
     1.945
     """
     at = _expanded(log_density, _checked_start(start))
@@ -85,16 +86,16 @@ def laplace_density(
         direction, distance = _newton(at)
         if distance <= tolerance:
             return _confirmed(log_density, at, direction)
-        moved = _uphill(log_density, at, direction)
-        if moved is None:
+        higher = _uphill(log_density, at, direction)
+        if higher is None:
             raise NumericalError(_no_mode(at, step))
-        at = _expanded(log_density, moved)
+        at = _expanded(log_density, higher)
     raise NumericalError(_no_mode(at, max_steps))
 
 
 @dataclass(frozen=True, eq=False)
 class _Expansion:
-    """The log density to second order around a point."""
+    """The log density around a point, to second order."""
 
     x: Tensor
     value: float
@@ -128,7 +129,7 @@ def _expanded(log_density: LogDensity, x: Tensor) -> _Expansion:
 
 
 def _slope(entry: Tensor, x: Tensor) -> Tensor:
-    """The derivative of one entry of the gradient; zero where the entry is constant."""
+    """Return the derivative of one entry of the gradient; zero if the entry is constant."""
     if not entry.requires_grad:
         return torch.zeros_like(x)
     return torch.autograd.grad(entry, x, retain_graph=True, materialize_grads=True)[0].detach()
@@ -151,7 +152,7 @@ def _refuse_unusable(value: Tensor, x: Tensor) -> None:
         )
     if not value.requires_grad:
         raise DataError(
-            "autograd finds no way from the log density back to its argument; expected operations of torch on the "
+            "the log density does not depend on its argument through autograd; expected operations of torch on the "
             "tensor that it is given, without detach, item or numpy."
         )
     if value.dtype != torch.float64:
@@ -159,10 +160,10 @@ def _refuse_unusable(value: Tensor, x: Tensor) -> None:
 
 
 def _newton(at: _Expansion) -> tuple[Tensor, float]:
-    """A step uphill, and its length in standard deviations.
+    """Return a step uphill, and its length in standard deviations.
 
-    Where the curvature is negative definite it is Newton's step. Elsewhere eigenvalues count by their size, so that
-    the step leaves saddles instead of seeking them. Coordinates are scaled first: their units do not matter.
+    Where the Hessian is negative definite it is Newton's step. Elsewhere the absolute eigenvalues are used, so that the
+    step leaves saddle points. Coordinates are scaled first, so that their units do not matter.
     """
     scale, scaled = _scaled(at.precision)
     values, vectors = torch.linalg.eigh(scaled)
@@ -173,35 +174,35 @@ def _newton(at: _Expansion) -> tuple[Tensor, float]:
 
 
 def _scaled(precision: Tensor) -> tuple[Tensor, Tensor]:
-    """The roots of the diagonal, and the matrix with a diagonal of ±1."""
+    """Return the square roots of the diagonal, and the matrix scaled to a diagonal of ±1."""
     scale = precision.diagonal().abs().sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return scale, precision / scale.outer(scale)
 
 
 def _uphill(log_density: LogDensity, at: _Expansion, direction: Tensor) -> Tensor | None:
-    """The point after the longest of the halved steps that gains enough; None where none does."""
+    """Return the point after the longest of the halved steps that increases the density enough, or None."""
     slope = (at.gradient @ direction).item()
-    lost = ROUNDING * (1 + abs(at.value))
+    rounding = ROUNDING * (1 + abs(at.value))
     for halving in range(HALVINGS):
         share = 0.5**halving
         x = at.x + share * direction
         with torch.no_grad():
             value = _number(log_density(x)).item()
-        if math.isfinite(value) and value >= at.value + 1e-4 * share * slope - lost:
+        if math.isfinite(value) and value >= at.value + 1e-4 * share * slope - rounding:
             return x
     return None
 
 
 def _confirmed(log_density: LogDensity, at: _Expansion, direction: Tensor) -> DensityLaplace:
-    """One last step, which is next to nothing: at a proper mode the curvature is the same on both of its ends."""
+    """Take one last, tiny step. Raise unless the curvature is the same before and after it, as at a proper mode."""
     _refuse_indefinite(at)
     last = _expanded(log_density, at.x + direction)
     _refuse_indefinite(last)
     root = cholesky(at.precision, "the density")
     half = torch.linalg.solve_triangular(root, last.precision, upper=False)
     ratios = torch.linalg.eigvalsh(torch.linalg.solve_triangular(root, half.mT, upper=False))
-    if bool(((ratios - 1).abs() > SETTLED).any()):
+    if bool(((ratios - 1).abs() > CONVERGED).any()):
         raise NumericalError(_not_definite(last, "and still changes with every step"))
     logdet = 2 * _log_determinant(cholesky(last.precision, "the density"))
     normaliser = last.value + 0.5 * (len(last.x) * math.log(2 * math.pi) - logdet)
@@ -215,7 +216,7 @@ def _refuse_indefinite(at: _Expansion) -> None:
 
 
 def _log_determinant(root: Tensor) -> Tensor:
-    """½ log det of the matrix with this Cholesky factor."""
+    """Return ½ log det of the matrix with this Cholesky factor."""
     return root.diagonal().log().sum()
 
 
@@ -230,12 +231,12 @@ def _not_definite(at: _Expansion, when: str) -> str:
 
 def _no_mode(at: _Expansion, steps: int) -> str:
     return (
-        f"no mode found: after {steps} steps the log density is {at.value:.6g} and its gradient has the length "
+        f"no mode was reached: after {steps} steps the log density is {at.value:.6g} and its gradient has the length "
         f"{at.gradient.norm().item():.3g} at {_listed(at.x)}; expected a gradient near zero. The density may have its "
         "maximum at a boundary or a kink, or none at all. Use other coordinates, start nearer, or raise max_steps."
     )
 
 
 def _listed(x: Tensor) -> str:
-    shown = ", ".join(f"{value:.4g}" for value in x[:6].tolist())
-    return f"({shown}{', …' if len(x) > 6 else ''})"
+    text = ", ".join(f"{value:.4g}" for value in x[:6].tolist())
+    return f"({text}{', …' if len(x) > 6 else ''})"

@@ -1,20 +1,20 @@
-"""How many hidden units? The evidence says, from the training data alone.
+"""Choose the number of hidden units by the evidence, from the training data alone.
 
-A network of one input, h hidden units and one output learns a sine from fifty noisy points. Too few units cannot bend;
-too many can follow the noise. The old remedy is a validation set. The Bayesian one needs none:
+A network of one input, h hidden units and one output learns a sine from fifty noisy points. With too few units it
+cannot follow the sine; with too many it follows the noise. The usual remedy is a validation set. The Bayesian one needs
+none:
 
 - *regularisation.* ``lw.train`` with ``lw.recipes.classic`` minimises β/2 · squared error + α/2 · squared weights and
-  learns α
-  and β on the way, by α = γ/|w|² and β = (N − γ)/SSE, with one α for each layer. γ counts the directions of weight
-  space that the data decide;
-- *comparison.* The evidence of a trained network is its fit less its complexity. A further unit always fits a little
-  better; it is worth having if it fits better by more than it costs. ``lw.compare`` ranks by that.
+  learns α and β during training, by α = γ/|w|² and β = (N − γ)/SSE, with one α for each layer. γ is the number of
+  directions of weight space that the data determine;
+- *comparison.* The evidence of a trained network is its fit minus its complexity. Another unit always fits a little
+  better; it is worth having if the fit improves by more than the complexity. ``lw.compare`` ranks by that.
 
-Both are checked against what they do without: the likelihood of two thousand new points. And since one data set proves
-little, all of it is done for five of them, which differ by their noise alone; the first is drawn.
+Both are checked by the likelihood of two thousand new points, which they do not use. Since one data set proves little,
+everything is repeated for five of them, which differ only in their noise; the first is drawn.
 
 The error of a small network has many minima, so every network is trained from several starts, and the one with the best
-evidence is kept. New points play no part in any choice.
+evidence is kept. No choice uses the new points.
 
 Run it with ``python docs/tutorials/hidden_units.py [folder]``: it prints the comparison and draws hidden_units.png. It
 takes a few minutes.
@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ HIDDEN = (1, 2, 3, 4, 6, 9, 12, 20)
 CLASSIC = 6  # hidden units of the networks in the first panel
 REACH, NOISE_STD = 3.0, 0.2
 STAR: dict[str, Any] = {"marker": "*", "markersize": 18, "markeredgecolor": "white", "zorder": 4}
-START = 0.01  # precision of the prior to begin with: a strong one pulls small networks into a flat line, for good
-NEAR = 0.02  # nats for each new point: what counts as near the best
+START = 0.01  # initial precision of the prior; with a large one small networks stay at a constant function
+NEAR = 0.02  # nats for each new point: a size within this distance is near the best
 
 
 def truth(x: Tensor) -> Tensor:
@@ -55,13 +55,13 @@ def noisy(x: Tensor, seed: int) -> Tensor:
 
 
 def points(seed: int, n: int = 50) -> tuple[Tensor, Tensor]:
-    """Training data (n, 1): evenly spaced inputs, so that data sets differ by their noise alone."""
+    """Return training data (n, 1): evenly spaced inputs, so that data sets differ only in their noise."""
     x = torch.linspace(-REACH, REACH, n, dtype=torch.float64).unsqueeze(1)
     return x, noisy(x, seed)
 
 
 def new_points(seed: int, n: int = 2000) -> tuple[Tensor, Tensor]:
-    """Held-out data (n, 1) of the same range."""
+    """Return held-out data (n, 1) of the same range."""
     generator = torch.Generator().manual_seed(10_000 + seed)
     x = REACH * (2 * torch.rand(n, 1, generator=generator, dtype=torch.float64) - 1)
     return x, noisy(x, 20_000 + seed)
@@ -74,17 +74,19 @@ def network(hidden: int, start: int) -> nn.Sequential:
 
 
 def regularised(x: Tensor, y: Tensor, hidden: int, recipe: lw.recipes.Recipe, restarts: int) -> lw.Fitted:
-    """The start that ends with the best evidence."""
-    found = [
-        lw.train(network(hidden, start), [(x, y)], "regression", recipe, progress=False).posterior
+    """Train from several starts and return the posterior with the best evidence."""
+    posteriors = [
+        lw.train(network(hidden, start), [(x, y)], "regression", recipe=recipe, progress=False).posterior
         for start in range(restarts)
     ]
-    return max(found, key=lambda posterior: float(posterior.log_evidence()))
+    return max(posteriors, key=lambda posterior: float(posterior.log_evidence()))
 
 
-def unregularised(x: Tensor, y: Tensor, hidden: int, restarts: int) -> lw.Fitted:
-    """The start that ends with the smallest squared error, and nothing else; its noise is its residual."""
-    found = []
+@cache
+def unregularised(seed: int, hidden: int, restarts: int) -> lw.Fitted:
+    """Train from several starts by the squared error alone and return the best; its noise is its residual."""
+    x, y = points(seed)
+    errors = []
     for start in range(restarts):
         model = network(hidden, start)
         optimiser = torch.optim.LBFGS(
@@ -98,20 +100,20 @@ def unregularised(x: Tensor, y: Tensor, hidden: int, restarts: int) -> lw.Fitted
             return error
 
         optimiser.step(closure)
-        found.append((float(closure().detach()), model))
-    model = min(found, key=lambda pair: pair[0])[1]
+        errors.append((float(closure().detach()), model))
+    model = min(errors, key=lambda pair: pair[0])[1]
     return lw.fit(model, [(x, y)], "regression", method=lw.baselines.MapOnly(), progress=False)
 
 
 def log_likelihood(posterior: lw.Fitted, seed: int) -> float:
-    """Of a new point, on average."""
+    """Return the log-likelihood of a new point, on average."""
     x, y = new_points(seed)
     return float(posterior.predict(x).log_prob(y).mean())
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """One data set: networks of every size, with their evidence and what new points say."""
+    """One data set: networks of every size, with their evidence and the likelihood of new points."""
 
     seed: int
     x: Tensor
@@ -132,7 +134,7 @@ class Study:
 
     @property
     def lost(self) -> float:
-        """Nats for each new point by which the evidence's choice is below the best."""
+        """The difference from the best size to the one with the best evidence, in nats for each new point."""
         return max(self.held_out.values()) - self.held_out[self.picked]
 
 
@@ -144,7 +146,7 @@ def study(seed: int, hidden: Sequence[int], prior: Any, restarts: int, epochs: i
 
 
 def picture(studies: Sequence[Study], plain: lw.Fitted, path: Path) -> None:
-    """The classic picture; the evidence and its parts; new points; γ. The last two for all data sets."""
+    """Draw the classic picture, the evidence and its parts, the likelihood of new points, and γ."""
     figure = Figure(figsize=(12.6, 9.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2).flatten()
@@ -158,25 +160,25 @@ def picture(studies: Sequence[Study], plain: lw.Fitted, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _classic(axis: Any, shown: Study, plain: lw.Fitted) -> None:
+def _classic(axis: Any, study: Study, plain: lw.Fitted) -> None:
     grid = torch.linspace(-REACH, REACH, 601, dtype=torch.float64).unsqueeze(1)
     line = grid[:, 0].tolist()
-    cases = ((plain, PLAIN, "squared error only"), (shown.fitted[CLASSIC], BAYES, "Bayesian regularisation"))
+    cases = ((plain, PLAIN, "squared error only"), (study.fitted[CLASSIC], BAYES, "Bayesian regularisation"))
     for posterior, colour, label in cases:
-        found = posterior.predict(grid)
-        low, high = (bound.detach()[:, 0].tolist() for bound in found.interval(0.95))
+        predicted = posterior.predict(grid)
+        low, high = (bound.detach()[:, 0].tolist() for bound in predicted.interval(0.95))
         axis.fill_between(line, low, high, color=colour, alpha=0.18, linewidth=0)
-        note = f"{label}: {log_likelihood(posterior, shown.seed):.2f}".replace("-", "−")
-        axis.plot(line, found.mean.detach()[:, 0].tolist(), color=colour, linewidth=2, label=note)
+        note = f"{label}: {log_likelihood(posterior, study.seed):.2f}".replace("-", "−")
+        axis.plot(line, predicted.mean.detach()[:, 0].tolist(), color=colour, linewidth=2, label=note)
     axis.plot(line, truth(grid)[:, 0].tolist(), color=INK, linewidth=1.2, linestyle=":", label="truth")
-    axis.scatter(shown.x[:, 0].tolist(), shown.y[:, 0].tolist(), s=16, color=INK, zorder=3, label="data")
+    axis.scatter(study.x[:, 0].tolist(), study.y[:, 0].tolist(), s=16, color=INK, zorder=3, label="data")
     axis.set(xlabel="x", ylabel="y", xlim=(-REACH, REACH), ylim=(-2.1, 2.9))
     axis.set_title(f"1-{CLASSIC}-1, with 95 % bands\nin the legend: log-likelihood of a new point")
     axis.legend(frameon=False, fontsize=9, loc="upper center", ncols=2)
 
 
-def _evidence(axis: Any, shown: Study) -> None:
-    rows = sorted(shown.compared.candidates, key=lambda row: int(row.name))
+def _evidence(axis: Any, study: Study) -> None:
+    rows = sorted(study.compared.candidates, key=lambda row: int(row.name))
     places = range(len(rows))
     axis.plot(places, [row.fit for row in rows], "o--", color=PLAIN, label="fit")
     axis.plot(places, [-row.complexity for row in rows], "s--", color=PALE, label="− complexity")
@@ -197,12 +199,12 @@ def _evidence(axis: Any, shown: Study) -> None:
 
 def _held_out(axis: Any, studies: Sequence[Study]) -> None:
     for study in reversed(studies):
-        found = study.held_out
-        best = max(found.values())
+        held_out = study.held_out
+        best = max(held_out.values())
         colour, width = (BAYES, 2.0) if study is studies[0] else (PALE, 1.0)
-        axis.plot(range(len(found)), [value - best for value in found.values()], color=colour, linewidth=width)
-        place = list(found).index(study.picked)
-        axis.plot(place, found[study.picked] - best, color=colour, **STAR)
+        axis.plot(range(len(held_out)), [value - best for value in held_out.values()], color=colour, linewidth=width)
+        place = list(held_out).index(study.picked)
+        axis.plot(place, held_out[study.picked] - best, color=colour, **STAR)
     axis.axhspan(-NEAR, 0, color=BAYES, alpha=0.1, linewidth=0)
     axis.set(xlabel="hidden units", ylabel="nats, the best is 0", ylim=(-0.2, 0.01))
     axis.set(xticks=range(len(studies[0].fitted)), xticklabels=list(studies[0].fitted))
@@ -224,16 +226,16 @@ def _gamma(axis: Any, studies: Sequence[Study]) -> None:
 
 
 def _summary(studies: Sequence[Study]) -> str:
-    """What the evidence takes and what new points would, data set by data set."""
+    """Return a table of the sizes that the evidence and new points choose, for each data set."""
     lines = [f"data set  takes  log evidence  held-out  best  held-out  sizes within {NEAR}"]
     for each in studies:
-        found, picked = each.held_out, each.picked
-        best = max(found, key=lambda hidden: found[hidden])
-        near = sum(value >= found[best] - NEAR for value in found.values())
+        held_out, picked = each.held_out, each.picked
+        best = max(held_out, key=lambda hidden: held_out[hidden])
+        near = sum(value >= held_out[best] - NEAR for value in held_out.values())
         evidence = each.compared.candidates[0].log_evidence
         lines.append(
-            f"{each.seed:8d}  {picked:5d}  {evidence:12.2f}  {found[picked]:8.3f}  {best:4d}  {found[best]:8.3f}  "
-            f"{f'{near} of {len(found)}':>17s}"
+            f"{each.seed:8d}  {picked:5d}  {evidence:12.2f}  {held_out[picked]:8.3f}  {best:4d}  "
+            f"{held_out[best]:8.3f}  {f'{near} of {len(held_out)}':>17s}"
         )
     near = sum(each.lost <= NEAR for each in studies)
     mean = sum(each.lost for each in studies) / len(studies)
@@ -249,19 +251,21 @@ def main(
     """Print the comparisons, draw the picture, return the studies by prior. ``hidden`` must have 6 in it."""
     priors = {"one precision for each layer": lw.per_layer(START), "one precision for all": lw.isotropic(START)}
     seeds = range(data_sets)
-    found = {name: [study(seed, hidden, prior, restarts, epochs) for seed in seeds] for name, prior in priors.items()}
-    plain = [unregularised(*points(seed), CLASSIC, restarts) for seed in seeds]
-    shown = next(iter(found.values()))
-    print(shown[0].compared, end="\n\n")
-    print("log-likelihood of a new point:", ", ".join(f"{h}: {value:.3f}" for h, value in shown[0].held_out.items()))
-    for name, studies in found.items():
+    studies_of = {
+        name: [study(seed, hidden, prior, restarts, epochs) for seed in seeds] for name, prior in priors.items()
+    }
+    plain = [unregularised(seed, CLASSIC, restarts) for seed in seeds]
+    first = next(iter(studies_of.values()))
+    print(first[0].compared, end="\n\n")
+    print("log-likelihood of a new point:", ", ".join(f"{h}: {value:.3f}" for h, value in first[0].held_out.items()))
+    for name, studies in studies_of.items():
         print(f"\n{name}\n{_summary(studies)}")
     print(f"\n1-{CLASSIC}-1, held-out  regularised  squared error only")
-    for each, other in zip(shown, plain, strict=True):
+    for each, other in zip(first, plain, strict=True):
         print(f"data set {each.seed:<7d}  {each.held_out[CLASSIC]:11.3f}  {log_likelihood(other, each.seed):18.3f}")
     out.mkdir(parents=True, exist_ok=True)
-    picture(shown, plain[0], out / "hidden_units.png")
-    return found
+    picture(first, plain[0], out / "hidden_units.png")
+    return studies_of
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The Laplace approximation of a density, in one dimension and in two.
 
-Bayes' rule gives a density up to a factor: prior times likelihood. To use it one needs its integral, its mean, its
-spread, and these are integrals that only small problems allow. Laplace's way out takes two steps.
+Bayes' rule gives a density up to a factor: prior times likelihood. To use it one needs its integral, its mean and its
+spread. These are integrals that can be computed exactly only for small problems. Laplace's approximation has two steps.
 
-1. Climb to the mode x*, where the gradient of the log density vanishes.
-2. Keep the second derivative there and drop all that is higher. The log density is then a parabola,
+1. Go to the mode x*, where the gradient of the log density is zero.
+2. Keep the second derivative there and ignore all higher ones. The log density is then a parabola,
 
        log p(x)  ≈  log p(x*) − ½ (x − x*)ᵀ Λ (x − x*),      Λ = −∇² log p(x*),
 
@@ -13,12 +13,12 @@ spread, and these are integrals that only small problems allow. Laplace's way ou
        log ∫ p  ≈  log p(x*) + D/2 log 2π − ½ log det Λ.
 
 That integral is the normaliser. Where p is prior times likelihood it is the evidence, the same number that
-``posterior.log_evidence()`` returns for a network, whose log posterior is approximated in just this way.
+``posterior.log_evidence()`` returns for a network, whose log posterior is approximated in the same way.
 
 Three densities whose integrals are known show when this works:
 
-- a rate after three events in one unit of time, with density r² exp(−r). It lives on r > 0; the Gaussian does not
-  know that and puts weight below zero;
+- a rate after three events in one unit of time, with density r² exp(−r). It is zero for r ≤ 0, but the Gaussian has
+  probability there;
 - the same density in u = log r. Coordinates matter: here the density is closer to a Gaussian, and so is its integral;
 - mean and log standard deviation of six measurements: two dimensions, pear-shaped contours against ellipses.
 
@@ -48,25 +48,25 @@ MEASURED = torch.tensor([4.1, 5.3, 3.2, 6.0, 4.4, 5.6], dtype=torch.float64)
 
 
 def rate(r: Tensor) -> Tensor:
-    """Three events in one unit of time under a prior of 1/r: a Gamma density of shape 3, zero where r ≤ 0."""
+    """Return the log density of a rate after three events in one unit of time, prior 1/r: a Gamma of shape 3."""
     inside = r > 0
     return torch.where(inside, (SHAPE - 1) * torch.where(inside, r, 1.0).log() - r, -math.inf).sum(-1)
 
 
 def log_rate(u: Tensor) -> Tensor:
-    """The same in u = log r; dr = r du adds one to the power of r."""
+    """Return the log density of u = log r; dr = r du adds one to the power of r."""
     return (SHAPE * u - u.exp()).sum(-1)
 
 
 def mean_and_log_std(x: Tensor) -> Tensor:
-    """Six measurements from a Gaussian with mean x[0] and standard deviation exp(x[1]), both under a flat prior."""
+    """Return the log density of mean x[0] and log standard deviation x[1] of six measurements, under a flat prior."""
     mean, log_std = x[..., 0:1], x[..., 1:2]
     residual = (MEASURED - mean) / log_std.exp()
     return (-0.5 * residual.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
 def mean_and_log_std_normaliser() -> float:
-    """Its integral in closed form: over the mean it is Gaussian, over the precision that is left a Gamma density."""
+    """Return the log of its integral: over the mean it is Gaussian, over the precision a Gamma density."""
     n, half = len(MEASURED), (len(MEASURED) - 1) / 2
     scatter = float((MEASURED - MEASURED.mean()).square().sum()) / 2
     constant = 0.5 * math.log(2 * math.pi / n) - n / 2 * math.log(2 * math.pi)
@@ -79,22 +79,22 @@ class Case:
 
     name: str
     log_density: Callable[[Tensor], Tensor]
-    found: DensityLaplace
+    approximation: DensityLaplace
     closed: float
     grid: tuple[Tensor, ...]  # one axis for each dimension
 
     @property
     def laplace(self) -> float:
-        return self.found.log_normaliser.item()
+        return self.approximation.log_normaliser.item()
 
     @property
     def points(self) -> Tensor:
-        """(..., D)."""
+        """The points of the grid, (..., D)."""
         return torch.stack(torch.meshgrid(*self.grid, indexing="ij"), -1)
 
     @property
     def quadrature(self) -> float:
-        """log of the integral over the grid, by the trapezoidal rule."""
+        """The log of the integral over the grid, by the trapezoidal rule."""
         cell = sum(math.log(float(axis[1] - axis[0])) for axis in self.grid)
         return float(torch.logsumexp(self.log_density(self.points).flatten(), 0)) + cell
 
@@ -105,7 +105,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The three densities."""
+    """Return the three densities."""
 
     def axis(low: float, high: float, count: int = 2001) -> Tensor:
         return torch.linspace(low, high, count, dtype=torch.float64)
@@ -123,16 +123,16 @@ def cases() -> list[Case]:
     ]
 
 
-def picture(found: list[Case], path: Path) -> None:
-    """One panel for each density; exact in grey, Laplace in blue."""
+def picture(densities: list[Case], path: Path) -> None:
+    """Draw one panel for each density; exact in grey, Laplace in blue."""
     figure = Figure(figsize=(12.6, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3)
-    _curve(axes[0], found[0], (-2.5, 9.0), "rate r")
-    _curve(axes[1], found[1], (-2.0, 3.2), "u = log r")
-    _contours(axes[2], found[2])
+    _curve(axes[0], densities[0], (-2.5, 9.0), "rate r")
+    _curve(axes[1], densities[1], (-2.0, 3.2), "u = log r")
+    _contours(axes[2], densities[2])
     axes[0].set_ylabel("density, normalised")
-    for axis, case in zip(axes, found, strict=True):
+    for axis, case in zip(axes, densities, strict=True):
         axis.set_title(case.title, fontsize=10.5)
         axis.spines[["top", "right"]].set_visible(False)
     handles = [Line2D([], [], color=EXACT, linewidth=2), Line2D([], [], color=LAPLACE, linewidth=2, linestyle="--")]
@@ -143,7 +143,7 @@ def picture(found: list[Case], path: Path) -> None:
 def _curve(axis: Any, case: Case, limits: tuple[float, float], label: str) -> None:
     x = torch.linspace(*limits, 600, dtype=torch.float64)
     exact = (case.log_density(x.unsqueeze(-1)) - case.closed).exp()
-    laplace = case.found.log_prob(x.unsqueeze(-1)).exp()
+    laplace = case.approximation.log_prob(x.unsqueeze(-1)).exp()
     axis.fill_between(x.tolist(), exact.tolist(), color=EXACT, alpha=0.12, linewidth=0)
     axis.plot(x.tolist(), exact.tolist(), color=EXACT, linewidth=2)
     axis.plot(x.tolist(), laplace.tolist(), color=LAPLACE, linewidth=2, linestyle="--")
@@ -152,13 +152,13 @@ def _curve(axis: Any, case: Case, limits: tuple[float, float], label: str) -> No
 
 
 def _contours(axis: Any, case: Case) -> None:
-    """The smallest regions that hold 50 % and 95 % of each."""
+    """Draw the smallest regions that contain 50 % and 95 % of each density."""
     limits = ((2.6, 6.95), (-0.95, 1.25))
     axes = [torch.linspace(low, high, 300, dtype=torch.float64) for low, high in limits]
     points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
     densities = (
         ((case.log_density(points) - case.closed).exp(), EXACT, "-", _levels(case)),
-        (case.found.log_prob(points).exp(), LAPLACE, "--", _ellipses(case.found)),
+        (case.approximation.log_prob(points).exp(), LAPLACE, "--", _ellipses(case.approximation)),
     )
     for density, colour, style, levels in densities:
         args = [value.tolist() for value in axes] + [density.mT.tolist()]
@@ -168,33 +168,33 @@ def _contours(axis: Any, case: Case) -> None:
         if colour == EXACT:
             tops = [(float(MEASURED.mean()), height) for height in (0.99, 0.38)]
             axis.clabel(lines, fmt={levels[0]: "95 %", levels[1]: "50 %"}, fontsize=9, manual=tops)
-    axis.plot(*case.found.mean.tolist(), "+", color=LAPLACE, markersize=10, markeredgewidth=2)
+    axis.plot(*case.approximation.mean.tolist(), "+", color=LAPLACE, markersize=10, markeredgewidth=2)
     axis.set(xlabel="mean", ylabel="log standard deviation", xlim=limits[0], ylim=limits[1])
 
 
 def _levels(case: Case) -> list[float]:
-    """Heights above which 95 % and 50 % of the exact density lie."""
+    """Return the heights above which 95 % and 50 % of the exact density lie."""
     density = (case.log_density(case.points).flatten() - case.quadrature).exp().sort(descending=True).values
     share = density.cumsum(0) / density.sum()
     return [float(density[int((share < level).sum())]) for level in (0.95, 0.5)]
 
 
-def _ellipses(found: DensityLaplace) -> list[float]:
-    """The same for a Gaussian in two dimensions, where the share outside of a level is its ratio to the peak."""
-    peak = float(found.log_prob(found.mean).exp())
+def _ellipses(gaussian: DensityLaplace) -> list[float]:
+    """Return these heights for a Gaussian in two dimensions: the share outside of a level is its ratio to the peak."""
+    peak = float(gaussian.log_prob(gaussian.mean).exp())
     return [0.05 * peak, 0.5 * peak]
 
 
 def main(out: Path) -> list[Case]:
     """Print the normalisers, draw the picture, return the cases."""
-    found = cases()
+    densities = cases()
     print("log normaliser       exact  quadrature  Laplace  Laplace / exact")
-    for case in found:
+    for case in densities:
         ratio = math.exp(case.laplace - case.closed)
         print(f"{case.name:16}  {case.closed:8.4f}    {case.quadrature:8.4f} {case.laplace:8.4f}  {ratio:15.3f}")
     out.mkdir(parents=True, exist_ok=True)
-    picture(found, out / "laplace_density.png")
-    return found
+    picture(densities, out / "laplace_density.png")
+    return densities
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Bayesian logistic regression: a network of one linear layer, where the exact answer can be computed.
+"""Bayesian logistic regression: a network of one linear layer, for which the exact posterior can be computed.
 
-Two classes in the plane, thirty points, ``nn.Linear(2, 1)`` and a sigmoid. Three weights are few enough to integrate
-over on a grid, so that everything Laplace says can be held against the truth:
+The data are thirty points of two classes in the plane, the model ``nn.Linear(2, 1)`` and a sigmoid. Three weights are
+few enough to integrate over on a grid, so that the Laplace approximation can be compared with the exact answer:
 
-- the posterior. Prior times likelihood is log-concave but no Gaussian: the data bound the weights from below (the
-  classes do differ) more sharply than from above (how steep the boundary is). Laplace is symmetric around the mode;
+- the posterior. Prior times likelihood is log-concave but not Gaussian: the data bound the weights more sharply from
+  below (the classes do differ) than from above (how steep the boundary is). Laplace is symmetric around the mode;
 - the evidence, the integral of prior times likelihood;
-- the prediction, the mean of sigmoid(w·x + b) under the posterior. The trained network uses one w and draws parallel
-  lines of equal probability. Averaged over w the lines fan out: far from the data the direction of the boundary is
-  what one does not know.
+- the prediction, the mean of sigmoid(w·x + b) under the posterior. The trained network uses one w, and its lines of
+  equal probability are parallel. Averaged over w the lines fan out, because the direction of the boundary is uncertain
+  far from the data.
 
-Between the network and the truth lie two approximations. The first is Laplace: the logit is Gaussian,
-f(x) ~ N(m, v). The second is the integral of the sigmoid under that Gaussian, which has no closed form. Probit stands
-for sigmoid(m / sqrt(1 + π v / 8)); a quadrature over f computes it. Comparing both shows how much each of them costs.
+The prediction has two approximations. The first is Laplace: the logit is Gaussian, f(x) ~ N(m, v). The second is the
+integral of the sigmoid under that Gaussian, which has no closed form. Probit replaces it by
+sigmoid(m / sqrt(1 + π v / 8)); a quadrature over f computes it. Comparing both shows the error of each.
 
-The model is linear in its weights, so its tangent model is the model, and the GGN is the Hessian: what ``lw.fit``
-returns here is Laplace's approximation as in laplace_density.py, no more and no less.
+The model is linear in its weights, so its tangent model is the model, and the GGN is the Hessian. So ``lw.fit`` returns
+the same approximation as laplace_density.py.
 
 Run it with ``python docs/tutorials/logistic_regression.py [folder]``: it prints the comparison and draws
 logistic_regression.png.
@@ -46,7 +46,7 @@ LEVELS = {0.1: -3.5, 0.25: -2.5, 0.5: -4.0, 0.75: 2.5, 0.9: 3.5}  # lines of equ
 
 
 def two_classes(seed: int = 2, n: int = 30) -> tuple[Tensor, Tensor]:
-    """Inputs (n, 2) around two centres, and labels (n, 1)."""
+    """Return inputs (n, 2) around two centres, and labels (n, 1)."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(n) % 2
     centres = torch.tensor([[-1.0, -0.5], [1.0, 0.5]], dtype=torch.float64)
@@ -55,7 +55,7 @@ def two_classes(seed: int = 2, n: int = 30) -> tuple[Tensor, Tensor]:
 
 
 def log_joint(theta: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
-    """log prior + log likelihood of weights (..., 3): two for the inputs, then the bias. Every constant is there."""
+    """Return log prior + log likelihood of weights (..., 3), two for the inputs and the bias, with all constants."""
     f = theta[..., :2] @ x.mT + theta[..., 2:]
     likelihood = F.logsigmoid(f * (2 * y[:, 0] - 1)).sum(-1)
     return likelihood - 0.5 * alpha * theta.square().sum(-1) + 1.5 * math.log(alpha / (2 * math.pi))
@@ -66,11 +66,12 @@ def weights_of(model: nn.Linear) -> Tensor:
 
 
 def trained(x: Tensor, y: Tensor, alpha: float) -> nn.Linear:
-    """The most probable weights: cross-entropy plus alpha/2 times the squared weights, to a gradient of 1e-10."""
+    """Minimise cross-entropy plus alpha/2 times the squared weights, to a gradient of 1e-10."""
     model = nn.Linear(2, 1, dtype=torch.float64)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
-    # A line search compares losses and ends where they round, at a gradient of 1e-8. Plain steps then go on.
+    # A line search compares losses and stops when they are equal up to rounding, at a gradient of 1e-8. Plain steps
+    # continue from there.
     for search in ("strong_wolfe", None):
         optimiser = torch.optim.LBFGS(
             model.parameters(), max_iter=100, tolerance_grad=1e-11, tolerance_change=0.0, line_search_fn=search
@@ -109,7 +110,7 @@ class ExactPosterior:
         return (self.probs @ (self.theta - self.mean).square()).sqrt()
 
     def predict(self, x: Tensor) -> Tensor:
-        """The mean of the sigmoid, (B,) for inputs (B, 2)."""
+        """Return the mean of the sigmoid, (B,) for inputs (B, 2)."""
         keep = self.probs > 1e-10 * self.probs.max()
         theta, probs = self.theta[keep], self.probs[keep]
         parts = [probs @ torch.sigmoid(theta[:, :2] @ part.mT + theta[:, 2:]) for part in x.split(64)]
@@ -119,7 +120,7 @@ class ExactPosterior:
 def exact_posterior(
     x: Tensor, y: Tensor, alpha: float, counts: tuple[int, int, int] = GRID, reach: float = 10.0
 ) -> ExactPosterior:
-    """By the trapezoidal rule, in coordinates in which Laplace's Gaussian is round: reach of them on either side.
+    """Integrate by the trapezoidal rule, up to ``reach`` on either side in coordinates that whiten Laplace's Gaussian.
 
     The root of the covariance is lower triangular, so that the first coordinate is the first weight alone and its
     marginal is a sum over the other two.
@@ -138,7 +139,7 @@ def exact_posterior(
 
 
 def by_hand(x: Tensor, y: Tensor, alpha: float) -> DensityLaplace:
-    """Laplace's approximation of the posterior as of any other density."""
+    """Return the Laplace approximation of the posterior, treated as any other density."""
     return laplace_density(lambda theta: log_joint(theta, x, y, alpha), torch.zeros(3))
 
 
@@ -153,7 +154,7 @@ class Study:
     exact: ExactPosterior
 
     def probabilities(self, inputs: Tensor) -> dict[str, Tensor]:
-        """Of class one, (B,) each."""
+        """Return the probabilities of class one, (B,) each."""
         belief = self.laplace.functions(inputs)
         return {
             "plain network": self.model(inputs).detach().sigmoid()[:, 0],
@@ -171,34 +172,34 @@ def study(seed: int = 2, n: int = 30, counts: tuple[int, int, int] = GRID) -> St
 
 
 def window(count: int = 41) -> Tensor:
-    """Inputs (count², 2) on a square around the data."""
+    """Return inputs (count², 2) on a square around the data."""
     axis = torch.linspace(-WINDOW, WINDOW, count, dtype=torch.float64)
     return torch.cartesian_prod(axis, axis)
 
 
-def errors(found: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """The largest and the mean distance from the exact probability."""
-    gaps = {name: (probs - found["exact"]).abs() for name, probs in found.items() if name != "exact"}
+def errors(probabilities: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Return the largest and the mean distance from the exact probability."""
+    gaps = {name: (probs - probabilities["exact"]).abs() for name, probs in probabilities.items() if name != "exact"}
     return {name: (float(gap.max()), float(gap.mean())) for name, gap in gaps.items()}
 
 
-def picture(shown: Study, path: Path) -> None:
-    """Probabilities of the network, of Laplace, and exact ones; and the marginal of a weight."""
+def picture(study: Study, path: Path) -> None:
+    """Draw the probabilities of the network, of Laplace and of the exact posterior, and the marginal of a weight."""
     figure = Figure(figsize=(9.4, 8.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2).flatten()
-    probabilities = shown.probabilities(window())
+    probabilities = study.probabilities(window())
     gaps = errors(probabilities)
     for axis, name in zip(axes, ("plain network", "Laplace, probit", "exact"), strict=False):
-        _contours(axis, shown, probabilities[name])
+        _contours(axis, study, probabilities[name])
         note = f"furthest from exact: {gaps[name][0]:.3f}" if name in gaps else "quadrature over the weights"
         axis.set_title(f"{name}\n{note}", fontsize=10.5)
     axes[0].legend(loc="lower left", fontsize=9, framealpha=0.9)
-    _marginal(axes[3], shown)
+    _marginal(axes[3], study)
     figure.savefig(path, dpi=150)
 
 
-def _contours(axis: Any, shown: Study, probs: Tensor) -> None:
+def _contours(axis: Any, study: Study, probs: Tensor) -> None:
     count = math.isqrt(len(probs))
     ticks = torch.linspace(-WINDOW, WINDOW, count).tolist()
     grid = probs.reshape(count, count).mT.tolist()
@@ -210,15 +211,15 @@ def _contours(axis: Any, shown: Study, probs: Tensor) -> None:
         places.append((min(zip(ticks, row, strict=True), key=lambda pair: abs(pair[1] - level))[0], height))
     axis.clabel(lines, fmt="%g", fontsize=9, manual=places)
     for label, marker, colour in ((0, "o", PLAIN), (1, "s", LAPLACE)):
-        points = shown.x[shown.y[:, 0] == label]
+        points = study.x[study.y[:, 0] == label]
         style = {"s": 26, "color": colour, "marker": marker, "edgecolors": "white", "linewidths": 0.6, "zorder": 3}
         axis.scatter(points[:, 0].tolist(), points[:, 1].tolist(), label=f"class {label}", **style)
     axis.set(xlabel="$x_1$", ylabel="$x_2$", aspect="equal", xlim=(-WINDOW, WINDOW), ylim=(-WINDOW, WINDOW))
 
 
-def _marginal(axis: Any, shown: Study) -> None:
-    values, exact = exact_posterior(shown.x, shown.y, PRIOR_PRECISION, (161, 33, 33)).first
-    mode, std = weights_of(shown.model)[0], by_hand(shown.x, shown.y, PRIOR_PRECISION).covariance[0, 0].sqrt()
+def _marginal(axis: Any, study: Study) -> None:
+    values, exact = exact_posterior(study.x, study.y, PRIOR_PRECISION, (161, 33, 33)).first
+    mode, std = weights_of(study.model)[0], by_hand(study.x, study.y, PRIOR_PRECISION).covariance[0, 0].sqrt()
     line = torch.linspace(-1.0, 6.0, 300, dtype=torch.float64)
     laplace = torch.distributions.Normal(mode, std).log_prob(line).exp()
     axis.fill_between(values.tolist(), exact.tolist(), color=EXACT, alpha=0.12, linewidth=0)
@@ -227,14 +228,14 @@ def _marginal(axis: Any, shown: Study) -> None:
     axis.axvline(float(mode), color=PLAIN, linewidth=1.5, label="trained weight")
     axis.set(xlabel="weight of $x_1$", ylabel="density", xlim=(-1.0, 6.0))
     axis.set_ylim(bottom=0)
-    evidence = f"Laplace {float(shown.laplace.log_evidence()):.2f}, exact {shown.exact.log_evidence:.2f}"
+    evidence = f"Laplace {float(study.laplace.log_evidence()):.2f}, exact {study.exact.log_evidence:.2f}"
     axis.set_title("posterior of one weight\nlog evidence: " + evidence.replace("-", "−"), fontsize=10.5)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
 
 
 def wins(seeds: range = range(10)) -> tuple[int, int]:
-    """On how many data sets probit is nearer to the exact probability than the network: largest and mean distance."""
+    """Count the data sets on which probit is closer to the exact probability than the network, by both distances."""
     worst, mean = 0, 0
     for seed in seeds:
         gaps = errors(study(seed, counts=(37, 37, 37)).probabilities(window(21)))
@@ -244,22 +245,22 @@ def wins(seeds: range = range(10)) -> tuple[int, int]:
 
 
 def main(out: Path) -> Study:
-    """Print the comparison, draw the picture, return what was computed."""
-    found = study()
-    gaussian = by_hand(found.x, found.y, PRIOR_PRECISION)
-    print(f"log evidence: exact {found.exact.log_evidence:.4f}, Laplace {float(found.laplace.log_evidence()):.4f}\n")
+    """Print the comparison, draw the picture, return the study."""
+    result = study()
+    gaussian = by_hand(result.x, result.y, PRIOR_PRECISION)
+    print(f"log evidence: exact {result.exact.log_evidence:.4f}, Laplace {float(result.laplace.log_evidence()):.4f}\n")
     print("weight   trained  exact mean  exact std  Laplace std")
-    rows = (weights_of(found.model), found.exact.mean, found.exact.std, gaussian.covariance.diagonal().sqrt())
+    rows = (weights_of(result.model), result.exact.mean, result.exact.std, gaussian.covariance.diagonal().sqrt())
     for name, *row in zip(("w1", "w2", "b"), *(values.tolist() for values in rows), strict=True):
         print(f"{name:6}  {row[0]:8.3f}  {row[1]:10.3f}  {row[2]:9.3f}  {row[3]:11.3f}")
     print("\ndistance from the exact probability  largest   mean")
-    for name, (largest, mean) in errors(found.probabilities(window())).items():
+    for name, (largest, mean) in errors(result.probabilities(window())).items():
         print(f"{name:35}  {largest:7.3f}  {mean:5.3f}")
     worst, mean_wins = wins()
     print(f"\nprobit nearer than the network, of ten data sets: largest {worst}, mean {mean_wins}")
     out.mkdir(parents=True, exist_ok=True)
-    picture(found, out / "logistic_regression.png")
-    return found
+    picture(result, out / "logistic_regression.png")
+    return result
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.core.progress import ProgressBar
 from lapwing.errors import DataError
 
 Inputs = Any  # a tensor, or a tuple, list or mapping of tensors
@@ -137,7 +138,7 @@ class Data:
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor):
             source = [source]
         empty = True
-        for position, item in enumerate(_with_bar(source, label) if self.progress else source):
+        for position, item in enumerate(ProgressBar(source, label, self.progress)):
             batch = self._unpacked(item)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
@@ -228,12 +229,3 @@ def check_finite(tree: Inputs, what: str) -> None:
                 f"{what}: {bad} of {tensor.numel()} entries are NaN or infinite; expected finite numbers. "
                 "Clean the data, or check the network for overflow."
             )
-
-
-def _with_bar(source: Iterable[Any], label: str) -> Iterable[Any]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return source
-    bar: Iterable[Any] = tqdm(source, desc=label, leave=False)
-    return bar

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
 
-ROUNDING = 1e-4  # of the largest beside it: what a variance below zero may be
+ROUNDING = 1e-4  # size of a negative variance, relative to the largest, that counts as rounding
 
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """A covariance that is computed when it is asked for.
+    """A covariance that is computed when it is first used.
 
-    With a thousand classes the (B, C, C) covariance is a thousand times larger than the variances,
-    so the two have separate recipes and neither runs before it is needed.
+    With a thousand classes the (B, C, C) covariance is a thousand times larger than the variances, so each has its
+    own function, and neither runs before it is needed.
     """
 
     variance: Callable[[], Tensor]
@@ -30,11 +30,16 @@ class Deferred:
 
 @dataclass(frozen=True, eq=False)
 class FunctionGaussian:
-    """f(x) ~ N(mean, cov) for a batch of inputs.
+    """A Gaussian belief f(x) ~ N(mean, cov) about the outputs for a batch of inputs.
 
     Shapes: ``mean`` (B, C); ``cov`` (B, C, C); ``variance`` and ``std`` (B, C). Token-level outputs have
-    (B, T, C) and (B, T, C, C). With ``joint=True`` the covariance runs across inputs too: ``cov`` is
+    (B, T, C) and (B, T, C, C). With ``joint=True`` the covariance is also between inputs: ``cov`` is
     (B, C, B, C), and ``cov.reshape(B * C, B * C)`` is the joint matrix.
+
+    Args:
+        mean: The mean of the outputs.
+        covariance: Their covariance, or functions that compute it later.
+        joint: Whether the covariance is also between inputs.
 
     >>> belief = FunctionGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1))
     >>> belief.std.tolist()
@@ -65,20 +70,26 @@ class FunctionGaussian:
 
     @cached_property
     def cov(self) -> Tensor:
+        """The covariance, (B, [T,] C, C), or (B, C, B, C) of a joint belief."""
         return self.covariance.cov() if isinstance(self.covariance, Deferred) else self.covariance
 
     @cached_property
     def variance(self) -> Tensor:
+        """The variance of each output, (B, [T,] C).
+
+        Raises:
+            NumericalError: If a variance is negative by more than rounding.
+        """
         if isinstance(self.covariance, Deferred) and "cov" not in self.__dict__:
-            return _cut(self.covariance.variance())
+            return _without_negative_rounding(self.covariance.variance())
         if self.joint:
             size = self.mean.numel()
-            return _cut(self.cov.reshape(size, size).diagonal().reshape(self.mean.shape))
-        return _cut(self.cov.diagonal(dim1=-2, dim2=-1))
+            return _without_negative_rounding(self.cov.reshape(size, size).diagonal().reshape(self.mean.shape))
+        return _without_negative_rounding(self.cov.diagonal(dim1=-2, dim2=-1))
 
     @cached_property
     def marginal(self) -> FunctionGaussian:
-        """The belief about each input by itself: of a joint one its blocks, (B, C, C)."""
+        """The belief about each input alone, without the covariance between inputs: ``cov`` is (B, C, C)."""
         if not self.joint:
             return self
         size, outputs = self.mean.shape[:-1].numel(), self.mean.shape[-1]
@@ -87,11 +98,27 @@ class FunctionGaussian:
 
     @property
     def std(self) -> Tensor:
+        """The standard deviation of each output, (B, [T,] C)."""
         return self.variance.sqrt()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws of f, (n, *mean.shape). Joint beliefs give correlated draws, others independent inputs."""
-        refuse_other_than_whole("n", n)
+        """Draw outputs. Draws of a joint belief are correlated between inputs, those of others are independent.
+
+        Args:
+            n: The number of draws.
+            generator: The source of random numbers; None uses PyTorch's global one.
+
+        Returns:
+            The draws, (n, *mean.shape).
+
+        Raises:
+            UnsupportedError: If ``n`` is not a positive integer.
+            NumericalError: If the covariance has a negative eigenvalue beyond rounding.
+
+        >>> FunctionGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1)).sample(5).shape
+        torch.Size([5, 2, 1])
+        """
+        require_integer("n", n)
         if self.joint:
             size = self.mean.numel()
             root = psd_root(self.cov.reshape(size, size))
@@ -103,22 +130,23 @@ class FunctionGaussian:
 
 
 def psd_root(matrix: Tensor) -> Tensor:
-    """L with L Lᵀ = matrix for a positive semi-definite matrix; rounding below zero is cut at zero."""
+    """Return L with L Lᵀ = matrix for a positive semi-definite matrix; negative rounding becomes zero."""
     values, vectors = torch.linalg.eigh(matrix.double())
     _refuse_below(values, -ROUNDING * values.abs().amax(-1, keepdim=True), "eigenvalue")
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(matrix.dtype)
 
 
-def _cut(variance: Tensor) -> Tensor:
-    """Without rounding below zero; what is more than that beside the largest is refused."""
+def _without_negative_rounding(variance: Tensor) -> Tensor:
+    """Return the variances with negative rounding set to zero; raise if one is more negative than that."""
     top = variance.detach().amax() if variance.numel() else variance.new_zeros(())
-    if not bool(top <= 0):  # of nothing but rounding there is no telling
+    if not bool(top <= 0):  # without a positive variance there is nothing to compare with
         _refuse_below(variance, -ROUNDING * top, "variance")
     return variance.clamp_min(0)
 
 
 def _refuse_below(values: Tensor, floor: Tensor, what: str) -> None:
-    if not bool((values >= floor).all()):  # NaN is not
+    """Raise if a value is below the floor or NaN."""
+    if not bool((values >= floor).all()):
         raise NumericalError(
             f"a covariance has the {what} {values.min().item():.3g} beside {values.max().item():.3g}; "
             "expected none below zero. The posterior is broken: refit it in float64."

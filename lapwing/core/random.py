@@ -1,6 +1,6 @@
-"""Random numbers that depend on the generator alone, where one is given.
+"""Random numbers that depend only on the generator, if one is given.
 
-Numbers are drawn where the generator lives and then moved, so that one seed gives one result on every device.
+Numbers are drawn on the device of the generator and then moved, so that one seed gives one result on every device.
 """
 
 from __future__ import annotations
@@ -15,56 +15,51 @@ from lapwing.errors import UnsupportedError
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
-    """Standard normal numbers in the dtype and on the device of ``like``."""
+    """Return standard normal numbers in the dtype and on the device of ``like``."""
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=_home(generator, like)).to(like.device)
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
-    """Numbers in [0, 1)."""
+    """Return uniform numbers in [0, 1) in the dtype and on the device of ``like``."""
     return torch.rand(shape, generator=generator, dtype=like.dtype, device=_home(generator, like)).to(like.device)
 
 
-def derived(generator: torch.Generator | None, like: Tensor) -> torch.Generator:
-    """A generator seeded by a draw from this one: its numbers are not those that the same seed gave someone else."""
-    seed = int(uniform((1,), generator, like.double()) * 2**53)
-    return torch.Generator(_home(generator, like)).manual_seed(seed)
-
-
 def poisson(rate: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Counts with these rates."""
+    """Return one Poisson count for each rate."""
     return torch.poisson(rate.to(_home(generator, rate)), generator=generator).to(rate.device)
 
 
 def classes(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One class for each row of probabilities (..., C), by inverting the cumulative sum."""
+    """Return one class for each row of probabilities (..., C), by inverting the cumulative sum."""
     steps = probs.cumsum(-1)
     draw = uniform(tuple(probs.shape[:-1]), generator, probs).unsqueeze(-1) * steps[..., -1:]
     return (steps[..., :-1] <= draw).sum(-1)
 
 
-def _home(generator: torch.Generator | None, like: Tensor) -> torch.device:
-    if generator is None:
-        return like.device
-    if not isinstance(generator, torch.Generator):
-        raise UnsupportedError(f"generator is {generator!r:.80}; expected torch.Generator().manual_seed(...), or None.")
-    return generator.device
+def derived_generator(generator: torch.Generator | None, like: Tensor) -> torch.Generator:
+    """Return a new generator whose seed is one draw from this one.
+
+    Its numbers are not correlated with other numbers that were drawn from the same seed.
+    """
+    seed = int(uniform((1,), generator, like.double()) * 2**53)
+    return torch.Generator(_home(generator, like)).manual_seed(seed)
 
 
-def seeded(generator: torch.Generator | None) -> torch.Generator:
-    """The generator, or one of seed 0 where none is given: equal calls give equal results."""
+def generator_or_default(generator: torch.Generator | None) -> torch.Generator:
+    """Return the generator, or a new one of seed 0 if it is None, so that equal calls give equal results."""
     return generator if generator is not None else torch.Generator().manual_seed(0)
 
 
-def apart(generator: torch.Generator | None) -> torch.Generator:
-    """A generator for draws of one's own: data made with the same seed would hang together with them."""
-    return derived(seeded(generator), torch.empty(0))
+def independent_generator(generator: torch.Generator | None) -> torch.Generator:
+    """Return a generator whose draws are not correlated with data that were drawn from the same seed."""
+    return derived_generator(generator_or_default(generator), torch.empty(0))
 
 
 @contextmanager
 def global_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of this seed, on the CPU and on the device; those of the caller are put back.
+    """Seed PyTorch's global generators of the CPU and of ``device``, and restore their states afterwards.
 
-    ``torch.manual_seed`` would seed all GPUs, also those whose numbers are not put back.
+    ``torch.manual_seed`` would also seed the other GPUs, whose states are not restored.
     """
     gpu = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpu):
@@ -73,3 +68,12 @@ def global_seed(seed: int, device: torch.device) -> Iterator[None]:
             with torch.cuda.device(each):
                 torch.cuda.manual_seed(seed)
         yield
+
+
+def _home(generator: torch.Generator | None, like: Tensor) -> torch.device:
+    """Return the device on which the numbers are drawn."""
+    if generator is None:
+        return like.device
+    if not isinstance(generator, torch.Generator):
+        raise UnsupportedError(f"generator is {generator!r:.80}; expected torch.Generator().manual_seed(...), or None.")
+    return generator.device

@@ -10,19 +10,25 @@ from lapwing.errors import UnsupportedError
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is a number, NaN and infinity included; True and False are none."""
+    """Return whether the value is a real number, NaN and infinity included; booleans are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def refuse_other_than_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raise unless it is a whole number of at least so many."""
+def require_integer(name: str, value: Any, least: int = 1) -> None:
+    """Raise unless the value is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise UnsupportedError(f"{name} is {value!r:.80}; expected a whole number.")
+        raise UnsupportedError(f"{name} is {value!r:.80}; expected an integer.")
     if value < least:
         raise UnsupportedError(f"{name} is {value}; expected at least {least}.")
 
 
-def refuse_other_than_positive(name: str, value: Any) -> None:
-    """Raise unless it is a number above nought, and finite."""
+def require_positive(name: str, value: Any) -> None:
+    """Raise unless the value is a finite number above zero."""
     if not is_real(value) or not 0 < value < math.inf:
-        raise UnsupportedError(f"{name} is {value!r:.80}; expected a positive number that is finite.")
+        raise UnsupportedError(f"{name} is {value!r:.80}; expected a positive, finite number.")
+
+
+def require_flag(name: str, value: Any) -> None:
+    """Raise unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise UnsupportedError(f"{name} is {value!r:.80}; expected True or False.")

@@ -1,4 +1,4 @@
-"""Values taken apart into plain data, so that a file can hold them and nothing in a file is ever executed."""
+"""Plain data that represent a value, so that it can be saved to a file without executing anything on loading."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lapwing.errors import FileError
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """A value taken apart: the registered name of its class, settings, tensors, and the states of its parts.
+    """The plain data of one value: the registered name of its class, settings, tensors and the states of its parts.
 
-    ``settings`` hold what JSON can hold (numbers, strings, lists, None). Every class that can be saved has a method
-    ``state()`` that returns one, and a class method ``from_state(state, ...)`` that builds the value again.
+    ``settings`` hold only what JSON can hold (numbers, strings, lists, None). Every class that can be saved has a
+    method ``state()`` that returns a ``State``, and a class method ``from_state(state, ...)`` that builds the value
+    again.
 
     >>> State("Isotropic", {"mean": 0.0}).name
     'Isotropic'

@@ -1,4 +1,4 @@
-"""What a tuner did: the values it passed through, and what it found."""
+"""The record of a tuner: the hyperparameters it tried, their scores, and remarks."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-UNSETTLED = 1e-2  # a step of a logarithm that is no end
+NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 
 
 @dataclass(frozen=True)
 class Step:
-    """One evaluation. ``score`` is the log evidence, or a held-out metric."""
+    """One evaluation of a tuner. ``score`` is the log evidence, or a held-out metric.
+
+    >>> print(Step(-12.5, (0.5,), gamma=3.0))
+    -12.5 at precision 0.5, gamma 3
+    """
 
     score: float
     precisions: tuple[float, ...]
-    noise: tuple[float, ...] = ()  # variances, where they are being learned
+    noise: tuple[float, ...] = ()  # noise variances, if they are learned
     gamma: float | None = None
-    error: float | None = None  # the standard error of gamma, where it is an estimate
+    error: float | None = None  # standard error of gamma, if it is an estimate
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{p:.3g}" for p in self.precisions[:4]) + (", ..." if len(self.precisions) > 4 else "")
+        precisions = ", ".join(f"{p:.3g}" for p in self.precisions[:4]) + (", ..." if len(self.precisions) > 4 else "")
         noise = f", noise {', '.join(f'{n:.3g}' for n in self.noise[:4])}" if self.noise else ""
         gamma = "" if self.gamma is None else f", gamma {self.gamma:.4g}"
         gamma += "" if self.error is None else f" ± {self.error:.2g}"
-        return f"{self.score:.6g} at precision {shown}{noise}{gamma}"
+        return f"{self.score:.6g} at precision {precisions}{noise}{gamma}"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The steps of a tuner in order. ``findings`` say in words what a reader should know."""
+    """The steps of a tuner in order. ``findings`` are remarks for the reader, in words."""
 
     tuner: str
     score: str = "log evidence"
@@ -43,5 +47,5 @@ class Trace:
 
 
 def finite(*values: Tensor | float) -> bool:
-    """Whether every number is."""
+    """Return whether all numbers are finite."""
     return all(bool(v.isfinite().all()) if isinstance(v, Tensor) else math.isfinite(v) for v in values)

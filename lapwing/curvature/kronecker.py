@@ -7,9 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
+from lapwing.curvature.blocks.diagonal import DiagonalBlock
+from lapwing.curvature.blocks.eigen import EigenBlock
+from lapwing.curvature.blocks.full import FullBlock
+from lapwing.curvature.blocks.kronecker import KroneckerBlock
+from lapwing.curvature.blocks.protocol import BlockCurvature
 from lapwing.curvature.blockwise import BlockwiseCurvature
-from lapwing.curvature.structures import BlockCurvature, DiagonalBlock, EigenBlock, FullBlock, KroneckerBlock
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.gram import Gram
@@ -19,15 +23,15 @@ from lapwing.networks.network import Network
 
 
 def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
-    """Those that all methods with Kronecker factors have."""
+    """Raise unless the settings that all methods with Kronecker factors share are valid."""
     checked_curvature(curvature)
     if sharing not in ("expand", "reduce"):
         raise UnsupportedError(f"sharing is {sharing!r}; expected 'expand' or 'reduce'.")
-    refuse_other_than_whole("full_limit", full_limit, least=0)
+    require_integer("full_limit", full_limit, least=0)
 
 
 class _KroneckerSum:
-    """Accumulates the two factors of a linear block."""
+    """The two factors of a linear block, summed over a pass."""
 
     def __init__(self, block: Block, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         self._sharing, self._block = sharing, block
@@ -48,14 +52,14 @@ class _KroneckerSum:
         if self._inp is None:
             self._inp = Gram(self._block.d_in, *self._options, self._block.groups)
         self._inp.add(a.flatten(1, 2))
-        if g.stride(-1) != 1 and g.shape[3] >= g.shape[4]:  # a convolution's gradient, channels before pixels
+        if g.stride(-1) != 1 and g.shape[3] >= g.shape[4]:  # the gradient of a convolution, channels before pixels
             self._out.add_runs(g.flatten(1, 2))
         else:
             self._out.add(g.flatten(1, 3))
         self._rows += a.shape[1] * a.shape[2]
 
     def _add_lookup(self, jacobian: LookupJacobian) -> None:
-        """Indices stay indices; their factor is a diagonal of counts in both conventions."""
+        """Add a lookup: its input factor is a diagonal of counts of its indices, for both kinds of sharing."""
         counts = torch.bincount(jacobian.rows.reshape(-1), minlength=jacobian.table).to(self._options[0])
         self._counts = counts if self._counts is None else self._counts + counts
         self._out.add(jacobian.g.flatten(0, 1))
@@ -72,7 +76,7 @@ class _KroneckerSum:
 
 
 class _DenseSum:
-    """Accumulates a block that is no linear map: whole when small, else its diagonal."""
+    """A block that is no linear map, summed over a pass: all of it if it is small, else its diagonal."""
 
     def __init__(self, block: Block, limit: int, dtype: torch.dtype, device: torch.device) -> None:
         whole = block.size <= limit
@@ -97,7 +101,7 @@ class _DenseSum:
 def kronecker_curvature(
     sweep: Iterable[LayerJacobians], network: Network, sharing: str, full_limit: int
 ) -> BlockwiseCurvature:
-    """One pass over the data."""
+    """Return Kronecker factors for linear blocks and full or diagonal blocks for the rest, by one pass."""
     if network.selection.index is not None:
         raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
     options = (network.dtype, network.device)
@@ -113,7 +117,7 @@ def kronecker_curvature(
 
 
 def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -> BlockwiseCurvature:
-    """The exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass."""
+    """Return the exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass."""
     bases = [block.eigen if isinstance(block, KroneckerBlock) else None for block in kron.blocks]
     values: list[Tensor | None] = [None] * len(bases)
     for jacobians in sweep:

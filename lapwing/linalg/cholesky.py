@@ -1,4 +1,4 @@
-"""Cholesky factors that explain themselves when they fail."""
+"""Cholesky factors, with errors that state the smallest eigenvalue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lapwing.errors import NumericalError
 
 
 def cholesky(matrix: Tensor, name: str) -> Tensor:
-    """The lower factor; if the matrix is not positive definite, an error with its smallest eigenvalue."""
+    """Return the lower factor; if the matrix is not positive definite, raise with its smallest eigenvalue."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     if int(info.max()) == 0:
         return factor
@@ -20,7 +20,7 @@ def cholesky(matrix: Tensor, name: str) -> Tensor:
 
 
 def not_definite(name: str, smallest: float) -> str:
-    """What to say of a precision that is not positive definite."""
+    """Return the error message for a precision that is not positive definite."""
     return (
         f"the precision of {name} is not positive definite: its smallest eigenvalue is {smallest:.3g}; expected "
         "above zero. Raise the prior precision, or compute in float64; a Hessian may be indefinite where a GGN is not."

@@ -1,10 +1,10 @@
-"""A design matrix known by its products: what ridge regression, and everything like it, needs."""
+"""Design matrices known by their products, for ridge regression and similar problems."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,26 +14,26 @@ from lapwing.errors import DataError, NumericalError
 
 
 class Part(Protocol):
-    """Some rows of a design, for vectors as rows."""
+    """Consecutive rows of a design matrix X. Vectors are rows."""
 
     @property
     def rows(self) -> int: ...
 
     def forward(self, v: Tensor) -> Tensor:
-        """X v for v (n, P): (n, rows)."""
+        """Return X v (n, rows) for v (n, P)."""
         ...
 
     def back(self, u: Tensor) -> Tensor:
-        """Xᵀ u for u (n, rows): (n, P)."""
+        """Return Xᵀ u (n, P) for u (n, rows)."""
         ...
 
     def gram(self, v: Tensor) -> Tensor:
-        """Xᵀ X v for v (n, P): (n, P)."""
+        """Return Xᵀ X v (n, P) for v (n, P)."""
         ...
 
 
 class Design(Protocol):
-    """A matrix X (rows, P) in parts. Parts come in the same order at every pass, with the same rows."""
+    """A matrix X (rows, P) in parts, which come in the same order and with the same rows at every pass."""
 
     @property
     def size(self) -> int: ...
@@ -44,6 +44,11 @@ class Design(Protocol):
     @property
     def like(self) -> Tensor:
         """An empty tensor of the dtype and device that products have."""
+        ...
+
+    @property
+    def streamed(self) -> bool:
+        """Whether every pass computes the parts again, so that they cannot be visited in another order."""
         ...
 
     def __iter__(self) -> Iterator[Part]: ...
@@ -75,6 +80,7 @@ class MatrixDesign:
 
     matrix: Tensor
     part: int = 4096
+    streamed: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -95,7 +101,7 @@ class MatrixDesign:
 
 @dataclass(frozen=True, eq=False)
 class OperatorPart:
-    """A design given by two functions."""
+    """Rows of a design given by two functions."""
 
     rows: int
     forward: Callable[[Tensor], Tensor]
@@ -107,9 +113,19 @@ class OperatorPart:
 
 @dataclass(frozen=True, eq=False)
 class OperatorDesign:
-    """Products given as functions of rows of vectors: ``forward`` (n, P) -> (n, rows), ``back`` the other way.
+    """A design matrix X (rows, size) given by two functions that multiply by X and by Xᵀ. Vectors are rows.
 
-    ``like`` is an empty tensor of the dtype and device that the functions take.
+    Args:
+        rows: the number of rows of X.
+        size: the number of columns P of X.
+        forward: maps v (n, P) to X v (n, rows), for any n.
+        back: maps u (n, rows) to Xᵀ u (n, P), for any n.
+        like: an empty tensor of the dtype and device that the functions take, float32 or float64.
+
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    >>> design = OperatorDesign(rows=3, size=2, forward=lambda v: v @ x.T, back=lambda u: u @ x, like=x[:0, 0])
+    >>> forward_product(design, torch.ones(1, 2))
+    tensor([[ 3.,  7., 11.]], dtype=torch.float64)
     """
 
     rows: int
@@ -117,15 +133,46 @@ class OperatorDesign:
     forward: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor]
     like: Tensor
+    streamed: ClassVar[bool] = False
 
     def __iter__(self) -> Iterator[Part]:
         yield OperatorPart(self.rows, lambda v: self.forward(v.to(self.like)), lambda u: self.back(u.to(self.like)))
 
 
-def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
-    """Raise unless u·Xv = v·Xᵀu for chance vectors, and a second call of either product repeats the first.
+@dataclass(frozen=True, eq=False)
+class ScaledDesign:
+    """The design X diag(factor), for a factor (P,)."""
 
-    The second call gets its rows in the other order, so that a product which mixes them is found as well.
+    design: Design
+    factor: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.design.size
+
+    @property
+    def rows(self) -> int:
+        return self.design.rows
+
+    @property
+    def like(self) -> Tensor:
+        return self.design.like
+
+    @property
+    def streamed(self) -> bool:
+        return self.design.streamed
+
+    def __iter__(self) -> Iterator[Part]:
+        return (self._scaled(part) for part in self.design)
+
+    def _scaled(self, part: Part) -> Part:
+        return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
+
+
+def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
+    """Raise unless u·Xv = v·Xᵀu for random vectors, and a second call of either product equals the first.
+
+    The second call gets its rows in reverse order, so that a product which mixes them is refused as well.
     """
     like, gen = torch.empty(0, dtype=torch.float64, device=design.like.device), torch.Generator().manual_seed(0)
     (part,) = design
@@ -141,6 +188,7 @@ def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
 
 
 def _repeated(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, name: str, tolerance: float) -> Tensor:
+    """Return the product in float64; raise if its shape is wrong, it is not finite, or a second call differs."""
     first = product(rows)
     if first.shape != (len(rows), width):
         raise DataError(
@@ -153,13 +201,13 @@ def _repeated(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, nam
     if gap > tolerance * scale:
         raise NumericalError(
             f"two calls of {name} of an OperatorDesign with the same rows differ by {gap / scale:.3g} of their size; "
-            f"expected {tolerance:g}: the same matrix at every call, and rows apart from each other."
+            f"expected {tolerance:g}: the same matrix at every call, and rows that do not depend on each other."
         )
     return first.double()
 
 
 def gram_product(design: Design, v: Tensor) -> Tensor:
-    """Xᵀ X v for every row of v (n, P), summed in float64."""
+    """Return Xᵀ X v (n, P) for every row of v (n, P), summed in float64."""
     total: Tensor | None = None
     for part in design:
         total = part.gram(v).double() if total is None else total.add_(part.gram(v))
@@ -167,14 +215,21 @@ def gram_product(design: Design, v: Tensor) -> Tensor:
 
 
 def forward_product(design: Design, v: Tensor) -> Tensor:
-    """X v for every row of v: (n, rows) in float64."""
+    """Return X v (n, rows) for every row of v (n, P), in float64."""
     return torch.cat([part.forward(v).double() for part in design], 1)
 
 
 def back_product(design: Design, u: Tensor) -> Tensor:
-    """Xᵀ u for every row of u (n, rows): (n, P) in float64."""
-    total, start = torch.zeros(len(u), design.size, dtype=torch.float64, device=u.device), 0
-    for part in design:
-        total += part.back(u[:, start : start + part.rows])
-        start += part.rows
+    """Return Xᵀ u (n, P) for every row of u (n, rows), in float64."""
+    total = torch.zeros(len(u), design.size, dtype=torch.float64, device=u.device)
+    for part, rows in located_parts(design):
+        total += part.back(u[:, rows])
     return total
+
+
+def located_parts(design: Design) -> Iterator[tuple[Part, slice]]:
+    """Yield the parts of one pass, each with the slice of rows that it covers."""
+    start = 0
+    for part in design:
+        yield part, slice(start, start + part.rows)
+        start += part.rows

@@ -1,4 +1,4 @@
-"""Sums of products xᵀx, without computing both halves of a symmetric matrix."""
+"""Sums of products xᵀx that compute only one half of the symmetric matrix."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Blocks narrower than this are not split further; few rows leave little to save, so they want wider ones.
+# Blocks narrower than this are not split further, for many and for few rows: few rows save less, so blocks are wider.
 NARROWEST = {"cpu": (128, 192), "cuda": (1024, 1024)}
-MANY = 512
-STRIP = 512  # rows that are mirrored at a time: what it takes besides the matrix is that high
+MANY = 512  # rows from which the narrower blocks are used
+STRIP = 512  # rows that are mirrored at a time, which limits the extra memory
 
 
 class Gram:
-    """Accumulates Σ xᵀx over calls, in place.
+    """The running sum Σ xᵀx over calls of ``add``, in place.
 
     Splitting the columns in halves recursively and skipping the lower triangle saves up to half of the
     multiplications: 0.625 of a plain product at four blocks.
@@ -42,11 +42,11 @@ class Gram:
             out.addmm_(x[:, i].mT, x[:, j])
 
     def add_runs(self, x: Tensor) -> None:
-        """Add many short runs of rows x (G, R, T, d) that lie in memory as (..., d, T), without turning them."""
+        """Add R runs of T rows each, x (G, R, T, d), which are stored as (..., d, T), without transposing them."""
         self._sum += torch.matmul(x.mT, x).to(self._sum.dtype).sum(1)
 
     def value(self) -> Tensor:
-        """The symmetric sum, (G, d, d), or (d, d) for one group: the sum itself, so whatever is added changes it."""
+        """Return the symmetric sum, (G, d, d), or (d, d) for one group; not a copy, so a later ``add`` changes it."""
         for corner, right, below in _strips(self._sum):
             corner.copy_(corner.triu() + corner.triu(1).mT)
             below.copy_(right.mT)
@@ -54,7 +54,7 @@ class Gram:
 
 
 def symmetrise(matrix: Tensor) -> None:
-    """(M + Mᵀ) / 2 in place, (..., d, d)."""
+    """Replace the matrix (..., d, d) by (M + Mᵀ) / 2, in place."""
     for corner, right, below in _strips(matrix):
         corner.copy_(0.5 * (corner + corner.mT))
         right.copy_(0.5 * (right + below.mT))
@@ -62,14 +62,14 @@ def symmetrise(matrix: Tensor) -> None:
 
 
 def _strips(matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Views of a few rows at a time: what lies on the diagonal, right of it, and below it."""
+    """Yield views for a few rows at a time: the block on the diagonal, the part right of it and the part below it."""
     for start in range(0, matrix.shape[-1], STRIP):
         here, rest = slice(start, start + STRIP), slice(start + STRIP, None)
         yield matrix[..., here, here], matrix[..., here, rest], matrix[..., rest, here]
 
 
 def _upper(part: slice, narrowest: int) -> Iterator[tuple[slice, slice]]:
-    """The blocks of the upper triangle: halves of halves, and what lies between them."""
+    """Yield the blocks of the upper triangle: recursively those of both halves, then the block between the halves."""
     if part.stop - part.start < 2 * narrowest:
         yield part, part
         return

@@ -1,4 +1,4 @@
-"""Centres of a cloud of points."""
+"""K-means clustering."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from torch import Tensor
 
 from lapwing.core.random import uniform
 
-CHUNK = 2**22  # distances held at once
+CHUNK = 2**22  # distances in memory at once
 
 
 def kmeans(points: Tensor, count: int, generator: torch.Generator | None = None, steps: int = 25) -> Tensor:
-    """Centres (count, D) of points (N, D): k-means++ seeds, then Lloyd's steps until none moves.
+    """Return centres (count, D) of points (N, D), by k-means++ and then Lloyd's steps until no centre changes.
 
-    Distances are formed in chunks, so memory does not grow with N times ``count``. An empty centre stays where it is.
+    Distances are formed in chunks, so memory does not grow with N times ``count``. A centre without points stays.
 
     >>> points = torch.tensor([[0.0], [1.0], [10.0], [11.0]])
     >>> kmeans(points, 2, torch.Generator().manual_seed(0)).sort(0).values.tolist()
     [[0.5], [10.5]]
     """
-    centres = _seeds(points, count, generator)
+    centres = _initial_centres(points, count, generator)
     for _ in range(steps):
         nearest = _nearest(points, centres)
         sums = torch.zeros_like(centres, dtype=torch.float64).index_add_(0, nearest, points.double())
         sizes = torch.bincount(nearest, minlength=len(centres)).to(sums)
-        moved = torch.where(sizes[:, None] > 0, (sums / sizes[:, None].clamp_min(1)).to(centres), centres)
-        if torch.equal(moved, centres):
+        means = torch.where(sizes[:, None] > 0, (sums / sizes[:, None].clamp_min(1)).to(centres), centres)
+        if torch.equal(means, centres):
             break
-        centres = moved
+        centres = means
     return centres
 
 
-def _seeds(points: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Each drawn with a probability that grows with the squared distance to those before it."""
+def _initial_centres(points: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Draw centres among the points, with probability proportional to the squared distance to those drawn before."""
     draws = uniform((count,), generator, points.double())
     chosen = [int(draws[0] * len(points))]
     gap = (points - points[chosen[0]]).square().sum(1).double()
@@ -46,7 +46,10 @@ def _seeds(points: Tensor, count: int, generator: torch.Generator | None) -> Ten
 
 
 def _nearest(points: Tensor, centres: Tensor) -> Tensor:
-    """Measured from the middle of the centres: squares of what all have in common would drown their differences."""
+    """Return the number of the nearest centre (N,) of every point.
+
+    Coordinates are relative to the mean of the centres, so that squares of a common offset do not cause rounding.
+    """
     step = max(1, CHUNK // len(centres))
     middle = centres.double().mean(0).to(centres)
     about = centres - middle

@@ -1,4 +1,4 @@
-"""One Krylov space for a block of right-hand sides and for every shift of the operator."""
+"""Block Krylov spaces, each of which serves a block of right-hand sides and every shift of the operator."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch.nn.functional import pad
 
 from lapwing.core.data import check_finite
 from lapwing.errors import NumericalError
-from lapwing.linalg.cg import Solution
 from lapwing.linalg.operators import Product, applied
 from lapwing.linalg.orthogonal import OrthonormalRows, orthonormal_rows
+from lapwing.linalg.solution import Solution
 
 TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, eq=False)
 class Eigenpairs:
-    """Leading eigenpairs: ``values`` (r,), descending, ``vectors`` (r, P) as rows.
+    """Leading eigenvalues ``values`` (r,), descending, with their eigenvectors as rows, ``vectors`` (r, P).
 
-    ``residuals`` (r,) are |H u - s u| relative to the largest eigenvalue; ``products`` counts applications of
-    the operator to a block, and ``tolerance`` is what was asked of the residuals.
+    ``residuals`` (r,) are |A u - s u| relative to the largest eigenvalue, ``products`` is the number of products with
+    a block of rows, and ``tolerance`` is the residual that was asked for.
     """
 
     values: Tensor
@@ -33,17 +33,19 @@ class Eigenpairs:
 
     @property
     def converged(self) -> bool:
+        """Whether every residual is at most the tolerance."""
         return bool((self.residuals <= self.tolerance).all())
 
 
 @dataclass(frozen=True, eq=False)
 class BlockKrylov:
-    """The operator seen from an orthonormal basis, ``rows``, of the Krylov space of a start block (K, P).
+    """An orthonormal basis, ``rows``, of the Krylov space of a start block (K, P), and the operator A in that basis.
 
-    ``projected`` (d, d) are the measured products, basis · A · basisᵀ, symmetric up to the rounding of the products;
-    ``values`` (d,), descending, and ``turn`` (d, d) the eigenvalues and eigenvectors (columns) of its symmetric part.
-    ``edge`` (k, k) is what leaves the basis from its last k rows, along ``ahead`` (k', P), the next block; ``lost``
-    (d,) and ``missed`` (K,) are the lengths of what was dropped as dependent, from the basis and from the start.
+    ``projected`` (d, d) is basis · A · basisᵀ as the products gave it, symmetric up to their rounding. ``values`` (d,),
+    descending, and ``turn`` (d, d) are the eigenvalues and eigenvectors (columns) of its symmetric part: Ritz values
+    and vectors. ``ahead`` (k', P) is the next block; A maps the last k rows of the basis to the basis and, with
+    coefficients ``edge`` (k, k), to the next block. ``lost`` (d,) and ``missed`` (K,) are the lengths of what was
+    dropped as linearly dependent, from images of the basis and from the start block.
     """
 
     rows: OrthonormalRows
@@ -59,18 +61,13 @@ class BlockKrylov:
     tolerance: float
 
     @property
-    def basis(self) -> Tensor:
-        """(d, P) in one piece, which is a copy."""
-        return self.rows.whole()
-
-    @property
     def coordinates(self) -> Tensor:
-        """(K, d) with coordinates · basis = the start block."""
+        """Coordinates (K, d) of the start block in the basis."""
         return pad(self.start, (0, len(self.rows) - self.start.shape[1]))
 
     @property
     def exhausted(self) -> bool:
-        """Whether the space is invariant under the operator: every solve in it is exact."""
+        """Whether the space is invariant under the operator, so that every solve in it is exact."""
         return len(self.ahead) == 0
 
     def solve(
@@ -82,12 +79,11 @@ class BlockKrylov:
         sizes: Tensor | None = None,
         truncated: bool = False,
     ) -> Solution:
-        """Solve (A + shift I) x = weights (n, K) · start, with no new products; one shift, or one for each row (n,).
+        """Solve (A + shift I) x = weights (n, K) · start without new products; one shift, or one for each row (n,).
 
-        The residuals are those of the measured products: with y the coordinates of x, what y · projected leaves
-        inside the basis and what y_last · edge puts outside, and a bound for what was dropped; relative to the
-        right-hand sides, or to ``sizes`` (n,). An answer above the tolerance raises, unless ``truncated`` says that
-        the best in this space will do.
+        The residual combines its part inside the basis, its part along the next block and a bound for what was dropped
+        as dependent. It is relative to the right-hand sides, or to ``sizes`` (n,). Raises if it is above the tolerance,
+        unless ``truncated`` asks for the best solution in this space.
         """
         shifts = torch.as_tensor(shift, dtype=torch.float64, device=self.start.device).reshape(-1, 1)
         weights = weights.to(self.start)
@@ -96,14 +92,23 @@ class BlockKrylov:
         y = (target @ self.turn / (self.values + shifts)) @ self.turn.mT
         left = self._remainder(y, target, shifts) + weights.abs() @ self.missed
         residuals = left / (target.norm(dim=1) if sizes is None else sizes).clamp_min(TINY)
-        found = Solution(self.rows.combined(y), residuals, self.products, tolerance)
+        solution = Solution(self.rows.combined(y), residuals, self.products, tolerance)
         advice = "Take more steps, add rows to the start block, or raise the prior precision."
-        return found if truncated else found.settled("a solve in a Krylov space", advice)
+        return solution if truncated else solution.require_convergence("a solve in a Krylov space", advice)
+
+    def inverse_root(self, shift: float) -> Product:
+        """Return the product with a symmetric root of an approximation to shift · (A + shift I)⁻¹.
+
+        It is exact on the Ritz vectors and the identity elsewhere: a preconditioner for block conjugate gradients.
+        """
+        ratios = (shift / (self.values.clamp_min(0) + shift)).sqrt() - 1
+        inner = (self.turn * ratios) @ self.turn.mT
+        return lambda v: v + self.rows.combined(self.rows.coordinates(v) @ inner)
 
     def image(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """A times what the basis holds of rows (n, P), with no new products, and the length of what it does not (n,).
+        """Return A times the projection of rows (n, P) onto the basis, and the length (n,) of the rest of each row.
 
-        Exact for rows in the basis, up to what was dropped from it as dependent.
+        Takes no new products. Exact for rows in the basis, up to what was dropped as dependent.
         """
         y = self.rows.coordinates(rows.to(self.start))
         inside = self.rows.combined(y @ self.projected)
@@ -111,26 +116,29 @@ class BlockKrylov:
         return inside + outside, (rows - self.rows.combined(y)).norm(dim=1)
 
     def pairs(self, rank: int | None = None) -> Eigenpairs:
-        """The leading Ritz pairs, for deflation."""
+        """Return the leading Ritz pairs."""
         y = self.turn.mT[:rank]
         return Eigenpairs(self.values[:rank], self.rows.combined(y), self.pair_residuals(rank), self.products)
 
     def pair_residuals(self, rank: int | None = None) -> Tensor:
-        """Of the leading Ritz pairs, relative to the largest value. Their vectors are not formed."""
+        """Return the residuals of the leading Ritz pairs, relative to the largest value; forms no vectors."""
         y, scale = self.turn.mT[:rank], self.values[:1].abs().clamp_min(TINY)
         return self._remainder(y, torch.zeros_like(y), -self.values[:rank, None]) / scale
 
     def widened(self, rows: Tensor) -> BlockKrylov:
-        """The space with these rows (n, P) in its next block too: orthonormal, and to the basis and that block.
+        """Return the space with rows (n, P) added to its next block; orthonormal to each other, basis and block.
 
-        Nothing of the operator's images was seen along them, so the last rows leave the basis without them.
+        The images of the basis have no component along them, so their columns of ``edge`` are zero.
         """
         known, dropped = self.edge.split([len(self.ahead), self.edge.shape[1] - len(self.ahead)], 1)
         edge = torch.cat([known, known.new_zeros(len(known), len(rows)), dropped], 1)
         return replace(self, ahead=torch.cat([self.ahead, rows]), edge=edge)
 
     def extended(self, product: Product, steps: int, *, max_basis: int | None = None) -> BlockKrylov:
-        """The space after so many more products; each adds a block, unless nothing is left or ``max_basis`` is full."""
+        """Return the space after more products, each of which adds a block.
+
+        Stops early if the space is invariant or the next block would exceed ``max_basis`` rows.
+        """
         basis, (_, size) = self.rows, self.ahead.shape
         room = min(size, len(basis) + steps * len(self.ahead), max_basis or size)
         projected, lost = self._padded(room)
@@ -147,8 +155,8 @@ class BlockKrylov:
                 inside = basis.coordinates(image)
                 projected[new, : new.stop] += inside
                 image = image - basis.combined(inside)
-            # Rows in units of their own noise, of which asymmetry is a sign: a row with a small image has little, and
-            # what it brings must not be measured by that of the others.
+            # Each row is divided by its rounding, which the asymmetry shows, before small directions are dropped: a
+            # row with a small image has small rounding, and a common threshold would drop what it contributes.
             skew = (projected[new, : new.stop] - projected[: new.stop, new].mT).norm(dim=1, keepdim=True)
             noise = skew.clamp_min(max(self.tolerance * scale, TINY))
             edge, block = orthonormal_rows(image / noise, cut=1.0, against=basis)
@@ -162,16 +170,18 @@ class BlockKrylov:
         )  # fmt: skip
 
     def _padded(self, room: int) -> tuple[Tensor, Tensor]:
+        """Return ``projected`` and ``lost`` with zeros for a basis of ``room`` rows."""
         more = room - len(self.rows)
         return pad(self.projected, (0, more, 0, more)), pad(self.lost, (0, more))
 
     def _remainder(self, y: Tensor, target: Tensor, shifts: Tensor) -> Tensor:
-        """Length of target · basis - (A + shift) applied to y · basis, for every row."""
+        """Return the length of target · basis - (A + shift) · (y · basis), for every row."""
         inside = (target - y @ self.projected - shifts * y).norm(dim=1)
         outside = (y[:, y.shape[1] - len(self.edge) :] @ self.edge).norm(dim=1)
         return torch.hypot(inside, outside) + y.abs() @ self.lost
 
     def _refuse_indefinite(self, shifts: Tensor) -> None:
+        """Raise if the smallest Ritz value plus a shift is not above zero."""
         if len(self.values) == 0:
             return
         smallest = float(self.values[-1] + shifts.min())
@@ -185,11 +195,11 @@ class BlockKrylov:
 def block_krylov(
     product: Product, start: Tensor, steps: int, *, tolerance: float = 1e-12, max_basis: int | None = None
 ) -> BlockKrylov:
-    """Block Lanczos from ``start`` (K, P) with full reorthogonalisation, twice; ``steps`` products of up to K rows.
+    """Build a Krylov space by block Lanczos from ``start`` (K, P), with full reorthogonalisation, twice.
 
-    Directions of the start (relative to its rows) and of the images (relative to the largest) whose singular value is
-    at most ``tolerance``, or the rounding of a row's product as its asymmetry shows it, add nothing and are dropped.
-    The basis is float64: d P numbers.
+    Takes ``steps`` products of up to K rows. Directions with a singular value of at most ``tolerance`` are dropped as
+    dependent, relative to the rows for the start and to the largest for images; so are directions below the rounding
+    of a row's product, which its asymmetry shows. The basis is float64: d P numbers.
     Exact when: the space is exhausted. Reference: Golub & Underwood 1977.
 
     >>> a = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
@@ -208,8 +218,8 @@ def block_krylov(
     if max_basis is not None and max_basis < len(block):
         raise ValueError(f"the start block has rank {len(block)}, more than a basis of {max_basis}; raise max_basis.")
     mix, none, square = mix * lengths, rows.new_zeros(0), rows.new_zeros(0, 0)
-    nothing = BlockKrylov(
+    empty = BlockKrylov(
         OrthonormalRows((block[:0],)), none, square, mix[:, : len(block)], square, square.new_zeros(0, len(block)),
         block, none, mix[:, len(block) :].norm(dim=1), 0, tolerance,
     )  # fmt: skip
-    return nothing.extended(product, steps, max_basis=max_basis)
+    return empty.extended(product, steps, max_basis=max_basis)

@@ -1,90 +1,65 @@
-"""The log-determinant of an operator that is never formed."""
+"""Log-determinants from the eigenvalues of a Krylov basis and a quadrature of the rest."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import NumericalError
-from lapwing.linalg.estimators import Estimate, averaged, signs
-from lapwing.linalg.krylov import Eigenpairs
-from lapwing.linalg.operators import Product, applied, refuse_asymmetric
-from lapwing.linalg.quadrature import lanczos_quadrature
+from lapwing.linalg.krylov import BlockKrylov
+from lapwing.linalg.operators import Product
+from lapwing.linalg.quadrature import Quadrature, lanczos_quadrature
+
+CONVERGED = 1e-2  # residual of a Ritz pair, relative to its own value, up to which its value counts as exact
 
 
-def log_determinant(
-    product: Product,
-    size: int,
-    shift: float | Tensor,
-    *,
-    probes: int,
-    steps: int,
-    generator: torch.Generator | None = None,
-    deflate: Eigenpairs | None = None,
-    device: torch.device | None = None,
-) -> Estimate:
-    r"""log det(I + A/shift) by stochastic Lanczos quadrature, for one shift or for many (n,) from one run.
+@dataclass(frozen=True, eq=False)
+class Logdet:
+    """An estimate of log det(I + A/shift): ``value`` is differentiable in the shift, ``error`` one standard error."""
 
-    $$ \sum_i \log(1 + \lambda_i/a) + \frac{1}{S} \sum_s z_s^\top \log(I + A/a) z_s $$
+    value: Tensor
+    error: float
 
-    with the sum over the pairs in ``deflate``, Ritz pairs, and the rest, z and A, within their complement. Deflate,
-    rather than add probes: what the leading pairs hold is exact. The value lies in the middle between two quadratures
-    that hold it from above and below; ``bias`` is half their distance and a bound for the residuals of the pairs,
-    which should be small against the shift.
-    A is positive semi-definite. Products: ``steps``, of ``probes`` rows, and before them two, of two rows, which see
-    that the operator is symmetric and stays the same.
-    Reference: Ubaru, Chen & Saad 2017; Golub & Meurant 1994 for the ends.
 
-    >>> a = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))
-    >>> found = log_determinant(lambda v: v @ a, 2, torch.tensor([1.0, 0.5]), probes=2, steps=2)
-    >>> found.value  # log 2 + log 4, log 3 + log 7
-    tensor([2.0794, 3.0445], dtype=torch.float64)
+@dataclass(frozen=True, eq=False)
+class DeflatedSpectrum:
+    """The spectrum of A as eigenvalues (r,) that are known and a quadrature of A on the orthogonal complement.
+
+    ``rank`` is the number of rows of the basis that the eigenvalues come from.
     """
-    if steps < 1:
-        raise ValueError(f"a log-determinant needs at least one step, not {steps}.")
-    rows = signs(probes, size, generator, device)
-    shifts = torch.as_tensor(shift, dtype=torch.float64, device=rows.device)
-    if not bool((shifts > 0).all()):
-        raise NumericalError(f"a log-determinant got a shift of {float(shifts.min()):g}; expected above zero.")
-    refuse_asymmetric(product, size, generator=torch.Generator().manual_seed(0), device=device)
-    if deflate is not None:
-        product, rows = _beside(product, deflate.vectors.to(rows), rows)
-    seen = lanczos_quadrature(product, rows, steps)
-    _refuse_indefinite(float(seen.nodes.min()), float(shifts.min()))
-    ends = [seen.ends(lambda nodes, a=a: torch.log1p(nodes / a)) for a in shifts.reshape(-1)]  # type: ignore[misc]
-    low, high = (torch.stack(end, 1).reshape(probes, *shifts.shape) for end in zip(*ends))
-    exact, doubt = _deflated(deflate, shifts)
-    return averaged(0.5 * (low + high), seen.products, exact=exact, bias=0.5 * (high - low).mean(0).abs() + doubt)
 
+    eigenvalues: Tensor
+    rest: Quadrature
+    rank: int
 
-def _beside(product: Product, vectors: Tensor, rows: Tensor) -> tuple[Product, Tensor]:
-    """The operator and the rows within the complement of orthonormal vectors."""
+    @classmethod
+    def of(cls, product: Product, basis: BlockKrylov, probes: Tensor, steps: int) -> DeflatedSpectrum:
+        """Estimate the spectrum from the converged Ritz pairs of a basis and random ``probes`` (K, P).
 
-    def outside(v: Tensor) -> Tensor:
+        Cost: ``steps`` products of K rows.
+        """
+        # Part of a pair that has not converged would be counted twice. Its residual is compared with its value:
+        # the coupling to the rest adds the squared residual over value and shift, which may be far below the largest.
+        converged = basis.pair_residuals() * basis.values[:1] <= CONVERGED * basis.values
+        project = _complement(basis, basis.turn[:, converged])
         for _ in range(2):
-            v = v - (v @ vectors.mT) @ vectors
-        return v
+            probes = project(probes)
+        # Before and after the product: otherwise rounding would bring the deflated pairs back.
+        rest = lanczos_quadrature(lambda v: project(product(project(v))), probes, steps)
+        return cls(basis.values[converged], rest, len(basis.rows))
 
-    return lambda v: outside(applied(product, v)), outside(rows)
-
-
-def _deflated(pairs: Eigenpairs | None, shifts: Tensor) -> tuple[Tensor, Tensor]:
-    """What the pairs contribute, and by how much at most the whole is too high for it.
-
-    With M = I + A/a ≥ I, one pair after the other is cut off from the rest: log det M falls short of the sum of both
-    by -log(1 - e/m), m = 1 + λ/a, and e at most ρ²/a² for a residual ρ, and at most m - 1.
-    """
-    if pairs is None or len(pairs.values) == 0:
-        return torch.zeros_like(shifts), torch.zeros_like(shifts)
-    values, a = pairs.values.to(shifts).clamp_min(0), shifts[..., None]
-    lengths = pairs.residuals.to(shifts) * values.max()
-    short = torch.minimum(lengths.square() / (a * (a + values)), values / (a + values))
-    return torch.log1p(values / a).sum(-1), -torch.log1p(-short).sum(-1)
+    def logdet(self, shift: Tensor) -> Logdet:
+        """Estimate log det(I + A/shift); the error is the standard error over probes plus half the quadrature gap."""
+        values, probes = self.eigenvalues.to(shift).clamp_min(0), len(self.rest.nodes)
+        low, high = self.rest.ends(lambda nodes: torch.log1p(nodes.clamp_min(0) / shift))
+        middle = 0.5 * (low + high)
+        spread = float(middle.detach().std()) / probes**0.5 if probes > 1 else float("inf")
+        bias = 0.5 * float((high - low).detach().mean().abs())
+        return Logdet(torch.log1p(values / shift).sum() + middle.mean(), spread + bias)
 
 
-def _refuse_indefinite(smallest: float, shift: float) -> None:
-    if smallest <= -shift:
-        raise NumericalError(
-            f"a log-determinant met an eigenvalue of {smallest:.3g} with a shift of {shift:.3g}; expected a positive "
-            "semi-definite operator. Raise the prior precision, or compute in float64."
-        )
+def _complement(basis: BlockKrylov, turn: Tensor) -> Product:
+    """Return the projection off combinations of the basis, with coefficients ``turn`` (d, r); they are not formed."""
+    inner = turn @ turn.mT
+    return lambda v: v - basis.rows.combined(basis.rows.coordinates(v) @ inner)

@@ -1,4 +1,4 @@
-"""Where a minimum lies, and where it goes when it is pushed: Newton steps with one Hessian for all rows."""
+"""Newton steps to the minimum of a function, and to the minima of the function plus perturbations."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Rows = Callable[[Tensor], Tensor]  # (K, P) -> (K, P)
 
 @dataclass(frozen=True, eq=False)
 class Pushed:
-    """d (K, P) with ∇U(d_k) = λ_k ∇g_k(d_k), up to the relative residual of each."""
+    """Perturbed minima d (K, P), with ∇U(d_k) = λ_k ∇g_k(d_k) up to the relative residual of each row."""
 
     d: Tensor
     residuals: Tensor  # |λ ∇g - ∇U| in the metric of H⁻¹, relative to the start, (K,)
-    missing: Tensor  # share of the response that one more step would add, (K,)
+    missing: Tensor  # share of the response g_k(d_k) - g_k(start) that one more step would add, (K,)
     steps: int
 
 
 def pushed(
     gradient: Rows, push: Rows, solve: Rows, strength: Tensor, start: Tensor, *, tolerance: float, max_steps: int = 50
 ) -> Pushed:
-    """Minimise U - λ_k g_k for every row k, with steps H⁻¹ (λ ∇g - ∇U) and the Hessian H of the start.
+    """Minimise U - λ_k g_k for every row k, with steps H⁻¹ (λ ∇g - ∇U) and the Hessian H at the start.
 
-    ``strength`` holds λ (K,), ``push`` gives ∇g_k at row k. For small pushes the error falls by a factor of about λ at
-    every step, in the metric of the Hessian, and so does the residual in that of its inverse. Rows that stop improving
-    are left as they are; their residual tells.
+    ``gradient`` returns ∇U at each row, ``push`` returns ∇g_k at row k, ``solve`` applies H⁻¹ and ``strength`` is λ
+    (K,). For small λ each step reduces the error, in the metric of H, and the residual, in the metric of H⁻¹, by a
+    factor of about λ. Rows that stop improving keep their best iterate; their residual says how good it is.
 
-    >>> found = pushed(lambda d: 2 * d, torch.ones_like, lambda r: r / 2, torch.tensor([3.0]), torch.zeros(1, 1),
-    ...                tolerance=1e-6)
-    >>> found.d, found.steps
+    >>> minima = pushed(lambda d: 2 * d, torch.ones_like, lambda r: r / 2, torch.tensor([3.0]), torch.zeros(1, 1),
+    ...                 tolerance=1e-6)
+    >>> minima.d, minima.steps
     (tensor([[1.5000]]), 1)
     """
     weight, tiny = strength.unsqueeze(1), torch.finfo(start.dtype).tiny
@@ -42,9 +42,9 @@ def pushed(
     best = torch.full_like(strength, torch.inf)
     for step in range(max_steps + 1):
         gap = weight * push(d) - gradient(d)
-        lost = ~torch.isfinite(gap).all(1)  # a step went so far that something overflows
-        more = solve(gap.masked_fill(lost.unsqueeze(1), 0))
-        sizes = (gap * more).sum(1).clamp_min(0).sqrt().masked_fill(lost, torch.inf)
+        overflow = ~torch.isfinite(gap).all(1)  # the last step was too long
+        more = solve(gap.masked_fill(overflow.unsqueeze(1), 0))
+        sizes = (gap * more).sum(1).clamp_min(0).sqrt().masked_fill(overflow, torch.inf)
         whole = whole if step else sizes.clamp_min(tiny)
         better = sizes / whole < best
         best = torch.where(better, sizes / whole, best)
@@ -54,19 +54,20 @@ def pushed(
             break
         d = torch.where(going.unsqueeze(1), d + more, kept)
     slopes = push(kept)
-    rest, moved = (slopes * ahead).sum(1).abs(), (slopes * (kept - start)).sum(1).abs()
-    return Pushed(kept, best, rest / (moved + rest).clamp_min(tiny), step)
+    rest, response = (slopes * ahead).sum(1).abs(), (slopes * (kept - start)).sum(1).abs()
+    return Pushed(kept, best, rest / (response + rest).clamp_min(tiny), step)
 
 
 def newton(
     gradient: Rows, solve: Callable[[Tensor, Tensor], Tensor], start: Tensor, *, tolerance: float, max_steps: int = 30,
     value: Callable[[Tensor], float] | None = None,
 ) -> tuple[Tensor, list[float]]:  # fmt: skip
-    """The minimum of U from ``start`` (P,), by Newton's steps: the point and the decrements gᵀH⁻¹g on the way.
+    """Minimise U from ``start`` (P,) by Newton's method; return the minimum and the decrement gᵀH⁻¹g of every step.
 
-    ``solve(d, r)`` applies the inverse Hessian at d to r (1, P). Half the decrement is how far U still falls; the
-    search ends below ``tolerance``, or where a step no longer helps; with an infinite one where U overflows. With the
-    ``value`` U(d) a step that does not lower it enough is halved, so that far from the minimum none leaves its basin.
+    ``solve(d, r)`` applies the inverse Hessian at d to r (1, P). Half the decrement estimates how far U is above its
+    minimum. The search ends if the decrement is at most ``tolerance``, or if a step no longer helps; the last decrement
+    is infinite if the gradient overflows. If ``value``, the function U(d), is given, a step that does not lower U
+    enough is halved, so that a search from far away stays in the basin of its minimum.
     """
     d, decrements = start, []
     for _ in range(max_steps):
@@ -88,9 +89,9 @@ def newton(
 
 
 def _length(value: Callable[[Tensor], float], d: Tensor, step: Tensor, decrement: float) -> float:
-    """The share of a step to take: the largest power of a half that lowers U by a tenth of its promise, or none."""
+    """Return the largest power of a half by which the step lowers U by a tenth of the predicted decrease; or zero."""
     here, length = value(d), 1.0
-    floor = 1e3 * torch.finfo(d.dtype).eps * abs(here)  # differences below are rounding, and any step will do
+    floor = 1e3 * torch.finfo(d.dtype).eps * abs(here)  # smaller differences are rounding
     while not value(d - length * step) <= here - 0.1 * length * decrement + floor:
         length /= 2
         if length < 1e-3:

@@ -1,4 +1,4 @@
-"""Symmetric operators given by their products, and the check that they are what they claim to be."""
+"""Symmetric operators known by their products, and checks that they are symmetric and do not change."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from torch import Tensor
 from lapwing.core.random import normal
 from lapwing.errors import NumericalError
 
-Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), all K at once, rows apart from each other
+Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), each row independent of the others
 
 CAUSES = (
-    "Put the network in evaluation mode (dropout and batch statistics change what it computes), take random "
-    "augmentation and shuffling that drops data away, and use deterministic kernels."
+    "Put the network in evaluation mode (dropout and batch statistics change what it computes), remove random "
+    "augmentation and shuffling that drops data, and use deterministic kernels."
 )
 
 
+def identity(rows: Tensor) -> Tensor:
+    """Return the rows as they are: the product of the identity."""
+    return rows
+
+
 def applied(product: Product, rows: Tensor) -> Tensor:
-    """The images of the rows in float64; refused where they are not finite or have another shape."""
+    """Return the images of the rows in float64; raise if they are not finite or have another shape."""
     image = product(rows)
     if image.shape != rows.shape:
         raise NumericalError(
@@ -31,9 +36,9 @@ def applied(product: Product, rows: Tensor) -> Tensor:
 
 
 def refuse_asymmetric_images(rows: Tensor, images: Tensor, tolerance: float = 1e-3) -> None:
-    """Raise where u·Av and v·Au differ between any two of the rows, whose images are known: no product.
+    """Raise if u·Av and v·Au differ for two of the rows, whose images are given.
 
-    The tolerance is relative to |u| |Av| + |v| |Au|. One row alone shows nothing.
+    The tolerance is relative to |u| |Av| + |v| |Au|. Takes no product; a single row cannot show asymmetry.
     """
     images = images / images.abs().max().clamp_min(torch.finfo(images.dtype).tiny)
     inner = rows @ images.mT
@@ -54,10 +59,10 @@ def refuse_asymmetric(
     tolerance: float = 1e-4,
     device: torch.device | None = None,
 ) -> None:
-    """Raise unless u·Av = v·Au for a pair of random vectors and a second call repeats the first.
+    """Raise unless u·Av = v·Au for a pair of random vectors and a second product equals the first.
 
-    The second call gets the rows in the other order, so an operator that mixes its rows is found as well. The
-    tolerance is relative to |Au| + |Av|; two calls to the operator.
+    The second product gets the rows in reverse order, so an operator that mixes its rows is refused as well. The
+    tolerance is relative to |Au| + |Av|. Cost: two products of two rows.
 
     >>> a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
     >>> refuse_asymmetric(lambda v: v @ a, 2)
@@ -65,10 +70,10 @@ def refuse_asymmetric(
     pair = normal((2, size), generator, torch.empty(0, dtype=torch.float64, device=device))
     first, second = applied(product, pair), applied(product, pair.flip(0)).flip(0)
     scale = float(first.norm(dim=1).sum())
-    changed = float((first - second).norm())
-    if changed > tolerance * scale:
+    change = float((first - second).norm())
+    if change > tolerance * scale:
         raise NumericalError(
-            f"two calls to an operator with the same rows differ by {changed / scale:.3g} of its size; expected "
+            f"two calls to an operator with the same rows differ by {change / scale:.3g} of its size; expected "
             f"{tolerance:g}. {CAUSES}"
         )
     gap = float((pair[0] @ first[1] - pair[1] @ first[0]).abs())

@@ -1,4 +1,4 @@
-"""Which rows of a kernel matrix say most about the others."""
+"""Greedy choice of the rows of a kernel matrix that explain the others best."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def greedy_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
-    """Row numbers, (at most ``count``,): each has the largest variance that those before it leave.
+    """Return at most ``count`` row numbers, each with the largest variance given those before it.
 
-    A Cholesky factorisation with pivoting, N count² operations. Ends early where what is left is below ``cut`` of the
-    largest entry.
+    A Cholesky factorisation with pivoting, N count² operations. Ends early if all remaining variances are below
+    ``cut`` times the largest entry of the diagonal.
 
     >>> greedy_pivots(torch.tensor([[1.0, 0.9, 0.0], [0.9, 2.0, 0.0], [0.0, 0.0, 1.5]]), 2).tolist()
     [1, 2]
@@ -31,9 +31,9 @@ def greedy_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
 
 
 def trace_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
-    """Row numbers, (at most ``count``,): each takes the most off the sum of all variances that those before it leave.
+    """Return at most ``count`` row numbers, each of which reduces the sum of all remaining variances most.
 
-    Looks at every entry of what is left at every step, N² count operations.
+    Each step updates the whole matrix: N² count operations.
 
     >>> trace_pivots(torch.tensor([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 1.5]]), 1).tolist()
     [0]

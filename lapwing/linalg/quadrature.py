@@ -1,4 +1,4 @@
-"""Gauss quadrature of an operator's spectrum, seen from given rows."""
+"""Gauss quadrature of an operator's spectrum, from Lanczos steps on given rows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.core.random import uniform
 from lapwing.linalg.operators import Product, applied
 
-CUT = 1e-12  # a new direction shorter than this, relative to the largest image, is none
+CUT = 1e-12  # a new direction shorter than this, relative to the largest image, counts as zero
 
 
 @dataclass(frozen=True, eq=False)
 class Quadrature:
-    """Nodes and weights, one set for each row v (K, P): Σ weight · f(node) ≈ v f(A) vᵀ.
+    """Nodes and weights for each of K rows v (P,), with Σ weight · f(node) ≈ v f(A) vᵀ.
 
-    ``nodes`` and ``weights`` (K, m) are Gauss's; ``low_nodes`` and ``low_weights`` (K, m + 1) are Gauss and Radau's
-    with a node at zero, the end of a positive semi-definite spectrum.
+    ``nodes`` and ``weights`` (K, m) are those of Gauss; ``low_nodes`` and ``low_weights`` (K, m + 1) those of
+    Gauss-Radau with a node at zero, the lower end of a positive semi-definite spectrum.
     """
 
     nodes: Tensor
@@ -28,23 +29,30 @@ class Quadrature:
     products: int
 
     def ends(self, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """v f(A) vᵀ from below and from above, (K,) each.
+        """Return a lower and an upper bound (K,) of v f(A) vᵀ.
 
-        Ends they are where derivatives of f alternate in sign from a positive first one, as those of log(1 + x/a)
-        and of x/(x + a) do.
+        They are bounds if the derivatives of f alternate in sign and the first one is positive, as for log(1 + x/a)
+        and x/(x + a).
         """
         return (function(self.low_nodes) * self.low_weights).sum(1), (function(self.nodes) * self.weights).sum(1)
 
 
-def lanczos_quadrature(product: Product, rows: Tensor, steps: int) -> Quadrature:
-    """Lanczos on every row by itself, all rows in one product at each step, with full reorthogonalisation, twice.
+def random_signs(count: int, size: int, generator: torch.Generator | None, device: torch.device | None) -> Tensor:
+    """Draw Rademacher rows (count, size) in float64, the probes of a stochastic estimate of a trace."""
+    like = torch.empty(0, dtype=torch.float64, device=device)
+    return torch.where(uniform((count, size), generator, like) < 0.5, -1.0, 1.0).to(like)
 
-    A row whose Krylov space is exhausted goes on as noughts. Memory: steps · K · P in float64.
+
+def lanczos_quadrature(product: Product, rows: Tensor, steps: int) -> Quadrature:
+    """Return the quadrature after Lanczos steps on each row (K, P), with full reorthogonalisation, twice.
+
+    The rows do not mix, but share one product at each step. A row whose Krylov space is exhausted continues as zeros.
+    Memory: steps · K · P numbers in float64.
     Reference: Golub & Meurant 1994.
 
     >>> a = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))
-    >>> found = lanczos_quadrature(lambda v: v @ a, torch.ones(1, 2, dtype=torch.float64), steps=2)
-    >>> [round(float(end), 6) for end in found.ends(torch.log1p)]  # log 2 + log 4
+    >>> quadrature = lanczos_quadrature(lambda v: v @ a, torch.ones(1, 2, dtype=torch.float64), steps=2)
+    >>> [round(float(end), 6) for end in quadrature.ends(torch.log1p)]  # log 2 + log 4
     [2.079442, 2.079442]
     """
     rows = rows.double()
@@ -73,7 +81,7 @@ def lanczos_quadrature(product: Product, rows: Tensor, steps: int) -> Quadrature
 
 
 def _rules(small: Tensor, mass: Tensor, products: int) -> Quadrature:
-    """Both rules from the tridiagonal matrices (K, m + 1, m + 1), whose last entry is free."""
+    """Return both rules from the tridiagonal matrices (K, m + 1, m + 1), whose last entry is not set yet."""
     nodes, turn = torch.linalg.eigh(small[:, :-1, :-1])
     end = nodes.min().clamp_max(0)
     # The last entry that makes ``end`` an eigenvalue of the longer matrix.

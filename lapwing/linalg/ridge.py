@@ -1,61 +1,72 @@
-"""Bayesian ridge regression through products with the design alone: samples and log-determinant for any precision.
+"""Bayesian ridge regression through products with the design: samples and log-determinant for any precision.
 
 A design X (rows, P) with unit noise and the prior N(0, (α D)⁻¹), D a fixed diagonal, gives the posterior precision
-XᵀX / φ + α D. In coordinates √D θ that is a shifted Gram matrix, and one Krylov basis serves every α and φ.
+XᵀX / φ + α D. In coordinates √D θ that is a Gram matrix plus αφ times the identity, divided by φ. One Krylov basis of
+the Gram matrix serves every α and φ.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.core.random import derived, normal, uniform
-from lapwing.linalg.cg import Solution, block_conjugate_gradients
-from lapwing.linalg.design import Design, OperatorPart, Part, back_product, gram_product
-from lapwing.linalg.estimators import signs
+from lapwing.core.random import derived_generator, normal, uniform
+from lapwing.linalg.design import Design, ScaledDesign, back_product, gram_product
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
-from lapwing.linalg.operators import Product
-from lapwing.linalg.quadrature import Quadrature, lanczos_quadrature
-from lapwing.linalg.stochastic import Streamed
+from lapwing.linalg.logdet import DeflatedSpectrum, Logdet
+from lapwing.linalg.perturbed import Perturbed
+from lapwing.linalg.quadrature import random_signs
+from lapwing.linalg.sample_solve import residual_sizes, solve_samples
+from lapwing.linalg.solution import Solution
 
-Descent = Callable[[Design, Tensor, Tensor, float], Solution]  # design, ζ, ε, shift
-HELD = 1e-5  # what may be left of a row outside the basis that is said to hold it: rounding in single precision
-LEAST = 1e-12  # relative residuals below this are rounding
-FIRST, GROWTH = 4, 2  # products that a basis begins with, and by which it grows before it is asked again
+OUTSIDE = 1e-5  # relative part of a row outside the basis that counts as rounding, in single precision
+FIRST = 4  # products that a basis starts with
+GROWTH = 2  # products between two looks at the residual of its solves
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class Logdet:
-    """An estimated log det(I + A/shift): ``value`` differentiable in the shift, ``error`` one standard error."""
+@dataclass(eq=False)
+class RidgeCache:
+    """What is known so far about the Gram matrix of one ``Ridge``; mutable, and never shared between ridges.
 
-    value: Tensor
-    error: float
+    It depends on nothing but the fields of that ridge: a Krylov basis, which grows when a solve needs it to, the
+    spectra that were estimated, by probes and steps, and the last ridge with another scale that was asked for.
+    """
+
+    basis: BlockKrylov | None = None
+    spectra: dict[tuple[int, int], DeflatedSpectrum] = field(default_factory=dict)
+    rescaled: Ridge | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Ridge:
-    """A design and the noise of K samples, the same for every precision.
+    """A ridge regression and the noise of K posterior samples, the same noise for every precision.
 
-    ``prior`` (K, P) is standard normal and ``back`` (K, P) is Xᵀ ε for standard normal ε. What has been learned about
-    the Gram matrix (a basis, quadratures) is remembered; it depends on nothing but the fields. ``bytes`` limits the
-    basis, ``width`` the rows that it starts from. ``eps`` (K, rows) is ε itself, where descent needs it.
+    Args:
+        design: the matrix X (rows, P).
+        scale: the diagonal D (P,) of the prior precision; None for the identity.
+        prior: standard normal noise ζ (K, P).
+        back: Xᵀ ε (K, P) for standard normal ε.
+        seed: draws the probes of log-determinants.
+        width: the largest number of rows in a block of the basis.
+        bytes: the most memory that the basis may take.
+        eps: ε (K, rows) itself, which stochastic descent needs.
     """
 
     design: Design
-    scale: Tensor | None  # D, (P,); None is the identity
+    scale: Tensor | None
     prior: Tensor
     back: Tensor
     seed: int = 0
     width: int = 16
     bytes: int = 4 * 2**30
     eps: Tensor | None = None
-    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def drawn(
@@ -67,238 +78,159 @@ class Ridge:
         keep: bool = False,
         **settings: Any,
     ) -> Ridge:
-        """With noise from the generator, of which ε is kept where asked for. Cost: one pass over the design."""
+        """Return a ridge with noise from the generator; ``keep`` keeps ε. Cost: one pass over the design."""
         like = torch.empty(0, dtype=torch.float64, device=design.like.device)
-        # Features drawn from the same seed would be the noise itself.
-        generator = derived(generator, like)
+        # Independent of features drawn from the same seed, which would equal the noise otherwise.
+        generator = derived_generator(generator, like)
         prior = normal((samples, design.size), generator, like)
         eps = normal((samples, design.rows), generator, like)
-        # Probes from the seed of the noise itself would be correlated with the samples that the basis starts from.
+        # Independent of the noise: the basis starts from the noise, and probes must not be correlated with it.
         settings.setdefault("seed", int(uniform((1,), generator, like) * 2**53))
         return cls(design, scale, prior, back_product(design, eps), eps=eps if keep else None, **settings)
+
+    @cached_property
+    def cache(self) -> RidgeCache:
+        """The cache of this ridge. ``dataclasses.replace`` makes a ridge with an empty one."""
+        return RidgeCache()
 
     @property
     def size(self) -> int:
         return self.design.size
 
     @property
-    def _rounding(self) -> float:
-        return 10 * float(torch.finfo(self.design.like.dtype).eps)
-
-    @property
-    def wider(self) -> str:
-        """What an error advises besides, where the products are not in float64 already."""
+    def float64_hint(self) -> str:
+        """The end of an error's advice: to compute in float64, unless the products already are."""
         return "" if self.design.like.dtype == torch.float64 else ", or compute in float64"
 
-    def _unscaled(self, rows: Tensor) -> Tensor:
-        return rows if self.scale is None else rows / self._root
-
     def product(self, v: Tensor) -> Tensor:
-        """D^-½ XᵀX D^-½ v."""
+        """Return D^-½ XᵀX D^-½ v."""
         return self._unscaled(gram_product(self.design, self._unscaled(v)))
 
     def samples(self, alpha: float, phi: float, tolerance: float, start: Tensor | None = None) -> Solution:
-        """K draws from N(0, Λ⁻¹), Λ = XᵀX / φ + α D: the same noise for every α and φ.
+        """Solve for K draws from N(0, Λ⁻¹), Λ = XᵀX / φ + α D, from the same noise for every α and φ.
 
-        The first come from the basis, which grows until it holds them; the others are finished by conjugate gradients
-        that it preconditions, from ``start`` (K, P) where samples near them are known. One that does not reach the
-        tolerance is an error. Residuals are relative to the prior's part of the right-hand side, √shift |ζ|: the error
-        e of a draw then has eᵀ Λ e ≤ (tolerance |ζ|)², so that it is, in the mean over all directions, this share of a
-        standard deviation. Relative to the whole right-hand side, which the data may dominate, a small residual would
-        say nothing.
+        The first draws come from the basis, which grows until it contains them. The others are solved for by conjugate
+        gradients with the basis as preconditioner, from ``start`` (K, P) if samples nearby are known. Residuals are
+        relative to the prior's part of the right-hand side, √shift |ζ|. The error e of a draw then has
+        eᵀ Λ e ≤ (tolerance |ζ|)²: in the mean over all directions it is ``tolerance`` standard deviations. A residual
+        relative to the whole right-hand side, which the data may dominate, would not imply that.
+
+        Raises:
+            NumericalError: a draw does not reach the tolerance.
         """
         shift = alpha * phi
         basis = self.reaching(shift, tolerance)
-        count = self._based
-        found = self._looked(basis, shift, tolerance)
-        done = count if found.converged else 0
-        rows, residuals, iterations = [found.x[:done]], [found.residuals[:done]], basis.products
+        first = self._first_samples(basis, shift, tolerance)
+        done = self._n_first if first.converged else 0
+        rows, residuals, iterations = [first.x[:done]], [first.residuals[:done]], basis.products
         if done < len(self.prior):
             near = None if start is None else start[done:].double() * self._root / phi**0.5
             rhs, apply = self._rhs(shift, slice(done, None)), lambda v: self.product(v) + shift * v
             noise = shift**0.5 * self.prior[done:]
-            rest = finished(apply, rhs, noise, tolerance, self.wider, near, deflating(basis, shift))
+            rest = solve_samples(apply, rhs, noise, tolerance, self.float64_hint, near, basis.inverse_root(shift))
             rows, residuals, iterations = [*rows, rest.x], [*residuals, rest.residuals], iterations + rest.iterations
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), iterations, tolerance)
 
-    def rescaled(self, scale: Tensor) -> Ridge:
-        """The same noise for another D; the last one that was asked for is remembered."""
-        mine: Ridge | None = self._memo.get("rescaled")
-        if mine is None or mine.scale is None or not torch.equal(mine.scale, scale):
-            self._memo["rescaled"] = mine = replace(self, scale=scale, _memo={})
-        return mine
-
-    @property
-    def _root(self) -> Tensor | float:
-        return 1.0 if self.scale is None else self.scale.sqrt()
-
-    def gram(self, rows: Tensor) -> Tensor:
-        """XᵀX θ for every row (n, P): read off the basis where it holds them, as it does its samples; else a pass."""
-        basis: BlockKrylov | None = self._memo.get("basis")
-        if basis is None:
-            return gram_product(self.design, rows)
-        root = self._root
-        scaled = rows.double() * root
-        found, outside = basis.image(scaled)
-        found = found * root
-        beyond = outside > HELD * scaled.norm(dim=1)
-        if bool(beyond.any()):
-            found[beyond] = gram_product(self.design, rows[beyond])
-        return found
-
-    def descended(self, alpha: float, phi: float, descend: Descent) -> Solution:
-        """The same draws as ``samples``, by ``sgd`` or ``sdd`` of lapwing.linalg.stochastic."""
+    def descended(self, alpha: float, phi: float, descend: Callable[[Perturbed], Solution]) -> Solution:
+        """Solve for the draws of ``samples`` by stochastic descent: ``sgd`` or ``sdd`` of lapwing.linalg.stochastic."""
         if self.eps is None:
             raise ValueError("descent needs ε itself; expected a Ridge.drawn(..., keep=True).")
         design = self.design if self.scale is None else ScaledDesign(self.design, self.scale.rsqrt())
-        found = descend(design, self.prior, self.eps, alpha * phi)
-        return replace(found, x=self._unscaled(found.x * phi**0.5))
+        solution = descend(Perturbed(design, self.prior, self.eps, alpha * phi))
+        return replace(solution, x=self._unscaled(solution.x * phi**0.5))
 
-    @property
-    def _based(self) -> int:
-        """How many samples the basis starts from."""
-        return max(1, min(len(self.prior), self.width // 2))
+    def rescaled(self, scale: Tensor) -> Ridge:
+        """Return a ridge with the same noise and another D (P,); the last one is cached."""
+        last = self.cache.rescaled
+        if last is None or last.scale is None or not torch.equal(last.scale, scale):
+            self.cache.rescaled = last = replace(self, scale=scale)
+        return last
 
-    def _rhs(self, shift: float, some: slice) -> Tensor:
-        return shift**0.5 * self.prior[some] + self._unscaled(self.back[some])
-
-    def _looked(self, basis: BlockKrylov, shift: float, tolerance: float) -> Solution:
-        """The first samples, as far as a basis has them."""
-        count = self._based
-        sizes = error_sizes(shift**0.5 * self.prior[:count], self._rhs(shift, slice(count)), tolerance)
-        return basis.solve(_weights(count, shift, basis), shift, tolerance=tolerance, sizes=sizes, truncated=True)
-
-    def reaching(self, shift: float, tolerance: float) -> BlockKrylov:
-        """The basis, grown until the first samples are solved at this shift, or it may not grow any more."""
-        found = self.basis
-        while not found.exhausted and len(found.rows) + len(found.ahead) <= self._most:
-            solved = self._looked(found, shift, tolerance)
-            log.info("residual %.3g at shift %.3g, from a basis of %d rows after %d products",
-                     float(solved.residuals.max()), shift, len(found.rows), found.products)  # fmt: skip
-            if solved.converged:
-                break
-            self._memo["basis"] = found = found.extended(self.product, GROWTH, max_basis=self._most)
-        return found
-
-    @property
-    def _most(self) -> int:
-        """Rows of the basis that ``bytes`` allows, and those that it starts from at least."""
-        return max(2 * self._based, self.bytes // (8 * self.size))
+    def gram(self, rows: Tensor) -> Tensor:
+        """Return XᵀX θ for every row (n, P): from the basis for rows inside it, as samples are; else by a pass."""
+        basis = self.cache.basis
+        if basis is None:
+            return gram_product(self.design, rows)
+        scaled = rows.double() * self._root
+        images, outside = basis.image(scaled)
+        images = images * self._root
+        beyond = outside > OUTSIDE * scaled.norm(dim=1)
+        if bool(beyond.any()):
+            images[beyond] = gram_product(self.design, rows[beyond])
+        return images
 
     @property
     def basis(self) -> BlockKrylov:
-        """The Krylov basis as far as it was needed so far."""
-        if "basis" not in self._memo:
-            start = torch.cat([self.prior[: self._based], self._unscaled(self.back)[: self._based]])
-            self._memo["basis"] = block_krylov(
-                self.product, start, FIRST, tolerance=self._rounding, max_basis=self._most
-            )
-        basis: BlockKrylov = self._memo["basis"]
+        """The Krylov basis of the Gram matrix, as large as solves have needed so far."""
+        basis = self.cache.basis
+        if basis is None:
+            start = torch.cat([self.prior[: self._n_first], self._unscaled(self.back)[: self._n_first]])
+            rounding = 10 * float(torch.finfo(self.design.like.dtype).eps)
+            basis = block_krylov(self.product, start, FIRST, tolerance=rounding, max_basis=self._max_basis)
+            self.cache.basis = basis
+        return basis
+
+    def reaching(self, shift: float, tolerance: float) -> BlockKrylov:
+        """Return the basis, grown until it solves for the first samples at this shift or may not grow any more."""
+        basis = self.basis
+        while not basis.exhausted and len(basis.rows) + len(basis.ahead) <= self._max_basis:
+            solution = self._first_samples(basis, shift, tolerance)
+            log.info("residual %.3g at shift %.3g, from a basis of %d rows after %d products",
+                     float(solution.residuals.max()), shift, len(basis.rows), basis.products)  # fmt: skip
+            if solution.converged:
+                break
+            self.cache.basis = basis = basis.extended(self.product, GROWTH, max_basis=self._max_basis)
         return basis
 
     def logdet(self, shift: Tensor, probes: int, steps: int) -> Logdet:
-        """log det(I + A/shift), A = D^-½ XᵀX D^-½: Ritz pairs of the basis exactly, quadrature for what is left.
+        """Estimate log det(I + A/shift) for A = D^-½ XᵀX D^-½, differentiable in the shift.
 
-        One run serves every shift, and the value is differentiable in it. Cost: ``steps`` products of ``probes`` rows,
-        once.
+        Eigenvalues that the basis contains are exact; the rest is estimated. Cost: that of ``spectrum``, once for all
+        shifts.
         """
-        pairs, seen = self._quadrature(probes, steps)
-        values = pairs.to(shift).clamp_min(0)
-        low, high = seen.ends(lambda nodes: torch.log1p(nodes.clamp_min(0) / shift))
-        each = 0.5 * (low + high)
-        spread = float(each.detach().std()) / probes**0.5 if probes > 1 else float("inf")
-        bias = 0.5 * float((high - low).detach().mean().abs())
-        return Logdet(torch.log1p(values / shift).sum() + each.mean(), spread + bias)
+        return self.spectrum(probes, steps).logdet(shift)
 
-    def _quadrature(self, probes: int, steps: int) -> tuple[Tensor, Quadrature]:
-        """Of what the basis leaves, once for all shifts; anew where the basis has since doubled."""
-        key, rank = f"quadrature {probes} {steps}", len(self.basis.rows)
-        if key not in self._memo or rank >= 2 * self._memo[key][0]:
-            basis, values = self.basis, self.basis.values
-            # Others would be counted twice, by halves. Relative to the value itself: what couples a pair to the rest
-            # adds its square over that value and the shift, which may be far smaller than the largest.
-            good = basis.pair_residuals() * values[:1] <= 1e-2 * values
-            away = _away(basis, basis.turn[:, good])
-            generator = torch.Generator().manual_seed(self.seed)
-            rows = signs(probes, self.size, generator, self.prior.device)
-            for _ in range(2):
-                rows = away(rows)
-            outside = lambda v: away(self.product(away(v)))  # both times: rounding must not bring the pairs back
-            self._memo[key] = (rank, values[good], lanczos_quadrature(outside, rows, steps))
-        _, values, found = self._memo[key]
-        return values, found
+    def spectrum(self, probes: int, steps: int) -> DeflatedSpectrum:
+        """Estimate the spectrum of the Gram matrix; again only if the basis has doubled since the last estimate.
 
-
-def finished(
-    apply: Product,
-    rhs: Tensor,
-    noise: Tensor,
-    tolerance: float,
-    wider: str,
-    start: Tensor | None,
-    root: Product | None = None,
-) -> Solution:
-    """Samples by block conjugate gradients, from a start near them if there is one; ``noise`` is the prior's part."""
-    advice = f"Raise the prior precision or the tolerance of the samples{wider}."
-    left = rhs if start is None else rhs - apply(start)
-    sizes = error_sizes(noise, rhs, tolerance)
-    more = block_conjugate_gradients(apply, left, root=root, tolerance=tolerance, sizes=sizes, advice=advice)
-    return more if start is None else replace(more, x=start + more.x)
-
-
-@dataclass(frozen=True, eq=False)
-class ScaledDesign:
-    """X diag(factor), for a factor (P,)."""
-
-    design: Design
-    factor: Tensor
+        Cost: ``steps`` products of ``probes`` rows.
+        """
+        cached = self.cache.spectra.get((probes, steps))
+        if cached is None or len(self.basis.rows) >= 2 * cached.rank:
+            rows = random_signs(probes, self.size, torch.Generator().manual_seed(self.seed), self.prior.device)
+            cached = DeflatedSpectrum.of(self.product, self.basis, rows, steps)
+            self.cache.spectra[probes, steps] = cached
+        return cached
 
     @property
-    def size(self) -> int:
-        return self.design.size
+    def _root(self) -> Tensor | float:
+        """√D."""
+        return 1.0 if self.scale is None else self.scale.sqrt()
+
+    def _unscaled(self, rows: Tensor) -> Tensor:
+        """Return D^-½ times the rows."""
+        return rows if self.scale is None else rows / self._root
 
     @property
-    def rows(self) -> int:
-        return self.design.rows
+    def _n_first(self) -> int:
+        """The number of samples that the basis starts from."""
+        return max(1, min(len(self.prior), self.width // 2))
 
     @property
-    def like(self) -> Tensor:
-        return self.design.like
+    def _max_basis(self) -> int:
+        """The number of basis rows that ``bytes`` allows; at least those that the basis starts from."""
+        return max(2 * self._n_first, self.bytes // (8 * self.size))
 
-    @property
-    def streamed(self) -> bool:
-        return isinstance(self.design, Streamed) and self.design.streamed
+    def _rhs(self, shift: float, some: slice) -> Tensor:
+        """Return the right-hand sides √shift ζ + D^-½ Xᵀε of some samples."""
+        return shift**0.5 * self.prior[some] + self._unscaled(self.back[some])
 
-    def __iter__(self) -> Iterator[Part]:
-        return (self._scaled(part) for part in self.design)
-
-    def _scaled(self, part: Part) -> Part:
-        return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
-
-
-def error_sizes(prior: Tensor, rhs: Tensor, tolerance: float) -> Tensor:
-    """What the residuals of samples are relative to, (K,): the prior's part of the right-hand sides, both (K, P).
-
-    But no residual is asked for that float64 does not have.
-    """
-    return torch.maximum(prior.norm(dim=1), LEAST / tolerance * rhs.norm(dim=1))
-
-
-def _weights(count: int, shift: float, basis: BlockKrylov) -> Tensor:
-    """The right-hand sides √shift z + Xᵀε as combinations of the start block [z_1.., Xᵀε_1..]."""
-    eye = torch.eye(count, dtype=torch.float64, device=basis.start.device)
-    return torch.cat([shift**0.5 * eye, eye], 1)
-
-
-def deflating(basis: BlockKrylov, shift: float) -> Product:
-    """A symmetric root of an inverse of A + shift, times the shift: right on the Ritz vectors of the basis."""
-    ratios = (shift / (basis.values.clamp_min(0) + shift)).sqrt() - 1
-    inner = (basis.turn * ratios) @ basis.turn.mT
-    return lambda v: v + basis.rows.combined(basis.rows.coordinates(v) @ inner)
-
-
-def _away(basis: BlockKrylov, turn: Tensor) -> Product:
-    """Off the combinations of the basis with coefficients ``turn`` (d, r), which are not formed."""
-    inner = turn @ turn.mT
-    return lambda v: v - basis.rows.combined(basis.rows.coordinates(v) @ inner)
+    def _first_samples(self, basis: BlockKrylov, shift: float, tolerance: float) -> Solution:
+        """Solve for the first samples in the basis, whether they converge or not."""
+        count = self._n_first
+        sizes = residual_sizes(shift**0.5 * self.prior[:count], self._rhs(shift, slice(count)), tolerance)
+        # The right-hand sides √shift ζ + Xᵀε are combinations of the start block [ζ_1.., Xᵀε_1..].
+        eye = torch.eye(count, dtype=torch.float64, device=basis.start.device)
+        weights = torch.cat([shift**0.5 * eye, eye], 1)
+        return basis.solve(weights, shift, tolerance=tolerance, sizes=sizes, truncated=True)

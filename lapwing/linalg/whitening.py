@@ -1,4 +1,4 @@
-"""Coordinates in which a kernel matrix is the identity."""
+"""Whitening: coordinates in which a kernel matrix is the identity."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from torch import Tensor
 
 from lapwing.errors import NumericalError
 
-NOUGHT = (
-    "the kernel of the inducing points is nought: no output depends on the selected weights at any of them; "
+ZERO = (
+    "the kernel of the inducing points is zero: no output depends on the selected weights at any of them; "
     "choose other weights."
 )
 
 
 def whitening(kernel: Tensor, cut: float = 1e-14) -> Tensor:
-    """W (M, r) with Wᵀ K W = I: the eigenvectors of K over the roots of their eigenvalues.
+    """Return W (M, r) with Wᵀ K W = I: the eigenvectors of K divided by the roots of their eigenvalues.
 
-    Directions below ``cut`` of the largest eigenvalue are left out: they are rounding, and one over their root is noise
-    that would be taken for variance.
+    Eigenvalues below ``cut`` times the largest are left out: they are rounding, and their inverse roots would be large
+    random numbers.
     """
     values, vectors = torch.linalg.eigh(checked(kernel).double())
     real = values > cut * values[-1].clamp_min(1e-300)
     if not bool(real.any()):
-        raise NumericalError(NOUGHT)
+        raise NumericalError(ZERO)
     return vectors[:, real] / values[real].sqrt()
 
 
 def smooth_whitening(kernel: Tensor, jitter: float = 1e-9) -> Tensor:
-    """The same by Cholesky, with a little on the diagonal: its gradient in K is defined everywhere."""
+    """Return W (M, M) with Wᵀ K W ≈ I, from a Cholesky factor of K + jitter: its gradient in K exists everywhere."""
     size = len(checked(kernel))
     extra = jitter * kernel.detach().diagonal().mean()
     eye = torch.eye(size, dtype=kernel.dtype, device=kernel.device)
@@ -43,9 +43,9 @@ def smooth_whitening(kernel: Tensor, jitter: float = 1e-9) -> Tensor:
 
 
 def checked(kernel: Tensor) -> Tensor:
-    """The kernel, where it is one; what is wrong with it otherwise."""
+    """Return the kernel; raise if it is not finite or zero."""
     if not bool(torch.isfinite(kernel.detach()).all()):
         raise NumericalError("the kernel of the inducing points is not finite; check the inputs and the network.")
     if not bool(kernel.detach().any()):
-        raise NumericalError(NOUGHT)
+        raise NumericalError(ZERO)
     return kernel

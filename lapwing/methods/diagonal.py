@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
+from lapwing.core.random import independent_generator
+from lapwing.curvature.blocks.diagonal import DiagonalBlock
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.structures import DiagonalBlock
-from lapwing.curvature.sweep import Sweep, checked_curvature
+from lapwing.curvature.sweep import Seeds, Sweep, checked_curvature
 from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -49,10 +49,10 @@ class Diagonal:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        generator = apart(generator)
+        generator = independent_generator(generator)
 
-        def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Diagonal", only)
+        def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Diagonal")
             totals: list[Tensor] = [
                 torch.zeros(block.form, dtype=network.dtype, device=network.device) for block in network.layout
             ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs
 from lapwing.core.random import global_seed
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
 from lapwing.errors import UnsupportedError
 from lapwing.losses import summed_loss
@@ -53,8 +53,8 @@ class MCDropout:
     )
 
     def __post_init__(self) -> None:
-        refuse_other_than_whole("samples", self.samples, least=2)  # one sample has no spread
-        refuse_other_than_whole("seed", self.seed, least=0)
+        require_integer("samples", self.samples, least=2)  # one sample has no spread
+        require_integer("seed", self.seed, least=0)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
+from lapwing.core.random import independent_generator
 from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
@@ -56,10 +56,11 @@ class EKron:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
-        generator = apart(generator)
-        first = Sweep(network, likelihood, data, self.curvature, generator, "EKron, bases")
+        generator = independent_generator(generator)
+        seeds = Seeds(self.curvature, generator)
+        first = Sweep(network, likelihood, data, seeds, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
-        second = Sweep(network, likelihood, data, self.curvature, generator, "EKron, values")
+        second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.core.state import State
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.losses import summed_loss
@@ -61,7 +61,7 @@ class Ensemble:
     )
 
     def __post_init__(self) -> None:
-        refuse_other_than_whole("members", self.members, least=2)
+        require_integer("members", self.members, least=2)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network

@@ -8,11 +8,13 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
-from lapwing.core.settings import refuse_other_than_whole
-from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
+from lapwing.core.random import independent_generator
+from lapwing.core.settings import require_integer
+from lapwing.curvature.full import FullCurvature
+from lapwing.curvature.full_sum import full_curvature
+from lapwing.curvature.hessian import full_hessian
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import CURVATURES, Sweep, checked_curvature
+from lapwing.curvature.sweep import CURVATURES, Seeds, Sweep, checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
@@ -49,7 +51,7 @@ class Full:
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
 
     def __post_init__(self) -> None:
-        refuse_other_than_whole("limit", self.limit)
+        require_integer("limit", self.limit)
         checked_curvature(self.curvature, (*CURVATURES, "hessian"))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
@@ -64,10 +66,10 @@ class Full:
             curvature, statistics = full_hessian(network, problem.likelihood, data)
             return WeightPosterior.fitted(problem, curvature, statistics)
 
-        generator = apart(generator)
+        generator = independent_generator(generator)
 
-        def compute(only: int | None) -> tuple[FullCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full", only)
+        def compute(output: int | None) -> tuple[FullCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Full")
             return full_curvature(sweep, network), sweep.statistics
 
         return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import NumericalError, UnsupportedError
@@ -53,7 +53,7 @@ class KernelSpace:
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: KernelSpace(), "network"),))
 
     def __post_init__(self) -> None:
-        refuse_other_than_whole("limit", self.limit)
+        require_integer("limit", self.limit)
         checked_curvature(self.curvature, ("ggn",))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:

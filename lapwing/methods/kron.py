@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import apart
+from lapwing.core.random import independent_generator
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -61,10 +61,11 @@ class Kron:
         check_settings(self.curvature, self.sharing, self.full_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        generator = apart(generator)
+        generator = independent_generator(generator)
 
-        def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
-            sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron", only)
+        def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
+            seeds = Seeds(self.curvature, generator, output)
+            sweep = Sweep(problem.network, problem.likelihood, data, seeds, "Kron")
             curvature = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
             return curvature, sweep.statistics
 

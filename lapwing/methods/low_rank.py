@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import seeded
-from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.random import generator_or_default
+from lapwing.core.settings import require_integer, require_positive
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.linalg.design import gram_product
@@ -60,14 +60,14 @@ class LowRank:
 
     def __post_init__(self) -> None:
         for name in ("rank", "block"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_positive("tolerance", self.tolerance)
+            require_integer(name, getattr(self, name))
+        require_positive("tolerance", self.tolerance)
         checked_curvature(self.curvature, ("ggn",))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
         design = NetworkDesign.build(network, problem.likelihood, data)
-        generator = seeded(generator)
+        generator = generator_or_default(generator)
         pairs = leading_eigenpairs(
             partial(gram_product, design),
             network.selection.size,

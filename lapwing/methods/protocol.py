@@ -14,6 +14,7 @@ from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
 
 
+@runtime_checkable
 class Method(Protocol):
     """A way to compute the posterior: a frozen dataclass of settings."""
 

@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.random import seeded
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.random import generator_or_default
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import Solution
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.ridge import Logdet, Ridge, finished
-from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.perturbed import OBJECTIVES
+from lapwing.linalg.ridge import Ridge
+from lapwing.linalg.sample_solve import solve_samples
+from lapwing.linalg.solution import Solution
+from lapwing.linalg.stochastic import sdd, sgd
 from lapwing.methods.protocol import Budget, Conformance, Cost, Offer, Workload
 from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.priors.gaussian import SINGLE, Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 
@@ -90,10 +93,10 @@ class Sampled:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "width", "steps", "batch", "epochs"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_whole("probes", self.probes, least=2)
+            require_integer(name, getattr(self, name))
+        require_integer("probes", self.probes, least=2)
         if self.memory is not None:
-            refuse_other_than_positive("memory", self.memory)
+            require_positive("memory", self.memory)
         if not is_real(self.tolerance) or not 0 < self.tolerance < 1:
             raise UnsupportedError(
                 f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "
@@ -107,7 +110,7 @@ class Sampled:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> SampledPosterior:
         network = problem.network
-        generator = seeded(generator)
+        generator = generator_or_default(generator)
         stochastic = self.solver in STOCHASTIC
         if stochastic:
             refuse_groups(self.solver, problem.prior)
@@ -181,7 +184,7 @@ class Sampled:
         design = NetworkDesign.build(problem.network, problem.likelihood, data, cache, part=part)
         spare = self._spare(size, design.rows)
         if spare is not None and design.nbytes > spare:  # the number of rows was not known before
-            return replace(design, held=None)
+            return replace(design, factors=None)
         return design
 
     def _most_rows(self, design: NetworkDesign) -> int:
@@ -207,17 +210,17 @@ class RidgeSolver:
             return self._descended(prior, phi)
         unit = prior.vector.detach().rsqrt()
         guess = None if start is None else start.double() / unit
-        solution = finished(
+        solution = solve_samples(
             lambda v: unit * gram_product(self.ridge.design, unit * v) / phi + v,
             self.ridge.prior + unit * self.ridge.back / phi**0.5,
             self.ridge.prior,
             self.settings.tolerance,
-            self.ridge.wider,
+            self.ridge.float64_hint,
             guess,
         )
         return replace(solution, x=solution.x * unit)
 
-    def _descended(self, prior: Prior, phi: float) -> Solution:
+    def _descended(self, prior: BoundPrior, phi: float) -> Solution:
         """Return the samples by stochastic descent.
 
         The order of the batches is the same for every prior and noise, so that samples depend on them smoothly.
@@ -231,10 +234,8 @@ class RidgeSolver:
             )
         generator = torch.Generator().manual_seed(self.ridge.seed)
         solve = partial(sgd, objective=settings.objective) if settings.solver == "sgd" else sdd
-        descend = partial(
-            solve, epochs=settings.epochs, generator=generator, tolerance=settings.tolerance, truncated=True
-        )
-        return self.ridge.descended(float(prior.values), phi, descend).settled(
+        descend = partial(solve, epochs=settings.epochs, generator=generator, tolerance=settings.tolerance)
+        return self.ridge.descended(float(prior.values), phi, descend).require_convergence(
             f"Sampled(solver={settings.solver!r})",
             "Raise epochs=... or tolerance=..., take a larger batch=..., raise the prior precision, or use 'krylov'.",
         )
@@ -246,8 +247,9 @@ class RidgeSolver:
         if not self._shared(prior):
             if prior.values.requires_grad and torch.is_grad_enabled():
                 raise UnsupportedError(
-                    f"the evidence of Sampled() has no slope in a prior of the kind {prior.kind!r}; expected one "
-                    f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with SampleEM()."
+                    f"the evidence of Sampled() has no gradient in the precisions of {type(prior.given).__name__}; "
+                    "expected one number for all weights, as isotropic() and g_prior() have. Learn these precisions "
+                    "with SampleEM()."
                 )
             ridge, shift = self.ridge.rescaled(prior.vector.detach()), phi
         ridge.reaching(float(shift.detach()), self.settings.tolerance)  # directions in the basis are exact
@@ -267,18 +269,18 @@ class RidgeSolver:
         removed = zeta * (zeta - problem.prior.vector.detach().sqrt() * samples)
         return removed + (total - removed.sum(1, keepdim=True)) / removed.shape[1]
 
-    def _shared(self, prior: Prior) -> bool:
+    def _shared(self, prior: BoundPrior) -> bool:
         """Return whether the prior is one number times the diagonal that the basis was built for."""
-        if prior.kind not in SINGLE:
+        if not prior.is_single:
             return False
         scale = self.ridge.scale
         return (prior.scale is None) == (scale is None) and (scale is None or torch.equal(scale, prior.scale))  # type: ignore[arg-type]
 
 
-def refuse_groups(solver: str, prior: Prior) -> None:
+def refuse_groups(solver: str, prior: BoundPrior) -> None:
     """Raise unless the prior has one number for all weights, as the stochastic solvers need."""
-    if prior.kind not in SINGLE:
+    if not prior.is_single:
         raise UnsupportedError(
-            f"solver {solver!r} with a prior of the kind {prior.kind!r}; expected one number for all weights "
-            f"({' or '.join(SINGLE)}). Use solver='krylov' or 'cg', which take any prior."
+            f"solver {solver!r} with the prior {type(prior.given).__name__}; expected one number for all weights, as "
+            "isotropic() and g_prior() have. Use solver='krylov' or 'cg', which take any prior."
         )

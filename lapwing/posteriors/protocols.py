@@ -2,75 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs
+from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.priors.gaussian import Prior
 from lapwing.problem import Problem
-
-
-class Precision(Protocol):
-    """Λ = H/φ + A, factorised once."""
-
-    def logdet(self) -> Tensor: ...
-
-    def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
-        """J Λ⁻¹ Jᵀ: (B, S, C, C), or its diagonal (B, S, C)."""
-        ...
-
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        """J Λ⁻¹ Jᵀ between all inputs and outputs, (B K, B K)."""
-        ...
-
-    def sample(self, eps: Tensor) -> Tensor:
-        """Λ^-½ eps for eps (n, P)."""
-        ...
-
-    def adjoint(self, v: Tensor) -> Tensor:
-        """The transpose of ``sample``, for v (n, P)."""
-        ...
-
-    def solve(self, v: Tensor) -> Tensor:
-        """Λ⁻¹ v for v (n, P): ``sample`` after ``adjoint``."""
-        ...
-
-    def variances(self) -> Tensor:
-        """The diagonal of Λ⁻¹, (P,)."""
-        ...
-
-
-@runtime_checkable
-class HoldsDirections(Protocol):
-    """A precision that gives some directions no variance at all, so that γ does not follow from variances alone."""
-
-    def decided(self, precision: Tensor) -> Tensor:
-        """Return γ of every weight, (P,), under prior precisions (P,)."""
-        ...
-
-
-class Curvature(Protocol):
-    """H at unit dispersion in some structure. Where two add up, the sum is the curvature of both data sets."""
-
-    def precision(self, phi: Tensor, prior: Prior) -> Precision: ...
-
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
-        """Of H/φ + A, by the cheapest way there is."""
-        ...
-
-    def diagonal(self) -> Tensor:
-        """Of H, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]: ...
 
 
 class Solver(Protocol):
@@ -114,12 +58,28 @@ class Tunable(Protocol):
 
 
 @runtime_checkable
-class NeedsData(Protocol):
-    """A tuner that passes over the training data; ``fit`` gives them where they were not given before."""
+class SamplesGamma(Protocol):
+    """A posterior whose evidence and γ are estimates from samples."""
 
-    def with_data(self, data: Data) -> Any: ...
+    def gamma_samples(self) -> Tensor:
+        """Return γ of every weight from each sample, (K, P)."""
+        ...
+
+    def warm_started(self, problem: Problem) -> Posterior:
+        """Return the posterior of another problem, whose solves start from the present samples."""
+        ...
 
 
+@runtime_checkable
+class HasUnseenGamma(Protocol):
+    """A posterior whose evidence may be a bound, with a term for the curvature that its structure leaves out."""
+
+    def unseen_gamma(self) -> Tensor | None:
+        """Return what that term adds to γ of each weight, (P,), or None if the evidence has no such term."""
+        ...
+
+
+@runtime_checkable
 @runtime_checkable
 class HasVarianceOf(Protocol):
     """Knows how far a scalar function of the weights is undecided, or with inputs one of the outputs there."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.settings import refuse_other_than_whole
+from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import Solution
-from lapwing.linalg.ridge import Logdet
+from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
@@ -63,6 +63,10 @@ class SampledPosterior:
                 )
             problem = problem.with_prior(prior.scaled(mine.scale))
         return replace(self, problem=problem)
+
+    def warm_started(self, problem: Problem) -> SampledPosterior:
+        """Return the posterior of another problem, whose solves start from the present samples."""
+        return replace(self.with_problem(problem), start=self.solution.x)
 
     def with_trace(self, trace: Trace) -> SampledPosterior:
         return replace(self, trace=trace)
@@ -122,7 +126,7 @@ class SampledPosterior:
         return (self.samples @ weight_slope(self.problem.network, function, x)).square().mean()
 
     def _refuse_more(self, n: int) -> None:
-        refuse_other_than_whole("n", n)
+        require_integer("n", n)
         if n > len(self.samples):
             raise UnsupportedError(
                 f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples=...)."
@@ -131,8 +135,13 @@ class SampledPosterior:
     @outside_inference
     def gammas(self) -> Tensor:
         """Return γ of every weight, (P,): the mean over the samples of z (G z) / φ."""
+        return self.gamma_samples().mean(0)
+
+    @outside_inference
+    def gamma_samples(self) -> Tensor:
+        """Return γ of every weight from each sample, z (G z) / φ, (K, P)."""
         with torch.no_grad():
-            return self.solver.gamma(self.problem, self.samples).mean(0)
+            return self.solver.gamma(self.problem, self.samples)
 
     @property
     def loss(self) -> float:

@@ -15,10 +15,10 @@ from lapwing.core.random import normal
 from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
 from lapwing.curvature.per_output import PerOutputCurvature
+from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision
 from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.protocols import Curvature, HoldsDirections, Precision
 from lapwing.problem import Problem
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
@@ -153,6 +153,12 @@ class WeightPosterior:
         """The precision for predictions, through which no gradient flows to the hyperparameters."""
         with torch.no_grad():
             return self.current.precision(self._phi.detach(), _detached(self.problem).prior)
+
+    def unseen_gamma(self) -> Tensor | None:
+        """Return what a bound on the evidence adds to γ of each weight, (P,), or None if the evidence is no bound."""
+        if not isinstance(self.curvature, BoundsLogdet):
+            return None
+        return self.curvature.unseen(self._phi, self.problem.prior)
 
     @property
     def centre(self) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,86 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Batch, Data
+from lapwing.core.progress import ProgressBar
 from lapwing.core.random import global_seed
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.losses import data_count
 from lapwing.networks.forward import raw_output, shaped, unwrapped
 from lapwing.networks.network import Network
-from lapwing.posteriors.protocols import NeedsData, Tunable
+from lapwing.posteriors.protocols import Tunable
 from lapwing.problem import Problem
 from lapwing.training.recipe import OPTIMISERS, Recipe
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One pass: the mean regularised loss, and what the evidence said if it was asked."""
-
-    number: int
-    loss: float
-    log_evidence: float | None = None
-    precisions: tuple[float, ...] = ()
-    noise: tuple[float, ...] = ()
-    finding: str = ""
-
-
-def _epoch(entry: dict[str, Any]) -> Epoch:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    return Epoch(**fields)
-
-
-@dataclass(frozen=True, eq=False)
-class State:
-    """Everything needed to go on: plain tensors and numbers, so that reading a file of it runs no code."""
-
-    epoch: int  # passes done
-    weights: dict[str, Tensor]
-    optimiser: dict[str, Any]
-    precision: Tensor
-    noise: Tensor | None
-    best: dict[str, Any] = field(default_factory=dict)  # evidence, weights, precision, noise
-    history: tuple[Epoch, ...] = ()
-
-    def save(self, path: str | Path) -> None:
-        """Write to a file; ``State.load`` reads it. A file that is there stays whole until the new one is."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "history"}
-        part = Path(f"{path}.part")
-        torch.save({**fields, "history": [asdict(epoch) for epoch in self.history]}, part)
-        part.replace(path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> State:
-        try:
-            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-            history = tuple(_epoch(entry) for entry in found.pop("history"))
-            return cls(**found, history=history)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise FileError(f"{path} holds no training state: {type(error).__name__}: {error}") from error
+from lapwing.training.state import Epoch, State
+from lapwing.tuners.protocol import with_training_data
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A trained copy of the model, with the posterior of its best moment, and the state to go on from."""
+    """A trained copy of the model, the posterior at its best epoch, and the state to resume from."""
 
     model: nn.Module
     posterior: Any
     history: tuple[Epoch, ...]
     state: State
-
-
-def no_bar(epochs: range) -> Any:
-    return epochs
-
-
-def progress_bar(epochs: range) -> Any:
-    """Epochs with a bar that shows loss, evidence and precisions, where tqdm is installed."""
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return epochs
-    return tqdm(epochs, desc="training", initial=epochs.start, total=epochs.stop)
 
 
 def run(
@@ -105,29 +47,27 @@ def run(
     *,
     resume: State | None = None,
     checkpoint: Path | None = None,
-    bar: Callable[[range], Any] = no_bar,
 ) -> Outcome:
-    """Train a copy of ``model``; the one given stays as it is. Equal seeds and data give equal results.
+    """Train a copy of ``model`` and return it; ``model`` itself is not changed. ``data.progress`` shows one bar.
 
-    Random numbers of an epoch follow from the seed and its number alone, so that a resumed run ends where an
-    uninterrupted one would.
+    The random numbers of an epoch depend only on the recipe's seed and the number of the epoch, so that a resumed
+    run ends where an uninterrupted one would, and equal seeds and data give equal results.
     """
     if checkpoint is not None and not checkpoint.absolute().parent.is_dir():
         raise FileError(f"there is no folder for the checkpoint {checkpoint}; expected one to write to.")
-    working = copy.deepcopy(unwrapped(model))
-    trainer = _Trainer(working, data, likelihood, network_of, recipe, resume)
-    epochs = bar(range(trainer.done, recipe.epochs))
+    copied = copy.deepcopy(unwrapped(model))
+    trainer = _Trainer(copied, replace(data, progress=False), likelihood, network_of, recipe, resume)
+    epochs = ProgressBar(range(trainer.done, recipe.epochs), "training", data.progress, trainer.done, leave=True)
     for number in epochs:
         trainer.epoch(number)
-        if hasattr(epochs, "set_postfix_str"):
-            epochs.set_postfix_str(trainer.status)
+        epochs.show_text(trainer.status)
         if checkpoint is not None:
             trainer.state.save(checkpoint)
     return trainer.outcome()
 
 
 class _Trainer:
-    """What changes while training; nothing of it outlives the run."""
+    """The mutable state of one training run."""
 
     def __init__(
         self,
@@ -146,8 +86,10 @@ class _Trainer:
         self.likelihood = likelihood
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
         if self.prior.needs_curvature:
-            raise UnsupportedError("a g-prior follows the curvature, which changes as weights move; use per_layer().")
-        self.update = recipe.update.with_data(data) if isinstance(recipe.update, NeedsData) else recipe.update
+            raise UnsupportedError(
+                "a g-prior depends on the curvature, which changes during training; use per_layer()."
+            )
+        self.update = with_training_data(recipe.update, data)
         self.noise: Tensor | None = None
         self.count = data_count(self.network, likelihood, data)
         tensors = dict(model.named_parameters())
@@ -164,7 +106,7 @@ class _Trainer:
         try:
             self._refuse_foreign(state)
             self.model.load_state_dict(state.weights)
-            self.optimiser.load_state_dict(copy.deepcopy(state.optimiser))  # or its tensors would be stepped in place
+            self.optimiser.load_state_dict(copy.deepcopy(state.optimiser))  # steps change its tensors in place
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(f"this training state belongs to another model or recipe: {error}") from error
         device = self.network.device
@@ -173,16 +115,17 @@ class _Trainer:
         self.best, self.history, self.done = dict(state.best), list(state.history), state.epoch
 
     def _refuse_foreign(self, state: State) -> None:
-        """What would load without a word: another optimiser's state, another prior's precisions, a noise."""
-        if any(OPTIMISERS[self.recipe.optimiser] not in group for group in state.optimiser["param_groups"]):
+        """Raise if the state is of another optimiser, prior or likelihood: PyTorch would load it without an error."""
+        if any(OPTIMISERS[self.recipe.optimiser].setting not in group for group in state.optimiser["param_groups"]):
             raise ValueError(f"its optimiser is not {self.recipe.optimiser}")
         if state.precision.shape != self.prior.values.shape:
             raise ValueError(f"it has {state.precision.numel()} precisions, the prior {self.prior.values.numel()}")
         if state.noise is not None and not self.likelihood.learns_dispersion:
-            raise ValueError(f"it has learned a noise, and {type(self.likelihood).__name__} has none to learn")
+            raise ValueError(f"it has a learned noise, and {type(self.likelihood).__name__} has no noise to learn")
 
     def epoch(self, number: int) -> None:
-        with self._seeded(number):
+        """Pass over the data once and update the hyperparameters if that is due."""
+        with self._seed_of(number):
             entry = Epoch(number, self._pass(number))
             if self.recipe.updates_after(number):
                 entry = self._updated(entry)
@@ -190,33 +133,36 @@ class _Trainer:
         self.done = number + 1
 
     def _pass(self, number: int) -> float:
-        for module, training in self.modes.items():  # a module that was kept in eval mode stays there
+        """Take one optimiser step for each batch and return the mean regularised loss."""
+        for module, training in self.modes.items():  # a module that was in evaluation mode stays in it
             module.training = training
         total, seen = 0.0, 0
         coefficients = self._coefficients()
         batches = self.data.batches(f"epoch {number}")
-        # L-BFGS compares gradients and losses of its steps, which must be those of one and the same objective.
-        steps = [tuple(batches)] if self.recipe.optimiser == "lbfgs" else ((batch,) for batch in batches)
+        # L-BFGS compares losses and gradients of several evaluations, so all batches make one step.
+        steps = [tuple(batches)] if self.recipe.full_batch else ((batch,) for batch in batches)
         for step in steps:
             size = sum(len(batch.targets) if batch.targets.ndim else 1 for batch in step)
             self._set_rate((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
             value = self._step(step, coefficients)
             self._refuse_not_finite(value, "training loss", number)
             total, seen = total + size * value, seen + size
-        # The last step may have gone wrong where no loss will tell.
+        # The loss is computed before each step, so it does not show whether the last step was finite.
         self._refuse_not_finite(float(sum(p.detach().sum() for p in self.parameters)), "sum of the weights", number)
         return total / max(seen, 1)
 
     def _refuse_not_finite(self, value: float, what: str, number: int) -> None:
         if not math.isfinite(value):
-            lbfgs = self.recipe.optimiser == "lbfgs"
-            remedy = "Scale inputs and targets" if lbfgs else f"Lower the rate ({self.recipe.rate:g})"
+            has_no_rate = self.recipe.full_batch
+            remedy = "Scale inputs and targets" if has_no_rate else f"Lower the rate ({self.recipe.rate:g})"
             raise NumericalError(
-                f"the {what} is {value} in epoch {number}; expected a finite number. {remedy}; the last good "
-                "state is that of the last checkpoint."
+                f"the {what} is {value} in epoch {number}; expected a finite number. {remedy}; the last finite "
+                "state is in the last checkpoint."
             )
 
     def _step(self, batches: tuple[Batch, ...], coefficients: list[Tensor]) -> float:
+        """Take one optimiser step on these batches and return the loss before it."""
+
         def closure() -> Tensor:
             self.optimiser.zero_grad()
             value = self._objective(batches, coefficients)
@@ -226,7 +172,7 @@ class _Trainer:
         return float(torch.as_tensor(self.optimiser.step(closure)).detach())  # type: ignore[arg-type]
 
     def _objective(self, batches: tuple[Batch, ...], coefficients: list[Tensor]) -> Tensor:
-        """The mean loss over the dispersion, and the prior's penalty over the number of data."""
+        """Return the mean loss divided by the dispersion plus the prior's penalty divided by the number of data."""
         losses, count = [], 0
         for batch in batches:
             f = shaped(raw_output(self.model, batch.inputs))
@@ -242,19 +188,22 @@ class _Trainer:
         return self._by_parameter(self.prior.vector.detach())
 
     def _by_parameter(self, flat: Tensor) -> list[Tensor]:
+        """Split a vector (P,) into tensors of the shapes of the parameters."""
         split = self.network.selection.split(flat)
         return [split[name].to(p) for name, p in zip(self.network.selection.names, self.parameters, strict=True)]
 
     @property
     def _current(self) -> Likelihood:
+        """The likelihood under the present noise."""
         return self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
 
     def _set_rate(self, progress: float) -> None:
-        if self.recipe.optimiser != "lbfgs":
+        if not self.recipe.full_batch:
             for group in self.optimiser.param_groups:
                 group["lr"] = self.recipe.rate_at(progress)
 
     def _fitted(self) -> Any:
+        """Fit the recipe's method at the present weights, prior and noise."""
         self.model.eval()
         problem = Problem(self.network, self.likelihood, self.prior)
         posterior = self.recipe.method.fit(problem, self.data, torch.Generator().manual_seed(self.recipe.seed))
@@ -265,7 +214,7 @@ class _Trainer:
         return posterior
 
     def _updated(self, entry: Epoch) -> Epoch:
-        """New prior and noise; a hyperparameter that runs away is reported and the last good value kept."""
+        """Update prior and noise; if the tuner diverges, keep them and report it in the epoch's ``finding``."""
         posterior, finding = self._fitted(), ""
         try:
             posterior = self.update(posterior)
@@ -278,7 +227,7 @@ class _Trainer:
         if not self.best or evidence > self.best["evidence"] or not self.recipe.keep_best:
             self.best = {
                 "evidence": evidence,
-                "weights": _copied(self.model.state_dict()),
+                "weights": _copy_to_cpu(self.model.state_dict()),
                 "precision": self.prior.values.clone().cpu(),
                 "noise": None if self.noise is None else self.noise.clone().cpu(),
             }
@@ -288,39 +237,40 @@ class _Trainer:
 
     @property
     def status(self) -> str:
-        """For the progress bar."""
+        """Loss, evidence and precisions, for the progress bar."""
         last = self.history[-1]
-        asked = [epoch for epoch in self.history if epoch.log_evidence is not None]
-        if not asked:
+        updated = [epoch for epoch in self.history if epoch.log_evidence is not None]
+        if not updated:
             return f"loss {last.loss:.4g}"
-        values = asked[-1].precisions
-        shown = f"{values[0]:.3g}" if len(values) == 1 else f"{min(values):.2g}..{max(values):.2g}"
-        return f"loss {last.loss:.4g}, log evidence {asked[-1].log_evidence:.6g}, precision {shown}"
+        values = updated[-1].precisions
+        precision = f"{values[0]:.3g}" if len(values) == 1 else f"{min(values):.2g}..{max(values):.2g}"
+        return f"loss {last.loss:.4g}, log evidence {updated[-1].log_evidence:.6g}, precision {precision}"
 
     @property
     def state(self) -> State:
+        """A copy on the CPU of everything needed to resume after the last finished epoch."""
         return State(
-            self.done, _copied(self.model.state_dict()), copy.deepcopy(self.optimiser.state_dict()),
+            self.done, _copy_to_cpu(self.model.state_dict()), copy.deepcopy(self.optimiser.state_dict()),
             self.prior.values.clone().cpu(), None if self.noise is None else self.noise.clone().cpu(),
             self.best, tuple(self.history),
         )  # fmt: skip
 
-    def _seeded(self, epoch: int) -> AbstractContextManager[None]:
-        """Random numbers of an epoch from its number."""
+    def _seed_of(self, epoch: int) -> AbstractContextManager[None]:
+        """Seed the global generators by the number of the epoch."""
         return global_seed(self.recipe.seed * 1_000_003 + epoch, self.network.device)
 
     def outcome(self) -> Outcome:
-        """The best moment: its weights, and a posterior fitted there under its prior and noise."""
+        """Return the model at its best epoch, with a posterior fitted there under the prior and noise of that epoch."""
         state = self.state
         if self.best:
             self.model.load_state_dict(self.best["weights"])
             self.prior = self.prior.with_precision(self.best["precision"].to(self.network.device))
             noise = self.best["noise"]
             self.noise = None if noise is None else noise.to(self.network.device)
-        with self._seeded(self.recipe.epochs):
+        with self._seed_of(self.recipe.epochs):
             posterior = self._fitted()
         return Outcome(self.model.eval(), posterior, tuple(self.history), state)
 
 
-def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_to_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone().cpu() for name, value in state.items()}

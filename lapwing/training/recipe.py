@@ -1,4 +1,4 @@
-"""How a network is trained with the evidence."""
+"""Recipes: how a network is trained while the evidence chooses its regularisation."""
 
 from __future__ import annotations
 
@@ -10,25 +10,71 @@ from typing import Any
 import torch
 from torch import nn
 
+from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.errors import UnsupportedError
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method
-from lapwing.priors.gaussian import Prior, isotropic, per_layer
+from lapwing.priors import isotropic, per_layer
+from lapwing.priors.bound import Prior
 from lapwing.tuners.ascend import Ascend
 from lapwing.tuners.fixed_point import FixedPoint
+from lapwing.tuners.protocol import Tuner
 
-Tuner = Callable[[Any], Any]
-OPTIMISERS = {"adam": "betas", "sgd": "momentum", "lbfgs": "history_size"}  # a setting that only it has
+
+@dataclass(frozen=True)
+class Optimiser:
+    """How to build one of PyTorch's optimisers, and what the training loop must know about it."""
+
+    build: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
+    setting: str  # the name of a setting that no other optimiser has
+    full_batch: bool = False  # whether a step uses all data and no learning rate
+
+
+# Without tolerance_change=0 L-BFGS would stop while the gradient is still large.
+OPTIMISERS = {
+    "adam": Optimiser(lambda parameters, rate: torch.optim.Adam(parameters, lr=rate), "betas"),
+    "sgd": Optimiser(
+        lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, nesterov=True), "momentum"
+    ),
+    "lbfgs": Optimiser(
+        lambda parameters, _: torch.optim.LBFGS(
+            parameters, lr=1.0, max_iter=20, tolerance_change=0.0, line_search_fn="strong_wolfe"
+        ),
+        "history_size",
+        full_batch=True,
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Train on the regularised loss; now and then fit a posterior and let ``update`` change prior and noise.
+    """The settings of ``train``: train on the regularised loss, and update prior and noise after some of the epochs.
 
-    From epoch ``burn_in`` on, every ``frequency`` epochs: curvature by ``method``, then ``update``. The penalty of the
-    weights is that of the prior, over the number of data. The rate falls from ``rate`` to ``last_rate`` by a cosine.
-    The weights and hyperparameters with the best evidence are kept (``keep_best=False``: the last).
+    The loss has the prior's penalty of the weights, divided by the number of data. An update fits a posterior by
+    ``method`` at the present weights and applies ``update`` to it. ``online`` and ``classic`` make the usual recipes.
+
+    Cost: training, and for each update a fit of ``method`` and the cost of ``update``.
+
+    Args:
+        epochs: The number of passes over the data.
+        method: The method that computes the evidence, such as ``Kron()``.
+        prior: The prior to start from, such as ``per_layer()``.
+        update: A tuner, such as ``lw.tuners.Ascend()``.
+        burn_in: The first epoch (from 0) after which prior and noise are updated.
+        frequency: Update after every so many epochs from then on; always after the last.
+        optimiser: "adam", "sgd" or "lbfgs" (all data in one step).
+        rate: The first learning rate; it falls to ``last_rate`` by a cosine. Not used by L-BFGS.
+        last_rate: The last learning rate.
+        keep_best: Whether the result has the weights and hyperparameters with the best evidence, or the last ones.
+        seed: The seed of all random numbers in training.
+
+    Raises:
+        UnsupportedError: If a setting is out of range or of the wrong kind.
+
+    >>> recipe = Recipe(10, Full(), isotropic(1.0), FixedPoint(max_steps=1), burn_in=4, frequency=3)
+    >>> [epoch for epoch in range(10) if recipe.updates_after(epoch)]
+    [4, 7, 9]
     """
 
     epochs: int
@@ -44,46 +90,78 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_parts()
+        if self.optimiser not in OPTIMISERS:
+            raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
+        require_integer("epochs", self.epochs)
+        require_integer("frequency", self.frequency)
+        require_integer("burn_in", self.burn_in, least=0)
+        require_positive("rate", self.rate)
+        require_positive("last_rate", self.last_rate)
+        if self.last_rate > self.rate:
+            raise UnsupportedError(f"rate is {self.rate} and last_rate {self.last_rate}; expected 0 < last <= first.")
+        require_flag("keep_best", self.keep_best)
+        require_integer("seed", self.seed, least=0)
+
+    def _check_parts(self) -> None:
         for name, value in (("method", self.method), ("prior", self.prior), ("update", self.update)):
             if isinstance(value, type):
                 raise UnsupportedError(f"{name} is the class {value.__name__}; expected an object: call it.")
         if not isinstance(self.prior, Prior):
             raise UnsupportedError(f"prior is {self.prior!r}; expected per_layer(), isotropic() or the like.")
-        if not hasattr(self.method, "fit") or not callable(self.update):
+        if not isinstance(self.method, Method) or not callable(self.update):
             raise UnsupportedError(
                 f"method is {self.method!r} and update {self.update!r}; expected an object such as Kron() and a tuner."
             )
-        if self.optimiser not in OPTIMISERS:
-            raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
-        if self.epochs < 1 or self.frequency < 1 or self.burn_in < 0:
-            raise UnsupportedError(
-                f"epochs is {self.epochs}, frequency {self.frequency} and burn_in {self.burn_in}; "
-                "expected at least 1, 1 and 0."
-            )
-        if not 0 < self.last_rate <= self.rate < math.inf:
-            raise UnsupportedError(f"rate is {self.rate} and last_rate {self.last_rate}; expected 0 < last <= first.")
+
+    @property
+    def full_batch(self) -> bool:
+        """Whether a step of the optimiser uses all data and no learning rate."""
+        return OPTIMISERS[self.optimiser].full_batch
 
     def updates_after(self, epoch: int) -> bool:
-        """Whether prior and noise are updated once this epoch (from 0) is done; always after the last."""
+        """Return whether prior and noise are updated after this epoch.
+
+        Args:
+            epoch: The number of the epoch, from 0.
+
+        Returns:
+            True for every ``frequency``-th epoch from ``burn_in`` on, and for the last.
+        """
         due = epoch >= self.burn_in and (epoch - self.burn_in) % self.frequency == 0
         return due or epoch == self.epochs - 1
 
     def rate_at(self, progress: float) -> float:
-        """Of the optimiser, with progress from 0 to 1."""
+        """Return the learning rate.
+
+        Args:
+            progress: The share of training that is done, from 0 to 1.
+
+        Returns:
+            The rate on a cosine from ``rate`` to ``last_rate``.
+        """
         return self.last_rate + 0.5 * (self.rate - self.last_rate) * (1 + math.cos(math.pi * min(progress, 1.0)))
 
     def optimiser_for(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        chosen = list(parameters)
-        if self.optimiser == "adam":
-            return torch.optim.Adam(chosen, lr=self.rate)
-        if self.optimiser == "sgd":
-            return torch.optim.SGD(chosen, lr=self.rate, momentum=0.9, nesterov=True)
-        # Its own limit on the change of the loss would stop it for good while the gradient is still large.
-        return torch.optim.LBFGS(chosen, lr=1.0, max_iter=20, tolerance_change=0.0, line_search_fn="strong_wolfe")
+        """Return the optimiser of these parameters, at the first learning rate."""
+        return OPTIMISERS[self.optimiser].build(list(parameters), self.rate)
 
 
 def online(epochs: int = 100, **changes: Any) -> Recipe:
-    """The online Kronecker evidence (Immer et al. 2021): hyper-steps on one log-precision for each layer.
+    """Return the recipe of the online Kronecker evidence (Immer et al. 2021), for networks of any size.
+
+    Adam on mini-batches, one precision for each layer, and after every epoch a Kronecker-factored curvature and 100
+    gradient steps on the evidence.
+
+    Args:
+        epochs: The number of passes over the data.
+        **changes: Other settings of ``Recipe``, such as ``burn_in=5`` or ``rate=1e-2``.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UnsupportedError: If a setting is out of range or of the wrong kind.
 
     >>> online(epochs=20, burn_in=5).frequency
     1
@@ -93,9 +171,23 @@ def online(epochs: int = 100, **changes: Any) -> Recipe:
 
 
 def classic(epochs: int = 30, **changes: Any) -> Recipe:
-    """The classic loop (MacKay 1992; Foresee and Hagan 1997): L-BFGS, and every cycle α = γ/|w|², β = (N - γ)/SSE.
+    """Return the recipe of the classic loop (MacKay 1992; Foresee and Hagan 1997), for small networks.
 
-    For networks small enough for the full curvature; ``prior=per_layer()`` gives every layer its own α.
+    L-BFGS on all data, one precision for all weights, and after every epoch the full curvature and one update
+    α = γ/|w|², β = (N - γ)/SSE. The weights at the end are the last, not those with the best evidence.
+
+    Args:
+        epochs: The number of cycles of at most 20 L-BFGS iterations.
+        **changes: Other settings of ``Recipe``; ``prior=per_layer()`` gives every layer its own α.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UnsupportedError: If a setting is out of range or of the wrong kind.
+
+    >>> classic().optimiser
+    'lbfgs'
     """
     recipe = Recipe(
         epochs=epochs,

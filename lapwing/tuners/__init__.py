@@ -1,12 +1,18 @@
-"""Tuners: each takes a posterior and returns it under better hyperparameters. One class each."""
+"""Tuners: each returns a posterior under better hyperparameters. The evidence itself is a method of the posteriors.
+
+One class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint())`` or ``posterior.tuned(...)``.
+``evidence_bound`` is the lower bound that ``MaximiseBound`` maximises.
+"""
 
 from lapwing.tuners.ascend import Ascend
+from lapwing.tuners.cross_validated import CrossValidated
 from lapwing.tuners.fixed_point import FixedPoint
-from lapwing.tuners.held_out import CrossValidated, Grid, Temperature
+from lapwing.tuners.grid import Grid
 from lapwing.tuners.linear_mode import LinearMode
 from lapwing.tuners.maximise_bound import MaximiseBound, evidence_bound
 from lapwing.tuners.maximise_evidence import MaximiseEvidence
 from lapwing.tuners.sample_em import SampleEM
+from lapwing.tuners.temperature import Temperature
 
 __all__ = [
     "Ascend", "CrossValidated", "FixedPoint", "Grid", "LinearMode", "MaximiseBound", "MaximiseEvidence", "SampleEM",

@@ -8,23 +8,48 @@ from typing import Any
 
 import torch
 
+from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.core.trace import Step, Trace
 from lapwing.tuners.coordinates import Coordinates
-from lapwing.tuners.maximise_evidence import refuse_not_finite, refuse_runaway
+from lapwing.tuners.divergence import refuse_not_finite, refuse_runaway
 
 
 @dataclass(frozen=True)
 class Ascend:
-    """``steps`` of Adam on the log-precisions (and the log-noise with ``noise=True``), ending where they end.
+    """A tuner that takes a fixed number of Adam steps on the log evidence, in log-precisions and log-noise.
 
-    The hyper-steps of Immer et al. 2021. While weights still move, the optimum of the moment is not worth finding.
+    These are the hyper-steps of Immer et al. 2021. While the weights still change, it does not pay to find the
+    optimum for the weights of the moment.
+
+    Cost: a log-determinant and its gradient for each step; no pass over the data.
+
+    Args:
+        steps: The number of steps; 0 only evaluates the evidence.
+        rate: The learning rate of Adam.
+        noise: Whether to learn the noise too, if the likelihood leaves it open.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
+        DivergedError: When called, if a precision leaves its range or the evidence is not finite.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=100.0)
+    >>> len(posterior.tuned(lw.tuners.Ascend(steps=5)).trace.steps)  # the start and the end of every step
+    6
     """
 
     steps: int = 100
     rate: float = 0.1
     noise: bool = True
 
+    def __post_init__(self) -> None:
+        require_integer("steps", self.steps, least=0)
+        require_positive("rate", self.rate)
+        require_flag("noise", self.noise)
+
     def __call__(self, posterior: Any) -> Any:
+        """Return the posterior after the last step."""
         coordinates = Coordinates.of(posterior, self.noise)
         steps: list[Step] = []
         with torch.inference_mode(False), torch.enable_grad():
@@ -32,13 +57,13 @@ class Ascend:
             optimiser = torch.optim.Adam([x], lr=self.rate)
             for number in range(self.steps + 1):
                 steps.append(coordinates.step(x, math.nan))
-                refuse_runaway(coordinates, steps, "Ascend")  # first: far enough out there is nothing to evaluate
+                refuse_runaway(coordinates, steps, "Ascend")  # first: far out of range the evidence cannot be computed
                 value = coordinates.at(x).log_evidence()
                 steps[-1] = replace(steps[-1], score=float(value.detach()))
                 refuse_not_finite(coordinates, steps, "Ascend")
                 if number == self.steps:
                     break
                 optimiser.zero_grad()
-                (-value / coordinates.weights).backward()
+                (-value / coordinates.n_weights).backward()
                 optimiser.step()
         return coordinates.finished(x, Trace("Ascend", steps=tuple(steps)))

@@ -1,4 +1,4 @@
-"""MacKay's updates."""
+"""MacKay's updates of precisions and noise."""
 
 from __future__ import annotations
 
@@ -9,41 +9,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.trace import Step, Trace
+from lapwing.core.settings import require_flag, require_integer, require_positive
+from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DivergedError
 from lapwing.posteriors.effective import effective_parameters
+from lapwing.posteriors.protocols import HasUnseenGamma, SamplesGamma
 from lapwing.tuners.coordinates import Coordinates
-from lapwing.tuners.maximise_evidence import refuse_not_finite, refuse_runaway
+from lapwing.tuners.divergence import refuse_not_finite, refuse_runaway
 
-FAR = 10.0  # the most that a logarithm moves in one step: from a far start the update overshoots as far
+LARGEST_CHANGE = 10.0  # of a logarithm in one step: far from the fixed point the update overshoots
 
 
 @dataclass(frozen=True)
 class FixedPoint:
-    r"""MacKay's fixed point, group by group.
+    r"""A tuner that iterates MacKay's updates, group by group, until they change nothing.
 
     $$ \alpha_d = \gamma_d / \|\tilde w_d\|^2, \qquad \phi = \mathrm{SSE} / (N C - \gamma) $$
 
-    γ counts the weights that the data decide. ``noise=False`` keeps the noise; a noise that was given is kept
-    anyway, and one for each output is updated with its own γ. Ends when no logarithm moves by more than
-    ``tolerance``, at the stationary point that ``MaximiseEvidence`` finds. An update that would lose evidence is
-    halved, and so are those of a logarithm that turns back.
-    γ of every layer at the end is ``posterior.effective_parameters()``. With samples γ is their estimate, and the
-    evidence has no say.
+    γ is the number of weights that the data determine. The fixed point is the stationary point that
+    ``MaximiseEvidence`` finds. An update that would lower the evidence is halved, and so are those of a logarithm that
+    changes direction. ``posterior.effective_parameters()`` has γ of every layer at the end. For a posterior made of
+    samples γ is an estimate, and no update is halved for its evidence.
 
-    Cost: posterior variances of the weights at each step; no data is touched.
+    Cost: the posterior variance of every weight at each step; no pass over the data.
+
+    Args:
+        noise: Whether to update the noise too. A noise that the user gave is kept in any case; if each output has its
+            own noise, each is updated with its own γ.
+        max_steps: The largest number of updates; 1 makes a single update without a check of convergence.
+        tolerance: Stop when no logarithm changes by more than this.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
+        DivergedError: When called, if a precision leaves its range, a number is not finite, or a logarithm still
+            changes by more than 1e-2 after ``max_steps`` updates.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=100.0)
+    >>> tuned = posterior.tuned(lw.tuners.FixedPoint())
+    >>> bool(tuned.log_evidence() > posterior.log_evidence())
+    True
     """
 
     noise: bool = True
     max_steps: int = 200
     tolerance: float = 1e-6
 
+    def __post_init__(self) -> None:
+        require_flag("noise", self.noise)
+        require_integer("max_steps", self.max_steps)
+        require_positive("tolerance", self.tolerance)
+
     def __call__(self, posterior: Any) -> Any:
+        """Return the posterior at the fixed point."""
         coordinates = Coordinates.of(posterior, self.noise)
-        x, moved = coordinates.start, math.inf
+        x, largest = coordinates.start, math.inf
         steps: list[Step] = []
         findings: tuple[str, ...] = ()
-        damping, last = torch.ones_like(x), torch.zeros_like(x)
+        damping, last_change = torch.ones_like(x), torch.zeros_like(x)
         with torch.no_grad():
             value = float(coordinates.at(x).log_evidence())
             for _ in range(self.max_steps):
@@ -53,40 +77,43 @@ class FixedPoint:
                 refuse_runaway(coordinates, steps, "FixedPoint")
                 if not bool(torch.isfinite(new).all()):
                     self._refuse(coordinates, steps, x, "an update is not finite")
-                moved = float((new - x).abs().max())
-                if moved <= self.tolerance:
+                change = new - x
+                largest = float(change.abs().max())
+                if largest <= self.tolerance:
                     break
-                # A logarithm that turns back overshoots: near the optimum the evidence is too flat to show it.
-                damping = torch.where((new - x) * last < 0, 0.5 * damping, (1.2 * damping).clamp_max(1))
-                last = (new - x).clamp(-FAR, FAR)
-                x, value = self._climbed(coordinates, x, x + damping * last, value)
+                # A logarithm that changes direction overshoots: near the optimum the evidence is too flat to show it.
+                damping = torch.where(change * last_change < 0, 0.5 * damping, (1.2 * damping).clamp_max(1))
+                last_change = change.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
+                x, value = self._accepted(coordinates, x, x + damping * last_change, value)
             else:
-                if moved > 1e-2 and self.max_steps > 1:
-                    self._refuse(coordinates, steps, x, f"after {self.max_steps} steps a logarithm moves {moved:.2g}")
-                findings = (f"stopped after {self.max_steps} steps, where a logarithm still moved {moved:.2g}",)
+                if largest > NOT_CONVERGED and self.max_steps > 1:
+                    reason = f"after {self.max_steps} steps a logarithm moves {largest:.2g}"
+                    self._refuse(coordinates, steps, x, reason)
+                findings = (f"stopped after {self.max_steps} steps, where a logarithm still moved {largest:.2g}",)
         return coordinates.finished(x, Trace("FixedPoint", steps=tuple(steps), findings=findings))
 
-    def _climbed(self, coordinates: Coordinates, x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
-        """The whole update, or the half, quarter ... of it that does not lose evidence.
+    def _accepted(self, coordinates: Coordinates, x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
+        """Return the update, or the half, quarter, ... of it that does not lower the evidence, and the evidence there.
 
-        Each logarithm moves the way its slope points, so that a short enough step gains; whole ones may oscillate.
-        Where evidence and γ are estimates, each of its own, the one has no say in where the other stands still.
+        Each logarithm changes in the direction of its slope, so a short enough step raises the evidence; full ones may
+        oscillate. With stochastic estimates, skip this line search: evidence and γ are estimated independently.
         """
-        if hasattr(coordinates.posterior, "evidence_error"):
+        if isinstance(coordinates.posterior, SamplesGamma):
             return new, float(coordinates.at(new).log_evidence())
         for halvings in range(8):
             trial = x + (new - x) * 0.5**halvings
-            found = float(coordinates.at(trial).log_evidence())
-            if found >= value - 1e-12 * abs(value):
+            evidence = float(coordinates.at(trial).log_evidence())
+            if evidence >= value - 1e-12 * abs(value):
                 break
-        return trial, found
+        return trial, evidence
 
     def _updated(self, coordinates: Coordinates, current: Any) -> tuple[Tensor, float]:
+        """Return MacKay's update of all logarithms, (D,), and γ of all weights."""
         prior = current.problem.prior
         effective = effective_parameters(current)
         gammas, total = effective.by_precision, effective.total
-        if hasattr(getattr(current, "curvature", None), "unseen"):  # a bound stands still elsewhere than the evidence
-            unseen = current.curvature.unseen(current.problem.likelihood.dispersion, prior)
+        unseen = current.unseen_gamma() if isinstance(current, HasUnseenGamma) else None
+        if unseen is not None:  # the stationary point of a bound is not that of the evidence
             gammas, total = gammas + prior.summed(unseen).to(gammas), total + float(unseen.sum())
         squares = prior.squares(current.centre)
         new = [(gammas.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
@@ -95,32 +122,34 @@ class FixedPoint:
         return torch.cat(new), total
 
     def _noise(self, current: Any, gamma: float) -> Tensor:
+        """Return the update of the noise variances, () or (C,)."""
         statistics, noise = current.statistics, current.noise
         if noise.ndim == 0:
             squares = 2 * torch.as_tensor(current.loss, dtype=torch.float64, device=noise.device)
-            return _residual(squares, torch.full_like(noise, gamma), statistics.data * statistics.outputs, noise)
+            return _noise_update(squares, torch.full_like(noise, gamma), statistics.data * statistics.outputs, noise)
         squares = 2 * torch.tensor(statistics.losses, dtype=torch.float64, device=noise.device)
-        return _residual(squares, self._by_output(current), statistics.data, noise)
+        return _noise_update(squares, _gamma_by_output(current), statistics.data, noise)
 
-    def _by_output(self, current: Any) -> Tensor:
-        """γ_c = tr(Λ⁻¹ H_c / r_c), which is minus the slope of log det Λ in log r_c."""
-        with torch.inference_mode(False), torch.enable_grad():
-            log_noise = current.noise.detach().log().clone().requires_grad_()
-            moved = current.with_noise(log_noise.exp())
-            logdet = moved.current.logdet(torch.ones_like(log_noise[0]), moved.problem.prior)
-            (slope,) = torch.autograd.grad(logdet, log_noise)
-        return -slope
-
-    def _refuse(self, coordinates: Coordinates, steps: list[Step], x: Tensor, what: str) -> None:
-        message = f"FixedPoint: {what}; expected below {self.tolerance:g}. Raise max_steps, or use MaximiseEvidence."
+    def _refuse(self, coordinates: Coordinates, steps: list[Step], x: Tensor, reason: str) -> None:
+        message = f"FixedPoint: {reason}; expected below {self.tolerance:g}. Raise max_steps, or use MaximiseEvidence."
         trace = Trace("FixedPoint", steps=tuple(steps), findings=(message,))
         raise DivergedError(message, trace, coordinates.finished(x, trace))
 
 
-def _residual(squares: Tensor, gamma: Tensor, count: int, noise: Tensor) -> Tensor:
-    """SSE / (N - γ); (SSE + γ φ) / N, which stands still at the same φ, where γ takes up (nearly) all the data.
+def _gamma_by_output(current: Any) -> Tensor:
+    """Return γ_c = tr(Λ⁻¹ H_c / r_c), which is minus the slope of log det Λ in log r_c, (C,)."""
+    with torch.inference_mode(False), torch.enable_grad():
+        log_noise = current.noise.detach().log().clone().requires_grad_()
+        posterior = current.with_noise(log_noise.exp())
+        logdet = posterior.current.logdet(torch.ones_like(log_noise[0]), posterior.problem.prior)
+        (slope,) = torch.autograd.grad(logdet, log_noise)
+    return -slope
 
-    A structure that ignores correlations may count more than N, though never at the stationary point.
+
+def _noise_update(squares: Tensor, gamma: Tensor, count: int, noise: Tensor) -> Tensor:
+    """Return SSE / (N - γ), or (SSE + γ φ) / N, which has the same fixed point, if γ is nearly N or larger.
+
+    γ of a structure that ignores correlations may exceed N, though never at the fixed point.
     """
     left = count - gamma
     return torch.where(left >= 1, squares / left.clamp_min(1), (squares + gamma * noise) / count)

@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
+from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.core.trace import Step, Trace
-from lapwing.curvature.sweep import seeded
+from lapwing.curvature.sweep import root_seeds
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
+from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.priors.kernel import prior_kernel
 from lapwing.problem import Problem
 from lapwing.tuners.coordinates import Coordinates
-from lapwing.tuners.maximise_evidence import refuse_not_finite, refuse_runaway
+from lapwing.tuners.divergence import refuse_not_finite, refuse_runaway
+from lapwing.tuners.protocol import as_data, required_data
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """The result of ``fit``: the posterior of a method, with the fingerprint of the weights it was fitted to."""
+
+    @property
+    def posterior(self) -> Any: ...
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What one block of data adds to the bound: its log-likelihood less half of log det(I + K/φ) of its kernel."""
+    """One block's term of the bound: its log-likelihood less half of log det(I + K/φ) of its kernel K."""
 
     problem: Problem
     inputs: Any
     targets: Tensor
 
     def __call__(self, problem: Problem) -> Tensor:
-        """Under the prior and noise of this problem, differentiable in both."""
+        """Return the term under the prior and noise of this problem, differentiable in both."""
         network, likelihood = problem.network, problem.likelihood
         phi = likelihood.dispersion.to(network.device)
-        f, y, jacobians = self._linearised
+        f, y, jacobians = self._linearised()
         kernel = prior_kernel(jacobians, problem.prior) / phi
         eye = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
         logdet = 2 * cholesky(eye + kernel, "the kernel of a block of data").diagonal().log().sum()
@@ -42,17 +56,17 @@ class Term:
         fit = -likelihood.loss(f, y).sum() / phi - count * likelihood.log_normaliser(phi, network.output_shape[-1])
         return fit - 0.5 * logdet
 
-    @property
     def _linearised(self) -> tuple[Tensor, Tensor, Any]:
+        """Return outputs, targets and the Jacobian, seeded with the root of the likelihood's Hessian, in float64."""
         network, likelihood = self.problem.network, self.problem.likelihood
         tangent = network.linearise(self.inputs)
         f = tangent.f.double()
         y = likelihood.targets(f, self.targets)
-        return f, y, tangent.jacobians(seeded(likelihood.root(f, y)).to(network.dtype)).double()
+        return f, y, tangent.jacobians(root_seeds(likelihood.root(f, y)).to(network.dtype)).double()
 
 
 def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> Iterator[Term]:
-    """Every batch in runs of at most ``block`` data."""
+    """Yield the term of each block; a batch is cut into blocks of at most ``block`` data."""
     for batch in data.batches(label):
         size = problem.network.count(batch.inputs)
         for start in range(0, size, block):
@@ -62,37 +76,73 @@ def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> It
 
 @outside_autocast
 def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) -> Tensor:
-    r"""A lower bound of the log evidence of Full(), from the kernels of blocks of data alone (Immer et al. 2023).
+    r"""Return a lower bound of the log evidence of ``Full()``, from the kernels of blocks of data (Immer et al. 2023).
 
     $$ \log p(D \mid \tilde w) - \tfrac12 \|\tilde w - \mu\|_A^2
        - \tfrac12 \sum_b \log\det (I + J_b A^{-1} J_b^\top / \phi) $$
 
     By Fischer's inequality the log-determinant of the whole kernel is at most the sum over its diagonal blocks, so
-    this is at most the evidence, and equal to it for one block. ``posterior`` is fitted in any way, ``MapOnly()``
-    included: only its problem is used. Cost: one pass; memory (block C)², whatever the number of data or weights.
+    this is at most the evidence, and equal to it for one block.
+
+    Cost: one pass over the data; memory (block C)², whatever the number of data or weights.
+
+    Args:
+        posterior: A posterior of any method, ``MapOnly()`` included: only its network, likelihood and prior are used.
+        data: The training data in the form that ``fit`` takes.
+        block: The largest number of data in a block; batches are not joined.
+
+    Returns:
+        The bound in nats, a scalar in float64.
+
+    Raises:
+        UnsupportedError: If ``block`` is not a positive integer.
+        ModelError: If the model is in training mode, or its weights have changed since the fit.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", method=lw.Full(), prior=1.0)
+    >>> bool(lw.tuners.evidence_bound(posterior, [(x, x.sin())], block=10) < posterior.log_evidence())
+    True
     """
-    core = getattr(posterior, "posterior", posterior)
-    _check_block(block)
+    require_integer("block", block)
+    core = posterior.posterior if isinstance(posterior, Fingerprinted) else posterior
     network = core.problem.network
     refuse_training_mode(network.model)
-    if hasattr(posterior, "fingerprint"):
+    if isinstance(posterior, Fingerprinted):
         posterior.fingerprint.refuse_other(network.model)
-    batches = data if isinstance(data, Data) else Data(data, network.device)
     total = torch.zeros((), dtype=torch.float64, device=network.device)
-    for term in terms(core.problem, batches, block):
+    for term in terms(core.problem, as_data(data, network.device), block):
         total = total + term(core.problem)
-    return total - 0.5 * core.problem.prior.penalty(_centre(core))
+    return total - 0.5 * core.problem.prior.penalty(core.theta.double())
 
 
 @dataclass(frozen=True, eq=False)
 class MaximiseBound:
-    """Learn the precisions (and with ``noise=True`` the noise) by gradient steps on single blocks of data.
+    """A tuner that maximises ``evidence_bound`` by gradient steps on single blocks of data.
 
-    A block's term times the number of blocks is an unbiased estimate of ``evidence_bound`` whatever the sizes of the
-    blocks, and so is its gradient; nothing is ever summed over all data. Adam with a rate that falls to zero over
-    ``steps``. The bound is loosest for small blocks, and the precisions it likes are then larger than the evidence's.
+    A block's term times the number of blocks is an unbiased estimate of the bound, whatever the sizes of the blocks,
+    and so is its gradient; nothing is summed over all data. The smaller the blocks, the looser the bound, and the
+    more its optimal precisions exceed those of the evidence.
 
     Cost of a step: the layer-wise Jacobian of one block and a Cholesky factor of size block times C.
+
+    Args:
+        data: The training data; None takes those of ``fit``.
+        block: The largest number of data in a block; batches are not joined.
+        steps: The number of Adam steps.
+        rate: The first learning rate of Adam; it falls linearly to zero.
+        noise: Whether to learn the noise too, if the likelihood has one for all outputs.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, there are no data or no evidence.
+        DivergedError: When called, if the last precision is out of range or the bound is not finite.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> tuner = lw.tuners.MaximiseBound(block=10, steps=20)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", tuner=tuner)
+    >>> len(posterior.trace.steps)
+    20
     """
 
     data: Iterable[Any] | Data | None = None
@@ -102,59 +152,51 @@ class MaximiseBound:
     noise: bool = False
 
     def __post_init__(self) -> None:
-        _check_block(self.block)
-        if self.steps < 1 or not 0 < self.rate < math.inf:
-            raise UnsupportedError(f"steps is {self.steps} and rate {self.rate}; expected at least 1 and above nought.")
+        require_integer("block", self.block)
+        require_integer("steps", self.steps)
+        require_positive("rate", self.rate)
+        require_flag("noise", self.noise)
 
     def with_data(self, data: Data) -> MaximiseBound:
-        """The same on these data, where none were given."""
-        return self if self.data is not None else MaximiseBound(data, self.block, self.steps, self.rate, self.noise)
+        """Return the tuner with these data, or unchanged if it has data."""
+        return self if self.data is not None else replace(self, data=data)
 
     def __call__(self, posterior: Any) -> Any:
-        if self.data is None:
-            raise UnsupportedError("MaximiseBound needs the training data: MaximiseBound(data), or give it to fit().")
-        network = posterior.problem.network
-        data = self.data if isinstance(self.data, Data) else Data(self.data, network.device)
+        """Return the posterior after the last step."""
+        data = required_data("MaximiseBound", self.data, posterior.problem.network.device)
         coordinates = Coordinates.of(posterior, self.noise)
         if coordinates.noise and posterior.noise.ndim:
             raise UnsupportedError(
                 "MaximiseBound(noise=True) learns one noise for all outputs, and this likelihood has one for each; "
                 "use MaximiseEvidence, or Gaussian() with a single noise."
             )
-        blocks = sum(1 for _ in terms(posterior.problem, data, self.block, "counting blocks"))
-        if not blocks:
+        n_blocks = sum(1 for _ in terms(posterior.problem, data, self.block, "counting blocks"))
+        if not n_blocks:
             raise DataError("the data have no blocks; expected at least one datum.")
+        x, steps = self._ascended(coordinates, data, n_blocks)
+        refuse_runaway(coordinates, steps, "MaximiseBound")
+        return coordinates.finished(x, Trace("MaximiseBound", "estimate of the bound from one block", tuple(steps)))
+
+    def _ascended(self, coordinates: Coordinates, data: Data, n_blocks: int) -> tuple[Tensor, list[Step]]:
+        """Take all steps; return the last point and the trace."""
         x = coordinates.start.requires_grad_()
         optimiser = torch.optim.Adam([x], lr=self.rate)
         steps: list[Step] = []
-        theta = _centre(posterior)
-        for number, term in enumerate(self._endless(posterior.problem, data)):
-            if number == self.steps:
-                break
+        theta = coordinates.posterior.theta.double()
+        for number, term in enumerate(islice(self._endless(coordinates.posterior.problem, data), self.steps)):
             for group in optimiser.param_groups:
                 group["lr"] = self.rate * (1 - number / self.steps)
             with torch.inference_mode(False), torch.enable_grad():
                 problem = coordinates.at(x).problem
-                value = blocks * term(problem) - 0.5 * problem.prior.penalty(theta)
+                value = n_blocks * term(problem) - 0.5 * problem.prior.penalty(theta)
                 steps.append(coordinates.step(x, float(value.detach())))
                 refuse_not_finite(coordinates, steps, "MaximiseBound")
                 optimiser.zero_grad()
-                (-value / coordinates.weights).backward()
+                (-value / coordinates.n_weights).backward()
                 optimiser.step()
-        refuse_runaway(coordinates, steps, "MaximiseBound")
-        trace = Trace("MaximiseBound", "estimate of the bound from one block", tuple(steps))
-        return coordinates.finished(x, trace)
+        return x, steps
 
     def _endless(self, problem: Problem, data: Data) -> Iterator[Term]:
+        """Yield the terms of all blocks, again and again."""
         while True:
             yield from terms(problem, data, self.block)
-
-
-def _centre(posterior: Any) -> Tensor:
-    found: Tensor = posterior.theta.double()
-    return found
-
-
-def _check_block(block: int) -> None:
-    if block < 1:
-        raise UnsupportedError(f"block is {block}; expected at least one datum in a block.")

@@ -11,32 +11,54 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
-from lapwing.core.trace import UNSETTLED, Step, Trace
+from lapwing.core.settings import require_flag, require_integer, require_positive
+from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DivergedError, UnsupportedError
-from lapwing.posteriors.sampled import SampledPosterior
+from lapwing.posteriors.protocols import SamplesGamma
 from lapwing.problem import Problem
-from lapwing.tangent.model import TangentModel, tangent_model
-from lapwing.tuners.linear_mode import ModeSolver
-from lapwing.tuners.maximise_evidence import in_range
+from lapwing.tangent.model import tangent_model
+from lapwing.tuners.divergence import in_range
+from lapwing.tuners.mode_solver import ModeSolver
+from lapwing.tuners.protocol import required_data
+
+MODES = ("tangent", "network")
 
 
 @dataclass(frozen=True, eq=False)
 class SampleEM:
-    r"""MacKay's updates with γ from function-space samples (Antorán et al. 2023).
+    r"""A tuner that iterates MacKay's updates with γ from function-space samples (Antorán et al. 2023).
 
     $$ \gamma_d = \tfrac1K \sum_j z_{jd}^\top (G z_j)_d / \phi, \qquad \alpha_d = \gamma_d / \|\theta_{*d}\|^2,
        \qquad \phi = \mathrm{SSE}(\theta_*) / (NC - \gamma) $$
 
-    θ* is the optimum of the tangent model, as in ``LinearMode``; ``mode="network"`` takes w̃ instead, which costs no
-    passes. γ falls where α rises, so with w̃ half of each step is taken, in the logarithm: full steps would overshoot
-    to precisions smaller, and so dearer to solve for, than the fixed point. The noise of the samples stays the same
-    from step to step, so that the map is deterministic and ends in a fixed point; the trace has γ and its standard
-    error at every step. γ in function space is never negative and one sample knows it to sqrt(2/γ).
-    ``noise=True`` learns the noise of a Gaussian likelihood from θ*.
+    θ* is the optimum of the tangent model, as in ``LinearMode``. The noise of the samples stays the same from step to
+    step, so that the map is deterministic and has a fixed point; the trace has γ and its standard error at every
+    step. γ in function space is never negative, and one sample determines it to a relative error of sqrt(2/γ).
 
-    Cost of a step: the samples at the new precision and one product with them, and θ* from where it was. For one
-    precision a Krylov basis gives both without a pass over the data.
+    Cost of a step: the samples at the new precision and one product with them, and θ* from its last value. For a
+    single precision a Krylov basis gives both without a pass over the data.
+
+    Args:
+        data: The training data; None takes those of ``fit``. Not used with ``mode="network"``.
+        mode: "tangent" takes θ*; "network" takes the trained weights w̃ instead, which costs no passes. γ falls
+            as α rises, so with w̃ each step goes half the way, in the logarithm: full steps would overshoot to
+            precisions that are smaller than the fixed point, and so more expensive to solve for.
+        noise: Whether to learn the noise of a Gaussian likelihood from θ*.
+        max_steps: The largest number of updates; 1 makes a single update without a check of convergence.
+        tolerance: Stop when no logarithm changes by more than this.
+        solver_tolerance: Nats that the solve for θ* may miss.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no samples or no data.
+        DivergedError: When called, if a precision leaves its range, γ of a group is negative, or a logarithm still
+            changes by more than 1e-2 after ``max_steps`` updates.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> posterior = lw.fit(net, [(x, x.sin())], "regression", method=lw.Sampled(), tuner=lw.tuners.SampleEM())
+    >>> posterior.trace.tuner
+    'SampleEM'
     """
 
     data: Iterable[Any] | Data | None = None
@@ -47,73 +69,50 @@ class SampleEM:
     solver_tolerance: float = 1e-4
 
     def __post_init__(self) -> None:
-        if self.mode not in ("tangent", "network"):
+        if self.mode not in MODES:
             raise UnsupportedError(f"mode is {self.mode!r}; expected 'tangent' or 'network'.")
-        refuse_other_than_whole("max_steps", self.max_steps)
-        refuse_other_than_positive("tolerance", self.tolerance)
-        refuse_other_than_positive("solver_tolerance", self.solver_tolerance)
+        require_flag("noise", self.noise)
+        require_integer("max_steps", self.max_steps)
+        require_positive("tolerance", self.tolerance)
+        require_positive("solver_tolerance", self.solver_tolerance)
 
     def with_data(self, data: Data) -> SampleEM:
-        """The same on these data, where none were given."""
+        """Return the tuner with these data, or unchanged if it has data."""
         return self if self.data is not None else replace(self, data=data)
 
     def __call__(self, posterior: Any) -> Any:
-        if not isinstance(posterior, SampledPosterior):
-            raise UnsupportedError(f"{type(posterior).__name__} has no samples; use method=Sampled().")
-        model = self._model(posterior)
-        theta, loss = posterior.theta.double(), posterior.statistics.loss
-        steps: list[Step] = []
+        """Return the posterior at the fixed point."""
         current = posterior
+        if not isinstance(posterior, SamplesGamma):
+            raise UnsupportedError(f"{type(posterior).__name__} has no samples; use method=Sampled().")
+        solver, theta, loss = self._solver(current), current.theta.double(), current.statistics.loss
+        steps: list[Step] = []
         for _ in range(self.max_steps):
-            if model is not None:
-                found = ModeSolver(model, posterior.theta.double(), self.solver_tolerance)(current, theta)
-                theta, loss = found.theta, found.loss
-            gammas = self._gammas(current)
+            if solver is not None:
+                mode = solver(current.problem, theta)
+                theta, loss = mode.theta, mode.loss
+            gammas = _gammas_by_precision(current)
             updated = self._updated(current, gammas.mean(0), theta, float(loss))
-            moved = _distance(current.problem, updated.problem)
+            change = _largest_change(current.problem, updated.problem)
             steps.append(_step(current.problem, gammas.sum(1, keepdim=True)))
-            refuse_negative(gammas, steps, current)
-            low, high = (float(end) for end in updated.problem.prior.values.aminmax())
-            if not (math.isfinite(moved) and in_range((low, high), current)):
-                trace = Trace("SampleEM", "gamma", tuple(steps))
-                message = f"SampleEM: a prior precision ran to {high:.3g} (smallest {low:.3g}). The weights of a group "
-                message += "are all near the prior mean, or the data do not curve the loss. Give the prior."
-                raise DivergedError(message, trace, current.with_trace(trace))
+            _refuse_negative(gammas, steps, current)
+            _refuse_runaway(updated.problem, change, steps, current)
             current = updated
-            if moved <= self.tolerance:
+            if change <= self.tolerance:
                 break
-        finding = f"gamma {steps[-1].gamma:.4g} ± {steps[-1].error:.2g} from {len(gammas)} samples"
-        if gammas.shape[1] > 1:
-            finding += f", of a group ± {_error(gammas):.0%} of it or less"
-        if moved > self.tolerance:
-            finding += f"; a logarithm still moved by {moved:.2g} at the last step"
-        trace = Trace("SampleEM", "gamma", tuple(steps), (finding,))
-        if moved > max(UNSETTLED, self.tolerance) and self.max_steps > 1:
-            raise DivergedError(
-                f"SampleEM: after {self.max_steps} steps a logarithm moves by {moved:.2g}; expected at most "
-                f"{self.tolerance:g}. Raise max_steps or Sampled(num_samples=...), take mode='network', or give the "
-                "prior.",
-                trace,
-                current.with_trace(trace),
-            )
-        return current.with_trace(trace)
+        return self._finished(current, steps, gammas, change)
 
-    def _model(self, posterior: SampledPosterior) -> TangentModel | None:
+    def _solver(self, posterior: Any) -> ModeSolver | None:
+        """Return the solver for θ*, or None if w̃ takes its place."""
         if self.mode == "network":
             return None
-        if self.data is None:
-            raise UnsupportedError("SampleEM needs the training data: SampleEM(data), or give it to fit().")
         network = posterior.problem.network
-        data = self.data if isinstance(self.data, Data) else Data(self.data, network.device)
-        return tangent_model(network, posterior.problem.likelihood, data)
+        data = required_data("SampleEM", self.data, network.device)
+        model = tangent_model(network, posterior.problem.likelihood, data)
+        return ModeSolver(model, posterior.theta.double(), self.solver_tolerance)
 
-    def _gammas(self, current: SampledPosterior) -> Tensor:
-        """γ of the weights that share a precision, from each sample: (K, groups)."""
-        each = current.solver.gamma(current.problem, current.samples)
-        prior = current.problem.prior
-        return torch.stack([prior.summed(row.to(prior.values)) for row in each])
-
-    def _updated(self, current: SampledPosterior, gamma: Tensor, theta: Tensor, loss: float) -> SampledPosterior:
+    def _updated(self, current: Any, gamma: Tensor, theta: Tensor, loss: float) -> Any:
+        """Return the posterior under the updated precisions and, if it is learned, the updated noise."""
         prior = current.problem.prior
         precision = gamma.clamp_min(1e-12) / prior.squares(theta).clamp_min(1e-300)
         if self.mode == "network":
@@ -124,24 +123,61 @@ class SampleEM:
             phi = 2 * loss / max(count - float(gamma.sum()), 1e-3 * count)
             likelihood = problem.likelihood.with_dispersion(torch.tensor(phi, dtype=torch.float64).to(precision))
             problem = problem.with_likelihood(likelihood)
-        return replace(current.with_problem(problem), start=current.solution.x)
+        return current.warm_started(problem)
+
+    def _finished(self, current: Any, steps: list[Step], gammas: Tensor, change: float) -> Any:
+        """Return the posterior with its trace; raise if the last change was too large."""
+        finding = f"gamma {steps[-1].gamma:.4g} ± {steps[-1].error:.2g} from {len(gammas)} samples"
+        if gammas.shape[1] > 1:
+            finding += f", of a group ± {_error(gammas):.0%} of it or less"
+        if change > self.tolerance:
+            finding += f"; a logarithm still moved by {change:.2g} at the last step"
+        trace = Trace("SampleEM", "gamma", tuple(steps), (finding,))
+        if change > max(NOT_CONVERGED, self.tolerance) and self.max_steps > 1:
+            raise DivergedError(
+                f"SampleEM: after {self.max_steps} steps a logarithm moves by {change:.2g}; expected at most "
+                f"{self.tolerance:g}. Raise max_steps or Sampled(num_samples=...), take mode='network', or give the "
+                "prior.",
+                trace,
+                current.with_trace(trace),
+            )
+        return current.with_trace(trace)
 
 
-def refuse_negative(gammas: Tensor, steps: list[Step], current: SampledPosterior) -> None:
-    """γ of all weights is a sum of squares; that of a group is not, and with few samples may be anything."""
-    worst = float(gammas.mean(0).min())
-    if worst < 0:
+def _gammas_by_precision(current: Any) -> Tensor:
+    """Return γ of the weights that share a precision, from each sample: (K, groups)."""
+    prior = current.problem.prior
+    return torch.stack([prior.summed(row.to(prior.values)) for row in current.gamma_samples()])
+
+
+def _refuse_negative(gammas: Tensor, steps: list[Step], current: Any) -> None:
+    """Raise if γ of a group is negative: only γ of all weights is a sum of squares."""
+    lowest = float(gammas.mean(0).min())
+    if lowest < 0:
         trace = Trace("SampleEM", "gamma", tuple(steps))
         raise DivergedError(
-            f"SampleEM: gamma of a group is {worst:.3g} from {len(gammas)} samples; expected none below zero. Raise "
+            f"SampleEM: gamma of a group is {lowest:.3g} from {len(gammas)} samples; expected none below zero. Raise "
             "Sampled(num_samples=...), or use a prior with one number.",
             trace,
             current.with_trace(trace),
         )
 
 
+def _refuse_runaway(updated: Problem, change: float, steps: list[Step], current: Any) -> None:
+    """Raise if an updated precision is out of range or not finite."""
+    low, high = (float(end) for end in updated.prior.values.aminmax())
+    if not (math.isfinite(change) and in_range((low, high), current)):
+        trace = Trace("SampleEM", "gamma", tuple(steps))
+        raise DivergedError(
+            f"SampleEM: a prior precision ran to {high:.3g} (smallest {low:.3g}). The weights of a group are all near "
+            "the prior mean, or the data do not curve the loss. Give the prior.",
+            trace,
+            current.with_trace(trace),
+        )
+
+
 def _error(gammas: Tensor) -> float:
-    """The standard error of the only column of (K, 1); the largest one relative to its mean of (K, groups)."""
+    """Return the standard error of (K, 1), or the largest one relative to its mean of (K, groups)."""
     if len(gammas) < 2:
         return math.inf
     each = gammas.std(0) / math.sqrt(len(gammas))
@@ -149,14 +185,14 @@ def _error(gammas: Tensor) -> float:
 
 
 def _step(problem: Problem, totals: Tensor) -> Step:
-    """For γ of all weights, from each sample (K, 1)."""
+    """Return the entry of the trace, for γ of all weights from each sample (K, 1)."""
     noise = (float(problem.likelihood.dispersion),) if problem.likelihood.learns_dispersion else ()
     gamma = float(totals.mean())
     return Step(gamma, tuple(problem.prior.values.reshape(-1).tolist()), noise, gamma, _error(totals))
 
 
-def _distance(one: Problem, other: Problem) -> float:
-    """The largest change of a logarithm."""
+def _largest_change(one: Problem, other: Problem) -> float:
+    """Return the largest change of a logarithm, precisions and dispersion included."""
     precisions = (other.prior.values.log() - one.prior.values.log()).abs().max()
     noise = (other.likelihood.dispersion.log() - one.likelihood.dispersion.log()).abs()
     return max(float(precisions), float(noise))

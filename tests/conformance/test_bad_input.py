@@ -83,7 +83,7 @@ def test_empty_data(data: Any, method: str) -> None:
 
 
 def test_every_target_ignored(method: str) -> None:
-    message = "no datum counts: every target is ignored; expected at least one"
+    message = "every target is ignored; expected at least one"
     refused(lw.errors.DataError, message, [(X, torch.full_like(Y, -100))], "classification", method)
 
 

@@ -15,8 +15,8 @@ from lapwing.core.data import Data
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.ella import leading_rows, within
+from lapwing.methods.inducing.points import InducingPoints
 from lapwing.methods.inducing.subspace import SubspaceCurvature
-from lapwing.methods.inducing.valla import Learner
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from tests import problems
@@ -200,10 +200,9 @@ def test_inducing_points_are_the_subspace_and_the_prior_outside(name: str, prior
     new = dense.jacobian(setting.model, setting.new, 5).flatten(0, 1)
     precision = problem.prior.vector
     across = inducing.kernel(new, z, precision)
-    told = across @ torch.linalg.solve(inducing.kernel(z, z, precision), across.T)
-    expected = subspace.cross(jacobians) + inducing.kernel(new, new, precision) - told
-    learner = Learner(problem, anchors, statistics, lw.VaLLA(optimiser="none"), N, False)
-    points = learner.finished(data)
+    explained = across @ torch.linalg.solve(inducing.kernel(z, z, precision), across.T)
+    expected = subspace.cross(jacobians) + inducing.kernel(new, new, precision) - explained
+    points = InducingPoints(problem, anchors, statistics, N, movable=False).posterior(data)
     assert_close(points(setting.new, joint=True).cov.reshape(expected.shape), expected)
     values, turn = torch.linalg.eigh(gram)
     _, singular, vectors = torch.linalg.svd((turn * values.sqrt()).T @ rows, full_matrices=False)

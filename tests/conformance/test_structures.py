@@ -35,7 +35,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def own_matrix(posterior: lw.Fitted) -> Tensor:
-    curvature = posterior.curvature
+    curvature = getattr(posterior.curvature, "part", posterior.curvature)  # of ELLA with its residual
     if hasattr(curvature, "anchors"):
         rows = curvature.anchors.combined(curvature.mix.T)
         return rows.T @ rows

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from experiments import flights
-from experiments.result import Result
-from experiments.training import Recipe
+from lapwing.demo.result import Result
+from lapwing.demo.training import Recipe
 from lapwing.errors import DataError
 
 

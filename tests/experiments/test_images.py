@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from experiments import images
-from experiments.result import Result
-from experiments.training import Recipe
+from lapwing.demo.result import Result
+from lapwing.demo.training import Recipe
 from lapwing.errors import DataError
 
 METHODS = ("plain", "temperature", "last layer, validation", "Kron, evidence", "VaLLA, alpha 1", "FMGP")
@@ -45,7 +45,7 @@ def settings(folder: Path) -> images.ImageTable:
 
 def test_every_method_has_its_scores(folder: Path) -> None:
     lines: list[str] = []
-    found = images.run(settings(folder), report=lines.append)
+    found = images.run(settings(folder), progress=lines.append)
     assert tuple(row.name for row in found.rows) == METHODS
     assert len(lines) == len(METHODS)
     for row in found.rows:
@@ -64,16 +64,16 @@ def test_the_temperature_is_the_best_one_on_held_out_images(folder: Path) -> Non
     beliefs, note = images.METHODS["temperature"](task, settings(folder), 0)
     best = float(note.split()[1])
     with torch.no_grad():
-        f = task.model(task.held[0])
-    costs = [float(F.cross_entropy(f / (best * k), task.held[1])) for k in (0.9, 1.0, 1.1)]
+        f = task.model(task.held_out[0])
+    costs = [float(F.cross_entropy(f / (best * k), task.held_out[1])) for k in (0.9, 1.0, 1.1)]
     assert costs[1] == min(costs)
     assert torch.allclose(beliefs(task.test[0]).mean * best, task.model(task.test[0]).detach(), rtol=2e-3, atol=1e-3)
 
 
 def test_held_out_images_are_not_trained_on(folder: Path) -> None:
     task = images._task(settings(folder), 0)
-    assert (len(task.train[0]), len(task.held[0])) == (200, 40)
-    gaps = torch.cdist(task.held[0].flatten(1), task.train[0].flatten(1))
+    assert (len(task.train[0]), len(task.held_out[0])) == (200, 40)
+    gaps = torch.cdist(task.held_out[0].flatten(1), task.train[0].flatten(1))
     assert float(gaps.min()) > 1
 
 

@@ -10,17 +10,19 @@ from torch import Tensor
 
 import lapwing as lw
 from experiments import response
-from experiments.result import Result
+from experiments.minimum import exact_variance
+from experiments.response_task import Problem, ResponseTask, made
+from lapwing.demo.result import Result
 from lapwing.methods.hfl.response import ResponsePosterior
 
-SMALL = response.ResponseTask(
+SMALL = ResponseTask(
     tasks=("sinusoid",), data=12, hidden=4, seeds=1, new=30, pushes=4, members=2, epochs=30, steps=(5, 10)
 )  # fmt: skip
 
 
 @cache
-def problem() -> response.Problem:
-    return response.made("sinusoid", SMALL, 0)
+def problem() -> Problem:
+    return made("sinusoid", SMALL, 0)
 
 
 def energy(flat: Tensor) -> Tensor:
@@ -67,4 +69,4 @@ def test_the_exact_variance_is_the_dense_one() -> None:
     eye = torch.eye(3, dtype=torch.float64)
     slopes = torch.stack([posterior.problem.network.vjp(x, eye[k].reshape(1, 3, 1))[0] for k in range(3)])
     exact = (slopes * torch.linalg.solve(hessian, slopes.T).T).sum(1)
-    assert torch.allclose(response.exact_variance(posterior, x), exact, rtol=1e-6)
+    assert torch.allclose(exact_variance(posterior, x), exact, rtol=1e-6)

@@ -12,8 +12,8 @@ import torch
 
 from experiments import uci
 from experiments.data import data_folder
-from experiments.result import Result, Row
-from experiments.training import Recipe
+from lapwing.demo.result import Result, Row
+from lapwing.demo.training import Recipe
 from lapwing.errors import DataError
 
 QUICK = Recipe(hidden=(8,), epochs=20, batch_size=32)

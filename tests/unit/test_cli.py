@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from experiments.result import Result, Row
-from experiments.tables import table
 from lapwing.cli import main
-from tests.experiments.test_uci import written
+from lapwing.demo.result import Result, Row
+from lapwing.demo.tables import table
 
 
 def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,92 +31,36 @@ def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys:
     assert f"{digits.rows[0].scores['accuracy']:.3f}" in printed
 
 
-def test_uci_prints_a_table_for_the_sets_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path, "wine")
-    command = ["uci", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out"), "--splits", "1"]
-    assert main([*command, "--sets", "wine", "yacht", "--variants", "plain", "default"]) == 0
-    printed = capsys.readouterr()
-    assert "yacht: skipped, uci_yacht.npz is not in the data folder" in printed.out
-    assert "of 1 tables" in printed.out
-    assert "wine: done" in printed.err
-    result = Result.from_json(json.dumps(json.loads((tmp_path / "out" / "uci.json").read_text())["uci"]))
-    assert [row.name for row in result.rows if row.group == "wine"] == ["plain", "default"]
-
-
-EXPERIMENTS = ("digits", "diabetes", "bands", "uci", "fashion", "normalised", "sampling", "images", "inducing",
-               "flights", "response", "pushed_images")  # fmt: skip
-PICTURES = ("digits", "observed", "bands", "distances", "sampling", "inducing", "inducing_targets", "response")
-WRITTEN = {  # the experiments of each command, and the files
-    "run": (("digits", "diabetes", "bands"), ("digits.png", "diabetes.png", "bands.png", "results.json")),
-    "uci": (("uci",), ("uci.json",)),
-    "fashion": (("fashion",), ("fashion.json",)),
-    "normalised": (("normalised",), ("normalised.png", "normalised.json")),
-    "sampling": (("sampling",), ("sampling.png", "sampling.json")),
-    "images": (("images",), ("images_mlp.json",)),
-    "inducing": (("inducing", "targets"), ("inducing.png", "inducing_targets.png", "inducing.json")),
-    "flights": (("flights",), ("flights.json",)),
-    "response": (("response",), ("response.png", "response.json")),
-    "pushed": (("pushed_images",), ("pushed.json",)),
-}
-
-
-@pytest.mark.parametrize("command", WRITTEN)
-def test_every_command_prints_its_tables_and_what_it_wrote(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_tables_are_printed_then_paths_and_each_picture_shows_its_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With runs that end at once: the tables, then the paths, and in every picture the result that it is of."""
-
-    def runs(name: str) -> Callable[..., Result]:
-        return lambda settings, report=lambda line: None: (report(f"{name}: done"), made(name))[1]
-
-    for name in EXPERIMENTS:
-        monkeypatch.setattr(f"experiments.{name}.run", runs(name))
-    monkeypatch.setattr("experiments.inducing.run_targets", runs("targets"))
-    for name in PICTURES:
+    """With runs that end at once."""
+    names = ("digits", "diabetes", "bands")
+    results = {name: Result(name, {}, 0, (Row("plain", {"NLL": 1.25}),), {}) for name in names}
+    for name, result in results.items():
+        monkeypatch.setattr(f"lapwing.demo.{name}.run", lambda settings, result=result: result)
         draw = lambda result, path, name=name: path.write_text(f"{name} of {result.experiment}")
-        monkeypatch.setattr(f"experiments.pictures.{name}", draw)
-    options = [] if command in ("run", "sampling") else ["--data-dir", str(tmp_path)]
-    assert main([command, "--out", str(tmp_path), *options]) == 0
-    experiments, files = WRITTEN[command]
-    tables = "".join(table(made(name)) + "\n\n" for name in experiments)
+        monkeypatch.setattr(f"lapwing.demo.{name}.picture", draw)
+    assert main(["run", "--out", str(tmp_path)]) == 0
+    files = [*(f"{name}.png" for name in names), "results.json"]
+    tables = "".join(table(result) + "\n\n" for result in results.values())
     printed = capsys.readouterr()
     assert printed.out == tables + "".join(f"{tmp_path / name}\n" for name in files)
-    assert printed.err == ("" if options == [] else "".join(f"{name}: done\n" for name in experiments))
-    assert list(json.loads((tmp_path / files[-1]).read_text())) == list(experiments)
+    assert printed.err == ""
+    assert list(json.loads((tmp_path / "results.json").read_text())) == list(names)
     assert {path.name for path in tmp_path.iterdir()} == set(files)
-    drawn = [(tmp_path / name).read_text() for name in files[:-1]]
-    assert [text.split(" of ")[1] for text in drawn] == list(experiments[: len(drawn)])
+    assert [(tmp_path / f"{name}.png").read_text() for name in names] == [f"{name} of {name}" for name in names]
 
 
-def made(name: str) -> Result:
-    return Result(name, {}, 0, (Row("plain", {"NLL": 1.25}),), {})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data-dir", "nowhere"], "the data folder nowhere does not exist"),
-        ([], "set LAPWING_DATA"),
-        (["--data-dir", ".", "--sets", "rain"], "--sets: unknown rain; expected some of boston"),
-        (["--data-dir", ".", "--sets", "wine"], "none of wine is in"),
-    ],
-)
-def test_mistakes_end_with_a_message_and_a_one(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_folder_that_cannot_be_made_ends_with_a_message_and_a_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("LAPWING_DATA", raising=False)
-    monkeypatch.chdir(tmp_path)
-    assert main(["uci", "--out", str(tmp_path / "out"), *options]) == 1
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.splitlines()[-1].startswith("lapwing: ")
+    (tmp_path / "file").write_text("")
+    assert main(["run", "--out", str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err.startswith("lapwing: ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["run"], ["uci", "--out", "x", "--splits", "0"], ["walk"]])
+@pytest.mark.parametrize("arguments", [[], ["run"], ["uci", "--out", "x"], ["run", "--out", "x", "--seed", "one"]])
 def test_a_command_that_cannot_be_read_exits_with_two(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -128,17 +70,16 @@ def test_a_command_that_cannot_be_read_exits_with_two(arguments: list[str]) -> N
 def test_missing_extras_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("experiments.d")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("experiments.digits", raising=False)
-    monkeypatch.delattr("experiments.diabetes", raising=False)
+    for name in ("digits", "diabetes", "run"):
+        monkeypatch.delitem(sys.modules, f"lapwing.demo.{name}", raising=False)
+        monkeypatch.delattr(f"lapwing.demo.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["run", "--out", str(tmp_path)]) == 1
     assert "pip install 'lapwing[run]'" in capsys.readouterr().err
 
 
 def test_python_m_lapwing_is_the_same_command() -> None:
-    found = subprocess.run(
+    shown = subprocess.run(
         [sys.executable, "-m", "lapwing", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
-    assert "{run,uci" in found.stdout
+    assert "{run}" in shown.stdout

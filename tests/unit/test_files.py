@@ -54,7 +54,7 @@ def assert_same(one: lw.Fitted, two: lw.Fitted, inputs: Any, power: float = 2 / 
         assert_close(two.functions(inputs).cov.double(), one.functions(inputs).cov.double(), power, narrow)
     assert type(two.likelihood) is type(one.likelihood)
     assert_close(two.likelihood.dispersion, one.likelihood.dispersion)
-    assert two.prior.kind == one.prior.kind
+    assert type(two.prior.given) is type(one.prior.given)
     if not isinstance(one.posterior, PointPosterior):
         assert_close(two.log_evidence(), one.log_evidence(), power, narrow)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import bandits
 import pytest
 import torch
 from matplotlib.image import imread
@@ -69,8 +71,9 @@ def hidden_units(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def activation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One table, one split, one start."""
-    yield from ran("activation", tmp_path_factory.mktemp("activation"), tables=("diabetes",), splits=1, restarts=1)
+    """One table, one split, one start, few cycles."""
+    settings = {"tables": ("diabetes",), "splits": 1, "restarts": 1, "epochs": 5}
+    yield from ran("activation", tmp_path_factory.mktemp("activation"), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,17 @@ def on_page(section: str, name: str) -> list[float]:
     return next([float(number) for number in row[1:]] for row in rows if row[:1] == [name])
 
 
+@pytest.mark.parametrize("script", sorted(TUTORIALS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_tutorial_needs_only_lapwing_with_the_extra_run(script: Path) -> None:
+    """The standard library, lapwing and what the extra installs, and modules of the same folder."""
+    nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    siblings = {path.stem for path in TUTORIALS.glob("*.py")}
+    allowed = {"lapwing", "torch", "numpy", "sklearn", "matplotlib", *siblings, *sys.stdlib_module_names}
+    assert {name.split(".")[0] for name in names} <= allowed
+
+
 def test_density_is_shown(density: Run) -> None:
     assert_shown(density)
 
@@ -121,8 +135,8 @@ def test_laplace_normalisers(density: Run) -> None:
     assert log_rate.laplace == pytest.approx(3 * math.log(3) - 3 + 0.5 * math.log(2 * math.pi / 3), abs=1e-10)
     measured = density.module.MEASURED
     n, variance = len(measured), measured.var(correction=0)
-    assert_close(both.found.mean, torch.stack([measured.mean(), 0.5 * variance.log()]))
-    assert_close(both.found.covariance, torch.stack([variance, torch.full_like(variance, 0.5)]).diag() / n)
+    assert_close(both.approximation.mean, torch.stack([measured.mean(), 0.5 * variance.log()]))
+    assert_close(both.approximation.covariance, torch.stack([variance, torch.full_like(variance, 0.5)]).diag() / n)
     peak = -0.5 * n * (1 + math.log(2 * math.pi * variance))
     assert both.laplace == pytest.approx(peak + 0.5 * math.log(4 * math.pi**2 * variance / n * 0.5 / n), abs=1e-10)
 
@@ -238,7 +252,7 @@ def test_a_size_has_the_numbers_of_the_page(hidden_units: Run) -> None:
 def test_regularisation_fits_worse_and_predicts_better(hidden_units: Run) -> None:
     module = hidden_units.module
     (study,) = hidden_units.found["one precision for each layer"]
-    plain = module.unregularised(study.x, study.y, module.CLASSIC, restarts=1)
+    plain = module.unregularised(study.seed, module.CLASSIC, 1)
     mine = study.fitted[module.CLASSIC]
     error = lambda fitted: float((fitted.predict(study.x).mean - study.y).square().mean())
     assert error(plain) < 0.9 * error(mine)
@@ -356,16 +370,16 @@ def test_the_mean_of_the_features_is_that_of_the_process(bandit: Run) -> None:
         assert float((made.scores(found[None]) - exact).abs().max()) < gap
 
 
-def test_fourier_features_are_an_operator(bandit: Run) -> None:
-    module, generator = bandit.module, torch.Generator().manual_seed(0)
-    features = module.Fourier.drawn(20_000, generator)
+def test_fourier_features_are_an_operator() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = bandits.Fourier.drawn(20_000, generator)
     points = torch.rand(50, 2, generator=generator, dtype=torch.float64)
     pulls = torch.randint(0, 50, (90,), generator=generator)  # some arms several times
     design, matrix = features.design(points, pulls), features(points[pulls])
     v, u = (torch.randn(3, count, generator=generator) for count in (20_000, 90))
     assert_close(design.forward(v), v @ matrix.T)
     assert_close(design.back(u), u @ matrix)
-    kernel = (-0.5 * torch.cdist(points[pulls], points[pulls]).square() / module.SCALE**2).exp()
+    kernel = (-0.5 * torch.cdist(points[pulls], points[pulls]).square() / bandits.SCALE**2).exp()
     assert float((matrix @ matrix.T - kernel).abs().max()) < 5 / 20_000**0.5
 
 

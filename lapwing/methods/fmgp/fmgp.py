@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data, check_finite
-from lapwing.core.early_stopping import BestState
+from lapwing.core.early_stopping import EarlyStopping
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import class_labels
-from lapwing.core.progress import Steps
-from lapwing.core.random import apart, normal, uniform
-from lapwing.core.settings import refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.progress import ProgressBar
+from lapwing.core.random import independent_generator, normal, uniform
+from lapwing.core.settings import require_integer, require_positive
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.energies import energy, refuse_energy, refuse_ignored
@@ -24,7 +24,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.kmeans import kmeans
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
-from lapwing.losses import Statistics, counted, paired
+from lapwing.losses import Statistics, checked_count, sample_count
 from lapwing.methods.fmgp.features import last_layer_network
 from lapwing.methods.fmgp.kernels import KERNELS, FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
@@ -60,8 +60,8 @@ class FMGP:
 
     def __post_init__(self) -> None:
         for name in ("num_inducing", "steps", "batch_size", "patience"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_positive("learning_rate", self.learning_rate)
+            require_integer(name, getattr(self, name))
+        require_positive("learning_rate", self.learning_rate)
         if self.kernel is not None and self.kernel not in KERNELS:
             raise UnsupportedError(f"kernel is {self.kernel!r}; expected one of {', '.join(KERNELS)}.")
 
@@ -70,7 +70,7 @@ class FMGP:
         network = problem.network
         if len(network.output_shape) > 1:
             raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C); use Kron().")
-        generator = apart(generator)
+        generator = independent_generator(generator)
         first = next(iter(data.batches("first batch"))).inputs
         discrete = hasattr(problem.likelihood, "link") or network.output_shape[-1] > 1
         kind = self.kernel or ("features" if discrete else "rbf")
@@ -129,7 +129,7 @@ class Table:
         seen: list[Tensor] = []
         outputs, targets, loss, count = [], [], 0.0, 0
         for batch in data.batches("features"):
-            paired(sight.network, batch)
+            sample_count(sight.network, batch)
             u, f = sight(batch.inputs)
             check_finite(f, "outputs of the network")
             y = likelihood.targets(f, batch.targets)
@@ -142,7 +142,7 @@ class Table:
             outputs.append(f)
             targets.append(y)
         found = cls(torch.cat(seen), torch.cat(outputs), torch.cat(targets))
-        return found, Statistics(loss, counted(count), found.f.shape[-1])
+        return found, Statistics(loss, checked_count(count), found.f.shape[-1])
 
     def rows(self, index: Tensor) -> Table:
         return Table(self.seen[index], self.f[index], self.y[index])
@@ -302,8 +302,8 @@ class Learning:
         watch = None
         if self.held is not None:
             every = max(1, method.steps // 20)
-            watch = BestState(lambda: (self._held_out(), self.state.copied()), every, method.patience)
-        bar, steps = Steps(method.steps, "fixed-mean process", progress), []
+            watch = EarlyStopping(lambda: (self._held_out(), self.state.copied()), every, method.patience)
+        bar, steps = ProgressBar(range(method.steps), "fixed-mean process", progress), []
         with torch.inference_mode(False), torch.enable_grad():
             for step in bar:
                 value = self._step(optimiser, 1.0 if step == 0 else max(0.05, 1 / (step + 1)))
@@ -314,9 +314,9 @@ class Learning:
                 noise = () if self.state.log_noise is None else (float(self.state.log_noise.detach().exp()),)
                 steps.append(Step(-value, (), noise))
                 bar.show(objective=value, KL=float(self.state.inducing.divergence()))
-                if watch is not None and watch.ended(step):
+                if watch is not None and watch.should_stop(step):
                     break
-        return self.units.undone(self.state.copied() if watch is None else watch.best), tuple(steps)
+        return self.units.undone(self.state.copied() if watch is None else watch.best_state), tuple(steps)
 
     def _step(self, optimiser: torch.optim.Optimizer, length: float) -> float:
         table, state = self.table, self.state

@@ -13,9 +13,9 @@ from torch import Tensor
 from lapwing.core.data import Data, Inputs, batch_size, check_finite, map_tensors
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import Pool, shuffled
-from lapwing.core.progress import Steps
-from lapwing.core.random import normal, seeded
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.progress import ProgressBar
+from lapwing.core.random import generator_or_default, normal
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import DataError, LapwingError, NumericalError, UnsupportedError
 from lapwing.likelihoods.categorical import Categorical
@@ -117,10 +117,10 @@ class HFL:
         if self.solver is not None and self.solver not in SOLVERS:
             raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
         for name in ("pushes", "steps", "batch_size"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_positive("learning_rate", self.learning_rate)
+            require_integer(name, getattr(self, name))
+        require_positive("learning_rate", self.learning_rate)
         if self.lam is not None:
-            refuse_other_than_positive("lam", self.lam)
+            require_positive("lam", self.lam)
         if not is_real(self.drift) or not self.drift >= 0:
             raise UnsupportedError(f"drift is {self.drift!r:.80}; expected at least nought; math.inf allows any.")
         if self.tolerance is not None and not (is_real(self.tolerance) and self.tolerance > 0):
@@ -144,7 +144,7 @@ class HFL:
         network = problem.network
         if problem.prior.needs_curvature:
             raise UnsupportedError("HFL() forms no curvature, and g_prior() needs one; use Kron() or Full().")
-        generator = seeded(generator)
+        generator = generator_or_default(generator)
         if self.mode == "linearised":
             design = NetworkDesign.build(network, problem.likelihood, data)
             refuse_reordered(design)
@@ -438,7 +438,7 @@ class FineTuner:
         first, second = torch.zeros_like(d), torch.zeros_like(d)
         same = torch.Generator().manual_seed(self.generator.initial_seed())
         batches = shuffled(self.data, method.batch_size, same)
-        for step in Steps(steps, "fine-tuning", self.data.progress):
+        for step in ProgressBar(range(steps), "fine-tuning", self.data.progress):
             batch = next(batches)
             f = objective.outputs(d[-1:], batch.inputs)[0]
             targets = objective.cast(objective.likelihood.targets(f, batch.targets))

@@ -10,8 +10,9 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import Solution, block_conjugate_gradients
+from lapwing.linalg.block_cg import block_conjugate_gradients
 from lapwing.linalg.design import gram_product
+from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians

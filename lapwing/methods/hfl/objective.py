@@ -17,7 +17,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped
 from lapwing.networks.network import Network, scalar
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 BYTES = 256 * 2**20  # what the activations of one call may take
 Weights = dict[str, Tensor]
@@ -33,7 +33,7 @@ class Objective:
 
     network: Network
     likelihood: Likelihood
-    prior: Prior
+    prior: BoundPrior
     batches: tuple[Batch, ...]
     model: nn.Module
     start: Tensor  # what the copy of the model holds, in the working dtype, (P,)
@@ -41,7 +41,9 @@ class Objective:
     centre: Tensor  # θ, (P,)
 
     @classmethod
-    def build(cls, network: Network, likelihood: Likelihood, prior: Prior, data: Data, dtype: torch.dtype) -> Objective:
+    def build(
+        cls, network: Network, likelihood: Likelihood, prior: BoundPrior, data: Data, dtype: torch.dtype
+    ) -> Objective:
         model = copy.deepcopy(network.model).to(dtype)
         for parameter in model.parameters():
             parameter.requires_grad_(False)

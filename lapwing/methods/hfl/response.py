@@ -14,7 +14,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import NumericalError
-from lapwing.linalg.cg import block_conjugate_gradients
+from lapwing.linalg.block_cg import block_conjugate_gradients
 from lapwing.linalg.cholesky import not_definite
 from lapwing.linalg.newton import pushed
 from lapwing.losses import Statistics

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.random import derived, normal
+from lapwing.core.random import derived_generator, normal
 from lapwing.losses import Statistics
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import spread
@@ -44,7 +44,7 @@ class Draws:
 
     def numbered(self, k: int) -> Tensor:
         """Draw k as a step from w̃, (P,)."""
-        return self.drawn(derived(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
+        return self.drawn(derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
 
     def drawn(self, generator: torch.Generator | None) -> Tensor:
         own = normal(tuple(self.mean.shape), generator, self.mean)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.pool import shuffled
-from lapwing.core.progress import Steps
-from lapwing.core.random import derived
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.progress import ProgressBar
+from lapwing.core.random import derived_generator
+from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
@@ -67,14 +67,14 @@ class SWAG:
 
     def __post_init__(self) -> None:
         for name in ("snapshots", "rank", "samples"):
-            refuse_other_than_whole(name, getattr(self, name), least=2)  # one has no spread
+            require_integer(name, getattr(self, name), least=2)  # one has no spread
         for name in ("epochs_between", "batch_size"):
-            refuse_other_than_whole(name, getattr(self, name))
-        refuse_other_than_whole("seed", self.seed, least=0)
+            require_integer(name, getattr(self, name))
+        require_integer("seed", self.seed, least=0)
         if self.steps_between is not None:
-            refuse_other_than_whole("steps_between", self.steps_between)
+            require_integer("steps_between", self.steps_between)
         if self.learning_rate is not None:
-            refuse_other_than_positive("learning_rate", self.learning_rate)
+            require_positive("learning_rate", self.learning_rate)
         if self.rank > self.snapshots:
             raise UnsupportedError(
                 f"rank is {self.rank} and snapshots {self.snapshots}; expected no more deviations than snapshots."
@@ -181,11 +181,11 @@ class Descent:
         method, network = self.method, self.problem.network
         allowed = self.start + most * max(abs(self.loss), float(self.problem.likelihood.dispersion))
         between = method.steps_between or method.epochs_between * self.epoch
-        order = derived(torch.Generator().manual_seed(method.seed), torch.empty(0))
+        order = derived_generator(torch.Generator().manual_seed(method.seed), torch.empty(0))
         batches = shuffled(self.data, method.batch_size, order, fresh=True)
         d, velocity = torch.zeros_like(self.gap), torch.zeros_like(self.gap)
         total, running, recent = method.snapshots * between, Running(d, method.rank, network.dtype), Recent(self.epoch)
-        bar = Steps(total, "snapshots", self.shown)
+        bar = ProgressBar(range(total), "snapshots", self.shown)
         for step in bar:
             loss, count, slope = self._slope(next(batches), d)
             recent.add(loss + count * self._penalty(d), count)

@@ -11,43 +11,51 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.core.settings import is_real, refuse_other_than_positive, refuse_other_than_whole
+from lapwing.core.settings import is_real, require_flag, require_integer, require_positive
 
 
 @pytest.mark.parametrize("value", [3, 2**70, torch.Size([3])[0]])
-def test_whole_numbers(value: Any) -> None:
-    refuse_other_than_whole("count", value)
-    refuse_other_than_whole("count", value, least=3)
+def test_integers(value: Any) -> None:
+    require_integer("count", value)
+    require_integer("count", value, least=3)
 
 
 @pytest.mark.parametrize("value", [True, 3.0, 10.5, "10", None, math.nan, torch.tensor(3)])
-def test_other_than_whole_numbers(value: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"count is {value!r}; expected a whole number.")):
-        refuse_other_than_whole("count", value)
+def test_other_than_integers(value: Any) -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"count is {value!r}; expected an integer.")):
+        require_integer("count", value)
 
 
-def test_fewer_than_so_many() -> None:
+def test_integers_below_the_least() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"count is 0; expected at least 1\."):
-        refuse_other_than_whole("count", 0)
+        require_integer("count", 0)
     with pytest.raises(lw.errors.UnsupportedError, match=r"count is 1; expected at least 2\."):
-        refuse_other_than_whole("count", 1, least=2)
+        require_integer("count", 1, least=2)
 
 
 @pytest.mark.parametrize("value", [1, 0.5, 1e-300, Fraction(1, 3)])
 def test_positive_numbers(value: Any) -> None:
-    refuse_other_than_positive("rate", value)
+    require_positive("rate", value)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1.0, math.inf, -math.inf, math.nan, True, "1", None, 1j])
 def test_other_than_positive_numbers(value: Any) -> None:
-    message = re.escape(f"rate is {value!r}; expected a positive number that is finite.")
+    message = re.escape(f"rate is {value!r}; expected a positive, finite number.")
     with pytest.raises(lw.errors.UnsupportedError, match=message):
-        refuse_other_than_positive("rate", value)
+        require_positive("rate", value)
+
+
+def test_flags() -> None:
+    require_flag("noise", True)
+    require_flag("noise", False)
+    for value in (0, 1, 0.1, "yes", None):
+        with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"noise is {value!r}; expected True or False.")):
+            require_flag("noise", value)
 
 
 def test_a_long_value_is_cut() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"^rate is '9{79}; expected"):
-        refuse_other_than_positive("rate", "9" * 1000)
+        require_positive("rate", "9" * 1000)
 
 
 def test_real_numbers() -> None:
@@ -58,13 +66,13 @@ def test_real_numbers() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_inducing": 10.5}, "num_inducing is 10.5; expected a whole number"),
-        ({"num_inducing": True}, "num_inducing is True; expected a whole number"),
-        ({"num_inducing": "10"}, "num_inducing is '10'; expected a whole number"),
-        ({"num_inducing": None}, "num_inducing is None; expected a whole number"),
-        ({"steps": 3.5}, "steps is 3.5; expected a whole number"),
-        ({"candidates": 10.5}, "candidates is 10.5; expected a whole number"),
-        ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive number that is finite"),
+        ({"num_inducing": 10.5}, "num_inducing is 10.5; expected an integer"),
+        ({"num_inducing": True}, "num_inducing is True; expected an integer"),
+        ({"num_inducing": "10"}, "num_inducing is '10'; expected an integer"),
+        ({"num_inducing": None}, "num_inducing is None; expected an integer"),
+        ({"steps": 3.5}, "steps is 3.5; expected an integer"),
+        ({"candidates": 10.5}, "candidates is 10.5; expected an integer"),
+        ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive, finite number"),
         ({"alpha": "0"}, "alpha is '0'; expected a number between 0 and 1"),
         ({"alpha": False}, "alpha is False; expected a number between 0 and 1"),
         ({"alpha": math.nan}, "alpha is nan; expected a number between 0 and 1"),
@@ -75,5 +83,5 @@ def test_settings_of_valla(settings: dict[str, Any], message: str) -> None:
         lw.VaLLA(**settings)
 
 
-def test_valla_has_its_own_number_of_steps() -> None:
+def test_valla_chooses_its_number_of_steps() -> None:
     assert lw.VaLLA(steps=None).steps is None

@@ -12,7 +12,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def operator(values: Tensor) -> Tensor:
-    """A symmetric matrix with these eigenvalues and chance eigenvectors."""
+    """A symmetric matrix with these eigenvalues and random eigenvectors."""
     basis, _ = torch.linalg.qr(torch.randn(len(values), len(values), dtype=D))
     matrix = basis @ torch.diag(values) @ basis.T
     return 0.5 * (matrix + matrix.T)

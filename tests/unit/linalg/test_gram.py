@@ -49,9 +49,9 @@ def test_mirrored_in_place(size: int) -> None:
     total = Gram(size, torch.float64, torch.device("cpu"))
     for _ in range(2):  # what is added after the sum was asked for is added to it
         total.add(x)
-        found = total.value()
-        assert torch.equal(found, found.mT)
-    assert_close(found, 2 * x.mT @ x)
+        value = total.value()
+        assert torch.equal(value, value.mT)
+    assert_close(value, 2 * x.mT @ x)
     matrix = torch.randn(2, size, size, dtype=torch.float64)
     expected = 0.5 * (matrix + matrix.mT)
     symmetrise(matrix)

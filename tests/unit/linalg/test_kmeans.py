@@ -39,8 +39,8 @@ def test_every_centre_is_the_mean_of_what_is_nearest_to_it(count: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_separate_clouds_are_found(seed: int) -> None:
-    """Far apart, so that seeds fall into different ones."""
+def test_separate_clouds_get_a_centre_each(seed: int) -> None:
+    """The clouds are far from each other, so that initial centres fall into different ones."""
     places = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, 100.0], [70.0, 70.0]], dtype=D)
     points = torch.cat([place + cloud(20, 2, seed + 10 * i) for i, place in enumerate(places)])
     centres = kmeans(points, 4, generator(seed))
@@ -50,9 +50,9 @@ def test_separate_clouds_are_found(seed: int) -> None:
 
 def test_better_than_random_points() -> None:
     points = cloud(200)
-    found = [spread(points, kmeans(points, 10, generator(seed))) for seed in range(5)]
+    spreads = [spread(points, kmeans(points, 10, generator(seed))) for seed in range(5)]
     random = [spread(points, points[torch.randperm(200, generator=generator(seed))[:10]]) for seed in range(5)]
-    assert max(found) < min(random)
+    assert max(spreads) < min(random)
 
 
 def test_as_many_centres_as_points_are_the_points() -> None:
@@ -63,7 +63,7 @@ def test_as_many_centres_as_points_are_the_points() -> None:
 
 
 def test_more_centres_than_different_points() -> None:
-    """Some fall on one another; none is lost, none is made up."""
+    """Some centres coincide; every centre is a point and every point is a centre."""
     points = cloud(3).repeat(2, 1)
     centres = kmeans(points, 5, generator())
     assert centres.shape == (5, 3)
@@ -86,12 +86,12 @@ def test_the_generator_decides() -> None:
 
 
 def test_seeds_are_drawn_by_squared_distance() -> None:
-    """With no steps the centres are the seeds: a point ten times as far is a hundred times as likely."""
+    """Without steps the centres are the initial ones: a point ten times as far is a hundred times as likely."""
     points = torch.tensor([[0.0], [0.0], [1.0], [10.0]], dtype=D)
     firsts = [kmeans(points, 2, generator(seed), steps=0) for seed in range(400)]
-    from_nought = [float(pair[1]) for pair in firsts if float(pair[0]) == 0]
-    far = sum(value == 10 for value in from_nought) / len(from_nought)
-    assert abs(far - 100 / 101) < 5 * (100 / 101 / 101 / len(from_nought)) ** 0.5
+    from_zero = [float(pair[1]) for pair in firsts if float(pair[0]) == 0]
+    far = sum(value == 10 for value in from_zero) / len(from_zero)
+    assert abs(far - 100 / 101) < 5 * (100 / 101 / 101 / len(from_zero)) ** 0.5
     assert all(float(a) != float(b) for a, b in firsts)
 
 
@@ -101,7 +101,7 @@ def test_the_dtype_stays() -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -3e4])
 def test_where_the_points_lie_does_not_matter_in_single_precision(offset: float) -> None:
-    """Squares of what all points have in common would drown the distances between them."""
+    """A large common offset does not cause rounding in the distances."""
     places = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     points = torch.cat([0.1 * cloud(100, 2, i).float() + place for i, place in enumerate(places)]) + offset
     centres = kmeans(points, 4, generator(1)).double() - offset

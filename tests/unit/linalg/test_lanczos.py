@@ -101,7 +101,7 @@ def test_a_rank_below_one_is_refused(rank: int) -> None:
 
 
 def test_eigenvalues_repeated_more_often_than_the_block_is_wide(generator: torch.Generator) -> None:
-    """From three vectors a Krylov space reaches three eigenvectors of each eigenvalue; the rest must be found too."""
+    """A Krylov space from three vectors has three eigenvectors of each eigenvalue; the rest must be there too."""
     values = torch.cat([torch.full((7,), 2.0, dtype=D), torch.full((5,), 0.5, dtype=D), torch.zeros(28, dtype=D)])
     matrix = operator(values)
     pairs = leading_eigenpairs(product(matrix), 40, 12, block=3, tolerance=1e-10, max_basis=40, generator=generator)

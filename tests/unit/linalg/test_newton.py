@@ -24,12 +24,12 @@ def test_a_quadratic_is_done_in_one_step() -> None:
     h = spd(4)
     force = torch.randn(3, 4, dtype=D)
     lam = torch.tensor([1e-3, -1.0, 50.0], dtype=D)
-    found = pushed(lambda d: d @ h, lambda d: force, lambda r: torch.linalg.solve(h, r.T).T, lam,
+    minima = pushed(lambda d: d @ h, lambda d: force, lambda r: torch.linalg.solve(h, r.T).T, lam,
                    torch.zeros(3, 4, dtype=D), tolerance=1e-12)  # fmt: skip
-    assert_close(found.d, lam[:, None] * torch.linalg.solve(h, force.T).T)
-    assert found.steps == 1
-    assert float(found.residuals.max()) < 1e-12
-    assert float(found.missing.max()) < 1e-12
+    assert_close(minima.d, lam[:, None] * torch.linalg.solve(h, force.T).T)
+    assert minima.steps == 1
+    assert float(minima.residuals.max()) < 1e-12
+    assert float(minima.missing.max()) < 1e-12
 
 
 def cubic(d: Tensor) -> Tensor:
@@ -39,11 +39,11 @@ def cubic(d: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("lam", [1e-3, 0.1, -0.2])
 def test_a_curved_loss_is_solved_to_the_tolerance(lam: float) -> None:
-    found = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([lam], dtype=D), torch.zeros(1, 1, dtype=D),
+    minima = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([lam], dtype=D), torch.zeros(1, 1, dtype=D),
                    tolerance=1e-12)  # fmt: skip
-    d = float(found.d)
+    d = float(minima.d)
     assert d + d**3 == pytest.approx(lam, rel=1e-11)
-    assert float(found.residuals) <= 1e-12
+    assert float(minima.residuals) <= 1e-12
 
 
 def test_the_error_falls_with_the_push_at_every_step() -> None:
@@ -59,54 +59,54 @@ def test_the_error_falls_with_the_push_at_every_step() -> None:
 
 
 def test_what_is_missing_is_what_was_missing() -> None:
-    """Stopped early, the share that one more step would add is the error, up to its own."""
+    """After an early stop, the share that one more step would add is about the relative error."""
     lam = torch.tensor([0.3], dtype=D)
     exact = float(pushed(cubic, torch.ones_like, lambda r: r, lam, torch.zeros(1, 1, dtype=D), tolerance=1e-14).d)
     for most in (1, 2, 3):
-        found = pushed(cubic, torch.ones_like, lambda r: r, lam, torch.zeros(1, 1, dtype=D), tolerance=1e-14,
+        minima = pushed(cubic, torch.ones_like, lambda r: r, lam, torch.zeros(1, 1, dtype=D), tolerance=1e-14,
                        max_steps=most)  # fmt: skip
-        assert found.steps == most
-        assert float(found.missing) == pytest.approx(abs(float(found.d) - exact) / exact, rel=0.4)
-        assert float(found.residuals) > 1e-14
+        assert minima.steps == most
+        assert float(minima.missing) == pytest.approx(abs(float(minima.d) - exact) / exact, rel=0.4)
+        assert float(minima.residuals) > 1e-14
 
 
 def test_nothing_done_is_all_missing() -> None:
-    found = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([0.1], dtype=D), torch.zeros(1, 1, dtype=D),
+    minima = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([0.1], dtype=D), torch.zeros(1, 1, dtype=D),
                    tolerance=1e-9, max_steps=0)  # fmt: skip
-    assert (float(found.missing), float(found.residuals), found.steps) == (1.0, 1.0, 0)
+    assert (float(minima.missing), float(minima.residuals), minima.steps) == (1.0, 1.0, 0)
 
 
 def test_pushes_that_turn_with_the_weights() -> None:
     """g = d₁²/2 + d₁: (1 - λ) d₁ = λ."""
     push = lambda d: torch.stack([d[:, 0] + 1, torch.zeros_like(d[:, 1])], 1)
     lam = torch.tensor([0.25, -0.25], dtype=D)
-    found = pushed(lambda d: d, push, lambda r: r, lam, torch.zeros(2, 2, dtype=D), tolerance=1e-13)
-    assert_close(found.d, torch.stack([lam / (1 - lam), torch.zeros(2, dtype=D)], 1))
+    minima = pushed(lambda d: d, push, lambda r: r, lam, torch.zeros(2, 2, dtype=D), tolerance=1e-13)
+    assert_close(minima.d, torch.stack([lam / (1 - lam), torch.zeros(2, dtype=D)], 1))
 
 
 def test_a_row_that_gets_worse_is_left_where_it_was_best() -> None:
-    """Strongly pushed, the steps diverge; its neighbour is solved all the same."""
-    found = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([1e-2, 3.0], dtype=D), torch.zeros(2, 1, dtype=D),
+    """The steps of a strong perturbation diverge; the other row is solved nevertheless."""
+    minima = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([1e-2, 3.0], dtype=D), torch.zeros(2, 1, dtype=D),
                    tolerance=1e-12)  # fmt: skip
-    assert float(found.d[0] + found.d[0] ** 3) == pytest.approx(1e-2, rel=1e-11)
-    assert float(found.d[1]) == 0.0
-    assert found.missing[1] == 1.0
-    assert float(found.residuals[1]) == 1.0
+    assert float(minima.d[0] + minima.d[0] ** 3) == pytest.approx(1e-2, rel=1e-11)
+    assert float(minima.d[1]) == 0.0
+    assert minima.missing[1] == 1.0
+    assert float(minima.residuals[1]) == 1.0
 
 
 def test_a_row_that_overflows_leaves_the_others_alone() -> None:
-    """The solve mixes rows; what is not finite never gets there."""
+    """The solve mixes rows, so rows that are not finite are not given to it."""
     gradient = lambda d: d.sinh() + 1e200 * d**5
 
     def solve(r: Tensor) -> Tensor:
         assert bool(torch.isfinite(r).all())
         return r
 
-    found = pushed(gradient, torch.ones_like, solve, torch.tensor([1e-60, 1e30], dtype=D), torch.zeros(2, 1, dtype=D),
+    minima = pushed(gradient, torch.ones_like, solve, torch.tensor([1e-60, 1e30], dtype=D), torch.zeros(2, 1, dtype=D),
                    tolerance=1e-9)  # fmt: skip
-    assert float(found.d[0]) == pytest.approx(1e-60, rel=1e-9)
-    assert float(found.d[1]) == 0.0
-    assert float(found.missing[1]) == 1.0
+    assert float(minima.d[0]) == pytest.approx(1e-60, rel=1e-9)
+    assert float(minima.d[1]) == 0.0
+    assert float(minima.missing[1]) == 1.0
 
 
 def test_a_stiff_loss_does_not_end_the_search() -> None:
@@ -123,19 +123,19 @@ def test_a_stiff_loss_does_not_end_the_search() -> None:
     scale = torch.tensor([1.0, stiff], dtype=D)
     push = lambda d: torch.tensor([[1.0, 0.0]], dtype=D).expand(len(d), 2)
     lam = torch.tensor([1e-5], dtype=D)
-    found = pushed(gradient, push, lambda r: r / scale, lam, torch.zeros(1, 2, dtype=D), tolerance=1e-10)
+    minima = pushed(gradient, push, lambda r: r / scale, lam, torch.zeros(1, 2, dtype=D), tolerance=1e-10)
     force = lam * push(lam[:, None])
     assert float((gradient(force) - force).norm()) > 9 * float(lam)  # after one step: nine times the push itself
-    assert_close(found.d[:, 0], lam, 1 / 2)
-    assert_close(found.d[:, 1], lam**2, 1 / 2)
-    assert float(found.missing) < 1e-9
+    assert_close(minima.d[:, 0], lam, 1 / 2)
+    assert_close(minima.d[:, 1], lam**2, 1 / 2)
+    assert float(minima.missing) < 1e-9
 
 
 def test_no_push_is_no_move() -> None:
-    found = pushed(cubic, torch.zeros_like, lambda r: r, torch.tensor([1.0], dtype=D), torch.zeros(1, 3, dtype=D),
+    minima = pushed(cubic, torch.zeros_like, lambda r: r, torch.tensor([1.0], dtype=D), torch.zeros(1, 3, dtype=D),
                    tolerance=1e-9)  # fmt: skip
-    assert_close(found.d + 1, torch.ones(1, 3, dtype=D))
-    assert float(found.missing) == 0.0
+    assert_close(minima.d + 1, torch.ones(1, 3, dtype=D))
+    assert float(minima.missing) == 0.0
 
 
 # Where the minimum is
@@ -144,9 +144,9 @@ def test_no_push_is_no_move() -> None:
 def test_the_minimum_of_a_quadratic_in_one_step() -> None:
     h, centre = spd(4), torch.randn(4, dtype=D)
     gradient = lambda d: (d - centre) @ h
-    found, decrements = newton(gradient, lambda d, r: torch.linalg.solve(h, r.T).T, torch.zeros(4, dtype=D),
+    minima, decrements = newton(gradient, lambda d, r: torch.linalg.solve(h, r.T).T, torch.zeros(4, dtype=D),
                                tolerance=1e-20)  # fmt: skip
-    assert_close(found, centre)
+    assert_close(minima, centre)
     assert len(decrements) == 2
     assert decrements[0] == pytest.approx(float(centre @ h @ centre), rel=1e-10)  # twice what U falls by
     assert decrements[1] < 1e-20
@@ -154,21 +154,21 @@ def test_the_minimum_of_a_quadratic_in_one_step() -> None:
 
 def test_the_minimum_of_a_curved_loss() -> None:
     """U = e^d - 2 d has its minimum at log 2; the decrement falls with its square."""
-    found, decrements = newton(lambda d: d.exp() - 2, lambda d, r: r / d.exp(), torch.tensor([1.0], dtype=D),
+    minima, decrements = newton(lambda d: d.exp() - 2, lambda d, r: r / d.exp(), torch.tensor([1.0], dtype=D),
                                tolerance=1e-24)  # fmt: skip
-    assert float(found) == pytest.approx(math.log(2), rel=1e-12)
+    assert float(minima) == pytest.approx(math.log(2), rel=1e-12)
     assert decrements == sorted(decrements, reverse=True)
     assert decrements[2] < decrements[1] ** 1.5
 
 
 def test_a_search_that_leads_away_is_given_up() -> None:
-    """Newton's steps for the minimum of √(1 + d²) double up beyond one."""
+    """Newton's steps for the minimum of √(1 + d²) grow if they start beyond one."""
     gradient = lambda d: d / (1 + d**2).sqrt()
-    found, decrements = newton(gradient, lambda d, r: r * (1 + d**2) ** 1.5, torch.tensor([1.5], dtype=D),
+    minima, decrements = newton(gradient, lambda d, r: r * (1 + d**2) ** 1.5, torch.tensor([1.5], dtype=D),
                                tolerance=1e-12)  # fmt: skip
     assert decrements[-1] > 4 * decrements[-2] > 0
     assert len(decrements) < 10
-    assert abs(float(found)) > 1.5
+    assert abs(float(minima)) > 1.5
 
 
 def test_steps_are_halved_where_the_loss_is_known() -> None:
@@ -176,23 +176,23 @@ def test_steps_are_halved_where_the_loss_is_known() -> None:
     gradient = lambda d: d / (1 + d**2).sqrt()
     value = lambda d: float((1 + d**2).sqrt().sum())
     for start in (1.5, 15.0):
-        found, decrements = newton(gradient, lambda d, r: r * (1 + d**2) ** 1.5, torch.tensor([start], dtype=D),
+        minima, decrements = newton(gradient, lambda d, r: r * (1 + d**2) ** 1.5, torch.tensor([start], dtype=D),
                                    tolerance=1e-20, max_steps=60, value=value)  # fmt: skip
-        assert abs(float(found)) < 1e-9
+        assert abs(float(minima)) < 1e-9
         assert decrements[-1] <= 1e-20
 
 
 def test_a_known_loss_does_not_shorten_good_steps() -> None:
     h, centre = spd(4), torch.randn(4, dtype=D)
     value = lambda d: float(0.5 * (d - centre) @ h @ (d - centre)) + 1e6  # rounding that a small fall drowns in
-    found, decrements = newton(lambda d: (d - centre) @ h, lambda d, r: torch.linalg.solve(h, r.T).T,
+    minima, decrements = newton(lambda d: (d - centre) @ h, lambda d, r: torch.linalg.solve(h, r.T).T,
                                torch.zeros(4, dtype=D), tolerance=1e-20, value=value)  # fmt: skip
-    assert_close(found, centre)
+    assert_close(minima, centre)
     assert len(decrements) == 2
 
 
 def test_a_search_ends_where_no_length_lowers_the_loss() -> None:
-    """Beside the corner of |d| every step goes beyond it, and a thousandth of it too."""
+    """Next to the corner of |d| even a thousandth of the step goes beyond it."""
     solved = []
 
     def solve(d: Tensor, r: Tensor) -> Tensor:
@@ -200,14 +200,14 @@ def test_a_search_ends_where_no_length_lowers_the_loss() -> None:
         return r
 
     start = torch.tensor([1e-5], dtype=D)
-    found, decrements = newton(torch.sign, solve, start, tolerance=1e-12, value=lambda d: float(d.abs().sum()))
-    assert torch.equal(found, start)
+    minima, decrements = newton(torch.sign, solve, start, tolerance=1e-12, value=lambda d: float(d.abs().sum()))
+    assert torch.equal(minima, start)
     assert decrements == [1.0]
     assert solved == [1e-5]
 
 
 def test_a_search_that_overflows_says_so() -> None:
-    """Far left of its minimum e^d - d is flat: one step leads where nothing is finite."""
+    """Far left of its minimum e^d - d has little curvature: one step leads to an overflow."""
     solved = []
 
     def solve(d: Tensor, r: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def test_what_is_cut_is_told() -> None:
 
 
 def test_little_that_is_new_is_still_orthogonal() -> None:
-    """Rows that differ by a thousand roundings only: what tells them apart is found, and lies outside."""
+    """Rows that differ by a thousand roundings only: the basis contains their difference, orthogonal to the others."""
     against = torch.linalg.qr(torch.randn(50, 20, dtype=D))[0].T
     rows = torch.randn(1, 50, dtype=D) + 1e-13 * torch.randn(3, 50, dtype=D)
     for _ in range(2):
@@ -61,8 +61,8 @@ def test_rows_in_blocks_are_what_they_are_in_one_piece() -> None:
     rows = OrthonormalRows((whole[:0],)).extended(whole[:5]).extended(whole[5:6]).extended(whole[6:])
     v, y = torch.randn(4, 30, dtype=D, generator=gen), torch.randn(3, 12, dtype=D, generator=gen)
     assert len(rows) == 12
-    assert torch.equal(rows.whole(), whole)
+    assert torch.equal(torch.cat(rows.blocks), whole)
     assert_close(rows.coordinates(v), v @ whole.T)
     assert_close(rows.combined(y), y @ whole)
     assert_close(rows.removed(v), v - v @ whole.T @ whole)
-    assert rows.blocks[1].data_ptr() == whole.data_ptr()  # held, not copied
+    assert rows.blocks[1].data_ptr() == whole.data_ptr()  # not copied

@@ -27,10 +27,10 @@ def left(matrix: Tensor, chosen: list[int]) -> Tensor:
 @pytest.mark.parametrize("seed", range(4))
 def test_each_has_the_largest_variance_that_those_before_leave(seed: int) -> None:
     matrix = kernel(12, 15, seed)
-    found = greedy_pivots(matrix, 7).tolist()
-    assert len(set(found)) == 7
-    for i, pivot in enumerate(found):
-        variances = left(matrix, found[:i])
+    pivots = greedy_pivots(matrix, 7).tolist()
+    assert len(set(pivots)) == 7
+    for i, pivot in enumerate(pivots):
+        variances = left(matrix, pivots[:i])
         assert int(variances.argmax()) == pivot
 
 
@@ -44,23 +44,23 @@ def test_fewer_are_the_first_of_more() -> None:
 @pytest.mark.parametrize("rank", [1, 4])
 def test_it_ends_where_nothing_is_left(rank: int) -> None:
     matrix = kernel(9, rank)
-    found = greedy_pivots(matrix, 9)
-    assert len(found) == rank
-    assert float(left(matrix, found.tolist()).abs().max()) <= 1e-10 * float(matrix.diagonal().max())
+    pivots = greedy_pivots(matrix, 9)
+    assert len(pivots) == rank
+    assert float(left(matrix, pivots.tolist()).abs().max()) <= 1e-10 * float(matrix.diagonal().max())
 
 
 def test_equal_rows_are_taken_once() -> None:
     matrix = kernel(4, 6)[[0, 0, 1, 2, 2, 3]][:, [0, 0, 1, 2, 2, 3]]
-    found = greedy_pivots(matrix, 6)
-    assert len(found) == 4
-    assert len(set(torch.tensor([0, 0, 1, 2, 2, 3])[found].tolist())) == 4
+    pivots = greedy_pivots(matrix, 6)
+    assert len(pivots) == 4
+    assert len(set(torch.tensor([0, 0, 1, 2, 2, 3])[pivots].tolist())) == 4
 
 
 def test_more_than_there_are() -> None:
     assert sorted(greedy_pivots(kernel(5, 8), 50).tolist()) == [0, 1, 2, 3, 4]
 
 
-def test_a_kernel_of_noughts_has_none() -> None:
+def test_a_kernel_of_zeros_has_none() -> None:
     assert greedy_pivots(torch.zeros(3, 3), 2).tolist() == []
 
 
@@ -73,10 +73,10 @@ def test_single_precision_is_widened() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_each_takes_the_most_off_the_sum_of_variances(seed: int) -> None:
     matrix = kernel(12, 15, seed)
-    found = trace_pivots(matrix, 6).tolist()
-    assert len(set(found)) == 6
-    for i, pivot in enumerate(found):
-        sums = [float(left(matrix, [*found[:i], other]).sum()) if other not in found[:i] else torch.inf
+    pivots = trace_pivots(matrix, 6).tolist()
+    assert len(set(pivots)) == 6
+    for i, pivot in enumerate(pivots):
+        sums = [float(left(matrix, [*pivots[:i], other]).sum()) if other not in pivots[:i] else torch.inf
                 for other in range(12)]  # fmt: skip
         assert min(range(12), key=lambda other: sums[other]) == pivot
 

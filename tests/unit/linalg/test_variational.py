@@ -29,26 +29,26 @@ def test_before_the_data_it_is_the_prior() -> None:
 
 
 def test_divergence_is_that_of_two_normals() -> None:
-    found = Inducing(EYE + gained())
+    inducing = Inducing(EYE + gained())
     zero = torch.zeros(4, dtype=D)
     exact = kl_divergence(MultivariateNormal(zero, precision_matrix=EYE + gained()), MultivariateNormal(zero, EYE))
-    assert_close(found.divergence(), exact)
+    assert_close(inducing.divergence(), exact)
 
 
 def test_what_the_data_take_away() -> None:
-    found = Inducing(EYE + gained())
-    assert_close(found.decided, EYE - torch.linalg.inv(EYE + gained()))
+    inducing = Inducing(EYE + gained())
+    assert_close(inducing.decided, EYE - torch.linalg.inv(EYE + gained()))
     rows, prior = torch.randn(5, 3, 4, dtype=D), torch.rand(5, 3, 3, dtype=D)
     expected = torch.stack([p - r @ (EYE - torch.linalg.inv(EYE + gained())) @ r.T for p, r in zip(prior, rows)])
-    assert_close(found.left(prior, rows), expected)
+    assert_close(inducing.left(prior, rows), expected)
 
 
 def test_what_is_left_under_other_prior_variances() -> None:
-    """Prior, rows and what is known all grow with it."""
-    found, factors = Inducing(EYE + gained()), (0.01, 1.0, 30.0)
+    """Prior, rows and B all grow with the factor."""
+    inducing, factors = Inducing(EYE + gained()), (0.01, 1.0, 30.0)
     rows, prior = torch.randn(5, 3, 4, dtype=D), torch.rand(5, 3, 3, dtype=D)
-    for factor, left in zip(factors, found.lefts(prior, rows, factors), strict=True):
-        assert_close(left, found.times(factor).left(factor * prior, factor**0.5 * rows))
+    for factor, left in zip(factors, inducing.lefts(prior, rows, factors), strict=True):
+        assert_close(left, inducing.times(factor).left(factor * prior, factor**0.5 * rows))
 
 
 @pytest.mark.parametrize("step", [1.0, 0.3])
@@ -65,32 +65,32 @@ def test_one_step_of_length_one_forgets_the_start() -> None:
 
 
 def test_averaged_steps_of_batches_are_one_step_on_all() -> None:
-    """Lengths 1, 1/2, 1/3 ... weigh every batch alike."""
-    found = Inducing.before_data(4, torch.empty(0))
+    """Steps of 1, 1/2, 1/3 ... give every batch the same weight."""
+    inducing = Inducing.before_data(4, torch.empty(0))
     parts = [gained(seed) for seed in range(5)]
     for i, part in enumerate(parts):
-        found = found.updated(len(parts) * part, 1 / (i + 1))
-    assert_close(found.precision, EYE + torch.stack(parts).sum(0))
+        inducing = inducing.updated(len(parts) * part, 1 / (i + 1))
+    assert_close(inducing.precision, EYE + torch.stack(parts).sum(0))
 
 
 def test_the_step_is_the_natural_gradient() -> None:
-    """Of E[log p] - KL in the expectation parameter S: the slope is ½ (old precision - target)."""
+    """The gradient of E[log p] - KL in the expectation parameter S is ½ (old precision - target)."""
     s = torch.linalg.inv(EYE + gained(1)).requires_grad_()
     value = -0.5 * (gained(2) * s).sum() - 0.5 * (s.diagonal().sum() - torch.linalg.slogdet(s)[1])
     (slope,) = torch.autograd.grad(value, s)
-    moved = Inducing(EYE + gained(1)).updated(gained(2), 0.1)
-    assert_close(moved.precision, EYE + gained(1) - 2 * 0.1 * slope, SOLVED)
+    updated = Inducing(EYE + gained(1)).updated(gained(2), 0.1)
+    assert_close(updated.precision, EYE + gained(1) - 2 * 0.1 * slope, SOLVED)
 
 
 def test_only_the_whole_is_kept_positive() -> None:
-    """Batches may take off what others add; where all together want more than the prior's variance, it stays that."""
-    found = Inducing.before_data(4, torch.empty(0)).updated(-0.5 * gained(1), 1.0).updated(2 * gained(1), 0.5)
-    assert_close(found.precision, EYE + 0.75 * gained(1))
+    """Some batches may lower the precision; where all together would lower it below the prior's, it stays there."""
+    inducing = Inducing.before_data(4, torch.empty(0)).updated(-0.5 * gained(1), 1.0).updated(2 * gained(1), 0.5)
+    assert_close(inducing.precision, EYE + 0.75 * gained(1))
     basis = torch.linalg.qr(torch.randn(4, 4, dtype=D, generator=torch.Generator().manual_seed(0)))[0]
     values = torch.tensor([2.0, -0.9, 0.5, -3.0], dtype=D)
-    found = Inducing(EYE + (basis * values) @ basis.mT)
-    assert_close(found.known, (basis * values.clamp_min(0)) @ basis.mT)
-    assert_close(found.precision, EYE + found.known)
-    assert_close(found.updated(torch.zeros_like(EYE), 0.5).average, EYE + 0.5 * (basis * values) @ basis.mT)
-    assert float(found.divergence()) > 0
-    assert_close(found.times(3.0).known, 3 * found.known)
+    inducing = Inducing(EYE + (basis * values) @ basis.mT)
+    assert_close(inducing.known, (basis * values.clamp_min(0)) @ basis.mT)
+    assert_close(inducing.precision, EYE + inducing.known)
+    assert_close(inducing.updated(torch.zeros_like(EYE), 0.5).average, EYE + 0.5 * (basis * values) @ basis.mT)
+    assert float(inducing.divergence()) > 0
+    assert_close(inducing.times(3.0).known, 3 * inducing.known)

@@ -22,7 +22,7 @@ def kernel(size: int, rank: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("size", "rank"), [(1, 1), (7, 9), (7, 7), (7, 4), (7, 1)])
 def test_the_kernel_becomes_the_identity(size: int, rank: int) -> None:
-    """In as many coordinates as the kernel has directions."""
+    """The number of coordinates is the rank of the kernel."""
     matrix = kernel(size, rank)
     white = whitening(matrix)
     assert white.shape == (size, min(size, rank))
@@ -31,15 +31,15 @@ def test_the_kernel_becomes_the_identity(size: int, rank: int) -> None:
 
 
 def test_equal_points_count_once() -> None:
-    """Two rows that are the same have one direction between them; nothing is divided by rounding."""
+    """Two equal rows give one direction; nothing is divided by rounding."""
     matrix = kernel(5, 9)
     twice = matrix[[0, 1, 2, 2, 3, 4, 0]][:, [0, 1, 2, 2, 3, 4, 0]]
     white = whitening(twice)
     assert white.shape == (7, 5)
     spread = torch.zeros(7, 5, dtype=D)
     spread[[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 2, 3, 4, 0]] = 1
-    told = white.T @ spread @ matrix  # K_xZ white, for x the five points themselves
-    assert_close(told.T @ told, matrix, SOLVED)
+    rows = white.T @ spread @ matrix  # K_xZ white, for x the five points themselves
+    assert_close(rows.T @ rows, matrix, SOLVED)
     assert float(white.abs().max()) < 1e2 * float(whitening(matrix).abs().max())
 
 
@@ -53,7 +53,7 @@ def test_single_precision_is_widened() -> None:
         (torch.full((2, 2), float("nan")), "not finite; check the inputs"),
         (torch.full((2, 2), float("inf")), "not finite; check the inputs"),
         (torch.full((1, 1), float("inf")), "not finite; check the inputs"),
-        (torch.zeros(3, 3), "nought: no output depends on the selected weights .* choose other weights"),
+        (torch.zeros(3, 3), "zero: no output depends on the selected weights .* choose other weights"),
     ],
 )
 @pytest.mark.parametrize("way", [whitening, smooth_whitening])
@@ -83,8 +83,8 @@ def test_the_smooth_one_has_a_little_on_the_diagonal(jitter: float) -> None:
 def test_the_smooth_one_never_tells_more_than_there_is() -> None:
     """Singular: K_xZ white whiteᵀ K_Zx stays below the variance at x, and near it."""
     matrix = kernel(8, 3)
-    told = matrix @ smooth_whitening(matrix)
-    left = matrix - told @ told.T
+    rows = matrix @ smooth_whitening(matrix)
+    left = matrix - rows @ rows.T
     assert float(torch.linalg.eigvalsh(left).min()) >= -1e-12 * float(matrix.diagonal().max())
     assert float(left.diagonal().max()) <= 1e-6 * float(matrix.diagonal().max())
 

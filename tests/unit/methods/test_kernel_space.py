@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.priors.groups import PerLayer
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, cast
 from tests.references import dense
@@ -34,7 +35,7 @@ def fitted(case: Case, method: Any, prior: Any, **options: Any) -> lw.Fitted:
     return lw.fit(case.build(), data, likelihood, method=method, prior=prior, **options)
 
 
-def by_layer(model: nn.Module) -> lw.priors.gaussian.Prior:
+def by_layer(model: nn.Module) -> PerLayer:
     """A precision of its own for every layer, from a tenth to ten."""
     names = list(dict.fromkeys(n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad))
     return lw.per_layer(dict(zip(names, torch.logspace(-1, 1, len(names)).tolist(), strict=True)))

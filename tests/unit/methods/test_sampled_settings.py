@@ -18,7 +18,7 @@ COUNTS = ["num_samples", "width", "probes", "steps", "batch", "epochs"]
 @pytest.mark.parametrize("value", [2.5, 4.0, True, "4", None])
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_are_whole_numbers(name: str, value: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"{name} is {value!r}; expected a whole number"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"{name} is {value!r}; expected an integer"):
         lw.Sampled(**{name: value})
 
 
@@ -38,7 +38,7 @@ def test_widths_are_positive(width: int) -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "4 GiB"])
 def test_memory_is_positive_and_finite(value: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=r"memory is .*; expected a positive number that is finite"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"memory is .*; expected a positive, finite number"):
         lw.Sampled(memory=value)
 
 

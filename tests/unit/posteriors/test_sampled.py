@@ -101,8 +101,8 @@ def test_nothing_of_autocast_is_remembered() -> None:
 
 @pytest.mark.parametrize("n", [2.5, 2.0, True, "2", None])
 def test_samples_are_counted_in_whole_numbers(n: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"n is {n!r}; expected a whole number"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"n is {n!r}; expected an integer"):
         fitted().weight_samples(n)
     if isinstance(n, float):
-        with pytest.raises(lw.errors.UnsupportedError, match=f"n is {n!r}; expected a whole number"):
+        with pytest.raises(lw.errors.UnsupportedError, match=f"n is {n!r}; expected an integer"):
             fitted().function_samples(setting()[1][:5], n)  # type: ignore[arg-type]

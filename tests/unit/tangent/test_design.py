@@ -441,7 +441,7 @@ def test_a_noise_for_each_output(cache: int | None) -> None:
 
 @pytest.mark.parametrize("part", [0, -1])
 def test_parts_without_data_are_refused(part: int) -> None:
-    with pytest.raises(DataError, match=f"parts of {part} data; expected at least one"):
+    with pytest.raises(DataError, match=f"part is {part}; expected at least one datum"):
         built(BY_NAME["mlp"], None, part=part)
 
 
@@ -463,8 +463,8 @@ def test_one_batch_is_tried_where_the_data_are_kept_and_all_where_they_are_not()
     kept, streamed = over(case, pairs, 15_000), over(case, pairs, 0)
     assert kept.streamed
     v = rows(2, kept.size)
-    assert_close(gram_product(kept.tried(), v), gram_product(over(case, pairs[:1], None), v))
-    assert streamed.tried() is streamed
+    assert_close(gram_product(kept.probe(), v), gram_product(over(case, pairs[:1], None), v))
+    assert streamed.probe() is streamed
     refuse_unsteady(kept)
 
 
@@ -475,8 +475,8 @@ def test_what_is_kept_is_counted() -> None:
     factors, streamed, nothing = (over(case, [(x, y)], cache) for cache in (None, data, 0))
     assert nothing.nbytes == 0
     assert streamed.nbytes == data
-    assert factors.held is not None
-    assert factors.nbytes == data + sum(part.nbytes for part in factors.held)
+    assert factors.factors is not None
+    assert factors.nbytes == data + sum(part.nbytes for part in factors.factors)
     assert factors.nbytes > 2 * data
 
 

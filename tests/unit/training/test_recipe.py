@@ -11,7 +11,8 @@ from torch import nn
 
 import lapwing as lw
 from lapwing import errors, recipes
-from lapwing.training import loop
+from lapwing.core.progress import ProgressBar
+from lapwing.priors.groups import PerLayer
 from tests import problems
 from tests.unit.training.settings import arrays, kept, mlp, set_to
 
@@ -23,15 +24,15 @@ D = torch.float64
     [
         ({"epochs": 0}, "epochs is 0"),
         ({"epochs": -2}, "epochs is -2"),
-        ({"frequency": 0}, "frequency 0"),
-        ({"burn_in": -1}, "burn_in -1"),
+        ({"frequency": 0}, "frequency is 0; expected at least 1"),
+        ({"burn_in": -1}, "burn_in is -1; expected at least 0"),
         ({"optimiser": "rmsprop"}, "optimiser is 'rmsprop'; expected one of adam, sgd, lbfgs"),
         ({"rate": 0.0}, "rate is 0.0"),
         ({"rate": -1e-3}, "rate is -0.001"),
         ({"rate": float("nan")}, "rate is nan"),
         ({"rate": float("inf")}, "rate is inf"),
         ({"rate": 1e-4, "last_rate": 1e-3}, "expected 0 < last <= first"),
-        ({"last_rate": 0.0}, "last_rate 0.0"),
+        ({"last_rate": 0.0}, "last_rate is 0.0; expected a positive"),
         ({"method": lw.Kron}, "method is the class Kron; expected an object"),
         ({"method": "kron"}, "method is 'kron'"),
         ({"update": lw.tuners.Ascend}, "update is the class Ascend; expected an object"),
@@ -48,7 +49,8 @@ def test_bad_settings(make: Any, settings: dict[str, Any], message: str) -> None
 
 def test_settings_have_their_place() -> None:
     recipe = recipes.classic(epochs=7, prior=lw.per_layer(2.0), seed=3)
-    assert (recipe.epochs, recipe.prior.kind, recipe.seed, recipe.optimiser) == (7, "per_layer", 3, "lbfgs")
+    assert (recipe.epochs, recipe.seed, recipe.optimiser) == (7, 3, "lbfgs")
+    assert isinstance(recipe.prior, PerLayer)
     assert isinstance(recipe.method, lw.Full)
     with pytest.raises(TypeError):
         recipes.online(epoch=3)
@@ -68,7 +70,7 @@ def test_the_rate_falls_by_a_cosine() -> None:
         (None, lw.Categorical, errors.UnsupportedError, "likelihood is the class Categorical"),
         (None, "classify", errors.UnsupportedError, "likelihood is 'classify'; expected one of"),
         (None, lw.Gaussian(per_output=True), errors.UnsupportedError, "one noise for all outputs"),
-        (recipes.online(2, prior=lw.priors.g_prior()), "classification", errors.UnsupportedError, "a g-prior follows the curvature"),  # noqa: E501
+        (recipes.online(2, prior=lw.priors.g_prior()), "classification", errors.UnsupportedError, "a g-prior depends on the curvature"),  # noqa: E501
         (recipes.online(2, prior=lw.priors.per_normalised_group()), "classification", errors.UnsupportedError, "per_normalised_group"),  # noqa: E501
         (recipes.online(2, method=lw.baselines.MapOnly()), "classification", errors.UnsupportedError, r"MapOnly\(\) has no evidence"),  # noqa: E501
         (None, "regression", errors.DataError, "Gaussian: targets have the shape"),
@@ -113,18 +115,7 @@ def test_the_bar_shows_loss_evidence_and_precisions(capsys: pytest.CaptureFixtur
 
 def test_what_the_bar_is_told_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-
-    class Bar:
-        def __init__(self, epochs: range) -> None:
-            self.epochs = epochs
-
-        def __iter__(self) -> Any:
-            return iter(self.epochs)
-
-        def set_postfix_str(self, text: str) -> None:
-            told.append(text)
-
-    monkeypatch.setattr(loop, "progress_bar", Bar)
+    monkeypatch.setattr(ProgressBar, "show_text", lambda bar, text: told.append(text))
     settings = {"prior": lw.isotropic(0.5), "update": kept, "burn_in": 2}
     history = lw.train(
         mlp(), [arrays("categorical")], "classification", recipes.online(4, **settings), progress=True
@@ -143,7 +134,6 @@ def test_a_resumed_bar_starts_where_it_stopped(capsys: pytest.CaptureFixture[str
 
 def test_no_bar_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    assert loop.progress_bar(range(2, 5)) == range(2, 5)
     assert (
         len(lw.train(mlp(), [arrays("categorical")], "classification", recipes.online(2), progress=True).history) == 2
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.api import Trained
-from lapwing.training.loop import State
+from lapwing.training.state import State
 from tests import problems
 from tests.cases import BY_NAME
 from tests.unit.training.settings import CUTS, D, arrays, dropped, flat, kept, mlp, same, shuffled
@@ -209,5 +209,5 @@ def test_states_of_another_run() -> None:
     resumed(recipe("adam", prior=lw.priors.diagonal(), method=lw.Diagonal()))
     resumed(recipe("adam"), "classification")
     for found, word in zip(seen, ("2 precisions, the prior 3", "size mismatch", "0.weight", "not sgd", "not lbfgs",
-                                  "the prior 1", "the prior 51", "has none to learn"), strict=True):  # fmt: skip
+                                  "the prior 1", "the prior 51", "has no noise to learn"), strict=True):  # fmt: skip
         assert word in found

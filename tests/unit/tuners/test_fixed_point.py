@@ -225,7 +225,7 @@ def test_as_the_tuner_of_a_fit() -> None:
 
 
 def unbiased() -> lw.Fitted:
-    """Biases that are all nought: no precision is high enough for them, and the evidence rises for ever."""
+    """Biases that are all zero: no precision is high enough for them, and the evidence rises for ever."""
     model = nn.Linear(4, 3).double()
     nn.init.zeros_(model.bias)
     prior = lw.grouped({"weight": 1.0, "bias": 1.0})

@@ -286,7 +286,7 @@ def test_the_tuner_uses_those_estimates() -> None:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_the_tuner_is_adam_on_single_blocks(learned: bool) -> None:
-    """Ten steps, two and a half cycles, against Adam's formulas on the dense terms with a rate that falls to nought."""
+    """Ten steps, two and a half cycles, against Adam's formulas on the dense terms with a rate that falls to zero."""
     case = BY_NAME["mlp"]
     model, x, y = problem(case, "gaussian")
     data, reference = problems.split(x, y, (3, 1, 2)), Linearised.of("gaussian", model, x, y)
@@ -433,7 +433,7 @@ def test_a_model_that_moved_on_is_refused() -> None:
 def test_bad_input() -> None:
     posterior, _, _, data = fitted(BY_NAME["mlp"], "gaussian", "isotropic")
     for block in (0, -3):
-        with pytest.raises(lw.errors.UnsupportedError, match=f"block is {block}; expected at least one"):
+        with pytest.raises(lw.errors.UnsupportedError, match=f"block is {block}; expected at least 1"):
             lw.tuners.evidence_bound(posterior, data, block=block)
         with pytest.raises(lw.errors.UnsupportedError, match=f"block is {block}"):
             lw.tuners.MaximiseBound(data, block=block)

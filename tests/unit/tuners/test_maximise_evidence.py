@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.priors.single import Isotropic
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
@@ -136,13 +137,13 @@ def test_full_evidence_of_a_classifier() -> None:
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
 def test_default_fit_ends_at_the_optimum(name: str, likelihood: str) -> None:
-    """No precision on a fine line through the optimum has more evidence, and the slope there is nought."""
+    """No precision on a fine line through the optimum has more evidence, and the slope there is zero."""
     if likelihood == "gaussian":
         fitted = regression(METHODS[name])
     else:
         case = BY_NAME["mlp"]
         fitted = lw.fit(case.build(), problems.batches(case), "classification", method=METHODS[name])
-    assert fitted.prior.kind == "isotropic"
+    assert isinstance(fitted.prior.given, Isotropic)
     best = fitted.log_evidence()
     at = fitted.prior.values.log()
     of = lambda p: fitted.with_prior(p.exp()).log_evidence().detach()
@@ -279,7 +280,7 @@ def test_what_is_not_finite_ends_it_with_the_trace_and_the_last_good_value() -> 
 
 
 def test_zero_weights_have_no_optimum_but_an_answer() -> None:
-    """All weights nought: the evidence rises with the precision for ever; the answer is finite and the bars narrow."""
+    """All weights zero: the evidence rises with the precision for ever; the answer is finite and the bars narrow."""
     model = nn.Linear(4, 3).double()
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)

@@ -560,11 +560,11 @@ def test_the_prior_over_weights_has_no_say() -> None:
     ("settings", "message"),
     [
         ({"num_inducing": 0}, "num_inducing is 0; expected at least 1"),
-        ({"num_inducing": True}, "num_inducing is True; expected a whole number"),
+        ({"num_inducing": True}, "num_inducing is True; expected an integer"),
         ({"steps": 0}, "steps is 0; expected at least 1"),
-        ({"steps": 3.5}, "steps is 3.5; expected a whole number"),
-        ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number"),
-        ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive number that is finite"),
+        ({"steps": 3.5}, "steps is 3.5; expected an integer"),
+        ({"batch_size": 2.5}, "batch_size is 2.5; expected an integer"),
+        ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive, finite number"),
         ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
         ({"patience": 0}, "patience is 0; expected at least 1"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a positive number"),
@@ -594,7 +594,7 @@ def test_distances_need_numbers(name: str) -> None:
 
 def test_draws_and_ignored_targets_are_refused() -> None:
     x, y = classes()
-    with pytest.raises(lw.errors.UnsupportedError, match="no slope to learn by"):
+    with pytest.raises(lw.errors.UnsupportedError, match="no gradient to learn by"):
         lw.fit(confident(), [(x, y)], lw.Categorical(link="mc"), method=lw.FMGP())
     some = y.clone()
     some[3] = -100

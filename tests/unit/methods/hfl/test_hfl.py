@@ -630,7 +630,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "endless lam": ({"lam": math.inf}, "lam is inf; expected a positive number"),
     "no pushes": ({"pushes": 0}, "pushes is 0; expected at least 1"),
     "no steps": ({"steps": 0}, "steps is 0; expected at least 1"),
-    "half a step": ({"steps": 1.5}, "steps is 1.5; expected a whole number"),
+    "half a step": ({"steps": 1.5}, "steps is 1.5; expected an integer"),
     "no batch": ({"batch_size": -3}, "batch_size is -3; expected at least 1"),
     "no rate": ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive number"),
     "rate that is none": ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive number"),

@@ -1,0 +1,60 @@
+"""Run an experiment by ``python -m experiments NAME [options] --out DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from lapwing.cli import publish
+from lapwing.demo.report import Report
+
+EXPERIMENTS = {  # the name of a module in this folder, and its help
+    "uci": "nine regression tables from a data folder",
+    "flights": "arrival delays: a large table, every method for regression",
+    "fashion": "Fashion-MNIST: cross-validation against training with the evidence",
+    "normalised": "MNIST: naive against corrected evidence, normalised networks",
+    "sampling": "digits: noise of the gradients of samples, and γ from one sample",
+    "inducing": "functions of one input: inducing points against the exact posterior",
+    "images": "one network for images, every method: likelihood, calibration, OOD",
+    "response": "error bars by pushing: two tasks, sensitivity, tables",
+    "pushed": "a convolutional network at its minimum, pushed: Fashion-MNIST",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment that is named first and return the exit status: 0, or 1 with a message on stderr."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    return publish("experiments", lambda: _run(given))
+
+
+def _run(given: list[str]) -> Report:
+    arguments = _parser(given[0] if given else "").parse_args(given)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report: Report = arguments.command(arguments, _print_progress)
+    return report
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of all names. Only the experiment that is run is imported and has its options added."""
+    parser = argparse.ArgumentParser(prog="python -m experiments", description="Experiments with Lapwing.")
+    commands = parser.add_subparsers(dest="name", required=True)
+    for each, text in EXPERIMENTS.items():
+        command = commands.add_parser(each, help=text)
+        command.add_argument("--out", type=Path, required=True, help="folder for the files that are written")
+        command.add_argument("--seed", type=int, default=0)
+        if each == name:
+            module = import_module(f"experiments.{name}")
+            command.set_defaults(command=module.command)
+            module.add_options(command)
+    return parser
+
+
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

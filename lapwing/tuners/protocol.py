@@ -1,0 +1,56 @@
+"""What a tuner is, and how it gets the training data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from lapwing.core.data import Data
+from lapwing.errors import UnsupportedError
+
+
+class Tuner(Protocol):
+    """A function from a posterior to the same posterior under better hyperparameters; a frozen dataclass of settings.
+
+    ``fit`` and ``Fitted.tuned`` accept any callable of this form:
+
+    >>> def fixed(posterior):
+    ...     prior = posterior.problem.prior
+    ...     return posterior.with_problem(posterior.problem.with_prior(prior.with_precision(0 * prior.values + 3.0)))
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
+    >>> lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", tuner=fixed).prior.values.item()
+    3.0
+    """
+
+    def __call__(self, posterior: Any, /) -> Any:
+        """Return the posterior under better hyperparameters, with a ``trace`` of the search if it can hold one."""
+        ...
+
+
+@runtime_checkable
+class NeedsData(Protocol):
+    """A tuner that passes over the training data; ``fit`` gives its own data to a tuner that has none."""
+
+    def with_data(self, data: Data) -> Tuner:
+        """Return the tuner with these data, or unchanged if it has data."""
+        ...
+
+
+def with_training_data(tuner: Tuner, data: Data | None) -> Tuner:
+    """Return the tuner, with the training data if it needs them and has none."""
+    return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
+
+
+def required_data(tuner: str, source: Iterable[Any] | Data | None, device: torch.device) -> Data:
+    """Return the data of a tuner, or raise if it has none."""
+    if source is None:
+        raise UnsupportedError(f"{tuner} needs the training data: {tuner}(data), or give it to fit().")
+    return as_data(source, device)
+
+
+def as_data(source: Iterable[Any] | Data, device: torch.device) -> Data:
+    """Return batches on the device."""
+    return source if isinstance(source, Data) else Data(source, device)

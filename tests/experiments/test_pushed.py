@@ -1,0 +1,128 @@
+"""A convolutional network at its minimum, in small, on made images."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lapwing as lw
+from experiments import pushed
+from experiments.__main__ import main
+from experiments.image_task import Task
+from lapwing.demo.result import Result
+from lapwing.methods.hfl.pushed_weights import PushedWeights
+from lapwing.methods.hfl.response import ResponsePosterior
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten classes of coarse noisy patterns under the name of Fashion-MNIST, noise under that of MNIST."""
+    where = tmp_path_factory.mktemp("data")
+    draw = np.random.default_rng(0)
+    patterns = draw.integers(0, 255, (10, 7, 7)).repeat(4, 1).repeat(4, 2)
+    for name, share in (("fashion_mnist", 0.6), ("mnist", 0.0)):
+        arrays = {}
+        for part, count in (("train", 200), ("test", 40)):
+            y = np.arange(count) % 10
+            noise = draw.integers(0, 255, (count, 28, 28))
+            arrays[f"x_{part}"] = (share * patterns[y] + (1 - share) * noise).astype(np.uint8)
+            arrays[f"y_{part}"] = y.astype(np.int64)
+        np.savez(where / f"{name}.npz", **arrays)
+    return where
+
+
+@cache
+def settings(folder: Path) -> pushed.PushedImages:
+    return pushed.PushedImages(folder, data=30, held_out=30, test=40, channels=(2, 2), pushes=4, single=2)
+
+
+@cache
+def task(folder: Path) -> Task:
+    return pushed.made(settings(folder), 0)
+
+
+def energy(folder: Path, flat: Tensor) -> Tensor:
+    found, values, start = task(folder), {}, 0
+    for name, parameter in found.model.named_parameters():
+        values[name] = flat[start : start + parameter.numel()].reshape(parameter.shape)
+        start += parameter.numel()
+    x, y = found.train
+    f = torch.func.functional_call(found.model, values, (x,))
+    return F.cross_entropy(f, y, reduction="sum") + 0.5 * settings(folder).precision * flat.square().sum()
+
+
+def test_the_network_is_at_its_minimum(folder: Path) -> None:
+    flat = torch.nn.utils.parameters_to_vector(task(folder).model.parameters()).detach()
+    slope = torch.func.grad(lambda w: energy(folder, w))
+    assert float(slope(flat).norm()) < 1e-6
+    assert float(torch.linalg.eigvalsh(torch.func.jacrev(slope)(flat))[0]) > 0
+
+
+def test_held_out_images_are_not_trained_on(folder: Path) -> None:
+    found = task(folder)
+    assert (len(found.train[0]), len(found.held_out[0])) == (30, 30)
+    assert float(torch.cdist(found.held_out[0].flatten(1), found.train[0].flatten(1)).min()) > 1
+
+
+def test_every_method_has_its_scores(folder: Path) -> None:
+    lines: list[str] = []
+    found = pushed.run(settings(folder), progress=lines.append)
+    scores = {row.name: row.scores for row in found.rows}
+    assert len(scores) == 12
+    for name, mine in scores.items():
+        assert all(0 <= mine[key] <= 1 for key in ("accuracy", "ECE", "OOD AUROC", "score AUROC"))
+        assert mine["NLL"] > 0
+        raw = scores[name.removesuffix(", calibrated")]
+        assert mine["rank correlation"] == pytest.approx(raw["rank correlation"])  # a scale ranks nothing anew
+        assert mine["score AUROC"] == pytest.approx(raw["score AUROC"])
+    assert scores["full Hessian"]["rank correlation"] == pytest.approx(1)
+    assert scores["full Hessian"]["ratio"] == pytest.approx(1)
+    assert scores["plain"]["score AUROC"] == 0.5
+    assert (scores["plain"]["rank correlation"], scores["plain"]["ratio"]) == (0, 0)
+    assert scores["plain"]["NLL"] == pytest.approx(scores["plain"]["MC NLL"])
+    notes = "\n".join(found.notes)
+    for words in ("each point: the variances of full Hessian to", "linearised: the variances of GGN to", "standard"):
+        assert words in notes
+    assert any("each point" in line for line in lines)
+    assert Result.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("variant", ["absolute", "mean", "random"])
+def test_the_push_is_finished(folder: Path, variant: str) -> None:
+    def fitted(method: lw.HFL) -> object:
+        return pushed.fitted(task(folder), method, settings(folder), 0).posterior
+
+    exact = fitted(lw.HFL())
+    assert isinstance(exact, ResponsePosterior)
+    whole = fitted(lw.HFL("pretrained", variant=variant, pushes=4))
+    assert isinstance(whole, PushedWeights)
+    assert pushed.distance_from_limit(whole, exact.responder, task(folder), 0) < 1e-5
+    short = fitted(
+        lw.HFL("pretrained", variant=variant, pushes=4, solver="adam", steps=5, tolerance=float("inf"), drift=1e9)
+    )
+    assert isinstance(short, PushedWeights)
+    assert pushed.distance_from_limit(short, exact.responder, task(folder), 0) > 0.1
+
+
+def test_the_scale_is_that_of_the_method(folder: Path) -> None:
+    found = task(folder)
+    method = lw.HFL("pretrained", calibration=found.validation)
+    posterior = pushed.fitted(found, method, settings(folder), 0).posterior
+    assert isinstance(posterior, PushedWeights)
+    assert pushed._scale(posterior.scaled(1.0), found) == pytest.approx(posterior.scale, rel=1e-6)
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pushed", "--quick", "--data-dir", str(folder), "--out", str(tmp_path), "--seed", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "HFL, absolute push, calibrated" in printed.out
+    assert "seed 1, at the minimum" in printed.err
+    found = Result.from_json(json.dumps(json.loads((tmp_path / "pushed.json").read_text())["pushed"]))
+    assert (found.seed, found.settings["data"]) == (1, 60)

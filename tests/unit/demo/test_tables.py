@@ -1,0 +1,30 @@
+"""Tables as text."""
+
+from __future__ import annotations
+
+from lapwing.demo.result import Result, Row
+from lapwing.demo.tables import table
+
+
+def test_columns_line_up_and_notes_follow() -> None:
+    rows = (Row("plain network", {"NLL": 1.5, "RMSE": 123.456}), Row("posterior", {"NLL": -0.25, "RMSE": 2e-4}))
+    text = table(Result("digits", {}, 0, rows, {}, notes=("a note",)))
+    assert text.splitlines() == [
+        "digits",
+        "                  NLL      RMSE",
+        "plain network   1.500     123.5",
+        "posterior      -0.250  2.00e-04",
+        "  a note",
+    ]
+
+
+def test_groups_are_named_once_and_missing_scores_are_blank() -> None:
+    rows = (Row("plain", {"NLL": 1.0, "RMSE": 2.0}, "wine"), Row("kron", {"NLL": 3.0, "RMSE": 4.0}, "wine"),
+            Row("plain", {"NLL": 5.0}, "mean"))  # fmt: skip
+    assert table(Result("uci", {}, 0, rows, {})).splitlines() == [
+        "uci",
+        "               NLL   RMSE",
+        "wine  plain  1.000  2.000",
+        "      kron   3.000  4.000",
+        "mean  plain  5.000",
+    ]
