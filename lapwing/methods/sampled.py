@@ -51,7 +51,7 @@ class Sampled:
             stochastic, and take only priors with one number for all weights.
         tolerance: The error that a sample may have, in standard deviations, averaged over all directions (bounded by
             the residual). A sample that does not reach it raises ``NumericalError``.
-        width: The largest number of rows by which the basis grows at a time.
+        width: The largest number of rows that the basis starts from, and by which it grows.
         probes: The number of probe vectors for the log-determinant in the evidence.
         steps: The number of Lanczos steps for each probe.
         curvature: "ggn" only.

@@ -79,8 +79,8 @@ def test_a_larger_budget_is_never_less_exact(weights: int, rows: int) -> None:
 def test_the_grid_has_every_method() -> None:
     """So that the property above says something."""
     budgets = itertools.product(MEMORY, SECONDS, SIZES)
-    found = {type(lw.Auto(memory=m, seconds=s).choose(*size).method) for m, s, size in budgets}
-    assert found == set(EXACTNESS)
+    chosen = {type(lw.Auto(memory=m, seconds=s).choose(*size).method) for m, s, size in budgets}
+    assert chosen == set(EXACTNESS)
 
 
 @pytest.mark.parametrize(("weights", "rows"), SIZES)
@@ -134,17 +134,17 @@ CHOSEN = {
 def test_the_posterior_is_that_of_the_method(name: str) -> None:
     auto, method, inputs, count = CHOSEN[name]
     model, x, y = setting(inputs)
-    found, other = (
+    posterior, other = (
         lw.fit(model, [(x[:count], y[:count])], lw.Gaussian(), method=m, generator=torch.Generator().manual_seed(3))
         for m in (auto, method)
     )
-    assert found.why.startswith(f"{name}: {3 * inputs + 3} weights, {3 * count} rows")
+    assert posterior.why.startswith(f"{name}: {3 * inputs + 3} weights, {3 * count} rows")
     assert other.why == ""
-    assert type(found.posterior) is type(other.posterior)
-    assert type(found.curvature) is type(other.curvature)
-    assert torch.equal(found.functions(x[:5]).cov, other.functions(x[:5]).cov)
-    assert torch.equal(found.prior.values, other.prior.values)
-    assert torch.equal(found.log_evidence(), other.log_evidence())
+    assert type(posterior.posterior) is type(other.posterior)
+    assert type(posterior.curvature) is type(other.curvature)
+    assert torch.equal(posterior.functions(x[:5]).cov, other.functions(x[:5]).cov)
+    assert torch.equal(posterior.prior.values, other.prior.values)
+    assert torch.equal(posterior.log_evidence(), other.log_evidence())
 
 
 @lru_cache
@@ -170,11 +170,11 @@ NEEDS = lw.Sampled().needs(2285, 2000)
 def test_samples_keep_to_the_memory(more: float, held: bool) -> None:
     """Basis and kept factors as they are after a solve and the evidence, beside the vectors that a solve works with."""
     memory = NEEDS + more
-    found, x = sampled(memory), wide()[1]
-    assert f"in at most {memory / GIB:.2g} GiB" in found.why
-    cov = found.functions(x).cov
-    found.log_evidence()
-    ridge = found.posterior.solver.ridge
+    posterior, x = sampled(memory), wide()[1]
+    assert f"in at most {memory / GIB:.2g} GiB" in posterior.why
+    cov = posterior.functions(x).cov
+    posterior.log_evidence()
+    ridge = posterior.posterior.solver.ridge
     design, basis = ridge.design, ridge.basis
     squares = sum(t.numel() * t.element_size() for t in (basis.projected, basis.turn))
     rows = sum(t.numel() * t.element_size() for t in basis.rows.blocks)
@@ -188,9 +188,9 @@ def test_samples_keep_to_the_memory(more: float, held: bool) -> None:
 
 def test_without_a_limit_samples_take_more() -> None:
     """So that the test above says something."""
-    found = sampled(math.inf)
-    _ = found.functions(wide()[1]).cov
-    ridge = found.posterior.solver.ridge
+    posterior = sampled(math.inf)
+    _ = posterior.functions(wide()[1]).cov
+    ridge = posterior.posterior.solver.ridge
     assert 8 * 2285 * len(ridge.basis.rows) + ridge.design.nbytes > 8 * 2285 * 320 + 4e6
     assert ridge.design.factors is not None
 
@@ -214,8 +214,8 @@ def test_its_name_has_the_defaults() -> None:
 
 def test_the_reason_stays() -> None:
     model, x, y = setting()
-    found = lw.fit(model, [(x, y)], lw.Gaussian(), method="auto", prior=1.0)
-    assert found.with_prior(2.0).why == found.tuned().why == found.why != ""
+    posterior = lw.fit(model, [(x, y)], lw.Gaussian(), method="auto", prior=1.0)
+    assert posterior.with_prior(2.0).why == posterior.tuned().why == posterior.why != ""
 
 
 def test_some_of_the_weights_are_counted_alone() -> None:
@@ -229,8 +229,8 @@ def test_some_of_the_weights_are_counted_alone() -> None:
 
 def test_every_token_is_a_datum() -> None:
     case = BY_NAME["token_level"]
-    found = lw.fit(case.build(), problems.batches(case), "classification", method="auto", prior=1.0)
-    assert found.why.startswith("Full: 123 weights, 72 rows")  # six inputs, four tokens, three classes
+    posterior = lw.fit(case.build(), problems.batches(case), "classification", method="auto", prior=1.0)
+    assert posterior.why.startswith("Full: 123 weights, 72 rows")  # six inputs, four tokens, three classes
 
 
 def test_ignored_data_are_counted() -> None:
@@ -242,10 +242,10 @@ def test_ignored_data_are_counted() -> None:
         torch.arange(20) % 5,
     )
     y[::2] = -100
-    found = lw.fit(model, [(x, y)], "classification", method="auto", prior=1.0)
-    assert found.why.startswith("KernelSpace: 905 weights, 100 rows")
+    posterior = lw.fit(model, [(x, y)], "classification", method="auto", prior=1.0)
+    assert posterior.why.startswith("KernelSpace: 905 weights, 100 rows")
     given = lw.fit(model, [(x, y)], "classification", method=lw.KernelSpace(), prior=1.0)
-    assert torch.equal(found.log_evidence(), given.log_evidence())
+    assert torch.equal(posterior.log_evidence(), given.log_evidence())
 
 
 def test_ignored_tokens_are_counted() -> None:
@@ -256,8 +256,9 @@ def test_ignored_tokens_are_counted() -> None:
         y = torch.randint(0, 5, (3, tokens))
         y[:, 2:] = -100
         batches.append((torch.randint(0, 7, (3, tokens)), y))
-    found = lw.fit(model, batches, "classification", method="auto", prior=1.0)
-    assert found.why.startswith("KernelSpace: 485 weights, 150 rows")  # three inputs of four tokens and three of six
+    posterior = lw.fit(model, batches, "classification", method="auto", prior=1.0)
+    # Three inputs of four tokens and three of six, with five classes.
+    assert posterior.why.startswith("KernelSpace: 485 weights, 150 rows")
 
 
 def test_nothing_but_ignored_data_is_refused() -> None:

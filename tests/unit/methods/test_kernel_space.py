@@ -77,15 +77,15 @@ def test_dense_matrices(name: str) -> None:
     case = BY_NAME[name]
     _, ggn = problems.dense_ggn(case, case.build())
     exact = torch.linalg.inv(ggn + 0.7 * torch.eye(len(ggn), dtype=D))
-    found = fitted(case, lw.KernelSpace(), 0.7)
-    assert_close(covariance(found), exact, SOLVED)
+    posterior = fitted(case, lw.KernelSpace(), 0.7)
+    assert_close(covariance(posterior), exact, SOLVED)
     inputs = case.batch(3, seed=1)
     new = dense.by_datum(dense.jacobian(case.build(), inputs, 3), case.outputs[-1])
     size = new.shape[0] * new.shape[1]
-    joint = found.functions(inputs, joint=True).cov.reshape(size, size)
+    joint = posterior.functions(inputs, joint=True).cov.reshape(size, size)
     assert_close(joint, dense.joint_covariance(new, exact), SOLVED)
     gamma = (torch.eye(len(ggn), dtype=D) - 0.7 * exact).trace()
-    assert found.effective_parameters().total == pytest.approx(float(gamma), rel=1e-8)
+    assert posterior.effective_parameters().total == pytest.approx(float(gamma), rel=1e-8)
 
 
 @pytest.mark.parametrize("name", ["mlp", "token_level", "squeezed"])
@@ -195,13 +195,13 @@ def test_other_curvatures_are_refused(curvature: str) -> None:
 @pytest.mark.parametrize("kind", PRIORS)
 def test_files(kind: str, tmp_path: Path) -> None:
     case = BY_NAME["cnn"]
-    found = fitted(case, lw.KernelSpace(), PRIORS[kind])
-    found.save(tmp_path / "it")
+    posterior = fitted(case, lw.KernelSpace(), PRIORS[kind])
+    posterior.save(tmp_path / "it")
     again = lw.load(tmp_path / "it", case.build())
     inputs = case.batch(3, seed=1)
-    assert_close(again.functions(inputs).cov, found.functions(inputs).cov)
-    assert_close(again.log_evidence(), found.log_evidence())
-    assert_close(again.with_prior(3.0).functions(inputs).cov, found.with_prior(3.0).functions(inputs).cov)
+    assert_close(again.functions(inputs).cov, posterior.functions(inputs).cov)
+    assert_close(again.log_evidence(), posterior.log_evidence())
+    assert_close(again.with_prior(3.0).functions(inputs).cov, posterior.with_prior(3.0).functions(inputs).cov)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -255,18 +255,18 @@ def test_a_weak_prior(noise: float, kind: str) -> None:
     """Singular values that the kernel does not know decide here. By those of the Jacobian, weighted by the prior."""
     model, x, y = smooth()
     prior = lw.isotropic(1e-6) if kind == "isotropic" else lw.per_layer({"0": 1e-6, "2": 3e-6, "4": 1e-5})
-    found = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=noise), method=lw.KernelSpace(), prior=prior)
-    root = found.prior.vector.rsqrt()
+    posterior = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=noise), method=lw.KernelSpace(), prior=prior)
+    root = posterior.prior.vector.rsqrt()
     _, singular, turn = torch.linalg.svd(dense.jacobian(model, x, 80).flatten(0, 1) * root, full_matrices=False)
     gained = (singular / noise).square().log1p().sum()
-    penalty = (found.posterior.theta.square() / root.square()).sum()
-    assert float(found.posterior.log_occam()) == pytest.approx(-0.5 * float(penalty + gained), abs=1e-4)
+    penalty = (posterior.posterior.theta.square() / root.square()).sum()
+    assert float(posterior.posterior.log_occam()) == pytest.approx(-0.5 * float(penalty + gained), abs=1e-4)
     new = torch.linspace(-2.5, 2.5, 41, dtype=D)[:, None]
     rows = dense.jacobian(model, new, 41).flatten(0, 1) * root
     within = rows @ turn.mT
     outside = (rows - within @ turn).square().sum(1)
     exact = outside + (within / (1 + (singular / noise).square()).sqrt()).square().sum(1)
-    gap = (found.functions(new).variance[:, 0] / exact - 1).abs().max()
+    gap = (posterior.functions(new).variance[:, 0] / exact - 1).abs().max()
     assert float(gap) < 1e-6
 
 
@@ -278,8 +278,9 @@ def test_columns_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_eigenvectors_are_orthonormal() -> None:
     model, x, y = smooth()
-    found = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=0.1), method=lw.KernelSpace(), prior=1.0).curvature
-    known = found.vectors[found.values > 1e-16 * found.values[0]]  # singular values down to 1e-8 of the largest
+    curvature = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=0.1), method=lw.KernelSpace(), prior=1.0).curvature
+    # Singular values down to 1e-8 of the largest.
+    known = curvature.vectors[curvature.values > 1e-16 * curvature.values[0]]
     assert len(known) > 20
     gap = known @ known.mT - torch.eye(len(known), dtype=D)
     assert float(gap.abs().max()) < 1e-6
@@ -304,12 +305,12 @@ def test_a_network_without_slopes_has_its_prior() -> None:
     """All inputs are zero, and so is the kernel: the posterior is the prior, for the evidence too."""
     model = nn.Linear(2, 1, bias=False).double()
     x, y = torch.zeros(3, 2, dtype=D), torch.zeros(3, 1, dtype=D)
-    found = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.KernelSpace(), prior=4.0)
+    posterior = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.KernelSpace(), prior=4.0)
     new = torch.tensor([[1.0, 2.0]], dtype=D)
-    assert_close(found.functions(new).variance, torch.tensor([[5 / 4]], dtype=D))
-    assert_close(covariance(found), torch.eye(2, dtype=D) / 4)
+    assert_close(posterior.functions(new).variance, torch.tensor([[5 / 4]], dtype=D))
+    assert_close(covariance(posterior), torch.eye(2, dtype=D) / 4)
     full = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.Full(), prior=4.0)
-    assert_close(found.log_evidence(), full.log_evidence())
+    assert_close(posterior.log_evidence(), full.log_evidence())
 
 
 def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
