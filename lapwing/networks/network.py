@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from lapwing.core.data import Inputs, check_finite, map_tensors
 from lapwing.core.samples import SampleRows, take
+from lapwing.core.state import State
 from lapwing.errors import DataError, ModelError
 from lapwing.networks import products
 from lapwing.networks.backward import seed_by_seed
+from lapwing.networks.blocks import Block
 from lapwing.networks.budget import Footprint
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import (
@@ -94,6 +96,30 @@ class Network:
         sizes = footprint(layout, uses, shapes, raw.shape[0], f[0].numel())
         forward_mode = not recurrent and not _forward_differs(graph)
         return cls(model, selection, layout, tuple(f.shape[1:]), sizes, forward_mode, recurrent, known=rows.known)
+
+    def state(self) -> State:
+        """Return what a file needs, besides the model, to build the network again."""
+        settings = {
+            "names": self.selection.names, "shapes": self.selection.shapes,
+            "layout": [asdict(block) for block in self.layout], "footprint": asdict(self.footprint),
+            "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
+            "known": dict(self.known),
+        }  # fmt: skip
+        tensors = {"index": self.selection.index, "shift": self.shift}
+        return State("Network", settings, {name: t for name, t in tensors.items() if t is not None})
+
+    @classmethod
+    def from_state(cls, state: State, model: nn.Module) -> Network:
+        """Build the network of this model from its state."""
+        settings = state.settings
+        shapes = tuple(tuple(shape) for shape in settings["shapes"])
+        selection = Selection(tuple(settings["names"]), shapes, state.tensors.get("index"))
+        layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in settings["layout"])
+        network = cls(
+            model, selection, layout, tuple(settings["output_shape"]), Footprint(**settings["footprint"]),
+            settings["forward_mode"], settings["recurrent"], known=settings["known"],
+        )  # fmt: skip
+        return network.shifted(state.tensors.get("shift"))
 
     @cached_property
     def plain(self) -> bool:

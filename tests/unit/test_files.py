@@ -342,7 +342,14 @@ def parts(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "lost", ["theta", "prior.precision", "likelihood.dispersion", "curvature.0.inp", "curvature.2.out"]
+    "lost",
+    [
+        "posterior.theta",
+        "prior.precision",
+        "likelihood.dispersion",
+        "posterior.curvature.0.inp",
+        "posterior.curvature.2.out",
+    ],
 )
 def test_a_file_without_one_of_its_tensors(lost: str, tmp_path: Path) -> None:
     model, path, _ = written(tmp_path)
@@ -353,9 +360,7 @@ def test_a_file_without_one_of_its_tensors(lost: str, tmp_path: Path) -> None:
         lw.load(path, model)
 
 
-@pytest.mark.parametrize(
-    "lost", ["likelihood", "prior", "selection", "layout", "network", "statistics", "curvature", "fingerprint"]
-)
+@pytest.mark.parametrize("lost", ["likelihood", "prior", "network", "posterior", "method", "fingerprint"])
 @pytest.mark.parametrize("instead", ["missing", None, 5, [], {}, "word"])
 def test_a_file_with_other_metadata(lost: str, instead: Any, tmp_path: Path) -> None:
     model, path, _ = written(tmp_path)
@@ -369,7 +374,9 @@ def test_a_file_with_other_metadata(lost: str, instead: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wrong", ["shape", "nan", "dtype"])
-@pytest.mark.parametrize("name", ["theta", "prior.precision", "curvature.0.inp", "curvature.1.out"])
+@pytest.mark.parametrize(
+    "name", ["posterior.theta", "prior.precision", "posterior.curvature.0.inp", "posterior.curvature.1.out"]
+)
 def test_a_tensor_that_cannot_be_the_saved_one(name: str, wrong: str, tmp_path: Path) -> None:
     model, path, _ = written(tmp_path)
     tensors, meta = parts(path)

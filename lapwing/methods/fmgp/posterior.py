@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.losses import Statistics
@@ -40,6 +40,7 @@ class Sight:
         return x.reshape(len(x), -1).double(), self.network(x).double()
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class FunctionPosterior:
     """f(x) ~ N(network output, K - K_xZ mix mixᵀ K_Zx) with a kernel K and M inducing points Z.
@@ -76,7 +77,18 @@ class FunctionPosterior:
         """Draw n functions at x, (n, B, C), consistent between the inputs of one call."""
         return self(x, joint=True).sample(n, generator)
 
-    @cached_property
-    def settings(self) -> dict[str, object]:
-        """What a file needs besides the tensors."""
-        return {"kind": self.kernel.kind, "features": self.sight.last is not None}
+    def state(self) -> State:
+        tensors = {"theta": self.theta, "points": self.points, "numbers": self.numbers, "mix": self.mix}
+        parts = {} if self.sight.last is None else {"last": self.sight.last.state()}
+        settings = {"statistics": asdict(self.statistics), "kernel": self.kernel.kind}
+        return State("FunctionPosterior", settings, {**tensors, **self.kernel.tensors()}, parts)
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> FunctionPosterior:
+        network, tensors, settings = problem.network, state.tensors, state.settings
+        last = Network.from_state(state.parts["last"], network.model) if "last" in state.parts else None
+        kernel = FreeKernel(settings["kernel"], tensors["log_lengths"], tensors["mixing"])
+        return cls(
+            problem, Sight(network, last), kernel, tensors["points"], tensors["numbers"], tensors["mix"],
+            Statistics.from_settings(settings["statistics"]), tensors["theta"].to(network.dtype),
+        )  # fmt: skip

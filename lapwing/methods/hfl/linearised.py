@@ -9,11 +9,13 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.state import State
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.block_cg import block_conjugate_gradients
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
+from lapwing.methods.hfl.response import NO_FILE
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.problem import Problem
@@ -71,6 +73,10 @@ class LinearisedResponse:
             assert isinstance(part, JacobianPart)
             total += part.jacobians.double().gram(v)
         return total
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
+        raise UnsupportedError(NO_FILE)
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network

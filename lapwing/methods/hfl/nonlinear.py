@@ -10,10 +10,12 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.state import State
+from lapwing.errors import UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.methods.hfl.objective import flat_gradient
 from lapwing.methods.hfl.pushes import Responds
-from lapwing.methods.hfl.response import Response
+from lapwing.methods.hfl.response import NO_FILE, Response
 from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
 from lapwing.problem import Problem
 
@@ -33,6 +35,10 @@ class ResponsePosterior:
     strength: float | None = None
     findings: tuple[str, ...] = ()
     drift: float = math.inf  # how far an unpushed twin may move, in posterior standard deviations
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
+        raise UnsupportedError(NO_FILE)
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.state import State, saved
 from lapwing.losses import Statistics
 from lapwing.problem import Problem
 
 VARIANTS = ("mean", "absolute", "random")
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class PushedWeights:
     """f(x) ~ N(network output, a score from the outputs under pushed weights), for one push or K random ones.
@@ -64,3 +66,20 @@ class PushedWeights:
     def scaled(self, scale: float) -> PushedWeights:
         """Return the posterior with this factor on its variances."""
         return replace(self, scale=scale)
+
+    def state(self) -> State:
+        settings = {
+            "statistics": asdict(self.statistics), "variant": self.variant, "scale": self.scale,
+            "findings": self.findings,
+        }  # fmt: skip
+        tensors = {"theta": self.theta, "moved": self.moved, "strength": self.strength}
+        return State("PushedWeights", settings, tensors)
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> PushedWeights:
+        settings = state.settings
+        theta, moved, strength = (
+            state.tensors[name].to(problem.network.dtype) for name in ("theta", "moved", "strength")
+        )
+        statistics, findings = Statistics.from_settings(settings["statistics"]), tuple(settings["findings"])
+        return cls(problem, moved, strength, settings["variant"], statistics, theta, settings["scale"], findings)

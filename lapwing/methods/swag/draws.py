@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import derived_generator, normal
+from lapwing.core.state import State, saved
 from lapwing.losses import Statistics
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import spread
@@ -55,6 +56,7 @@ class Draws:
         return self.mean + 0.5**0.5 * (self.variance.sqrt() * independent + correlated)
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class DrawnPosterior:
     """f(x) ~ N(mean of the draws, covariance of the draws). A prediction costs one forward pass for each draw."""
@@ -81,3 +83,22 @@ class DrawnPosterior:
         """Draw n steps from w̃, (n, P)."""
         draws = self.draws
         return torch.stack([draws.numbered(k) if generator is None else draws.drawn(generator) for k in range(n)])
+
+    def state(self) -> State:
+        draws = self.draws
+        settings = {
+            "statistics": asdict(self.statistics), "count": draws.count, "seed": draws.seed,
+            "learning_rate": self.learning_rate,
+        }  # fmt: skip
+        tensors = {"mean": draws.mean, "variance": draws.variance, "deviations": draws.deviations}
+        return State("DrawnPosterior", settings, {"theta": self.theta, **tensors})
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> DrawnPosterior:
+        settings, network = state.settings, problem.network
+        theta, mean, variance, deviations = (
+            state.tensors[name].to(network.dtype) for name in ("theta", "mean", "variance", "deviations")
+        )
+        draws = Draws(network, mean, variance, deviations, settings["count"], settings["seed"])
+        statistics = Statistics.from_settings(settings["statistics"])
+        return cls(problem, draws, statistics, theta, settings["learning_rate"])
