@@ -57,7 +57,8 @@ def test_leading_pairs_of_a_steep_spectrum(generator: torch.Generator) -> None:
     overlap = (pairs.vectors @ vectors.flip(1)[:, :8]).abs()
     assert_close(overlap, torch.eye(8, dtype=D), SOLVED)
     residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / exact.max()
-    assert_close(pairs.residuals, residual, power=0.3)
+    # Both are relative to the largest eigenvalue, and known to the rounding of a product of length 200.
+    assert float((pairs.residuals - residual).abs().max()) < 200 * torch.finfo(D).eps
 
 
 def test_residuals_say_how_far_off_the_pairs_are(generator: torch.Generator) -> None:
