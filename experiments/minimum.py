@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.methods.hfl.response import ResponsePosterior
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.responder import Responder
 
 
 def squared_error(y: Tensor, variance: float) -> Callable[[Tensor], Tensor]:
@@ -81,6 +82,7 @@ def _newton(objective: Callable[[Tensor], Tensor], point: Tensor, rows: int | No
 def exact_variance(posterior: ResponsePosterior, x: Tensor) -> Tensor:
     """Return gᵀ H⁻¹ g with the full Hessian, (B,)."""
     responder = posterior.responder
+    assert isinstance(responder, Responder)
     start = torch.zeros(len(x), responder.objective.size).to(responder.objective.centre)
     slopes = responder.objective.slopes(start, x.to(start), torch.ones(len(x), 1).to(start))
     return (slopes * responder.hessian.solve(slopes)).sum(1)

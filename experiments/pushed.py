@@ -21,9 +21,11 @@ from lapwing.core.data import Data
 from lapwing.demo.report import Report
 from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
 from lapwing.demo.training import best_seconds
-from lapwing.methods.hfl.hfl import averaged, fitted_scale, random_forces
+from lapwing.methods.hfl.calibration import fitted_scale
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.pretrained import averaged, random_forces
 from lapwing.methods.hfl.pushed_weights import PushedWeights
-from lapwing.methods.hfl.response import Responder, ResponsePosterior
+from lapwing.methods.hfl.responder import Responder
 from lapwing.metrics import ood
 
 IN_TABLE = ("NLL", "ECE", "MC NLL", "MC ECE", "accuracy", "OOD AUROC")
@@ -202,6 +204,7 @@ def _single(
         )
     posterior = fits["each point"].posterior
     assert isinstance(posterior, ResponsePosterior)
+    assert isinstance(posterior.responder, Responder)
     return notes, posterior.responder
 
 
@@ -229,5 +232,5 @@ def distance_from_limit(posterior: PushedWeights, responder: Responder, task: Ta
         force = averaged(objective, inputs, posterior.variant == "absolute")(torch.zeros_like(objective.centre)[None])
     limit = responder.hessian.solve(force)
     gap = posterior.moved / posterior.strength[:, None] - limit
-    squares = (gap * objective.curved(gap)).sum(1) / (force * limit).sum(1)
+    squares = (gap * objective.hessian_product(gap)).sum(1) / (force * limit).sum(1)
     return float(squares.max().sqrt())

@@ -8,8 +8,11 @@ import lapwing as lw
 from experiments.minimum import exact_variance
 from experiments.response_task import Problem
 from lapwing.core.data import Data
+from lapwing.methods.hfl.hessian import Hessian
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.response import Hessian, Pushes, Responder, ResponsePosterior
+from lapwing.methods.hfl.pushes import Pushes
+from lapwing.methods.hfl.responder import Responder
 
 STRENGTHS = tuple(10.0 ** (1 - k / 2) for k in range(21))  # ten decades
 
@@ -26,7 +29,7 @@ def strengths(problem: Problem) -> dict[str, list[float]]:
         push = lambda d, o=responder.objective, i=inputs, s=seeds: o.slopes(d, i, s)
         read = lambda d, o=responder.objective, i=inputs: o.each_output(d.expand(len(i), -1), i)
         start = torch.zeros(len(x), responder.objective.size, dtype=dtype)
-        pushes = Pushes.of(push, read, start, own=lambda outputs: outputs[:, 0])
+        pushes = Pushes.of(push, read, start, value=lambda outputs: outputs[:, 0])
         median, worst = [], []
         for strength in STRENGTHS:
             variance, _ = responder.at(pushes, (strength / exact.sqrt()).to(dtype))
@@ -41,13 +44,14 @@ def _responder(problem: Problem, dtype: torch.dtype) -> tuple[Responder, Respons
     """Return a responder in a dtype, around the minimum that was computed in float64."""
     posterior = problem.responses()
     exact = posterior.responder
+    assert isinstance(exact, Responder)
     if dtype == torch.float64:
         return exact, posterior
     start = Objective.build(
         posterior.problem.network, posterior.problem.likelihood, posterior.problem.prior,
         Data([(problem.x, problem.y)], torch.device("cpu")), dtype,
     )  # fmt: skip
-    objective = start.moved((exact.objective.centre - exact.objective.start).to(dtype))
+    objective = start.recentred((exact.objective.centre - exact.objective.start).to(dtype))
     return Responder(objective, Hessian(objective), 1e-2), posterior
 
 

@@ -22,13 +22,15 @@ from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResidua
 from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
+from lapwing.methods.protocol import Method, NeedsPrior
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.protocols import HasEvidence, Method, NeedsPrior
-from lapwing.priors.gaussian import Prior, isotropic
+from lapwing.posteriors.protocols import HasEvidence
+from lapwing.priors import isotropic
+from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
 from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.training import loop as training
@@ -128,7 +130,7 @@ def _problem(
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = isotropic(1.0) if prior is None else checked_prior(prior)
     groups = None
-    if given.kind == "per_normalised_group":
+    if given.needs_groups:
         groups = members(network, scale_free_groups(network, first.inputs))
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 

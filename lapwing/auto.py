@@ -1,26 +1,20 @@
-"""Which method fits a budget, and why."""
+"""The choice of a method for a problem within limits on memory and time."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from lapwing.core.settings import is_real
+from lapwing.core.settings import is_real, require_integer
 from lapwing.errors import UnsupportedError
-from lapwing.methods.diagonal import Diagonal
-from lapwing.methods.full import Full
-from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.kron import Kron
-from lapwing.methods.sampled import BASIS, Sampled
-from lapwing.posteriors.protocols import Method
+from lapwing.methods.protocol import AutoCandidate, Budget, Method
+from lapwing.registry import METHODS
 
-SOLVES = 4  # what samples cost with the search for their precision, in solves at one
-RATE = 2e10  # multiplications in a second that a plain processor does; a GPU does a hundred times as many
+RATE = 2e10  # multiplications in a second on a plain processor; a GPU does a hundred times as many
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, and in words why it and not another."""
+    """A method, and the reason why it was chosen."""
 
     method: Method
     why: str
@@ -28,12 +22,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Auto:
-    """Pick the method: exact if it fits ``memory`` (bytes) and ``seconds``, samples of the exact posterior if they do,
-    Kronecker otherwise.
+    """The choice of a method by its cost: exact if affordable, else samples of the exact posterior, else Kronecker.
 
-    Memory is what a method holds, besides what a pass of the network holds for one chunk of data. ``Sampled`` is given
-    the limit, and keeps to it. Seconds are multiplications over a round figure, so that the same problem gets the same
-    method on every machine. ``fit(..., method="auto")`` has these defaults; ``posterior.why`` tells the reason.
+    Registered methods that offer themselves (``lapwing.methods.protocol.AutoCandidate``) are compared. Costs are
+    counted and not measured, so that the same problem gets the same method on every machine. ``fit(...,
+    method="auto")`` has these defaults; ``posterior.why`` tells the reason.
+
+    Args:
+        memory: The bytes that a method may hold, besides what a pass of the network holds for one chunk of data.
+            ``Sampled`` gets this limit and keeps to it.
+        seconds: The time of the fit, as multiplications over a round figure for a processor.
+        num_samples: The number of samples, for ``Sampled``.
+        gpu: Whether to count with a GPU, a hundred times as fast; ``fit`` sets it if the model is on one.
+
+    Raises:
+        UnsupportedError: If a setting is not a positive number.
 
     >>> Auto().choose(weights=500, rows=10_000).why
     'Full: 500 weights, 10000 rows (data times outputs); 0.0037 GiB and about 0.13 s, exact'
@@ -45,48 +48,35 @@ class Auto:
     gpu: bool = False
 
     def __post_init__(self) -> None:
-        given = (self.memory, self.seconds)
-        if not all(is_real(v) and v > 0 for v in given):
+        if not all(is_real(value) and value > 0 for value in (self.memory, self.seconds)):
             raise UnsupportedError(
                 f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
             )
-        Sampled(num_samples=self.num_samples)  # refuses what is no number of samples
+        require_integer("num_samples", self.num_samples)
 
     def choose(self, weights: int, rows: int, single: bool = False, tuned: bool = False) -> Choice:
-        """For P weights and n C rows; ``single`` where they are picked one by one, and have no Kronecker structure.
+        """Return the method for a problem of this size, with the reason.
 
-        ``tuned`` where the precision is still to be learned, which samples take several solves for.
+        Args:
+            weights: The number of weights, P.
+            rows: The number of data times outputs, n C.
+            single: Whether the weights are chosen one by one, and so have no Kronecker structure.
+            tuned: Whether the prior precision is still to be learned, for which samples take several solves.
+
+        >>> type(Auto(memory=1e6).choose(weights=5_000, rows=10_000).method).__name__
+        'Kron'
         """
         rate = RATE * (100 if self.gpu else 1)
-        options: list[tuple[Method, float, float, str]] = [
-            (Full(limit=weights), 16.0 * weights**2, float(rows) * weights**2 + 0.3 * weights**3, "exact"),
-            (
-                KernelSpace(limit=rows),
-                8.0 * rows * (weights + 2 * rows),
-                2.0 * rows**2 * weights + 9.0 * rows**3,
-                "exact",
-            ),
-        ]
-        exact = sorted(options, key=lambda option: option[2])
-        unlimited = math.isinf(self.memory)
-        sampled = Sampled(num_samples=self.num_samples, memory=None if unlimited else self.memory)
-        vectors = (BASIS + 2 * self.num_samples) * (SOLVES if tuned else 1)
-        most = "" if unlimited else f" in at most {self.memory / 2**30:.2g} GiB"  # kept factors take what there is
-        exact.append(
-            (
-                sampled,
-                sampled.needs(weights, rows),
-                2.0 * rows * weights * vectors,
-                f"{self.num_samples} samples of the exact" + most,
-            )
-        )
+        budget = Budget(weights, rows, self.memory, self.num_samples, single, tuned)
+        offers = [kind.offer(budget) for kind in METHODS.values() if isinstance(kind, AutoCandidate)]
         size = f"{weights} weights, {rows} rows (data times outputs)"
-        tried: list[str] = []
-        for method, memory, work, kind in exact:
-            cost = f"{memory / 2**30:.2g} GiB and about {work / rate:.2g} s"
-            name = type(method).__name__
-            if memory <= self.memory and work / rate <= self.seconds:
-                return Choice(method, f"{name}: {size}; {cost}, {kind}" + "".join(tried))
-            tried.append(f"; {name} would take {cost}")
-        last: Method = Diagonal() if single else Kron()
-        return Choice(last, f"{type(last).__name__}: {size}" + "".join(tried))
+        rejected = ""
+        for offer in sorted((o for o in offers if o is not None), key=lambda o: (o.tier, o.work)):
+            name = type(offer.method).__name__
+            if not offer.kind:
+                return Choice(offer.method, f"{name}: {size}{rejected}")
+            cost = f"{offer.memory / 2**30:.2g} GiB and about {offer.work / rate:.2g} s"
+            if offer.memory <= self.memory and offer.work / rate <= self.seconds:
+                return Choice(offer.method, f"{name}: {size}; {cost}, {offer.kind}{rejected}")
+            rejected += f"; {name} would take {cost}"
+        raise UnsupportedError(f"no registered method takes {size} within these limits; raise memory= and seconds=.")

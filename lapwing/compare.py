@@ -1,4 +1,4 @@
-"""Models ranked by their evidence, on the training data alone."""
+"""A ranking of models by their evidence, from the training data alone."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lapwing.errors import DataError
 from lapwing.fitted import Fitted
 from lapwing.posteriors.effective import EffectiveParameters
 
-APART = 3.0  # standard errors between two evidences from which they are ranked: an error is an estimate as well
-DRAWS = 2**14
+DISTINCT = 3.0  # standard errors between two evidences that decide their order; the errors are estimates themselves
+DRAWS = 2**14  # of the errors, over which probabilities are averaged
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model: its evidence, and how much of it is fit and how much is charged for flexibility."""
+    """One model: its evidence, which is its fit less its complexity."""
 
     name: str
     log_evidence: float
     fit: float  # log p(D | theta)
-    complexity: float  # what is taken off: fit - log evidence
+    complexity: float  # fit - log evidence
     weights: int
-    gamma: float
-    probability: float  # among those compared, with equal odds before the data; on average over the errors
-    error: float = 0.0  # one standard error of the log evidence, nought where it is computed
+    gamma: float  # the effective number of parameters
+    probability: float  # among those compared, with equal prior odds; averaged over the errors
+    error: float = 0.0  # one standard error of the log evidence, zero unless it is estimated
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Comparison:
 
     @property
     def best(self) -> str:
+        """The name of the candidate with the highest evidence."""
         return self.candidates[0].name
 
     def __str__(self) -> str:
@@ -59,18 +60,31 @@ class Comparison:
 
 
 def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
-    """Rank fitted posteriors by the evidence. All must be fitted to the same data with the same kind of likelihood.
+    """Rank fitted posteriors by their evidence.
 
-    The evidence of a model is its fit less what its flexibility costs; a larger network must earn its weights.
-    Evidences of different methods differ by their approximation as well: compare within one method. Where evidences
-    are estimated (``Sampled``), probabilities are averaged over their errors, and a finding says what those leave open.
+    The evidence of a model is its fit less its complexity, so that a larger network is better only if its fit is better
+    by more than that. Evidences of different methods also differ by their approximations: compare within one method.
+    Where evidences are estimated (``Sampled``), probabilities are averaged over their errors, and a finding says which
+    order the errors leave undecided.
+
+    Args:
+        posteriors: From names to posteriors, all fitted to the same data with the same kind of likelihood.
+
+    Returns:
+        The candidates, best first, with findings in words; print it to read it.
+
+    Raises:
+        DataError: If it is no mapping or an empty one, or the numbers of data or the likelihoods differ.
+        UnsupportedError: If a posterior has no evidence.
+
+    Cost: one evidence and the effective parameters of each posterior; no pass over the data.
 
     >>> x = torch.linspace(-1, 1, 30).unsqueeze(1)
     >>> from torch import nn
     >>> from lapwing.api import fit
     >>> nets = {str(h): nn.Sequential(nn.Linear(1, h), nn.Tanh(), nn.Linear(h, 1)) for h in (2, 9)}
-    >>> found = compare({name: fit(net, [(x, x.sin())], "regression") for name, net in nets.items()})
-    >>> len(found.candidates)
+    >>> comparison = compare({name: fit(net, [(x, x.sin())], "regression") for name, net in nets.items()})
+    >>> len(comparison.candidates)
     2
     """
     if not isinstance(posteriors, Mapping) or not posteriors:
@@ -82,12 +96,12 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     with torch.no_grad():
         evidences = {name: float(fitted.log_evidence()) for name, fitted in posteriors.items()}
         errors = {name: float(fitted.evidence_error) for name, fitted in posteriors.items()}
-        fits = {name: float(_core(fitted).log_likelihood()) for name, fitted in posteriors.items()}
-    chances = _probabilities(evidences, errors)
+        fits = {name: float(_posterior(fitted).log_likelihood()) for name, fitted in posteriors.items()}
+    probabilities = _probabilities(evidences, errors)
     gammas = {name: fitted.effective_parameters() for name, fitted in posteriors.items()}
     rows = [
         Candidate(name, value, fits[name], fits[name] - value, gammas[name].weights, gammas[name].total,
-                  chances[name], errors[name])
+                  probabilities[name], errors[name])
         for name, value in evidences.items()
     ]  # fmt: skip
     ranked = tuple(sorted(rows, key=lambda row: -row.log_evidence))
@@ -95,9 +109,9 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
 
 
 def _probabilities(evidences: Mapping[str, float], errors: Mapping[str, float]) -> dict[str, float]:
-    """By equal odds before the data, averaged over independent Gaussian errors of the evidences.
+    """Return the probability of each model for equal prior odds, averaged over independent Gaussian errors.
 
-    The draws are fixed and belong to ranks, so that the order of the mapping has no say.
+    The draws are fixed and assigned by rank, so that the order of the mapping does not matter.
     """
     if not any(errors.values()):
         top = max(evidences.values())
@@ -106,14 +120,14 @@ def _probabilities(evidences: Mapping[str, float], errors: Mapping[str, float]) 
     names = sorted(evidences, key=lambda name: -evidences[name])
     values, spread = (torch.tensor([each[name] for name in names], dtype=torch.float64) for each in (evidences, errors))
     z = torch.randn(DRAWS, len(names), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = torch.stack([(values + sign * spread * z).softmax(1).mean(0) for sign in (1, -1)]).mean(0)
-    return dict(zip(names, found.tolist(), strict=True))
+    means = torch.stack([(values + sign * spread * z).softmax(1).mean(0) for sign in (1, -1)]).mean(0)
+    return dict(zip(names, means.tolist(), strict=True))
 
 
 def _undecided(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:
-    """Which candidates the errors of the evidences do not set apart from the first."""
+    """Return a finding if the errors of the evidences leave open which candidate is the best."""
     best, *others = ranked
-    near = [c for c in others if best.log_evidence - c.log_evidence < APART * math.hypot(best.error, c.error)]
+    near = [c for c in others if best.log_evidence - c.log_evidence < DISTINCT * math.hypot(best.error, c.error)]
     if not near:
         return ()
     gaps = ", ".join(
@@ -121,21 +135,22 @@ def _undecided(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:
         for c in near
     )
     return (
-        f"{best.name} leads {gaps}: within {APART:g} standard errors of the estimated evidences, so this order is not "
-        "decided. Raise probes= and steps= of Sampled(), or use an exact method.",
+        f"{best.name} leads {gaps}: within {DISTINCT:g} standard errors of the estimated evidences, so this order is "
+        "not decided. Raise probes= and steps= of Sampled(), or use an exact method.",
     )
 
 
-def _core(fitted: Fitted) -> Any:
+def _posterior(fitted: Fitted) -> Any:
     return fitted.posterior
 
 
 def _refuse_different(posteriors: Mapping[str, Fitted]) -> None:
-    sizes = {name: _core(fitted).statistics.data for name, fitted in posteriors.items()}
+    """Raise unless all have the same number of data and the same kind of likelihood."""
+    sizes = {name: _posterior(fitted).statistics.data for name, fitted in posteriors.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(
-            f"the posteriors saw different numbers of data: {sizes}; an evidence compares models of the same data. "
-            "Fit all of them to the same."
+            f"the posteriors saw different numbers of data: {sizes}; expected the same data for all, since an evidence "
+            "compares models of the same data. Fit all of them to the same."
         )
     kinds = {name: type(fitted.likelihood).__name__ for name, fitted in posteriors.items()}
     if len(set(kinds.values())) > 1:
@@ -143,14 +158,14 @@ def _refuse_different(posteriors: Mapping[str, Fitted]) -> None:
 
 
 def _findings(ranked: tuple[Candidate, ...], gammas: Mapping[str, EffectiveParameters]) -> tuple[str, ...]:
-    """What the classic recipe reads off γ."""
-    found = [f"{name}: {line}" for name, effective in gammas.items() for line in effective.findings[:1]
+    """Return advice that follows from γ: a network that is too small, and one that is larger than needed."""
+    findings = [f"{name}: {line}" for name, effective in gammas.items() for line in effective.findings[:1]
              if "too small" in line]  # fmt: skip
     by_size = sorted(ranked, key=lambda row: row.weights)
     for small, large in pairwise(by_size):
         if large.weights > small.weights and abs(large.gamma - small.gamma) <= 0.05 * small.gamma:
-            found.append(
+            findings.append(
                 f"{large.name} has {large.weights} weights and gamma {large.gamma:.1f}, {small.name} {small.weights} "
                 f"and {small.gamma:.1f}: the data decide no more of the larger, so the smaller one suffices."
             )
-    return tuple(found)
+    return tuple(findings)

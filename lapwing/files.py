@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lapwing.core.state import State, class_named
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.full import FullCurvature
-from lapwing.curvature.low_rank import BoundedCurvature, LowRankCurvature
+from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.per_output import PerOutputCurvature
-from lapwing.curvature.structures import STRUCTURES
 from lapwing.errors import FileError, ModelError, UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -26,12 +26,15 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.solution import Solution
 from lapwing.losses import Statistics
+from lapwing.methods.dropout import Masks
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
 from lapwing.methods.hfl.linearised import LinearisedResponse
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.pushed_weights import PushedWeights
-from lapwing.methods.hfl.response import ResponsePosterior
-from lapwing.methods.inducing.anchors import AnchoredCurvature, Anchors
+from lapwing.methods.inducing.anchored import AnchoredCurvature
+from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.bounded import BoundedCurvature
 from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.methods.swag.draws import DrawnPosterior, Draws
 from lapwing.networks.blocks import Block
@@ -40,12 +43,12 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import refuse_training_mode, unwrapped, working_dtype
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.posteriors.members import Masks, MembersPosterior, Networks
+from lapwing.posteriors.members import MembersPosterior
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import Posterior
 from lapwing.posteriors.sampled import SampledPosterior, StoredSamples
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
 SAVED = (
@@ -67,21 +70,17 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, path: str 
             "this HFL posterior re-optimises on its data at every prediction, and a file does not hold those; fit it "
             "again where it is needed, or save HFL(mode='pretrained')."
         )
-    if isinstance(posterior, MembersPosterior) and isinstance(posterior.members, Networks):
-        raise UnsupportedError("an ensemble is its networks, which a file does not hold; save those and fit again.")
     if not isinstance(posterior, SAVED):
         raise UnsupportedError(f"{type(posterior).__name__} cannot be saved; fit it again where it is needed.")
     problem = posterior.problem
-    network, prior, likelihood = problem.network, problem.prior, problem.likelihood
+    network, likelihood = problem.network, problem.likelihood
     if type(likelihood).__name__ not in LIKELIHOODS:
         raise UnsupportedError(
             f"the likelihood {type(likelihood).__name__} is not one of Lapwing's and has no file form."
         )
-    tensors: dict[str, Tensor] = {"theta": posterior.theta, "prior.precision": prior.values.detach()}
-    if isinstance(prior.mean, Tensor):
-        tensors["prior.mean"] = prior.mean
-    if prior.scale is not None:
-        tensors["prior.scale"] = prior.scale
+    tensors: dict[str, Tensor] = {"theta": posterior.theta}
+    prior = problem.prior.state()
+    tensors.update({"prior." + key: t for key, t in prior.tensors.items()})
     if network.shift is not None:
         tensors["network.shift"] = network.shift
     tensors["likelihood.dispersion"] = likelihood.dispersion.detach()
@@ -112,8 +111,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, path: str 
         kind["findings"] = posterior.findings
         tensors["pushed.moved"], tensors["pushed.strength"] = posterior.moved, posterior.strength
     if isinstance(posterior, MembersPosterior):
-        assert isinstance(posterior.members, Masks)
-        kind = {"name": "dropout", "count": posterior.members.count, "seed": posterior.members.seed}
+        kind = {"name": "dropout", **posterior.members.state().settings}
     if isinstance(posterior, DrawnPosterior):
         draws = posterior.draws
         kind = {"name": "draws", "count": draws.count, "seed": draws.seed, "learning_rate": posterior.learning_rate}
@@ -129,11 +127,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, path: str 
         "format": FORMAT,
         "method": method,
         "likelihood": {"name": type(likelihood).__name__, "settings": likelihood.settings()},
-        "prior": {
-            "kind": prior.kind,
-            "mean": None if isinstance(prior.mean, Tensor) else prior.mean,
-            "members": prior.members,
-        },
+        "prior": {"name": prior.name, "settings": prior.settings},
         **_described(network),
         "statistics": asdict(posterior.statistics),
         "curvature": kind,
@@ -245,9 +239,7 @@ def _assembled(meta: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modul
 
     network = _network(model, meta, tensors.get("selection.index"))
     network = network.shifted(tensors.get("network.shift"))
-    mean = tensors["prior.mean"] if meta["prior"]["mean"] is None else meta["prior"]["mean"]
-    prior = _prior(meta, tensors, mean, network.selection, device)
-    problem = Problem(network, _likelihood(meta, tensors, device), prior)
+    problem = Problem(network, _likelihood(meta, tensors, device), _prior(meta["prior"], tensors, network))
     statistics = Statistics(**{**meta["statistics"], "losses": tuple(meta["statistics"]["losses"])})
     kept = meta["curvature"].get("part", meta["curvature"])["name"] in WIDE
     parts = {
@@ -304,16 +296,12 @@ def _samples(kind: dict[str, Any], tensors: dict[str, Tensor], problem: Problem,
     return StoredSamples(problem.prior.vector, problem.likelihood.dispersion, solution, logdet)
 
 
-def _prior(
-    meta: dict[str, Any], tensors: dict[str, Tensor], mean: Any, selection: Selection, device: torch.device
-) -> Prior:
-    stored = meta["prior"]
-    members = dict(zip(selection.names, stored["members"], strict=True)) if stored["members"] else {}
-    # Patterns are not kept: a prior by patterns comes back as the groups that they made.
-    kind = "per_normalised_group" if stored["kind"] == "grouped" else stored["kind"]
-    prior = Prior(kind, tensors["prior.precision"], mean, scale=tensors.get("prior.scale"))
-    bound = prior.bound(selection, torch.empty(0, device=device), members)
-    return replace(bound, kind=stored["kind"])
+def _prior(stored: dict[str, Any], tensors: dict[str, Tensor], network: Network) -> BoundPrior:
+    parts = {key.removeprefix("prior."): t for key, t in tensors.items() if key.startswith("prior.")}
+    prior: BoundPrior = class_named(stored["name"]).from_state(
+        State(stored["name"], stored["settings"], parts), network
+    )
+    return prior
 
 
 def _likelihood(meta: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Likelihood:
@@ -334,15 +322,16 @@ def _curvature(kind: dict[str, Any], parts: dict[str, Tensor], network: Network)
         each = (_curvature(kind["part"], _under(parts, i), network) for i in range(kind["outputs"]))
         return PerOutputCurvature(tuple(each), parts["start"])
     if name == "BlockwiseCurvature":
-        blocks = (STRUCTURES[structure](**_under(parts, i)) for i, structure in enumerate(kind["structures"]))
-        return BlockwiseCurvature(tuple(blocks), layout, selection)
+        states = [State(name, tensors=_under(parts, i)) for i, name in enumerate(kind["structures"])]
+        blocks = tuple(class_named(state.name).from_state(state, network) for state in states)
+        return BlockwiseCurvature(blocks, layout, selection)
     if name == "FullCurvature":
         return FullCurvature(parts["matrix"], selection, kind["definite"])
     if name == "LowRankCurvature":
         return LowRankCurvature(parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
     if name == "BoundedCurvature":
         known = (parts["values"], parts["vectors"], layout, selection, float(parts["residual"]))
-        return BoundedCurvature(*known, own=parts["own"])
+        return BoundedCurvature(LowRankCurvature(*known), parts["own"])
     if name == "SubspaceCurvature":
         return SubspaceCurvature(parts["directions"], parts["gram"], selection)
     if name == "AnchoredCurvature":

@@ -32,7 +32,8 @@ from lapwing.posteriors.protocols import (
     Posterior,
     Reweightable,
 )
-from lapwing.priors.gaussian import Prior, isotropic
+from lapwing.priors import isotropic
+from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
@@ -266,7 +267,7 @@ class Fitted:
         return self.posterior.problem
 
     @property
-    def prior(self) -> Prior:
+    def prior(self) -> BoundPrior:
         """The prior over the weights, with its learned precisions in ``prior.values``."""
         return self.problem.prior
 
@@ -303,9 +304,7 @@ class Fitted:
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
         given = checked_prior(prior)
-        mine, names = self.prior, self.network.selection.names
-        groups = dict(zip(names, mine.members, strict=True)) if mine.kind == "per_normalised_group" else None
-        bound = given.bound(self.network.selection, self.network.theta(), groups)
+        bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if bound.needs_curvature and self.curvature is not None:
             bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
         moved = self.posterior.with_problem(self.problem.with_prior(bound))

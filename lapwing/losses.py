@@ -1,8 +1,8 @@
-"""Losses, counts and targets over a data set: what a pass leaves besides curvature."""
+"""Losses, counts and targets over a data set: what a pass gives besides curvature."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ from lapwing.networks.network import Network
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a pass over the data leaves besides the curvature."""
+    """Loss and counts of a pass over the data."""
 
     loss: float  # at unit dispersion, summed
-    data: int  # data that count
+    data: int  # data with a target that is not ignored
     outputs: int  # numbers predicted for each datum
-    losses: tuple[float, ...] = ()  # of each output at unit noise, where each has its own
+    losses: tuple[float, ...] = ()  # of each output at unit noise, if each output has its own noise
 
     def __add__(self, other: Statistics) -> Statistics:
         losses = tuple(a + b for a, b in zip(self.losses, other.losses, strict=True))
@@ -30,12 +30,12 @@ class Statistics:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Statistics:
-        """Build the statistics again from what ``dataclasses.asdict`` gave, after a passage through JSON."""
+        """Return the statistics from what ``dataclasses.asdict`` gave, after a passage through JSON."""
         return cls(**{**settings, "losses": tuple(settings["losses"])})
 
 
-def paired(network: Network, batch: Batch) -> int:
-    """How many samples a batch has, refused unless there is a target for each."""
+def sample_count(network: Network, batch: Batch) -> int:
+    """Return the number of samples in a batch; raise unless each has a target."""
     inputs, targets = network.count(batch.inputs), batch.targets.shape[0] if batch.targets.ndim else 1
     if inputs != targets:
         raise DataError(
@@ -46,8 +46,11 @@ def paired(network: Network, batch: Batch) -> int:
 
 
 def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(outputs in shape alone, targets): checked against each other before the network runs."""
-    size, shape = paired(network, batch), network.output_shape
+    """Return (outputs, targets) of a batch, checked against each other before the network runs.
+
+    The outputs have a shape but no values.
+    """
+    size, shape = sample_count(network, batch), network.output_shape
     if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
         shape = (batch.targets.shape[1], shape[1])
     outputs = torch.empty(1, dtype=network.dtype, device=network.device).expand(size, *shape)
@@ -55,19 +58,15 @@ def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> t
 
 
 def data_count(network: Network, likelihood: Likelihood, data: Data) -> int:
-    """How many data count, without running the network."""
+    """Return the number of data with a target that is not ignored, without running the network."""
     pairs = (checked_targets(network, likelihood, batch) for batch in data.batches("counting"))
-    return counted(sum(int(likelihood.count(f, y)) for f, y in pairs))
+    return checked_count(sum(int(likelihood.count(f, y)) for f, y in pairs))
 
 
-def _doubled(y: Tensor) -> Tensor:
-    return y.double() if y.is_floating_point() else y
-
-
-def counted(count: int) -> int:
-    """The number of data, refused when zero."""
+def checked_count(count: int) -> int:
+    """Return the number of data; raise if it is zero."""
     if count == 0:
-        raise DataError("no datum counts: every target is ignored; expected at least one.")
+        raise DataError("every target is ignored; expected at least one that is not.")
     return count
 
 
@@ -78,24 +77,33 @@ def summed_loss(
 
     ``what`` names the outputs in the error for numbers that are not finite.
     """
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in data.batches("loss"):
+            f = outputs(batch.inputs).double()
+            check_finite(f, what)
+            yield f, likelihood.targets(f, batch.targets)
+
+    return total_loss(likelihood, pairs())
+
+
+def total_loss(likelihood: Likelihood, pairs: Iterable[tuple[Tensor, Tensor]]) -> Statistics:
+    """Return loss and counts of pairs of outputs (B, [T,] C) and checked targets; raise if no datum counts."""
     loss, count, size = 0.0, 0, 0
-    for batch in data.batches("loss"):
-        f = outputs(batch.inputs).double()
-        check_finite(f, what)
-        y = likelihood.targets(f, batch.targets)
-        loss += float(likelihood.loss(f, _doubled(y)).sum())
+    for f, y in pairs:
+        loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
         count += int(likelihood.count(f, y))
         size = f.shape[-1]
-    return Statistics(loss, counted(count), size)
+    return Statistics(loss, checked_count(count), size)
 
 
 def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) -> Tensor:
-    """(C,), by one forward pass."""
+    """Return the mean squared residual of each output, (C,), by one forward pass."""
     total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0
     for batch in data.batches("residuals"):
         f = network(batch.inputs).double()
         check_finite(f, "outputs of the network")
-        gap = (f - likelihood.targets(f, batch.targets).double()).reshape(-1, f.shape[-1])
-        total += gap.square().sum(0)
-        count += len(gap)
-    return total / counted(count)
+        residuals = (f - likelihood.targets(f, batch.targets).double()).reshape(-1, f.shape[-1])
+        total += residuals.square().sum(0)
+        count += len(residuals)
+    return total / checked_count(count)

@@ -1,4 +1,4 @@
-"""What is being inferred: a network, how targets depend on it, and what was believed before."""
+"""The problem of inference: a network, a likelihood and a prior."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.losses import Statistics
 from lapwing.networks.network import Network
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,17 +19,19 @@ class Problem:
 
     network: Network
     likelihood: Likelihood
-    prior: Prior
-    learn_prior: bool = False  # whether the precisions are to be learned; set where no prior was given
+    prior: BoundPrior
+    learn_prior: bool = False  # whether the precisions are to be learned: set if the user gave no prior
 
     def with_likelihood(self, likelihood: Likelihood) -> Problem:
+        """Return the problem with another likelihood."""
         return replace(self, likelihood=likelihood)
 
-    def with_prior(self, prior: Prior) -> Problem:
+    def with_prior(self, prior: BoundPrior) -> Problem:
+        """Return the problem with another prior."""
         return replace(self, prior=prior)
 
     def with_known_prior(self) -> Problem:
-        """Return the problem with its prior as it is: nothing learns it any more."""
+        """Return the problem with a prior that is no longer to be learned."""
         return replace(self, learn_prior=False)
 
     def with_residual_noise(self, statistics: Statistics) -> Problem:
@@ -40,7 +42,7 @@ class Problem:
         if phi < 1e-30:
             raise DataError(
                 f"the network fits its {statistics.data} targets exactly, so the residuals say nothing about the "
-                "noise; expected some. Give it: Gaussian(noise_std=...)."
+                "noise; expected residuals that are not zero. Give the noise: Gaussian(noise_std=...)."
             )
         noise = torch.tensor(phi, dtype=torch.float64, device=self.network.device)
         return self.with_likelihood(self.likelihood.with_dispersion(noise))

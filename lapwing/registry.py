@@ -25,11 +25,11 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
+from lapwing.methods.protocol import Method
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag.swag import SWAG
 from lapwing.networks.selection import Weights
 from lapwing.networks.weights import all_weights, last_layer
-from lapwing.posteriors.protocols import Method
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,

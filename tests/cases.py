@@ -33,15 +33,15 @@ class Case:
 
     def batch(self, size: int, dtype: torch.dtype = torch.float64, seed: int = 5) -> Any:
         torch.manual_seed(seed)
-        return _cast(self.inputs(size), dtype)
+        return cast(self.inputs(size), dtype)
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
+def cast(tree: Any, dtype: torch.dtype) -> Any:
     if isinstance(tree, Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree
     if isinstance(tree, dict):
-        return {key: _cast(value, dtype) for key, value in tree.items()}
-    return tuple(_cast(value, dtype) for value in tree)
+        return {key: cast(value, dtype) for key, value in tree.items()}
+    return tuple(cast(value, dtype) for value in tree)
 
 
 class Wrapped(nn.Module):
@@ -187,7 +187,7 @@ def shared_weight() -> nn.Module:
 
 def frozen(weight: bool) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        model = mlp()
+        model: Any = mlp()
         (model[2].weight if weight else model[2].bias).requires_grad_(False)
         return model
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from tests import problems
+from tests.cases import Case
+from tests.references import dense
 from tests.references.minimum import Energy
 
 D = torch.float64
@@ -51,7 +54,7 @@ def small(kind: str = "gaussian", outputs: int = 1, width: int = 6) -> Energy:
 
 
 def copied(energy: Energy, **changes: Any) -> Energy:
-    """The same with a model of its own, to be changed at will."""
+    """Return the energy with a copy of its model, which a test may change."""
     return replace(energy, model=copy.deepcopy(energy.model), **changes)
 
 
@@ -60,23 +63,55 @@ def likelihood(energy: Energy) -> Any:
 
 
 def data(energy: Energy) -> list[Any]:
-    """In two unequal batches."""
+    """Return the data in two unequal batches."""
     cut = 2 * len(energy.x) // 3
     return [(energy.x[:cut], energy.y[:cut]), (energy.x[cut:], energy.y[cut:])]
 
 
 def fitted(energy: Energy, method: Any, **options: Any) -> lw.Fitted:
+    """Fit a method with the prior, likelihood and data of the energy."""
     options.setdefault("prior", lw.isotropic(energy.precision, energy.mean))
     options.setdefault("likelihood", likelihood(energy))
     return lw.fit(energy.model, options.pop("data", None) or data(energy), method=method, **options)
 
 
 def new(energy: Energy, size: int = 3, seed: int = 6) -> Tensor:
-    """Inputs from a wider range than the data."""
+    """Return inputs from a wider range than the data."""
     return 1.5 * torch.randn(size, energy.x.shape[1], dtype=D, generator=torch.Generator().manual_seed(seed))
 
 
-def off(found: Tensor, exact: Tensor) -> float:
-    """The largest difference relative to the largest entry."""
-    assert found.shape == exact.shape
-    return float((found.double() - exact).abs().max() / exact.abs().max())
+def off(actual: Tensor, exact: Tensor) -> float:
+    """Return the largest difference relative to the largest entry."""
+    assert actual.shape == exact.shape
+    return float((actual.double() - exact).abs().max() / exact.abs().max())
+
+
+def shifted(energy: Energy, size: float) -> Energy:
+    """Return the network ``size`` posterior standard deviations from its minimum, in the stiffest direction."""
+    moved = copied(energy)
+    values, vectors = torch.linalg.eigh(energy.hessian())
+    moved.place(energy.theta + size * vectors[:, -1] / values[-1].sqrt())
+    return moved
+
+
+def at_its_targets(case: Case) -> tuple[nn.Module, list[Any], Any]:
+    """Return model, data and prior with targets equal to the outputs: a minimum, where the Hessian is the GGN."""
+    model, inputs = case.build(), case.batch(6)
+    y = torch.cat([dense.output(model, dense.one(inputs, b)) for b in range(6)]).detach()
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+    return model, problems.split(inputs, y, (4, 2)), lw.isotropic(2.0, theta)
+
+
+def pretrained(energy: Energy, **settings: Any) -> lw.Fitted:
+    """Fit HFL in the mode "pretrained"; with Adam on one batch of all data, whose gradient has no noise."""
+    generator, whole = settings.pop("generator", None), [(energy.x, energy.y)]
+    given = whole if settings.get("solver") == "adam" else None
+    return fitted(energy, lw.HFL(mode="pretrained", **settings), generator=generator, data=given)
+
+
+def held_out(energy: Energy, noise: float = 0.6) -> list[Any]:
+    """Return 60 held-out data in two batches: the network's outputs plus noise."""
+    gen = torch.Generator().manual_seed(9)
+    x = 1.5 * torch.randn(60, 2, dtype=D, generator=gen)
+    f = energy.model(x).detach()
+    return [(x[:35], (f + noise * torch.randn(f.shape, dtype=D, generator=gen))[:35]), (x[35:], f[35:] + noise)]

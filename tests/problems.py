@@ -64,20 +64,20 @@ def dense_ggn(case: Case, model: nn.Module, size: int = TOTAL) -> tuple[Tensor, 
 
 def state(model: nn.Module) -> dict[str, Any]:
     """Everything about a model that a call must leave as it was."""
-    found: dict[str, Any] = {}
+    snapshot: dict[str, Any] = {}
     for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        found["value " + name] = t.detach().clone()
-        found["same tensor " + name] = id(t)
-        found["version " + name] = t._version
-        found["storage " + name] = t.data_ptr()
-        found["flags " + name] = (t.requires_grad, t.grad is None, t.is_leaf, t.dtype)
+        snapshot["value " + name] = t.detach().clone()
+        snapshot["same tensor " + name] = id(t)
+        snapshot["version " + name] = t._version
+        snapshot["storage " + name] = t.data_ptr()
+        snapshot["flags " + name] = (t.requires_grad, t.grad is None, t.is_leaf, t.dtype)
     for name, module in model.named_modules():
-        found["mode " + name] = module.training
-        found["keys " + name] = sorted(module.__dict__)
+        snapshot["mode " + name] = module.training
+        snapshot["keys " + name] = sorted(module.__dict__)
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
                      "_state_dict_hooks", "_load_state_dict_pre_hooks"):  # fmt: skip
-            found[f"{kind} {name}"] = list(getattr(module, kind))
-    return found
+            snapshot[f"{kind} {name}"] = list(getattr(module, kind))
+    return snapshot
 
 
 def assert_unchanged(before: Mapping[str, Any], model: nn.Module) -> None:
@@ -105,5 +105,5 @@ class InContext(nn.Module):
         self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 1)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        found: Tensor = self.b(torch.tanh(self.a(x + context.sum(0))))
-        return found
+        output: Tensor = self.b(torch.tanh(self.a(x + context.sum(0))))
+        return output

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lapwing.curvature.structures import BlockCurvature, BlockPrecision, DiagonalBlock, DiagonalPrecision
+from lapwing.core.state import State, class_named, saved
+from lapwing.curvature.blocks.diagonal import DiagonalPrecision
+from lapwing.curvature.blocks.protocol import BlockCurvature, BlockPrecision
 from lapwing.errors import UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +26,7 @@ class BlockwisePrecision:
     blocks: tuple[BlockPrecision, ...]
     layout: tuple[Block, ...]
     selection: Selection
-    log_determinant: Tensor | None = None  # where it is not the sum over blocks (single weights selected)
+    log_determinant: Tensor | None = None  # if it is not the sum over blocks (single weights selected)
 
     def logdet(self) -> Tensor:
         if self.log_determinant is not None:
@@ -30,11 +34,11 @@ class BlockwisePrecision:
         return torch.stack([block.logdet().double() for block in self.blocks]).sum()
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
-        """(B, S, C, C), or (B, S, C): one block after another, so memory follows the largest."""
+        """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
         total: Tensor | None = None
         for precision, (_, part) in zip(self.blocks, jacobian, strict=True):
-            found = precision.quadratic(part, jacobian.tokens, full)
-            total = found if total is None else total + found
+            covariance = precision.quadratic(part, jacobian.tokens, full)
+            total = covariance if total is None else total + covariance
         assert total is not None
         return total
 
@@ -49,8 +53,8 @@ class BlockwisePrecision:
         return self._flat([p.adjoint(part) for p, part in zip(self.blocks, self._arranged(v), strict=True)])
 
     def solve(self, v: Tensor) -> Tensor:
-        both = zip(self.blocks, self._arranged(v), strict=True)
-        return self._flat([p.sample(p.adjoint(part)) for p, part in both])
+        pairs = zip(self.blocks, self._arranged(v), strict=True)
+        return self._flat([p.sample(p.adjoint(part)) for p, part in pairs])
 
     def variances(self) -> Tensor:
         return self._flat([precision.variances() for precision in self.blocks])
@@ -63,6 +67,7 @@ class BlockwisePrecision:
         return in_order(parts, self.layout, self.selection)
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class BlockwiseCurvature:
     """H with no coupling between blocks. ``blocks`` match the network's layout one to one."""
@@ -74,29 +79,43 @@ class BlockwiseCurvature:
     def __add__(self, other: BlockwiseCurvature) -> BlockwiseCurvature:
         if self.layout != other.layout:
             raise UnsupportedError("these curvatures belong to different networks or weights and do not add.")
+        if self.structures() != other.structures():
+            raise UnsupportedError(
+                f"curvatures with the blocks {self.structures()} and {other.structures()} do not add; expected the "
+                "same structures. Fit both with the same method and settings."
+            )
         total = tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True))
-        return BlockwiseCurvature(total, self.layout, self.selection)
+        return replace(self, blocks=total)
 
-    def precision(self, phi: Tensor, prior: Prior) -> BlockwisePrecision:
+    def mixed(self, others: Sequence[BlockwiseCurvature], weights: Tensor) -> BlockwiseCurvature:
+        """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
+        columns = zip(self.blocks, *(other.blocks for other in others), strict=True)
+        return replace(self, blocks=tuple(first.mixed(rest, weights) for first, *rest in columns))
+
+    def precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
         if self.selection.index is not None:
             return self._subnetwork_precision(phi, prior)
-        found = tuple(c.precision(phi, prior.on(b), b) for c, b in zip(self.blocks, self.layout, strict=True))
-        return BlockwisePrecision(found, self.layout, self.selection)
+        blocks = tuple(c.precision(phi, prior.on(b), b) for c, b in zip(self.blocks, self.layout, strict=True))
+        return BlockwisePrecision(blocks, self.layout, self.selection)
 
-    def _subnetwork_precision(self, phi: Tensor, prior: Prior) -> BlockwisePrecision:
-        """Only diagonals: entries that are not selected get no variance and no share of the determinant."""
-        if not all(isinstance(block, DiagonalBlock) for block in self.blocks):
+    def _subnetwork_precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
+        """Return Λ of single weights, for diagonal blocks only.
+
+        Entries that are not selected get no variance and do not enter the determinant.
+        """
+        parts = [block.only_diagonal for block in self.blocks]
+        diagonals = [part for part in parts if part is not None]
+        if len(diagonals) < len(parts):
             raise UnsupportedError(
                 "a subnetwork of single weights has no Kronecker structure; use method=Full() or Diagonal()."
             )
-        parts = [block.values for block in self.blocks if isinstance(block, DiagonalBlock)]
-        values = in_order(parts, self.layout, self.selection, picked=False)
-        chosen = self.selection.picked(values) / phi.to(values) + prior.vector.to(values)
-        inverse = self.selection.split(chosen.reciprocal())
-        found = tuple(DiagonalPrecision(block.arrange(inverse), chosen.new_zeros(())) for block in self.layout)
-        return BlockwisePrecision(found, self.layout, self.selection, chosen.log().sum(dtype=torch.float64))
+        values = in_order(diagonals, self.layout, self.selection, picked=False)
+        precision = self.selection.picked(values) / phi.to(values) + prior.vector.to(values)
+        inverse = self.selection.split(precision.reciprocal())
+        blocks = tuple(DiagonalPrecision(block.arrange(inverse), precision.new_zeros(())) for block in self.layout)
+        return BlockwisePrecision(blocks, self.layout, self.selection, precision.log().sum(dtype=torch.float64))
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
@@ -106,23 +125,35 @@ class BlockwiseCurvature:
     def tensors(self) -> dict[str, Tensor]:
         return {f"{i}.{key}": t for i, block in enumerate(self.blocks) for key, t in block.tensors().items()}
 
+    def state(self) -> State:
+        return State("BlockwiseCurvature", parts={str(i): block.state() for i, block in enumerate(self.blocks)})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> BlockwiseCurvature:
+        stored = [state.parts[str(i)] for i in range(len(state.parts))]
+        blocks = tuple(class_named(part.name).from_state(part, network) for part in stored)
+        return cls(blocks, network.layout, network.selection)
+
     def structures(self) -> list[str]:
-        """The structure of every block, by name; a user sees here what became of each parameter."""
+        """Return the name of the structure of every block, in the order of the network's layout."""
         return [type(block).__name__ for block in self.blocks]
 
 
 def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selection, picked: bool = True) -> Tensor:
-    """Tensors in the forms of their blocks as one in the order of theta, (..., P)."""
-    found: dict[str, Tensor] = {}
+    """Join tensors in the forms of their blocks to one in the order of theta, (..., P).
+
+    With ``picked=False`` the entries that are not selected are included.
+    """
+    by_name: dict[str, Tensor] = {}
     for part, block in zip(parts, layout, strict=True):
-        found.update(block.spread(part))
+        by_name.update(block.spread(part))
     dtype = max((part.dtype for part in parts), key=lambda d: torch.finfo(d).bits)
-    flat = torch.cat([found[name].to(dtype) for name in selection.names], -1)
+    flat = torch.cat([by_name[name].to(dtype) for name in selection.names], -1)
     return selection.picked(flat) if picked else flat
 
 
-def prior_precision(prior: Prior, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
-    """The prior alone, as a precision without data: what it says of outputs is the kernel's diagonal."""
+def prior_precision(prior: BoundPrior, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
+    """Return the prior alone as a precision: its ``quadratic`` is the prior covariance of outputs."""
     inverse = selection.split(prior.vector.detach().double().reciprocal())
     zero = torch.zeros((), dtype=torch.float64, device=prior.values.device)
     parts = tuple(DiagonalPrecision(block.arrange(inverse), zero) for block in layout)

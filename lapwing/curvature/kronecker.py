@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from lapwing.core.settings import require_integer
+from lapwing.curvature.blocks.diagonal import DiagonalBlock
+from lapwing.curvature.blocks.eigen import EigenBlock
+from lapwing.curvature.blocks.full import FullBlock
+from lapwing.curvature.blocks.kronecker import KroneckerBlock
+from lapwing.curvature.blocks.protocol import BlockCurvature
 from lapwing.curvature.blockwise import BlockwiseCurvature
-from lapwing.curvature.structures import BlockCurvature, DiagonalBlock, EigenBlock, FullBlock, KroneckerBlock
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.gram import Gram
@@ -20,7 +24,7 @@ from lapwing.networks.network import Network
 
 
 def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
-    """Those that all methods with Kronecker factors have."""
+    """Raise unless the settings that all methods with Kronecker factors share are valid."""
     checked_curvature(curvature)
     if sharing not in ("expand", "reduce"):
         raise UnsupportedError(f"sharing is {sharing!r}; expected 'expand' or 'reduce'.")
@@ -28,7 +32,7 @@ def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
 
 
 class _KroneckerSum:
-    """Accumulates the two factors of a linear block."""
+    """The two factors of a linear block, summed over a pass."""
 
     def __init__(self, block: Block, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         self._sharing, self._block = sharing, block
@@ -62,7 +66,7 @@ class _KroneckerSum:
 
 
 class _DenseSum:
-    """Accumulates a block that is no linear map: whole when small, else its diagonal."""
+    """A block that is no linear map, summed over a pass: all of it if it is small, else its diagonal."""
 
     def __init__(self, block: Block, limit: int, dtype: torch.dtype, device: torch.device) -> None:
         whole = block.size <= limit
@@ -86,7 +90,7 @@ class _DenseSum:
 def kronecker_curvature(
     sweep: Iterable[LayerJacobians], network: Network, sharing: str, full_limit: int
 ) -> BlockwiseCurvature:
-    """One pass over the data."""
+    """Return Kronecker factors for linear blocks and full or diagonal blocks for the rest, by one pass."""
     if network.selection.index is not None:
         raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
     options = (network.dtype, network.device)
@@ -102,7 +106,7 @@ def kronecker_curvature(
 
 
 def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -> BlockwiseCurvature:
-    """The exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass."""
+    """Return the exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass."""
     bases = [block.eigen if isinstance(block, KroneckerBlock) else None for block in kron.blocks]
     values: list[Tensor | None] = [None] * len(bases)
     for jacobians in sweep:

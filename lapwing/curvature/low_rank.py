@@ -1,56 +1,58 @@
-"""A few leading eigenpairs of the curvature, without the matrix."""
+"""Curvature of low rank, and precisions that are a prior plus a low-rank part."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from lapwing.core.state import State, saved
 from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
-from lapwing.curvature.structures import floored_by_layer
+from lapwing.curvature.floors import floored_by_layer
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
-LOST = 1e-8  # the share of a prior variance below which what is left of it is not found by a difference
+CANCELLED = 1e-8  # part of the prior variance below which a variance is not computed as a difference
 
 
 class Rows(Protocol):
-    """r vectors of P weights, W (r, P): stored, or given by the network itself."""
+    """r vectors of P weights, W (r, P): stored, or computed by the network."""
 
-    def gram(self, prior: Prior) -> Tensor:
-        """W A⁻¹ Wᵀ, (r, r), differentiable in the precisions."""
+    def gram(self, prior: BoundPrior) -> Tensor:
+        """Return W A⁻¹ Wᵀ, (r, r), differentiable in the precisions."""
         ...
 
-    def pulled(self, jacobian: LayerJacobians, prior: Prior) -> Tensor:
-        """W A⁻¹ Jᵀ, (r, B K)."""
+    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
+        """Return W A⁻¹ Jᵀ, (r, B K)."""
         ...
 
     def times(self, v: Tensor) -> Tensor:
-        """v Wᵀ for v (n, P): (n, r)."""
+        """Return v Wᵀ for v (n, P): (n, r)."""
         ...
 
     def combined(self, c: Tensor) -> Tensor:
-        """c W for c (n, r): (n, P)."""
+        """Return c W for c (n, r): (n, P)."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """The vectors as they are, (r, P)."""
+    """The vectors W (r, P) as a tensor."""
 
     w: Tensor
 
-    def gram(self, prior: Prior) -> Tensor:
+    def gram(self, prior: BoundPrior) -> Tensor:
         return (self.w / prior.vector.to(self.w)) @ self.w.mT
 
-    def pulled(self, jacobian: LayerJacobians, prior: Prior) -> Tensor:
+    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         return jacobian.jvp(self.w / prior.vector.to(self.w)).to(self.w).flatten(1)
 
     def times(self, v: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ class LowRankPrecision:
     $$ \Lambda^{-1} = A^{-1} - A^{-1} W^\top (I + W A^{-1} W^\top)^{-1} W A^{-1} $$
     """
 
-    prior: Prior
+    prior: BoundPrior
     rows: Rows
     layout: tuple[Block, ...]
     selection: Selection
@@ -90,39 +92,39 @@ class LowRankPrecision:
         return prior_precision(self.prior, self.layout, self.selection)
 
     def _pulled(self, jacobian: LayerJacobians) -> Tensor:
-        """L⁻¹ W A⁻¹ Jᵀ, (r, B K)."""
+        """Return L⁻¹ W A⁻¹ Jᵀ, (r, B K)."""
         return torch.linalg.solve_triangular(self._inner, self.rows.pulled(jacobian, self.prior), upper=False)
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
-        # The difference cancels where the data leave little variance: both terms in float64.
+        # Both terms in float64: their difference cancels if the data leave little variance.
         jacobian, dtype = jacobian.double(), jacobian.dtype
-        before = self._prior_only.quadratic(jacobian, full)
-        rows = self._pulled(jacobian).mT.reshape(*before.shape[:3], -1)
-        gained = rows @ rows.mT if full else rows.square().sum(-1)
-        if _cancel(before, gained, full):
-            rows = self._left(jacobian).reshape(*before.shape[:3], -1)
+        prior = self._prior_only.quadratic(jacobian, full)
+        rows = self._pulled(jacobian).mT.reshape(*prior.shape[:3], -1)
+        reduction = rows @ rows.mT if full else rows.square().sum(-1)
+        if _cancels(prior, reduction, full):
+            rows = self._root_rows(jacobian).reshape(*prior.shape[:3], -1)
             return (rows @ rows.mT if full else rows.square().sum(-1)).to(dtype)
-        return (before - gained).to(dtype)
+        return (prior - reduction).to(dtype)
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
         jacobian, dtype = jacobian.double(), jacobian.dtype
-        before = self._prior_only.cross(jacobian)
+        prior = self._prior_only.cross(jacobian)
         rows = self._pulled(jacobian).mT
-        gained = rows @ rows.mT
-        if _cancel(before, gained, True):
-            rows = self._left(jacobian)
+        reduction = rows @ rows.mT
+        if _cancels(prior, reduction, True):
+            rows = self._root_rows(jacobian)
             return (rows @ rows.mT).to(dtype)
-        return (before - gained).to(dtype)
+        return (prior - reduction).to(dtype)
 
-    def _left(self, jacobian: LayerJacobians) -> Tensor:
-        r"""Rows (B K, P + r) whose products are J Λ⁻¹ Jᵀ: a sum of squares, for what the difference would lose.
+    def _root_rows(self, jacobian: LayerJacobians) -> Tensor:
+        r"""Return rows (B K, P + r) whose products are J Λ⁻¹ Jᵀ: a sum of squares, which does not cancel.
 
         $$ J \Lambda^{-1} J^\top = \min_c |(J - c W) A^{-1/2}|^2 + |c|^2, \qquad
            c = J A^{-1} W^\top (I + W A^{-1} W^\top)^{-1} $$
         """
         c = torch.cholesky_solve(self.rows.pulled(jacobian, self.prior), self._inner).mT
-        beside = jacobian.whole().flatten(0, 1) - self.rows.combined(c)
-        return torch.cat([beside * self.prior.vector.to(beside).rsqrt(), c], 1)
+        rest = jacobian.whole().flatten(0, 1) - self.rows.combined(c)
+        return torch.cat([rest * self.prior.vector.to(rest).rsqrt(), c], 1)
 
     def sample(self, eps: Tensor) -> Tensor:
         root = self.prior.vector.double().rsqrt()
@@ -133,39 +135,46 @@ class LowRankPrecision:
         return self._root(root * v.to(root), root)
 
     def _root(self, v: Tensor, root: Tensor) -> Tensor:
-        """v - Yᵀ E (s (s + 1))⁻¹ Eᵀ Y v, with Y = W A^-½, Y Yᵀ = E (s² - 1) Eᵀ: the symmetric root of (I + Yᵀ Y)⁻¹."""
-        return v - self.rows.combined(self.rows.times(v * root) @ self._taken) * root
+        """Apply the symmetric root of (I + Yᵀ Y)⁻¹, with Y = W A^-½ and Y Yᵀ = E (s² - 1) Eᵀ.
+
+        It is v - Yᵀ E (s (s + 1))⁻¹ Eᵀ Y v.
+        """
+        return v - self.rows.combined(self.rows.times(v * root) @ self._root_core) * root
 
     @cached_property
-    def _taken(self) -> Tensor:
+    def _root_core(self) -> Tensor:
         """E (s (s + 1))⁻¹ Eᵀ, (r, r)."""
-        values, turn = torch.linalg.eigh(self._gram)
+        values, basis = torch.linalg.eigh(self._gram)
         s = (1 + values.clamp_min(0)).sqrt()
-        return (turn / (s * (s + 1))) @ turn.mT
+        return (basis / (s * (s + 1))) @ basis.mT
 
     def solve(self, v: Tensor) -> Tensor:
-        spread = self.prior.vector.double().reciprocal()
-        scaled = v.to(spread) * spread
+        prior_variances = self.prior.vector.double().reciprocal()
+        scaled = v.to(prior_variances) * prior_variances
         inner = torch.cholesky_solve(self.rows.times(scaled).mT, self._inner).mT
-        return (scaled - self.rows.combined(inner) * spread).to(v)
+        return (scaled - self.rows.combined(inner) * prior_variances).to(v)
 
     def variances(self) -> Tensor:
-        spread = self.prior.vector.double().reciprocal()
+        prior_variances = self.prior.vector.double().reciprocal()
         eye = torch.eye(len(self._gram), dtype=self._gram.dtype, device=self._gram.device)
-        rows = self.rows.combined(torch.linalg.solve_triangular(self._inner, eye, upper=False)) * spread
-        return spread - rows.square().sum(0)
+        rows = self.rows.combined(torch.linalg.solve_triangular(self._inner, eye, upper=False)) * prior_variances
+        return prior_variances - rows.square().sum(0)
 
 
-def _cancel(before: Tensor, gained: Tensor, full: bool) -> bool:
-    """Whether a variance is so small a part of the prior's that their difference is rounding."""
+def _cancels(prior: Tensor, reduction: Tensor, full: bool) -> bool:
+    """Return whether some variance is so small a part of the prior variance that the difference is mostly rounding."""
     if full:
-        before, gained = (t.diagonal(dim1=-2, dim2=-1) for t in (before, gained))
-    return bool((before - gained < LOST * before).any())
+        prior, reduction = (t.diagonal(dim1=-2, dim2=-1) for t in (prior, reduction))
+    return bool((prior - reduction < CANCELLED * prior).any())
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class LowRankCurvature:
-    """H ≈ Uᵀ S U at unit dispersion: ``values`` (r,), ``vectors`` (r, P) as rows."""
+    """H ≈ Uᵀ S U at unit dispersion: ``values`` S (r,), orthonormal ``vectors`` U (r, P) as rows.
+
+    ``residual`` is the error of the eigenpairs, zero if they are exact.
+    """
 
     values: Tensor
     vectors: Tensor
@@ -175,68 +184,39 @@ class LowRankCurvature:
     preconditions: ClassVar[bool] = True
 
     def __add__(self, other: LowRankCurvature) -> LowRankCurvature:
-        """Exact for what the two hold; the ranks add up."""
+        """Return the exact sum of both low-rank matrices. Its rank is at most the sum of the ranks."""
         if self.selection.names != other.selection.names:
             raise UnsupportedError("these curvatures belong to different networks or weights and do not add.")
         tall = torch.cat([c.values.sqrt()[:, None] * c.vectors for c in (self, other)])
         _, singular, right = torch.linalg.svd(tall, full_matrices=False)
-        real = singular > 1e2 * torch.finfo(tall.dtype).eps * singular[0]
-        return LowRankCurvature(
-            singular.square()[real], right[real], self.layout, self.selection, max(self.residual, other.residual)
-        )
+        nonzero = singular > 1e2 * torch.finfo(tall.dtype).eps * singular[0]
+        residual = max(self.residual, other.residual)
+        return replace(self, values=singular.square()[nonzero], vectors=right[nonzero], residual=residual)
 
-    def precision(self, phi: Tensor, prior: Prior) -> LowRankPrecision:
+    def precision(self, phi: Tensor, prior: BoundPrior) -> LowRankPrecision:
         tall = self.values.sqrt()[:, None] * self.vectors / phi.to(self.values).sqrt()
         return LowRankPrecision(prior, StoredRows(tall), self.layout, self.selection)
 
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
-        """For one precision from the eigenvalues alone, since the vectors are orthonormal."""
-        if prior.kind != "isotropic":
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        """Return the log-determinant of H/φ + A; for one precision from the eigenvalues alone."""
+        if not prior.is_isotropic:
             return self.precision(phi, prior).logdet()
         alpha, values = prior.values.double(), self.values.double()
         return self.selection.size * alpha.log() + torch.log1p(values / (phi.to(values) * alpha)).sum()
 
     def diagonal(self) -> Tensor:
-        own = self.values @ self.vectors.square()
-        real = own > torch.finfo(own.dtype).eps * own.max()  # a dead layer has rounding in place of noughts
-        return floored_by_layer(torch.where(real, own, 0), self.selection)
+        diagonal = self.values @ self.vectors.square()
+        nonzero = diagonal > torch.finfo(diagonal.dtype).eps * diagonal.max()  # a dead layer has rounding, not zeros
+        return floored_by_layer(torch.where(nonzero, diagonal, 0), self.selection)
 
     def tensors(self) -> dict[str, Tensor]:
         residual = torch.tensor(self.residual, dtype=torch.float64)
         return {"values": self.values, "vectors": self.vectors, "residual": residual}
 
+    def state(self) -> State:
+        return State("LowRankCurvature", tensors=self.tensors())
 
-@dataclass(frozen=True, eq=False)
-class BoundedCurvature(LowRankCurvature):
-    r"""The part of H in some directions, with a bound on the rest: ``own`` (P,) is the diagonal of the whole H.
-
-    $$ \log\det(A + H/\varphi) \le \log\det(A + \tilde H/\varphi) + \operatorname{tr} A^{-1} (H - \tilde H)/\varphi $$
-
-    (Titsias 2009), under the prior for which the directions were chosen and its multiples. Without that term a prior
-    that lets the directions left out run free would look the best.
-    """
-
-    own: Tensor | None = None
-
-    @cached_property
-    def _shown(self) -> Tensor:
-        return self.values @ self.vectors.square()
-
-    def unseen(self, phi: Tensor, prior: Prior) -> Tensor:
-        """What the log-determinant has added for each weight, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
-        assert self.own is not None
-        return (self.own.double() - self._shown) / (prior.vector * phi.to(self.values))
-
-    def logdet(self, phi: Tensor, prior: Prior) -> Tensor:
-        return super().logdet(phi, prior) + self.unseen(phi, prior).sum().clamp_min(0)
-
-    def diagonal(self) -> Tensor:
-        assert self.own is not None
-        return floored_by_layer(self.own.double(), self.selection)
-
-    def tensors(self) -> dict[str, Tensor]:
-        assert self.own is not None
-        return {**super().tensors(), "own": self.own}
-
-    def __add__(self, other: LowRankCurvature) -> LowRankCurvature:
-        raise UnsupportedError("curvatures in directions of their own data do not add; fit all data at once.")
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> LowRankCurvature:
+        values, vectors = (state.tensors[key].to(network.device) for key in ("values", "vectors"))
+        return cls(values, vectors, network.layout, network.selection, float(state.tensors["residual"]))

@@ -1,9 +1,10 @@
-"""One pass over the data: for every chunk of samples the layer-wise Jacobian seeded with the curvature's root."""
+"""One pass over the data that yields layer-wise Jacobians, multiplied by a root of the loss's curvature."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,26 +14,63 @@ from lapwing.core.data import Data, check_finite, merged
 from lapwing.curvature.blockwise import in_order
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.losses import Statistics, checked_targets, counted
+from lapwing.losses import Statistics, checked_count, checked_targets
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
 CURVATURES = ("ggn", "fisher_mc")
-PLAIN = "jacobian"  # no likelihood: every output is a seed
+PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
 
 
 def checked_curvature(curvature: str, allowed: tuple[str, ...] = CURVATURES) -> str:
+    """Return the name of a curvature; raise if it is not one of those allowed."""
     if curvature not in allowed:
         raise UnsupportedError(f"curvature is {curvature!r}; expected one of {', '.join(allowed)}.")
     return curvature
 
 
-class Sweep:
-    """Iterate to get seeded Jacobians; afterwards ``statistics`` holds loss and counts.
+@dataclass(frozen=True, eq=False)
+class Seeds:
+    """The vectors in output space that the backward passes of a sweep start from.
 
-    With ``curvature="ggn"`` the seeds are the columns of the likelihood's root, so that the sum of JᵀJ over
-    the pass is the exact GGN at unit dispersion. With "fisher_mc" there is one seed, the gradient of the loss
-    at a label drawn from the model: an unbiased estimate for one backward pass.
+    With "ggn" they are the columns of the likelihood's root, so that the sum of JᵀJ over the pass is the exact GGN at
+    unit dispersion. With "fisher_mc" there is one seed, the gradient of the loss at a label drawn from the model: an
+    unbiased estimate for one backward pass. With "jacobian" they are the unit vectors.
+
+    ``output`` takes the seed of one output alone, for a likelihood with a noise for each output.
+    """
+
+    curvature: str = "ggn"
+    generator: torch.Generator | None = None
+    output: int | None = None
+
+    def __post_init__(self) -> None:
+        checked_curvature(self.curvature, (*CURVATURES, PLAIN))
+
+    def count(self, output_shape: tuple[int, ...]) -> int:
+        """Return the number of seeds for each sample."""
+        if self.curvature == "fisher_mc":
+            return 1
+        return torch.Size(output_shape if self.output is None else output_shape[:-1]).numel()
+
+    def at(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+        """Return the seeds at outputs f (B, [T,] C): (K, B, [T,] C), different ones for each token."""
+        if self.curvature == "fisher_mc":
+            # Labels are drawn independently, so tokens may share a seed: their cross terms vanish on average.
+            gradient = likelihood.sampled_gradient(f, y, self.generator)
+            if self.output is not None:
+                gradient = gradient * F.one_hot(torch.tensor(self.output), f.shape[-1]).to(f)
+            return gradient.unsqueeze(0)
+        if self.curvature == PLAIN:
+            return root_seeds(torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
+        root = likelihood.root(f, y)
+        return root_seeds(root if self.output is None else root[..., self.output : self.output + 1])
+
+
+class Sweep:
+    """A pass over the data: iterate to get Jacobians, chunk by chunk; then ``statistics`` holds loss and counts.
+
+    ``max_samples`` limits the samples of a chunk; without it only memory does.
     """
 
     def __init__(
@@ -40,43 +78,35 @@ class Sweep:
         network: Network,
         likelihood: Likelihood,
         data: Data,
-        curvature: str = "ggn",
-        generator: torch.Generator | None = None,
+        seeds: Seeds | None = None,
         label: str = "curvature",
-        only: int | None = None,
-        part: int | None = None,
+        max_samples: int | None = None,
     ) -> None:
-        self._only = only  # the one output to seed, of those that the likelihood keeps apart
-        self._part = part  # the most samples of one chunk, where there is a reason besides memory
         self._network, self._likelihood, self._data = network, likelihood, data
-        self._curvature, self._generator, self._label = (
-            checked_curvature(curvature, (*CURVATURES, PLAIN)),
-            generator,
-            label,
-        )
+        self._seeds, self._label, self._max_samples = seeds or Seeds(), label, max_samples
         self._statistics: Statistics | None = None
 
     def __iter__(self) -> Iterator[LayerJacobians]:
         network, likelihood = self._network, self._likelihood
         total = torch.zeros((), dtype=torch.float64, device=network.device)
         count: int | Tensor = 0
-        # The C library gives large blocks back to the system and faults their pages in again at the next batch, a
-        # quarter of the time of a pass. It stops doing so below the largest block it has seen freed, up to 32 MB.
+        # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of
+        # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
         torch.empty(31 * 2**20, dtype=torch.uint8)
-        for batch in merged(
-            self._data.batches(self._label), network.footprint.joined(self._seed_count, network.dtype, network.device)
-        ):
+        n_seeds = self._seeds.count(network.output_shape)
+        batches = self._data.batches(self._label)
+        for batch in merged(batches, network.footprint.joined(n_seeds, network.dtype, network.device)):
             _, y = checked_targets(network, likelihood, batch)
-            # Sums stay on the device until the batch is done: asking for one halts a GPU.
+            # Sums stay on the device until the batch is done: reading one makes a GPU wait.
             before = total.clone()
-            for rows, tangent in network.tangents(batch.inputs, self._seed_count, self._part):
-                f, mine = tangent.f.to(network.dtype), y[rows]
-                if f.shape[0] != len(mine):
-                    raise DataError(f"{len(mine)} inputs gave {f.shape[0]} outputs; expected one for each.")
-                total += likelihood.loss(f, mine).sum(dtype=torch.float64)
-                count = count + likelihood.count(f, mine)
-                jacobians = tangent.jacobians(self._seeds(f, mine))
-                del tangent  # nothing of one chunk may live on while the next is computed
+            for rows, tangent in network.tangents(batch.inputs, n_seeds, self._max_samples):
+                f, targets = tangent.f.to(network.dtype), y[rows]
+                if f.shape[0] != len(targets):
+                    raise DataError(f"{len(targets)} inputs gave {f.shape[0]} outputs; expected one for each.")
+                total += likelihood.loss(f, targets).sum(dtype=torch.float64)
+                count = count + likelihood.count(f, targets)
+                jacobians = tangent.jacobians(self._seeds.at(likelihood, f, targets))
+                del tangent  # free the memory of one chunk before the next is computed
                 yield jacobians
                 del jacobians
             if not math.isfinite(total - before):
@@ -84,53 +114,38 @@ class Sweep:
                 raise NumericalError(
                     "the loss is not finite although inputs, targets and outputs are; check the scale."
                 )
-        self._statistics = Statistics(float(total), counted(int(count)), network.output_shape[-1])
+        self._statistics = Statistics(float(total), checked_count(int(count)), network.output_shape[-1])
 
     @property
     def statistics(self) -> Statistics:
+        """Loss and counts of the pass; only after the iteration."""
         if self._statistics is None:
             raise AssertionError("iterate over the sweep before asking for its statistics")
         return self._statistics
 
-    @property
-    def _seed_count(self) -> int:
-        shape = self._network.output_shape
-        if self._curvature == "fisher_mc":
-            return 1
-        return torch.Size(shape if self._only is None else shape[:-1]).numel()
-
-    def _seeds(self, f: Tensor, y: Tensor) -> Tensor:
-        """(K, B, [T,] C): every token's seeds apart from the others'."""
-        if self._curvature == "fisher_mc":
-            # Labels are drawn independently, so tokens may share a seed: their cross terms vanish on average.
-            gradient = self._likelihood.sampled_gradient(f, y, self._generator)
-            if self._only is not None:
-                gradient = gradient * F.one_hot(torch.tensor(self._only), f.shape[-1]).to(f)
-            return gradient.unsqueeze(0)
-        if self._curvature == PLAIN:
-            return seeded(torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
-        root = self._likelihood.root(f, y)
-        return seeded(root if self._only is None else root[..., self._only : self._only + 1])
-
 
 class SquaredSum:
-    """The diagonal of the GGN at unit dispersion, added up as seeded Jacobians pass by."""
+    """The diagonal of the GGN at unit dispersion, summed over the Jacobians of a pass in float64."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._totals = [torch.zeros(b.form, dtype=torch.float64, device=network.device) for b in network.layout]
 
     def add(self, jacobians: LayerJacobians) -> None:
+        """Add the squares of one chunk."""
         for total, (_, jacobian) in zip(self._totals, jacobians, strict=True):
             total += jacobian.squares().reshape(total.shape)
 
     def diagonal(self) -> Tensor:
-        """(P,)"""
+        """Return the sum, (P,)."""
         return in_order(self._totals, self._network.layout, self._network.selection)
 
 
-def seeded(root: Tensor) -> Tensor:
-    """R (B, C, K) -> (K, B, C); R (B, T, C, K) -> (T K, B, T, C), one token alive in each."""
+def root_seeds(root: Tensor) -> Tensor:
+    """Return the columns of a root as seeds: R (B, C, K) as (K, B, C), and R (B, T, C, K) as (T K, B, T, C).
+
+    With tokens each seed is zero at all tokens but one.
+    """
     if root.ndim == 3:
         return root.permute(2, 0, 1)
     batch, tokens, classes, columns = root.shape

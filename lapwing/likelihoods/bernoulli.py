@@ -1,4 +1,4 @@
-"""Yes-or-no targets: one logit, or many for multilabel problems."""
+"""Binary targets: one logit, or many for multilabel problems."""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
+from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, positive
+from lapwing.likelihoods.protocol import matched, positive, refuse_unused, with_tuples
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Bernoulli:
-    """Independent sigmoids, binary cross-entropy loss.
+    """Binary or multilabel classification: independent sigmoids and the binary cross-entropy loss.
 
-    Targets are 0, 1 or a probability between. ``pos_weight`` (scalar or (C,)) means what it means in
-    ``nn.BCEWithLogitsLoss``; ``ignore_index`` marks labels that do not count. ``link``: "probit" (closed form) or
-    "quadrature" (numerical, to about 1e-9 for logits with a standard deviation of up to 30).
+    Targets are 0, 1 or a probability between them.
+
+    Args:
+        pos_weight: Weight of positive labels, one or (C,), as in ``nn.BCEWithLogitsLoss``.
+        ignore_index: Value of labels that do not count; None if all do.
+        link: How Gaussian logits become probabilities: "probit" (closed form) or "quadrature" (to about 1e-9 for
+            logits with a standard deviation of up to 30).
+        temperature: Divides the curvature. Other than one it gives a tempered posterior, which has no normaliser.
+
+    Raises:
+        DataError: The link is unknown, the temperature not positive, or ``pos_weight`` negative.
+
+    >>> Bernoulli().loss(torch.zeros(1, 1), torch.ones(1, 1))
+    tensor([0.6931])
     """
 
     pos_weight: float | tuple[float, ...] | Tensor | None = None
@@ -46,12 +59,16 @@ class Bernoulli:
     def learns_dispersion(self) -> bool:
         return False
 
+    @property
+    def ignores_common_shift(self) -> bool:
+        return False
+
     def with_dispersion(self, phi: Tensor) -> Bernoulli:
         return replace(self, temperature=phi)
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Bernoulli")
-        known = self._known(y)
+        known = ~self.ignored(y)
         count = 1 if self.pos_weight is None else torch.as_tensor(self.pos_weight).numel()
         if count not in (1, f.shape[-1]):
             raise DataError(f"Bernoulli: {count} positive weights for {f.shape[-1]} outputs; expected one for each.")
@@ -61,19 +78,23 @@ class Bernoulli:
             )
         return y
 
-    def _known(self, y: Tensor) -> Tensor:
-        return torch.ones_like(y, dtype=torch.bool) if self.ignore_index is None else y != self.ignore_index
+    def ignored(self, y: Tensor) -> Tensor:
+        return torch.zeros_like(y, dtype=torch.bool) if self.ignore_index is None else y == self.ignore_index
+
+    def check_prediction(self) -> None:
+        refuse_unused("Bernoulli", pos_weight=self.pos_weight, temperature=self.temperature)
 
     def _weight(self, y: Tensor) -> Tensor:
-        weight = self._known(y).to(y.dtype)
+        """Return the weight of every label, zero for ignored ones."""
+        weight = (~self.ignored(y)).to(y.dtype)
         if self.pos_weight is None:
             return weight
-        return weight * (1 + (torch.as_tensor(self.pos_weight).to(y) - 1) * y)
+        return weight * (1 + (torch.as_tensor(self.pos_weight, dtype=y.dtype, device=y.device) - 1) * y)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        known = self._known(y)
+        known = ~self.ignored(y)
         safe = torch.where(known, y, torch.zeros_like(y))
-        positive = None if self.pos_weight is None else torch.as_tensor(self.pos_weight).to(f)
+        positive = None if self.pos_weight is None else torch.as_tensor(self.pos_weight, dtype=f.dtype, device=f.device)
         each = F.binary_cross_entropy_with_logits(f, safe, pos_weight=positive, reduction="none")
         return (each * known).sum(-1)
 
@@ -87,7 +108,7 @@ class Bernoulli:
         return (p - drawn.to(p)) * self._weight(y).sqrt()
 
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
-        return y[..., 0].numel() if self.ignore_index is None else self._known(y).any(-1).sum()
+        return y[..., 0].numel() if self.ignore_index is None else (~self.ignored(y)).any(-1).sum()
 
     def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
         return torch.zeros_like(phi)
@@ -95,7 +116,21 @@ class Bernoulli:
     def predict(self, belief: FunctionGaussian) -> BinaryPredictive:
         return BinaryPredictive(belief.marginal, self.link)
 
-    def settings(self) -> dict[str, Any]:
+    def state(self) -> State:
+        """Return settings and tensors for a file."""
         weight = self.pos_weight
-        plain = weight if weight is None or isinstance(weight, float | int) else torch.as_tensor(weight).tolist()
-        return {"pos_weight": plain, "ignore_index": self.ignore_index, "link": self.link}
+        plain = (
+            weight
+            if weight is None or isinstance(weight, float | int)
+            else torch.as_tensor(weight, dtype=torch.float64).tolist()
+        )
+        settings = {"pos_weight": plain, "ignore_index": self.ignore_index, "link": self.link}
+        return State("Bernoulli", settings, {"dispersion": self.dispersion.detach()})
+
+    @classmethod
+    def from_state(cls, state: State) -> Bernoulli:
+        """Build the likelihood from its state."""
+        return cls(**with_tuples(state.settings), temperature=state.tensors["dispersion"])
+
+    def settings(self) -> dict[str, Any]:
+        return dict(self.state().settings)

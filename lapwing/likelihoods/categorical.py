@@ -11,19 +11,32 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
-from lapwing.errors import DataError, ModelError
-from lapwing.likelihoods.protocol import positive
+from lapwing.core.state import State, saved
+from lapwing.errors import DataError, ModelError, UnsupportedError
+from lapwing.likelihoods.protocol import positive, refuse_unused, with_tuples
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Categorical:
-    """Softmax over logits, cross-entropy loss.
+    """Classification into C classes: a softmax over logits and the cross-entropy loss.
 
-    ``class_weights`` (C,) and ``ignore_index`` mean what they mean in ``nn.CrossEntropyLoss``. ``link`` turns
-    Gaussian logits into probabilities: "probit" (closed form), "bridge" (Laplace bridge to a Dirichlet), "mc"
-    (``samples`` draws from a generator seeded with ``seed``). A ``temperature`` other than one gives a
-    tempered posterior, which has no normaliser of its own.
+    Args:
+        class_weights: Weight of each class (C,), as in ``nn.CrossEntropyLoss``.
+        ignore_index: Target of data that do not count, as in ``nn.CrossEntropyLoss``.
+        link: How Gaussian logits become probabilities: "probit" (closed form), "bridge" (Laplace bridge to a
+            Dirichlet) or "mc" (the mean of ``samples`` softmax draws).
+        samples: Draws of logits for "mc", and for ``aleatoric`` and ``epistemic`` of the predictive.
+        seed: Seed of these draws.
+        temperature: Divides the curvature. Other than one it gives a tempered posterior, which has no normaliser.
+
+    Raises:
+        DataError: The link is unknown, the temperature not positive, or a class weight negative.
+
+    >>> likelihood = Categorical(link="bridge")
+    >>> likelihood.loss(torch.zeros(1, 2), torch.tensor([1]))
+    tensor([0.6931])
     """
 
     class_weights: Tensor | tuple[float, ...] | None = None
@@ -48,6 +61,10 @@ class Categorical:
     @property
     def learns_dispersion(self) -> bool:
         return False
+
+    @property
+    def ignores_common_shift(self) -> bool:
+        return True
 
     def with_dispersion(self, phi: Tensor) -> Categorical:
         return replace(self, temperature=phi)
@@ -79,35 +96,48 @@ class Categorical:
         return y
 
     def check_outputs(self, f: Tensor) -> None:
-        """Raise where they look like the result of a softmax: taken for logits they would be far too unsure."""
+        """Raise if the outputs are probabilities; taken for logits they would give predictions near uniform."""
         if bool((f >= 0).all()) and bool(((f.double().sum(-1) - 1).abs() < 1e-3).all()):
             raise ModelError(
-                "Categorical: all outputs are above nought and sum to one for each input, as probabilities do; "
+                "Categorical: all outputs are at least zero and sum to one for each input, as probabilities do; "
                 "expected logits. Leave the softmax out of the model: model[:-1] of a Sequential that ends in one."
             )
 
+    def ignored(self, y: Tensor) -> Tensor:
+        return y == self.ignore_index
+
+    def check_prediction(self) -> None:
+        if self.link == "mc":
+            raise UnsupportedError(
+                "link is 'mc': a predictive made of draws has no gradient to learn by; use link='probit' or 'bridge'."
+            )
+        refuse_unused("Categorical", class_weights=self.class_weights, temperature=self.temperature)
+
     def _weight(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """The weight of every datum, or None when all are one."""
+        """Return the weight of every datum, or None if all are one."""
         if self.class_weights is None and not self._ignores(y):
             return None
-        ignored = y == self.ignore_index
-        table = f.new_ones(f.shape[-1]) if self.class_weights is None else torch.as_tensor(self.class_weights).to(f)
+        ignored = self.ignored(y)
+        table = f.new_ones(f.shape[-1])
+        if self.class_weights is not None:
+            table = torch.as_tensor(self.class_weights, dtype=f.dtype, device=f.device)
         return table[y.masked_fill(ignored, 0)].masked_fill(ignored, 0)
 
     def _ignores(self, y: Tensor) -> bool:
-        if y.is_cuda:  # asking would halt the GPU; treating all as if some were ignored costs less
+        """Return whether some target is ignored; always true on a GPU, where asking would wait for the device."""
+        if y.is_cuda:
             return True
         low = int(y.min())
-        return (low < 0 or self.ignore_index >= 0) and bool((y == self.ignore_index).any())
+        return (low < 0 or self.ignore_index >= 0) and bool(self.ignored(y).any())
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         weight = self._weight(f, y)
-        safe = y if weight is None else y.masked_fill(y == self.ignore_index, 0)
+        safe = y if weight is None else y.masked_fill(self.ignored(y), 0)
         nll = -F.log_softmax(f, -1).gather(-1, safe.unsqueeze(-1)).squeeze(-1)
         return nll if weight is None else nll * weight
 
     def root(self, f: Tensor, y: Tensor) -> Tensor:
-        r"""C - 1 columns suffice: R = diag(√p) Q with Q orthonormal and orthogonal to √p.
+        r"""Return R = diag(√p) Q (B, [T,] C, C - 1) with Q orthonormal and orthogonal to √p.
 
         Q is a Householder reflection that takes √p to the last axis, without its last column: closed form,
         no jitter, and R Rᵀ = diag(p) - p pᵀ to rounding.
@@ -137,12 +167,22 @@ class Categorical:
     def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
         return SoftmaxPredictive(belief.marginal, self.link, self.samples, self.seed)
 
-    def settings(self) -> dict[str, Any]:
+    def state(self) -> State:
+        """Return settings and tensors for a file."""
         weights = self.class_weights
-        return {
+        settings = {
             "class_weights": None if weights is None else [float(w) for w in weights],
             "ignore_index": self.ignore_index,
             "link": self.link,
             "samples": self.samples,
             "seed": self.seed,
         }
+        return State("Categorical", settings, {"dispersion": self.dispersion.detach()})
+
+    @classmethod
+    def from_state(cls, state: State) -> Categorical:
+        """Build the likelihood from its state."""
+        return cls(**with_tuples(state.settings), temperature=state.tensors["dispersion"])
+
+    def settings(self) -> dict[str, Any]:
+        return dict(self.state().settings)

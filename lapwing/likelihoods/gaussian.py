@@ -11,19 +11,30 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
+from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched
+from lapwing.likelihoods.protocol import matched, with_tuples
 from lapwing.predictives.normal import NormalPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """y = f(x) + noise.
+    """Regression with Gaussian noise, y = f(x) + noise, and the squared loss.
 
-    ``noise_std=None`` finds the noise from the residuals; a number keeps it; a sequence or tensor gives one
-    for each output. ``per_output=True`` finds one for each output. A noise that differs between outputs changes the
-    curvature itself: Full, Kron and Diagonal keep one curvature for each output and learn each noise; for other methods
-    the ratios are fixed by the residuals (one more forward pass), and only their common scale is learned.
+    Args:
+        noise_std: Standard deviation of the noise: a number, or one for each output (sequence or tensor). None
+            estimates it from the residuals.
+        per_output: Estimate one noise for each output. Noise that differs between outputs changes the curvature
+            itself: ``Full``, ``Kron`` and ``Diagonal`` keep one curvature for each output and learn each noise (C times
+            the memory). For other methods the residuals fix the ratios, and only their common scale is learned.
+        phi: The common noise variance. Fitting sets it.
+        ratios: Noise variance of each output over ``phi``, (C,). Fitting sets it.
+
+    Raises:
+        DataError: ``noise_std`` is not positive and finite, or has more than one dimension.
+
+    Cost: ``per_output=True`` takes one more forward pass over the data before the fit.
 
     >>> Gaussian(noise_std=0.5).dispersion.item()
     0.25
@@ -31,15 +42,15 @@ class Gaussian:
 
     noise_std: float | tuple[float, ...] | Tensor | None = None
     per_output: bool = False
-    phi: Tensor | None = None  # the common variance; set by fitting
-    ratios: Tensor | None = None  # (C,) noise variance of each output over phi
+    phi: Tensor | None = None
+    ratios: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.noise_std is None:
             return
         std = torch.as_tensor(self.noise_std, dtype=torch.float64)
         if std.ndim > 1 or not bool((std > 0).all()) or not bool(torch.isfinite(std).all()):
-            raise DataError(f"noise_std is {self.noise_std}; expected a positive number or one for each output.")
+            raise DataError(f"noise_std is {self.noise_std}; expected a positive number, or one for each output.")
         if self.phi is None:
             object.__setattr__(self, "phi", std.square() if std.ndim == 0 else torch.tensor(1.0, dtype=torch.float64))
         if self.ratios is None and std.ndim == 1:
@@ -55,7 +66,7 @@ class Gaussian:
 
     @property
     def noise_variance(self) -> Tensor:
-        """() or (C,)."""
+        """The noise variance of all outputs, (), or of each, (C,)."""
         return self.dispersion if self.ratios is None else self.dispersion * self.ratios.to(self.dispersion)
 
     def with_dispersion(self, phi: Tensor) -> Gaussian:
@@ -93,9 +104,29 @@ class Gaussian:
         extra = 0.0 if self.ratios is None else 0.5 * self.ratios.to(phi).log().sum()
         return 0.5 * outputs * torch.log(2 * math.pi * phi) + extra
 
+    def power_energy(self, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
+        noise = self.noise_variance.to(mean).expand(mean.shape[-1])
+        factor = torch.linalg.cholesky(torch.diag(noise) + alpha * cov)
+        gap = torch.linalg.solve_triangular(factor, (y - mean).unsqueeze(-1), upper=False).squeeze(-1)
+        growth = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - noise.log().sum()
+        constant = noise.log().sum() + mean.shape[-1] * math.log(2 * math.pi)
+        return -0.5 * (gap.square().sum(-1) + growth / alpha + constant)
+
     def predict(self, belief: FunctionGaussian) -> NormalPredictive:
         return NormalPredictive(belief.marginal, self.noise_variance.to(belief.mean).expand(belief.mean.shape))
 
-    def settings(self) -> dict[str, Any]:
+    def state(self) -> State:
+        """Return settings and tensors for a file."""
         std = None if self.noise_std is None else torch.as_tensor(self.noise_std, dtype=torch.float64).tolist()
-        return {"noise_std": std, "per_output": self.per_output}
+        tensors = {"dispersion": self.dispersion.detach()}
+        if self.ratios is not None:
+            tensors["ratios"] = self.ratios
+        return State("Gaussian", {"noise_std": std, "per_output": self.per_output}, tensors)
+
+    @classmethod
+    def from_state(cls, state: State) -> Gaussian:
+        """Build the likelihood from its state."""
+        return cls(**with_tuples(state.settings), phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
+
+    def settings(self) -> dict[str, Any]:
+        return dict(self.state().settings)

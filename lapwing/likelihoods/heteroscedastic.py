@@ -11,16 +11,22 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
+from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched
 from lapwing.predictives.normal import NormalPredictive
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class HeteroscedasticGaussian:
-    """The network gives D means and then D log-variances, f = (m, s).
+    """Regression with noise that depends on the input: outputs f = (m, s) are D means and then D log-variances.
 
     The Hessian in (m, s) is indefinite, so the curvature is the Fisher matrix, diag(exp(-s), 1/2).
+
+    >>> likelihood = HeteroscedasticGaussian()
+    >>> likelihood.loss(torch.zeros(1, 2), torch.zeros(1, 1))  # ½ log 2π
+    tensor([0.9189])
     """
 
     @property
@@ -33,7 +39,10 @@ class HeteroscedasticGaussian:
 
     def with_dispersion(self, phi: Tensor) -> HeteroscedasticGaussian:
         if float(phi) != 1:
-            raise DataError("HeteroscedasticGaussian has no dispersion to change; the network gives the noise.")
+            raise DataError(
+                f"dispersion {float(phi):g}; HeteroscedasticGaussian has no dispersion to change, the network gives "
+                "the noise."
+            )
         return self
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
@@ -70,5 +79,14 @@ class HeteroscedasticGaussian:
         means = FunctionGaussian(belief.mean[..., :size], belief.marginal.cov[..., :size, :size])
         return NormalPredictive(means, noise)
 
+    def state(self) -> State:
+        """Return the state for a file; there is nothing to store."""
+        return State("HeteroscedasticGaussian")
+
+    @classmethod
+    def from_state(cls, state: State) -> HeteroscedasticGaussian:
+        """Build the likelihood from its state."""
+        return cls()
+
     def settings(self) -> dict[str, Any]:
-        return {}
+        return dict(self.state().settings)

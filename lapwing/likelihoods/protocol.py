@@ -1,19 +1,20 @@
-"""What a likelihood must offer. log p(y | f) = -loss(f, y) / phi - c(phi)."""
+"""The contract of a likelihood: log p(y | f) = -loss(f, y) / phi - c(phi), and its optional capabilities."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.errors import DataError
+from lapwing.errors import DataError, UnsupportedError
 
 
 @runtime_checkable
 class Likelihood(Protocol):
-    """How targets depend on outputs. All methods take f (B, [T,] C) and treat every token as a datum."""
+    """A distribution of targets given outputs f (B, [T,] C); every token counts as a datum."""
 
     @property
     def dispersion(self) -> Tensor:
@@ -25,38 +26,40 @@ class Likelihood(Protocol):
         """Whether fitting may set the dispersion."""
         ...
 
-    def with_dispersion(self, phi: Tensor) -> Likelihood: ...
+    def with_dispersion(self, phi: Tensor) -> Likelihood:
+        """Return the likelihood with another dispersion."""
+        ...
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """The targets in the shape and dtype the rest expects; raises where they do not fit."""
+        """Return the targets in the shape and dtype that the other methods take; raise if they do not fit ``f``."""
         ...
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        """(B, [T]) at unit dispersion, zero for ignored data."""
+        """Return the loss of every datum at unit dispersion, (B, [T]); zero for ignored data."""
         ...
 
     def root(self, f: Tensor, y: Tensor) -> Tensor:
-        """R (B, [T,] C, K) with R Rᵀ the Hessian of the loss in f, or the Fisher matrix where that is indefinite."""
+        """Return R (B, [T,] C, K) with R Rᵀ the Hessian of the loss in f, or the Fisher matrix if it is indefinite."""
         ...
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The gradient of the loss in f at a label drawn from the model, (B, [T,] C)."""
+        """Return the gradient of the loss in f at a label drawn from the model, (B, [T,] C)."""
         ...
 
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
-        """How many data count (ignored ones do not); a tensor where the answer is on a device."""
+        """Return the number of data without the ignored ones; a tensor if the answer is on a device."""
         ...
 
     def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
-        """c(phi) of one datum."""
+        """Return c(phi) of one datum."""
         ...
 
     def predict(self, belief: FunctionGaussian) -> Any:
-        """The predictive over y, for each input by itself."""
+        """Return the predictive distribution of y, for each input by itself."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """What a file needs to build the likelihood again."""
+        """Return the settings that a file needs to build the likelihood again."""
         ...
 
 
@@ -68,33 +71,74 @@ class NeedsResiduals(Protocol):
     def needs_residuals(self) -> bool: ...
 
     def prepared(self, mean_squared_residual: Tensor) -> Likelihood:
-        """Given the residual of each output (C,), fix what cannot be changed after the curvature is known."""
+        """Return the likelihood with all that the curvature depends on, given the residual of each output (C,)."""
+        ...
+
+
+@runtime_checkable
+class Logits(Protocol):
+    """A likelihood whose outputs are logits: around zero and of order one, whatever the targets."""
+
+    @property
+    def ignores_common_shift(self) -> bool:
+        """Whether adding one number to all logits of an input changes nothing, as with a softmax."""
+        ...
+
+
+@runtime_checkable
+class AdditiveNoise(Protocol):
+    """A likelihood whose targets are the outputs plus noise, in the same units."""
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """The variance of the noise, () or (C,)."""
         ...
 
 
 @runtime_checkable
 class ChecksOutputs(Protocol):
-    """A likelihood that can tell from the outputs of a network that they are not what it takes."""
+    """A likelihood that can tell from the outputs of a network that they are of the wrong kind."""
 
-    def check_outputs(self, f: Tensor) -> None: ...
+    def check_outputs(self, f: Tensor) -> None:
+        """Raise ``ModelError`` if these are not the outputs that the likelihood takes."""
+        ...
 
 
 @runtime_checkable
 class IgnoresTargets(Protocol):
-    """A likelihood that ignores targets equal to ``ignore_index``; None means that it ignores none."""
+    """A likelihood that has a mark for unknown targets."""
 
-    @property
-    def ignore_index(self) -> int | None: ...
+    def ignored(self, y: Tensor) -> Tensor:
+        """Return a mask in the shape of ``y``, true for targets that do not count."""
+        ...
+
+
+@runtime_checkable
+class ChecksPrediction(Protocol):
+    """A likelihood that with some settings cannot be learned by its predictive log-likelihood."""
+
+    def check_prediction(self) -> None:
+        """Raise ``UnsupportedError`` if a setting has no effect on the predictive, or leaves it without a gradient."""
+        ...
+
+
+@runtime_checkable
+class HasPowerEnergy(Protocol):
+    """A likelihood with a closed form of (1/α) log E p(y | f)^α between the ends α = 0 and α = 1."""
+
+    def power_energy(self, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
+        """Return the energy for f ~ N(mean, cov), (B,), differentiable in the covariance."""
+        ...
 
 
 def positive(value: Any, zero: bool = False) -> bool:
-    """Whether all numbers are finite and above zero, or at least zero."""
+    """Return whether all numbers are finite and positive, or at least zero with ``zero``."""
     numbers = torch.as_tensor(value).detach().double()
     return bool(torch.isfinite(numbers).all()) and bool(((numbers >= 0) if zero else (numbers > 0)).all())
 
 
 def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
-    """Targets with one number per output, (B, [T,] C); a single output may come without its dimension."""
+    """Return targets with one number per output, (B, [T,] C); a single output may come without its dimension."""
     if y.shape == f.shape:
         return y.to(f.dtype)
     if f.shape[-1] == 1 and y.shape == f.shape[:-1]:
@@ -104,3 +148,18 @@ def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
         + (f" or {tuple(f.shape[:-1])}" if f.shape[-1] == 1 else "")
         + ". Reshape the targets, or choose the likelihood that fits the output."
     )
+
+
+def refuse_unused(likelihood: str, **settings: Any) -> None:
+    """Raise if one of these settings differs from one: the predictive does not depend on it."""
+    for name, value in settings.items():
+        if value is not None and bool((torch.as_tensor(value) != 1).any()):
+            raise UnsupportedError(
+                f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
+                f"FMGP() and VaLLA() with alpha above 0 learn, does not depend on it. Use VaLLA(alpha=0), or no {name}."
+            )
+
+
+def with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with tuples in place of lists; JSON has no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}

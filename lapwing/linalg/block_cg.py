@@ -73,8 +73,8 @@ def block_conjugate_gradients(
     monitor = ResidualMonitor(product, b, b.new_ones(len(b)), tolerance)
     x, r, turned = torch.zeros_like(b), b.clone(), adjoint(b)
     mix, q = _residual_basis(turned)
-    s, largest, iterations = q, 0.0, 0
-    while iterations < max_iterations and len(q) and bool(monitor.active(r).any()):
+    s, largest, iterations, active = q, 0.0, 0, monitor.active(r)
+    while iterations < max_iterations and len(q) and bool(active.any()):
         s, gram_factor = _independent(s, q)
         directions = root(s)
         image = applied(product, directions)
@@ -97,13 +97,14 @@ def block_conjugate_gradients(
         monitor.observe(image, directions)
         turn, q = _residual_basis(q - step @ curved, accuracy * float((step.abs() @ curved.norm(dim=1)).max()))
         mix = mix @ turn
-        last = iterations == max_iterations or not bool(monitor.active(r).any())
+        active = monitor.active(r)
+        last = iterations == max_iterations or not bool(active.any())
         if iterations % CHECK_EVERY == 0 or len(q) == 0 or (last and not truncated):
             r, replaced = monitor.check(x, r, last)
             if monitor.stalled:
                 break
-            turned = adjoint(r)
-            if bool(replaced.any()) or len(q) == 0 or _differ(mix @ q, turned, monitor.active(r)):
+            active, turned = monitor.active(r), adjoint(r)
+            if bool(replaced.any()) or len(q) == 0 or _differ(mix @ q, turned, active):
                 mix, q = _residual_basis(turned)
         s = q - torch.cholesky_solve(curved @ q.mT, factor).mT @ s
     solution = monitor.solution(size * x, r, iterations)

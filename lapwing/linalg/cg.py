@@ -55,10 +55,8 @@ def conjugate_gradients(
     z = precondition(r).double()
     p, rho = z.clone(), (r * z).sum(1)
     largest, iterations = torch.zeros_like(rho), 0  # the largest curvature along the directions of each row
-    while iterations < max_iterations:
-        active = monitor.active(r)
-        if not bool(active.any()):
-            break
+    active = monitor.active(r)
+    while iterations < max_iterations and bool(active.any()):
         q = applied(product, p)
         if iterations == 0:
             refuse_asymmetric_images(p, q)
@@ -73,12 +71,13 @@ def conjugate_gradients(
         r -= step[:, None] * q
         iterations += 1
         monitor.observe(q[active], p[active])
-        last, conjugate = iterations == max_iterations or not bool(monitor.active(r).any()), active
+        conjugate, active = active, monitor.active(r)
+        last = iterations == max_iterations or not bool(active.any())
         if iterations % CHECK_EVERY == 0 or (last and not truncated):
             r, replaced = monitor.check(x, r, last)
             if monitor.stalled:
                 break
-            conjugate = active & ~replaced
+            conjugate, active = conjugate & ~replaced, monitor.active(r)
         z = precondition(r).double()
         new = (r * z).sum(1)
         p = z + torch.where(conjugate, new / rho, 0.0)[:, None] * p

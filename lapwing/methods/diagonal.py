@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
+from lapwing.curvature.blocks.diagonal import DiagonalBlock
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.structures import DiagonalBlock
-from lapwing.curvature.sweep import Sweep, checked_curvature
+from lapwing.curvature.sweep import Seeds, Sweep, checked_curvature
 from lapwing.losses import Statistics
+from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
 class Diagonal:
-    """Every weight by itself: the exact diagonal of the GGN. Smallest and fastest, ignores all correlation.
+    """The exact diagonal of the GGN: the smallest and fastest curvature, without correlations between weights.
 
-    ``curvature``: "ggn" (exact), or "fisher_mc" (sampled labels, one backward pass in all).
+    Args:
+        curvature: "ggn" (exact), or "fisher_mc" (gradients at sampled labels, one backward pass in all).
+
+    Raises:
+        UnsupportedError: If ``curvature`` is neither.
 
     Cost: one forward pass and a backward pass for each of the C outputs; P numbers.
     Exact when: the GGN is diagonal, as in a network with one weight for each output.
@@ -36,6 +42,7 @@ class Diagonal:
     """
 
     curvature: str = "ggn"
+    conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
 
     def __post_init__(self) -> None:
         checked_curvature(self.curvature)
@@ -44,16 +51,24 @@ class Diagonal:
         network = problem.network
         generator = independent_generator(generator)
 
-        def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Diagonal", only)
+        def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Diagonal")
             totals: list[Tensor] = [
                 torch.zeros(block.form, dtype=network.dtype, device=network.device) for block in network.layout
             ]
             for jacobians in sweep:
                 for total, (_, part) in zip(totals, jacobians, strict=True):
                     total += part.squares()
-                del jacobians, part  # before the next chunk is computed
+                del jacobians, part  # free their memory before the next chunk is computed
             blocks = tuple(DiagonalBlock(total) for total in totals)
             return BlockwiseCurvature(blocks, network.layout, network.selection), sweep.statistics
 
         return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))
+
+    def cost(self, workload: Workload) -> Cost:
+        return workload.cost(workload.itemsize * workload.weights, workload.all_outputs + workload.squares)
+
+    @classmethod
+    def offer(cls, budget: Budget) -> Offer:
+        """Return the fallback for weights that are chosen one by one."""
+        return Offer(cls(), 3)

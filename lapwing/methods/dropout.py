@@ -1,27 +1,43 @@
-"""Dropout left on while predicting (Gal & Ghahramani 2016)."""
+"""Dropout that stays active in predictions (Gal & Ghahramani 2016)."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from torch import Tensor, nn
 
-from lapwing.core.data import Data
+from lapwing.core.data import Data, Inputs
+from lapwing.core.random import global_seed
 from lapwing.core.settings import require_integer
+from lapwing.core.state import State, saved
+from lapwing.errors import UnsupportedError
 from lapwing.losses import summed_loss
-from lapwing.posteriors.members import Masks, MembersPosterior
+from lapwing.methods.protocol import Conformance, Cost, Workload
+from lapwing.networks.forward import has_dropout, raw_output, shaped
+from lapwing.posteriors.members import MembersPosterior
 from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
 class MCDropout:
-    """The spread of ``samples`` forward passes, each under one random dropout mask for all inputs, of ``seed + k``.
+    """The spread of several forward passes, each with one random dropout mask for all inputs.
 
-    For networks trained with ``nn.Dropout`` or with the dropout of PyTorch's attention and recurrent layers (one by
-    ``F.dropout`` inside ``forward`` is not seen). The mean is that of the passes; the noise of a regression is the
+    For networks trained with ``nn.Dropout`` or with the dropout of PyTorch's attention and recurrent layers
+    (``F.dropout`` inside ``forward`` is not detected). The mean is that of the passes; the noise of a regression is the
     residual of the network without dropout. The model is not changed.
 
-    Cost: nothing to fit; a prediction takes ``samples`` forward passes.
+    Args:
+        samples: The number of forward passes K, at least 2.
+        seed: The seed of the first mask; pass k has the seed ``seed + k``.
+
+    Raises:
+        UnsupportedError: If a setting is not such a number; in ``fit``, if the model has no dropout layer.
+
+    Cost: one forward pass over the data to fit; a prediction takes ``samples`` forward passes.
+    Exact when: never; it is a baseline.
 
     >>> from lapwing.api import fit
     >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
@@ -32,9 +48,12 @@ class MCDropout:
 
     samples: int = 32
     seed: int = 0
+    conformance: ClassVar[Conformance] = Conformance(
+        never_exact="its spread is that of the dropout masks", small=lambda model: {"": MCDropout(samples=2)}
+    )
 
     def __post_init__(self) -> None:
-        require_integer("samples", self.samples, least=2)  # one has no spread
+        require_integer("samples", self.samples, least=2)  # one sample has no spread
         require_integer("seed", self.seed, least=0)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
@@ -43,3 +62,82 @@ class MCDropout:
         statistics = summed_loss(network, problem.likelihood, data)
         problem = problem.with_residual_noise(statistics).with_known_prior()
         return MembersPosterior(problem, members, statistics, network.theta())
+
+    def cost(self, workload: Workload) -> Cost:
+        note = (
+            f"{self.samples} forward passes for a prediction" if workload.dropout else "the model has no dropout layer"
+        )
+        return workload.cost(workload.itemsize * workload.parameters, workload.forward, note, workload.dropout)
+
+
+class FixedMask(nn.Module):
+    """A dropout layer with one mask for all samples of a batch, drawn from ``seed``, so that it is one function."""
+
+    def __init__(self, layer: nn.Module, place: int) -> None:
+        super().__init__()
+        self.layer, self.place, self.seed = layer.train(), place, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with global_seed(1_000_003 * self.seed + self.place, x.device):
+            if isinstance(self.layer, nn.AlphaDropout | nn.FeatureAlphaDropout):  # more than a product with a mask
+                shifted: Tensor = self.layer(x)
+                return shifted
+            return x * self.layer(torch.ones_like(x[:1]))
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """One network under K random dropout masks; member k has the masks of seed + k at all inputs.
+
+    Dropout inside attention and recurrent layers is drawn anew for every sample, so there a member is not one function.
+    """
+
+    model: nn.Module  # a copy in which masks replace the dropout layers
+    count: int
+    seed: int
+
+    @classmethod
+    def of(cls, model: nn.Module, count: int, seed: int) -> Masks:
+        """Return ``count`` masks for a copy of the model; raise ``UnsupportedError`` if it has no dropout layer."""
+        copied = copy.deepcopy(model).eval()
+        if not any(has_dropout(module) for module in copied.modules()):
+            raise UnsupportedError(
+                "the model has no dropout layer with a probability above zero; expected nn.Dropout or a similar "
+                "layer. Use another method, or train the network with dropout."
+            )
+        # Attention and recurrent layers drop inside; in evaluation mode a fused kernel runs a whole encoder layer.
+        for module in copied.modules():
+            inside = has_dropout(module) and not isinstance(module, nn.modules.dropout._DropoutNd)
+            if inside or isinstance(module, nn.TransformerEncoderLayer):
+                module.training = True
+        # _modules and not named_children(), which leaves out the second name of a layer that has two.
+        places = [(parent, name, child) for parent in copied.modules() for name, child in parent._modules.items()
+                  if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0]  # fmt: skip
+        for number, (parent, name, child) in enumerate(places):
+            setattr(parent, name, FixedMask(child, number))
+        return cls(copied, count, seed)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __call__(self, x: Inputs) -> Tensor:
+        outputs = []
+        layers = [module for module in self.model.modules() if isinstance(module, FixedMask)]
+        device = next((p.device for p in self.model.parameters() if p.is_cuda), torch.device("cpu"))
+        for k in range(self.count):
+            for layer in layers:
+                layer.seed = self.seed + k
+            with global_seed(self.seed + k, device), torch.no_grad():
+                outputs.append(shaped(raw_output(self.model, x)))
+        return torch.stack(outputs)
+
+    def refuse_changed(self) -> None:
+        """Do nothing: the masks run in a copy, which does not change."""
+
+    def state(self) -> State:
+        return State("Masks", {"count": self.count, "seed": self.seed})
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> Masks:
+        return cls.of(problem.network.model, state.settings["count"], state.settings["seed"])

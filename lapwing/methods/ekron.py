@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
 from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.sweep import Seeds, Sweep
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
 class EKron:
-    """Kronecker eigenbasis with the curvature's exact diagonal in it (EKFAC).
+    """The Kronecker eigenbasis of ``Kron`` with the exact diagonal of the curvature in it (EKFAC).
 
-    Settings as in ``Kron``. The trace of every block is exact. Cost: two passes over the data, the second of
-    which forms each layer's rotated Jacobian where weights are shared. With "fisher_mc" both passes draw
-    their own labels.
+    Args:
+        curvature: "ggn" (exact), or "fisher_mc" (gradients at sampled labels, drawn independently in both passes).
+        sharing: "expand" or "reduce", the convention for the eigenbasis, as in ``Kron``.
+        full_limit: The number of entries up to which the block of a parameter that is not the weight of a linear map
+            is a full matrix.
+
+    Raises:
+        UnsupportedError: If a setting is not one of the above; in ``fit``, for weights that are chosen one by one.
+
+    Cost: two passes over the data; the second forms the rotated Jacobian of each layer whose weights are shared.
+    Exact when: wherever ``Kron`` is exact. The trace of every block is always exact.
 
     >>> from lapwing.api import fit
     >>> from lapwing.likelihoods.gaussian import Gaussian
@@ -33,6 +43,13 @@ class EKron:
     curvature: str = "ggn"
     sharing: str = "expand"
     full_limit: int = 1024
+    conformance: ClassVar[Conformance] = Conformance(
+        (
+            Exactness(lambda weights, rows: EKron(), "linear", prior="layer"),
+            Exactness(lambda weights, rows: EKron(sharing="reduce"), "linear", name="reduce", prior="layer",
+                      no_laws="with fewer data than inputs of a layer, its eigenvectors are not unique"),
+        )
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_settings(self.curvature, self.sharing, self.full_limit)
@@ -40,8 +57,16 @@ class EKron:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
         generator = independent_generator(generator)
-        first = Sweep(network, likelihood, data, self.curvature, generator, "EKron, bases")
+        seeds = Seeds(self.curvature, generator)
+        first = Sweep(network, likelihood, data, seeds, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
-        second = Sweep(network, likelihood, data, self.curvature, generator, "EKron, values")
+        second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics)
+
+    def cost(self, workload: Workload) -> Cost:
+        if workload.single:
+            return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
+        factors = 2 * workload.factor_work + workload.outputs * workload.other_blocks(self.full_limit)
+        work = 2 * workload.all_outputs + factors + workload.squares
+        return workload.cost(workload.itemsize * (workload.factors + workload.weights), work, "two passes")

@@ -1,20 +1,24 @@
-"""Several networks trained apart: a baseline that is hard to beat and costs a training for each."""
+"""A deep ensemble: several networks, trained independently."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lapwing.core.data import Data
+from lapwing.core.data import Data, Inputs
 from lapwing.core.settings import require_integer
+from lapwing.core.state import State
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.losses import summed_loss
-from lapwing.networks.forward import refuse_training_mode
-from lapwing.posteriors.members import MembersPosterior, Networks, mean_of
+from lapwing.methods.protocol import Conformance, Cost, Workload
+from lapwing.networks.fingerprint import Fingerprint
+from lapwing.networks.forward import needs_plain_kernels, plain_kernels, raw_output, refuse_training_mode, shaped
+from lapwing.posteriors.members import MembersPosterior, mean_of
 from lapwing.problem import Problem
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
@@ -22,13 +26,24 @@ Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its s
 
 @dataclass(frozen=True)
 class Ensemble:
-    """A deep ensemble (Lakshminarayanan et al. 2017): the model and others, their spread as error bars.
+    """A deep ensemble (Lakshminarayanan et al. 2017): the spread of the model and other trained networks.
 
-    Give the other trained ``models``, or ``train``, which gets a copy of the model with new random weights and a seed
-    and returns it trained; then there are ``members`` in all. The mean is that of the members and not the model's own
-    output. The noise of a regression is the residual of that mean.
+    The mean is that of the members and not the output of the model. The noise of a regression is the residual of that
+    mean.
+
+    Args:
+        models: The other members, trained and in evaluation mode.
+        train: Or a function that trains one: it gets a copy of the model with new random weights and a seed, and
+            returns it trained.
+        members: The number of members in all, if ``train`` is given; at least 2.
+
+    Raises:
+        UnsupportedError: If ``members`` is not such a number; in ``fit``, if there is no second network, or a module
+            has no ``reset_parameters`` to draw new weights with.
+        ModelError: In ``fit``, if a member is no module, is in training mode, or has outputs of another shape.
 
     Cost: a training for each member; a prediction takes a forward pass for each.
+    Exact when: never; it is a baseline.
 
     >>> from lapwing.api import fit
     >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
@@ -40,6 +55,10 @@ class Ensemble:
     models: Sequence[nn.Module] = field(default=(), repr=False)
     train: Train | None = field(default=None, repr=False)
     members: int = 5
+    conformance: ClassVar[Conformance] = Conformance(
+        never_exact="its spread is that of several trainings",
+        small=lambda model: {"": Ensemble(models=[renewed(model, 1)])},
+    )
 
     def __post_init__(self) -> None:
         require_integer("members", self.members, least=2)
@@ -59,16 +78,57 @@ class Ensemble:
             if not isinstance(model, nn.Module):
                 raise ModelError(f"a member is a {type(model).__name__}; expected a trained torch.nn.Module.")
             refuse_training_mode(model)
-        found = Networks(tuple(models))
-        statistics = summed_loss(mean_of(found), problem.likelihood, data, "outputs of a member")
+        networks = Networks(tuple(models))
+        statistics = summed_loss(mean_of(networks), problem.likelihood, data, "outputs of a member")
         problem = problem.with_residual_noise(statistics).with_known_prior()
-        return MembersPosterior(problem, found.marked(), statistics, network.theta())
+        return MembersPosterior(problem, networks.with_fingerprints(), statistics, network.theta())
+
+    def cost(self, workload: Workload) -> Cost:
+        count = self.members if self.train is not None or not self.models else 1 + len(self.models)
+        stored = workload.itemsize * count * workload.parameters
+        return workload.cost(stored, count * workload.forward, f"{count} networks; their training is not counted")
+
+
+@dataclass(frozen=True, eq=False)
+class Networks:
+    """Trained networks whose outputs have the same shape."""
+
+    models: tuple[nn.Module, ...]
+    fingerprints: tuple[Fingerprint, ...] = ()  # of the models at the fit
+
+    def with_fingerprints(self) -> Networks:
+        """Return the networks with the fingerprints of their present weights."""
+        return Networks(self.models, tuple(Fingerprint.of(model) for model in self.models))
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def refuse_changed(self) -> None:
+        """Raise ``ModelError`` if a network has other weights than at the fit."""
+        for model, fingerprint in zip(self.models, self.fingerprints, strict=False):
+            fingerprint.refuse_other(model)
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: a file does not hold networks."""
+        raise UnsupportedError("an ensemble is its networks, which a file does not hold; save those and fit again.")
+
+    def __call__(self, x: Inputs) -> Tensor:
+        outputs: list[Tensor] = []
+        for model in self.models:
+            with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
+                outputs.append(shaped(raw_output(model, x)))
+            if outputs[-1].shape != outputs[0].shape:
+                raise ModelError(
+                    f"member {len(outputs) - 1} gives outputs of the shape {tuple(outputs[-1].shape)}; expected "
+                    f"{tuple(outputs[0].shape)}, that of the first."
+                )
+        return torch.stack(outputs)
 
 
 def renewed(model: nn.Module, seed: int) -> nn.Module:
-    """A copy with new random weights, by each module's own ``reset_parameters``."""
+    """Return a copy with new random weights, drawn by ``reset_parameters`` of each module."""
     copied = copy.deepcopy(model)
-    bare = []
+    without = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for name, module in copied.named_modules():
@@ -76,9 +136,9 @@ def renewed(model: nn.Module, seed: int) -> nn.Module:
             if reset is not None:
                 reset()
             elif any(True for _ in module.parameters(recurse=False)):
-                bare.append(name or type(module).__name__)
-    if bare:
+                without.append(name or type(module).__name__)
+    if without:
         raise UnsupportedError(
-            f"{', '.join(bare)}: no reset_parameters() to draw new weights with; give trained models=[...] instead."
+            f"{', '.join(without)}: no reset_parameters() to draw new weights with; give trained models=[...] instead."
         )
     return copied

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer
-from lapwing.curvature.full import FullCurvature, full_curvature, full_hessian
+from lapwing.curvature.full import FullCurvature
+from lapwing.curvature.full_sum import full_curvature
+from lapwing.curvature.hessian import full_hessian
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import CURVATURES, Sweep, checked_curvature
+from lapwing.curvature.sweep import CURVATURES, Seeds, Sweep, checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.losses import Statistics
+from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
 class Full:
-    """The exact (P, P) precision. For small networks, last layers and subnetworks; the reference for the rest.
+    """The exact (P, P) precision, for small networks, last layers and subnetworks; the reference for other methods.
 
-    ``curvature``: "ggn" (exact), "fisher_mc" (sampled labels), or "hessian" (the true Hessian of the loss, which
-    need not be positive; a precision that is not positive definite is refused). ``limit`` is the largest P
-    that is tried: the matrix takes 8 P² bytes.
+    Args:
+        curvature: "ggn" (exact), "fisher_mc" (gradients at sampled labels), or "hessian" (the Hessian of the loss,
+            which need not be positive; a precision that is not positive definite raises ``NumericalError``).
+        limit: The largest number of weights P that is accepted; the matrix takes 8 P² bytes.
+
+    Raises:
+        UnsupportedError: If a setting is not one of the above; in ``fit``, if there are more weights than ``limit``.
 
     Cost: one forward pass, a backward pass for each of the C outputs and P² for each of their rows; P³ to factorise.
     "hessian" takes P backward passes for each batch instead.
@@ -40,6 +48,7 @@ class Full:
 
     curvature: str = "ggn"
     limit: int = 30_000
+    conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
 
     def __post_init__(self) -> None:
         require_integer("limit", self.limit)
@@ -59,8 +68,20 @@ class Full:
 
         generator = independent_generator(generator)
 
-        def compute(only: int | None) -> tuple[FullCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, self.curvature, generator, "Full", only)
+        def compute(output: int | None) -> tuple[FullCurvature, Statistics]:
+            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Full")
             return full_curvature(sweep, network), sweep.statistics
 
         return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))
+
+    def cost(self, workload: Workload) -> Cost:
+        size, supported = workload.weights, workload.weights <= self.limit
+        work = workload.all_outputs + workload.outputs * size**2
+        note = "" if supported else f"over {self.limit} weights: choose fewer"
+        return workload.cost(8 * size**2, work, note, supported)
+
+    @classmethod
+    def offer(cls, budget: Budget) -> Offer:
+        """Return the exact method of P²: the matrix and its factor are held, and the factorisation takes P³ / 3."""
+        size = budget.weights
+        return Offer(cls(limit=size), 0, 16.0 * size**2, float(budget.rows) * size**2 + 0.3 * size**3, "exact")

@@ -1,8 +1,9 @@
-"""The exact posterior by way of the data: cost in the number of data instead of weights."""
+"""The exact posterior from the rows of the Jacobian: its cost grows with the data instead of the weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,20 +13,28 @@ from lapwing.core.settings import require_integer
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_unsteady
 
-COLUMNS = 2**16  # weights that are turned at a time
+COLUMNS = 2**16  # weights that are rotated at a time
 
 
 @dataclass(frozen=True)
 class KernelSpace:
     r"""The same posterior as ``Full``, from the nC rows of X = Rᵀ J: for few data and many weights.
 
-    X = V S^½ U gives the GGN its eigenvalues S and eigenvectors U, and one decomposition serves the evidence, the
-    variances and the samples of every prior precision and noise. It is of X and not of the kernel X Xᵀ, which knows
-    singular values only to the root of the rounding. ``limit`` is the largest nC that is tried.
+    X = V S^½ U gives the eigenvalues S and eigenvectors U of the GGN. One decomposition serves the evidence, the
+    variances and the samples for every prior precision and noise. X is decomposed and not the kernel X Xᵀ, because the
+    kernel has the singular values only to the square root of the rounding error.
+
+    Args:
+        limit: The largest nC (data times outputs) that is accepted.
+        curvature: "ggn" only.
+
+    Raises:
+        UnsupportedError: If a setting is not one of the above; in ``fit``, if nC is above ``limit``.
 
     Cost: (nC)² P for a triangle as large as the kernel, (nC)³ for its singular values; stores nC vectors of P weights
     in float64.
@@ -41,6 +50,7 @@ class KernelSpace:
 
     limit: int = 8192
     curvature: str = "ggn"
+    conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: KernelSpace(), "network"),))
 
     def __post_init__(self) -> None:
         require_integer("limit", self.limit)
@@ -60,21 +70,34 @@ class KernelSpace:
         curvature = LowRankCurvature(values, vectors, network.layout, network.selection)
         return WeightPosterior.fitted(problem, curvature, design.statistics)
 
+    def cost(self, workload: Workload) -> Cost:
+        rows, size = workload.rows, workload.weights
+        work = workload.all_outputs + workload.outputs * (2 * rows * size + 9 * rows**2)
+        note = f"{rows} rows" if rows <= self.limit else f"{rows} rows, over {self.limit}: fewer data"
+        return workload.cost(8 * min(rows, size) * size, work, note, rows <= self.limit)
+
+    @classmethod
+    def offer(cls, budget: Budget) -> Offer:
+        """Return the exact method of (nC)²: nC vectors of P numbers and two matrices of size nC are held."""
+        rows, size = budget.rows, budget.weights
+        work = 2.0 * rows**2 * size + 9.0 * rows**3
+        return Offer(cls(limit=rows), 0, 8.0 * rows * (size + 2 * rows), work, "exact")
+
 
 def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
-    """The eigenvalues of the GGN that are not nought (r,), descending, and their eigenvectors (r, P)."""
+    """Return the non-zero eigenvalues of the GGN (r,), descending, and their eigenvectors (r, P)."""
     rows = design.whole()
     small = rows.new_empty(0, len(rows))  # Xᵀ = Q small, without Q
     for columns in rows.split(COLUMNS, 1):
         small = torch.linalg.qr(torch.cat([small, columns.mT]), mode="r").R
     if not bool(torch.isfinite(small.square().sum())):
         raise NumericalError("the kernel of the data is not finite; check the data and the network for overflow.")
-    _, singular, turn = torch.linalg.svd(small, full_matrices=False)
-    # Below the rounding of the rows a singular value is noise, and its vector with it.
-    real = singular > len(rows) * torch.finfo(torch.float64).eps * singular[0]
-    singular, turn = singular[real], turn[real]
-    if len(singular) == 0:  # the outputs do not depend on the weights: a vector of noughts stands for none
+    _, singular, rotation = torch.linalg.svd(small, full_matrices=False)
+    # A singular value below the rounding error of the rows is noise, and so is its vector.
+    significant = singular > len(rows) * torch.finfo(torch.float64).eps * singular[0]
+    singular, rotation = singular[significant], rotation[significant]
+    if len(singular) == 0:  # the outputs do not depend on the weights: return one zero vector
         return singular.new_zeros(1), singular.new_zeros(1, design.size)
-    for columns in rows.split(COLUMNS, 1):  # in place: nC vectors of P weights are held once
-        columns[: len(singular)] = (turn @ columns) / singular[:, None]
+    for columns in rows.split(COLUMNS, 1):  # in place, so that nC vectors of P weights are held only once
+        columns[: len(singular)] = (rotation @ columns) / singular[:, None]
     return singular.square(), rows[: len(singular)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -11,8 +12,9 @@ from lapwing.core.random import independent_generator
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.per_output import by_output
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.losses import Statistics
+from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
@@ -21,10 +23,17 @@ from lapwing.problem import Problem
 class Kron:
     """Kronecker-factored curvature over all layers (KFAC); the default.
 
-    ``sharing`` says what happens where a weight is used at many positions (pixels, tokens, time steps):
-    "expand" treats positions as data of their own, "reduce" sums the gradients and averages the inputs over
-    them first. A parameter that is no linear map gets a block of its own, full up to ``full_limit`` entries
-    and diagonal above.
+    A parameter that is not the weight of a linear map gets its own block: a full matrix up to ``full_limit`` entries,
+    a diagonal above.
+
+    Args:
+        curvature: "ggn" (exact), or "fisher_mc" (gradients at sampled labels, one backward pass in all).
+        sharing: How to treat a weight that is used at many positions (pixels, tokens, time steps). "expand" treats
+            positions as further data; "reduce" first sums the gradients and averages the inputs over them.
+        full_limit: The number of entries up to which the block of such a parameter is a full matrix.
+
+    Raises:
+        UnsupportedError: If a setting is not one of the above; in ``fit``, for weights that are chosen one by one.
 
     Cost of the fit: one forward pass, a backward pass without weight gradients for each of the C outputs (C - 1 for
     softmax; times T for token-level outputs), and the Gram matrices.
@@ -41,6 +50,12 @@ class Kron:
     curvature: str = "ggn"
     sharing: str = "expand"
     full_limit: int = 1024
+    conformance: ClassVar[Conformance] = Conformance(
+        (
+            Exactness(lambda weights, rows: Kron(), "linear", prior="input"),
+            Exactness(lambda weights, rows: Kron(sharing="reduce"), "linear", name="reduce", prior="input"),
+        )
+    )
 
     def __post_init__(self) -> None:
         check_settings(self.curvature, self.sharing, self.full_limit)
@@ -48,9 +63,22 @@ class Kron:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         generator = independent_generator(generator)
 
-        def compute(only: int | None) -> tuple[BlockwiseCurvature, Statistics]:
-            sweep = Sweep(problem.network, problem.likelihood, data, self.curvature, generator, "Kron", only)
-            found = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
-            return found, sweep.statistics
+        def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
+            seeds = Seeds(self.curvature, generator, output)
+            sweep = Sweep(problem.network, problem.likelihood, data, seeds, "Kron")
+            curvature = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
+            return curvature, sweep.statistics
 
         return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))
+
+    def cost(self, workload: Workload) -> Cost:
+        if workload.single:
+            return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
+        others = workload.other_blocks(self.full_limit)
+        work = workload.all_outputs + workload.factor_work + workload.outputs * others
+        return workload.cost(workload.itemsize * (workload.factors + others), work)
+
+    @classmethod
+    def offer(cls, budget: Budget) -> Offer | None:
+        """Return the fallback for whole layers."""
+        return None if budget.single else Offer(cls(), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +15,7 @@ from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.lanczos import leading_eigenpairs
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign
@@ -21,15 +23,24 @@ from lapwing.tangent.design import NetworkDesign
 
 @dataclass(frozen=True)
 class LowRank:
-    """The ``rank`` leading eigenpairs of the GGN by block Lanczos; the prior everywhere else.
+    """The ``rank`` leading eigenpairs of the GGN by block Lanczos, and the prior in all other directions.
 
-    Never forms a (P, P) matrix: the basis takes max(2 rank, rank + 20) P float64 numbers, a block takes a few times
-    its own besides, and the eigenvectors rank P at the end. Directions left out keep their prior variance, so the
-    variance of f errs upwards, up to the residual.
-    Cost: one pass over the data for each block of ``block`` vectors.
-    Exact when: rank is at least the rank of the GGN. ``tolerance`` is the residual of an eigenpair relative
-    to the largest eigenvalue at which the iteration stops; the worst one reached is in
-    ``posterior.curvature.residual``.
+    Directions left out keep their prior variance, so the variance of f is too large rather than too small, up to the
+    residual. A (P, P) matrix is never formed.
+
+    Args:
+        rank: The number of eigenpairs.
+        block: The number of vectors that are multiplied by the GGN at a time.
+        tolerance: The residual of an eigenpair, relative to the largest eigenvalue, at which the iteration stops. The
+            largest residual reached is ``posterior.curvature.residual``.
+        curvature: "ggn" only.
+
+    Raises:
+        UnsupportedError: If a setting is not a positive number, or ``curvature`` is not "ggn".
+
+    Cost: one pass over the data for each block. The basis takes max(2 rank, rank + 20) P float64 numbers, a block a
+    few times its size besides, and the eigenvectors rank P in the end.
+    Exact when: ``rank`` is at least the rank of the GGN.
 
     >>> from lapwing.api import fit
     >>> from lapwing.likelihoods.gaussian import Gaussian
@@ -43,6 +54,9 @@ class LowRank:
     block: int = 16
     tolerance: float = 1e-10
     curvature: str = "ggn"
+    conformance: ClassVar[Conformance] = Conformance(
+        (Exactness(lambda weights, rows: LowRank(rank=weights), "network"),), small=lambda model: {"": LowRank(rank=3)}
+    )
 
     def __post_init__(self) -> None:
         for name in ("rank", "block"):
@@ -67,3 +81,7 @@ class LowRank:
             pairs.values, pairs.vectors, network.layout, network.selection, float(pairs.residuals.max())
         )
         return WeightPosterior.fitted(problem, curvature, design.statistics)
+
+    def cost(self, workload: Workload) -> Cost:
+        work = 8 * self.rank * workload.forward
+        return workload.cost(8 * self.rank * workload.weights, work, f"rank {self.rank}")

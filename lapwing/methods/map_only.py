@@ -1,20 +1,28 @@
-"""No posterior at all: the plain network behind the same interface."""
+"""The plain network behind the interface of a posterior."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from lapwing.core.data import Data
 from lapwing.losses import summed_loss
+from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.posteriors.point import PointPosterior
 from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
 class MapOnly:
-    """The plain network: zero epistemic variance, and noise from the residuals. One forward pass to fit.
+    """The plain network: no variance from the weights; the noise of a regression is the mean squared residual.
+
+    Raises:
+        DataError: In ``fit``, if the noise is to be learned and all residuals are zero.
+
+    Cost: one forward pass over the data to fit, one to predict.
+    Exact when: never; it is the baseline that shows what a method adds.
 
     >>> from lapwing.api import fit
     >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
@@ -23,7 +31,12 @@ class MapOnly:
             [0.]])
     """
 
+    conformance: ClassVar[Conformance] = Conformance(never_exact="it has no posterior variance")
+
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> PointPosterior:
         statistics = summed_loss(problem.network, problem.likelihood, data)
         problem = problem.with_residual_noise(statistics)
         return PointPosterior(problem, statistics, problem.network.theta())
+
+    def cost(self, workload: Workload) -> Cost:
+        return workload.cost(0, workload.forward, "no error bars from the weights")

@@ -1,9 +1,11 @@
-"""Samples of the full posterior by solving linear systems: millions of weights, no matrix."""
+"""Samples of the full posterior by solving linear systems, for millions of weights and without a matrix."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,36 +22,49 @@ from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.sample_solve import solve_samples
 from lapwing.linalg.solution import Solution
 from lapwing.linalg.stochastic import sdd, sgd
+from lapwing.methods.protocol import Budget, Conformance, Cost, Offer, Workload
 from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.priors.gaussian import SINGLE, Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 
 STOCHASTIC = ("sgd", "sdd")
 SOLVERS = ("krylov", "cg", *STOCHASTIC)
 BASIS = 320  # rows in a typical Krylov basis
-VECTORS = 20  # of P numbers, that a solve holds for each sample at its peak, as measured; products included
-SQUARES = 4  # of d rows by d, that belong to a basis
+VECTORS = 20  # vectors of P numbers that a solve holds for each sample at its peak, as measured, products included
+SQUARES = 4  # (d, d) matrices that belong to a basis of d rows
+SOLVES = 4  # cost of samples whose prior precision is learned, in solves at one precision
 
 
 @dataclass(frozen=True)
 class Sampled:
-    r"""Sample-then-optimise: draw prior and data noise, solve for where the posterior puts it (Antorán et al. 2023).
+    r"""Samples of the exact posterior by sample-then-optimise (Antorán et al. 2023).
+
+    Prior noise ζ and data noise ε are drawn, and a linear system turns them into a sample z of the posterior:
 
     $$ \Lambda z = A^{1/2} \zeta + J^\top R\, \varepsilon / \sqrt\phi, \qquad z \sim N(0, \Lambda^{-1}) $$
 
-    ``solver="krylov"`` (default) builds one block Krylov basis, from at most ``width`` rows, that serves every prior
-    precision and noise; a prior by groups is solved by block conjugate gradients at its precisions, and "cg" does so
-    for every prior. ``tolerance`` is the error that a sample may have, in standard deviations and in the mean over all
-    directions (a bound, by the residual); a sample that does not reach it is an error, not an answer. The evidence has
-    its log-determinant by ``probes`` of ``steps`` Lanczos steps.
+    Args:
+        num_samples: The number of samples.
+        solver: "krylov" builds one block Krylov basis that serves every prior precision and noise; a prior by groups is
+            solved by block conjugate gradients. "cg" uses conjugate gradients for every prior. "sgd" and "sdd" are
+            stochastic, and take only priors with one number for all weights.
+        tolerance: The error that a sample may have, in standard deviations, averaged over all directions (bounded by
+            the residual). A sample that does not reach it raises ``NumericalError``.
+        width: The largest number of rows that the basis starts from, and by which it grows.
+        probes: The number of probe vectors for the log-determinant in the evidence.
+        steps: The number of Lanczos steps for each probe.
+        curvature: "ggn" only.
+        objective: For "sgd": "reduced" has the noise in the regulariser, "classic" in the data.
+        batch: For "sgd" and "sdd": the number of data in a step.
+        epochs: For "sgd" and "sdd": the number of passes over the data, for every precision.
+        memory: The bytes that a fit and its solves may take, besides what a pass of the network holds for one chunk of
+            data. What the samples leave goes to factors that are kept between products and to a larger basis. None
+            stands for 2 GiB of factors and 4 GiB of basis, or on a GPU a third of the free memory for each.
 
-    "sgd" and "sdd" descend on ``batch`` data at a time, for ``epochs`` passes at every precision, where a prior has one
-    number; ``objective`` is where "sgd" has the noise, "reduced" in the regulariser or "classic" in the data.
-
-    ``memory`` is how many bytes a fit and its solves may take, besides what a pass of the network holds for one chunk
-    of data: what is left beside the vectors of the samples goes to factors that are kept between products and to a
-    larger basis. None stands for 2 GiB of factors and 4 GiB of basis, or a third of what is free on a GPU for each.
+    Raises:
+        UnsupportedError: If a setting is not one of the above, or ``fit`` needs more than ``memory``.
+        NumericalError: If a sample does not reach ``tolerance``.
 
     Cost: one pass for the Jacobian's factors, then one product with all vectors for each block of the basis.
     Exact when: never, but variances have a relative standard error of sqrt(2 / num_samples), whatever the network.
@@ -72,6 +87,9 @@ class Sampled:
     batch: int = 128
     epochs: int = 400
     memory: float | None = None
+    conformance: ClassVar[Conformance] = Conformance(
+        never_exact="variances from samples have a sampling error", small=lambda model: {"": Sampled(num_samples=3)}
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "width", "steps", "batch", "epochs"):
@@ -98,32 +116,56 @@ class Sampled:
             refuse_groups(self.solver, problem.prior)
         design = self._design(problem, data, self.batch if stochastic else None)
         refuse_unsteady(design, generator)
-        if stochastic and design.source is None:  # parts of the data have to stay what they were; those kept do
+        if stochastic and design.source is None:  # batches have to stay the same; those kept in memory do
             refuse_reordered(design)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
         settings: dict[str, int] = {"width": self.width}
         if self.memory is not None:
             settings["bytes"] = 8 * design.size * self._most_rows(design)
-        elif network.device.type == "cuda":  # a basis may take a third of what is free there
+        elif network.device.type == "cuda":  # a basis may take a third of the free memory
             settings["bytes"] = max(4 * 2**30, torch.cuda.mem_get_info(network.device)[0] // 3)
         ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
         problem = problem.with_residual_noise(design.statistics)
         return SampledPosterior(problem, RidgeSolver(self, ridge), design.statistics, network.theta())
 
+    def cost(self, workload: Workload) -> Cost:
+        basis = min(BASIS, workload.weights)
+        vectors = basis + 2 * self.num_samples
+        work = workload.all_outputs + 4 * vectors * workload.forward
+        note = f"{self.num_samples} samples, a basis of {basis}"
+        return workload.cost(8 * vectors * workload.weights, work, note)
+
+    @classmethod
+    def offer(cls, budget: Budget) -> Offer:
+        """Return as many samples as the budget asks for; they keep to its memory, so kept factors take what is left."""
+        unlimited = math.isinf(budget.memory)
+        method = cls(num_samples=budget.num_samples, memory=None if unlimited else budget.memory)
+        vectors = (BASIS + 2 * budget.num_samples) * (SOLVES if budget.learn_prior else 1)
+        limit = "" if unlimited else f" in at most {budget.memory / 2**30:.2g} GiB"
+        work = 2.0 * budget.rows * budget.weights * vectors
+        kind = f"{budget.num_samples} samples of the exact" + limit
+        return Offer(method, 1, method.needs(budget.weights, budget.rows), work, kind)
+
     def needs(self, size: int, rows: int = 0) -> int:
-        """Bytes for P weights and n C rows: the vectors of the samples, the noise of the rows and a typical basis."""
+        """Return the bytes needed for P weights and n C rows.
+
+        They are for the vectors of the samples, the noise of the rows and a typical basis.
+
+        >>> Sampled().needs(1_000_000) / 2**30
+        5.24...
+        """
         basis = min(BASIS, size)
         return self._vectors(size, rows) + 8 * basis * (size + SQUARES * basis)
 
     def _vectors(self, size: int, rows: int) -> int:
-        """As ``needs``, without the basis. It grows by ``width`` rows; quadrature keeps the steps of all probes."""
+        """Return the bytes needed without the basis; the quadrature of the evidence keeps the steps of all probes."""
         solve = VECTORS * max(self.num_samples, self.width)
         evidence = self.probes * (self.steps + VECTORS) + 4 * self.num_samples
         return 8 * (max(solve, evidence) * size + self.num_samples * rows)
 
     def _spare(self, size: int, rows: int = 0) -> int | None:
-        """Bytes that are left beside what is needed; None where there is no limit."""
+        """Return the bytes left of ``memory``; None where there is no limit."""
         if self.memory is None:
             return None
         needs = self.needs(size, rows)
@@ -135,18 +177,18 @@ class Sampled:
         return int(self.memory) - needs
 
     def _design(self, problem: Problem, data: Data, part: int | None) -> NetworkDesign:
-        """With as much kept between products as there is room for."""
+        """Return the design, with factors kept between products as far as memory allows."""
         size = problem.network.selection.size
         spare = self._spare(size)
-        cache = None if spare is None else spare // 2  # for the data, and for their factors
+        cache = None if spare is None else spare // 2  # one half for the data, one for their factors
         design = NetworkDesign.build(problem.network, problem.likelihood, data, cache, part=part)
         spare = self._spare(size, design.rows)
-        if spare is not None and design.nbytes > spare:  # how many rows have noise was not known before
-            return replace(design, held=None)
+        if spare is not None and design.nbytes > spare:  # the number of rows was not known before
+            return replace(design, factors=None)
         return design
 
     def _most_rows(self, design: NetworkDesign) -> int:
-        """The largest basis, d (P + SQUARES d) numbers, in the bytes that nothing else takes."""
+        """Return the largest number of rows d of a basis, d (P + SQUARES d) numbers, in the remaining memory."""
         assert self.memory is not None
         left = (int(self.memory) - self._vectors(design.size, design.rows) - design.nbytes) // 8
         return int(((design.size**2 + 4 * SQUARES * max(0, left)) ** 0.5 - design.size) / (2 * SQUARES))
@@ -160,80 +202,85 @@ class RidgeSolver:
     ridge: Ridge
 
     def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
-        """The samples under this prior and noise, from a start near them where there is one."""
+        """Return the samples under this prior and noise; ``start`` is an initial guess."""
         prior, phi = problem.prior, float(problem.likelihood.dispersion)
         if self.settings.solver == "krylov" and self._shared(prior):
             return self.ridge.samples(float(prior.values), phi, self.settings.tolerance, start)
         if self.settings.solver in STOCHASTIC:
             return self._descended(prior, phi)
         unit = prior.vector.detach().rsqrt()
-        near = None if start is None else start.double() / unit
-        found = solve_samples(
+        guess = None if start is None else start.double() / unit
+        solution = solve_samples(
             lambda v: unit * gram_product(self.ridge.design, unit * v) / phi + v,
             self.ridge.prior + unit * self.ridge.back / phi**0.5,
             self.ridge.prior,
             self.settings.tolerance,
             self.ridge.float64_hint,
-            near,
+            guess,
         )
-        return replace(found, x=found.x * unit)
+        return replace(solution, x=solution.x * unit)
 
-    def _descended(self, prior: Prior, phi: float) -> Solution:
-        """By parts of the data; their order is the same for every prior and noise, so that samples move smoothly."""
-        mine = self.settings
+    def _descended(self, prior: BoundPrior, phi: float) -> Solution:
+        """Return the samples by stochastic descent.
+
+        The order of the batches is the same for every prior and noise, so that samples depend on them smoothly.
+        """
+        settings = self.settings
         if not self._shared(prior):
-            refuse_groups(mine.solver, prior)
+            refuse_groups(settings.solver, prior)
             raise UnsupportedError(
-                f"the samples of {mine.solver!r} were drawn for a prior of another scale; expected the same. Fit again."
+                f"the samples of {settings.solver!r} were drawn for a prior of another scale; expected the "
+                "same. Fit again."
             )
         generator = torch.Generator().manual_seed(self.ridge.seed)
-        solve = partial(sgd, objective=mine.objective) if mine.solver == "sgd" else sdd
-        descend = partial(solve, epochs=mine.epochs, generator=generator, tolerance=mine.tolerance)
+        solve = partial(sgd, objective=settings.objective) if settings.solver == "sgd" else sdd
+        descend = partial(solve, epochs=settings.epochs, generator=generator, tolerance=settings.tolerance)
         return self.ridge.descended(float(prior.values), phi, descend).require_convergence(
-            f"Sampled(solver={mine.solver!r})",
+            f"Sampled(solver={settings.solver!r})",
             "Raise epochs=... or tolerance=..., take a larger batch=..., raise the prior precision, or use 'krylov'.",
         )
 
     def logdet(self, problem: Problem) -> Logdet:
-        """Of A⁻¹ Λ, with its standard error."""
+        """Return the log-determinant of A⁻¹ Λ, with its standard error."""
         prior, phi = problem.prior, problem.likelihood.dispersion.to(self.ridge.prior.device)
         ridge, shift = self.ridge, prior.values * phi
         if not self._shared(prior):
             if prior.values.requires_grad and torch.is_grad_enabled():
                 raise UnsupportedError(
-                    f"the evidence of Sampled() has no slope in a prior of the kind {prior.kind!r}; expected one "
-                    f"number for all weights ({' or '.join(SINGLE)}). Learn these precisions with SampleEM()."
+                    f"the evidence of Sampled() has no gradient in the precisions of {type(prior.given).__name__}; "
+                    "expected one number for all weights, as isotropic() and g_prior() have. Learn these precisions "
+                    "with SampleEM()."
                 )
             ridge, shift = self.ridge.rescaled(prior.vector.detach()), phi
-        ridge.reaching(float(shift.detach()), self.settings.tolerance)  # what a basis has is exact
+        ridge.reaching(float(shift.detach()), self.settings.tolerance)  # directions in the basis are exact
         return ridge.logdet(shift, self.settings.probes, self.settings.steps)
 
     def gamma(self, problem: Problem, samples: Tensor) -> Tensor:
-        """γ of every weight, from each sample, (K, P). Samples that a basis gave need no pass.
+        """Return γ of every weight, estimated from each sample, (K, P). Samples from a basis need no pass.
 
-        Their sum is z G z / φ. Single terms of that have the signs of chance, and so have sums over a layer: a weight
-        gets ζ (ζ - √A z) instead, what the data took of its prior noise, with the same mean and a small spread, and an
-        equal share of what is left to the sum.
+        The sum over the weights is z G z / φ. Its single terms, and sums of them over a layer, may have either sign. A
+        weight therefore gets ζ (ζ - √A z), the part of its prior noise that the data removed, which has the same mean
+        and a smaller spread. The difference to the sum is divided equally among the weights.
         """
-        based = self.settings.solver == "krylov" and self._shared(problem.prior)
-        image = self.ridge.gram(samples) if based else gram_product(self.ridge.design, samples)
+        from_basis = self.settings.solver == "krylov" and self._shared(problem.prior)
+        image = self.ridge.gram(samples) if from_basis else gram_product(self.ridge.design, samples)
         total = (samples * image).sum(1, keepdim=True) / float(problem.likelihood.dispersion)
         zeta = self.ridge.prior
-        taken = zeta * (zeta - problem.prior.vector.detach().sqrt() * samples)
-        return taken + (total - taken.sum(1, keepdim=True)) / taken.shape[1]
+        removed = zeta * (zeta - problem.prior.vector.detach().sqrt() * samples)
+        return removed + (total - removed.sum(1, keepdim=True)) / removed.shape[1]
 
-    def _shared(self, prior: Prior) -> bool:
-        """Whether the prior is one number times the diagonal that the basis was built for."""
-        if prior.kind not in SINGLE:
+    def _shared(self, prior: BoundPrior) -> bool:
+        """Return whether the prior is one number times the diagonal that the basis was built for."""
+        if not prior.is_single:
             return False
-        mine = self.ridge.scale
-        return (prior.scale is None) == (mine is None) and (mine is None or torch.equal(mine, prior.scale))  # type: ignore[arg-type]
+        scale = self.ridge.scale
+        return (prior.scale is None) == (scale is None) and (scale is None or torch.equal(scale, prior.scale))  # type: ignore[arg-type]
 
 
-def refuse_groups(solver: str, prior: Prior) -> None:
-    """Only a prior with one number for all weights is solved for by descent."""
-    if prior.kind not in SINGLE:
+def refuse_groups(solver: str, prior: BoundPrior) -> None:
+    """Raise unless the prior has one number for all weights, as the stochastic solvers need."""
+    if not prior.is_single:
         raise UnsupportedError(
-            f"solver {solver!r} with a prior of the kind {prior.kind!r}; expected one number for all weights "
-            f"({' or '.join(SINGLE)}). Use solver='krylov' or 'cg', which take any prior."
+            f"solver {solver!r} with the prior {type(prior.given).__name__}; expected one number for all weights, as "
+            "isotropic() and g_prior() have. Use solver='krylov' or 'cg', which take any prior."
         )

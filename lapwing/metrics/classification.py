@@ -1,4 +1,4 @@
-"""Scores of class probabilities: tensors in, numbers out."""
+"""Scores of class probabilities."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Confidence against accuracy, bin by bin; NaN where a bin is empty."""
+    """Confidence and accuracy in bins of confidence; NaN where a bin is empty."""
 
     confidence: Tensor  # (bins,) mean confidence
-    accuracy: Tensor  # (bins,) share of right answers
+    accuracy: Tensor  # (bins,) share of correct answers
     weight: Tensor  # (bins,) share of the predictions, summing to one
 
 
 def nll(probs: Tensor, y: Tensor) -> float:
-    """The mean negative log-probability of the labels.
+    """Return the mean negative log-probability of the labels.
+
+    Args:
+        probs: Class probabilities, (B, C).
+        y: Labels, (B,).
+
+    Raises:
+        ValueError: The shapes do not fit.
 
     >>> round(nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1])), 4)
     0.4904
@@ -28,7 +35,14 @@ def nll(probs: Tensor, y: Tensor) -> float:
 
 
 def accuracy(probs: Tensor, y: Tensor) -> float:
-    """The share of inputs whose most probable class is the label.
+    """Return the share of inputs whose most probable class is the label.
+
+    Args:
+        probs: Class probabilities, (B, C).
+        y: Labels, (B,).
+
+    Raises:
+        ValueError: The shapes do not fit.
 
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
     0.5
@@ -38,7 +52,14 @@ def accuracy(probs: Tensor, y: Tensor) -> float:
 
 
 def brier(probs: Tensor, y: Tensor) -> float:
-    """The squared distance to the one-hot label, summed over classes: 0 at best, 2 at worst.
+    """Return the mean squared distance to the one-hot label, summed over classes: 0 at best, 2 at worst.
+
+    Args:
+        probs: Class probabilities, (B, C).
+        y: Labels, (B,).
+
+    Raises:
+        ValueError: The shapes do not fit.
 
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
     0.5
@@ -49,19 +70,42 @@ def brier(probs: Tensor, y: Tensor) -> float:
 
 
 def ece(probs: Tensor, y: Tensor, bins: int = 15) -> float:
-    """The expected calibration error of the most probable class over bins of equal width (Guo et al. 2017).
+    """Return the expected calibration error of the most probable class (Guo et al. 2017).
+
+    Args:
+        probs: Class probabilities, (B, C).
+        y: Labels, (B,).
+        bins: Number of bins of equal width between 0 and 1.
+
+    Raises:
+        ValueError: The shapes do not fit.
 
     >>> round(ece(torch.tensor([[0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 1])), 4)
     0.4
     """
     probs, y = _checked(probs, y)
     confidence, guess = probs.max(1)
-    found = calibration(confidence, guess == y, bins)
-    return float((found.weight * (found.accuracy - found.confidence).abs()).nansum())
+    binned = calibration(confidence, guess == y, bins)
+    return float((binned.weight * (binned.accuracy - binned.confidence).abs()).nansum())
 
 
 def calibration(confidence: Tensor, correct: Tensor, bins: int = 15) -> Calibration:
-    """What a reliability diagram shows. Bin i holds the confidences in (i/bins, (i + 1)/bins]."""
+    """Return the numbers of a reliability diagram.
+
+    Args:
+        confidence: Probabilities of the predicted answers, (B,).
+        correct: Whether each answer is right, (B,).
+        bins: Number of bins; bin i has the confidences in (i/bins, (i + 1)/bins].
+
+    Returns:
+        Mean confidence, accuracy and share of the predictions of each bin.
+
+    Raises:
+        ValueError: The shapes do not fit.
+
+    >>> calibration(torch.tensor([0.2, 0.9, 0.8]), torch.tensor([False, True, False]), bins=2).accuracy
+    tensor([0.0000, 0.5000], dtype=torch.float64)
+    """
     if confidence.shape != correct.shape or confidence.ndim != 1 or not len(confidence):
         raise ValueError(
             f"confidence has the shape {tuple(confidence.shape)}, correct {tuple(correct.shape)}; expected (B,) twice."
@@ -78,6 +122,7 @@ def calibration(confidence: Tensor, correct: Tensor, bins: int = 15) -> Calibrat
 
 
 def _checked(probs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities in float64 and labels; raise unless they are (B, C) and (B,)."""
     if probs.ndim != 2 or y.shape != probs.shape[:1] or not len(y):
         raise ValueError(
             f"probabilities have the shape {tuple(probs.shape)}, labels {tuple(y.shape)}; expected (B, C) and (B,)."

@@ -1,4 +1,4 @@
-"""How well a score tells inputs of another kind from those trained on: tensors in, numbers out."""
+"""Scores for the detection of inputs from outside the training distribution."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from torch import Tensor
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The probability that a score from outside the distribution is higher than one from inside.
+    """Return the probability that a score from outside the distribution is higher than one from inside.
 
-    A tie counts half, by midranks. One at best, one half for a score that says nothing.
+    Ties count half. It is 1 at best, and ½ for a score that says nothing.
+
+    Args:
+        inside: Scores of inputs from the training distribution, (B,).
+        outside: Scores of other inputs, (B',).
+
+    Raises:
+        ValueError: The scores are empty, not (B,), or NaN.
 
     >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
     0.875

@@ -1,4 +1,4 @@
-"""Scores of normal predictions and of intervals: tensors in, numbers out."""
+"""Scores of normal predictions and of intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from torch import Tensor
 
 
 def nll(mean: Tensor, std: Tensor, y: Tensor) -> float:
-    """The mean negative log-density of y under N(mean, std²).
+    """Return the mean negative log-density of y under N(mean, std²).
+
+    Args:
+        mean: Predicted means, of any shape.
+        std: Predicted standard deviations, in the shape of the mean.
+        y: Targets, in the same shape.
+
+    Raises:
+        ValueError: The shapes differ, or are empty.
 
     >>> round(nll(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
     0.9189
@@ -19,7 +27,14 @@ def nll(mean: Tensor, std: Tensor, y: Tensor) -> float:
 
 
 def rmse(mean: Tensor, y: Tensor) -> float:
-    """The root mean squared error.
+    """Return the root mean squared error.
+
+    Args:
+        mean: Predicted means, of any shape.
+        y: Targets, in the same shape.
+
+    Raises:
+        ValueError: The shapes differ, or are empty.
 
     >>> rmse(torch.zeros(2), torch.tensor([3.0, 3.0]))
     3.0
@@ -29,7 +44,17 @@ def rmse(mean: Tensor, y: Tensor) -> float:
 
 
 def crps(mean: Tensor, std: Tensor, y: Tensor) -> float:
-    """The continuous ranked probability score of N(mean, std²), in the units of y (Gneiting et al. 2005, eq. 5).
+    """Return the mean continuous ranked probability score of N(mean, std²), in the units of y.
+
+    Reference: Gneiting et al. 2005, eq. 5.
+
+    Args:
+        mean: Predicted means, of any shape.
+        std: Predicted standard deviations, in the shape of the mean.
+        y: Targets, in the same shape.
+
+    Raises:
+        ValueError: The shapes differ, or are empty.
 
     >>> round(crps(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
     0.2337
@@ -41,7 +66,15 @@ def crps(mean: Tensor, std: Tensor, y: Tensor) -> float:
 
 
 def coverage(low: Tensor, high: Tensor, y: Tensor) -> float:
-    """The share of y inside [low, high].
+    """Return the share of targets inside [low, high].
+
+    Args:
+        low: Lower ends, of any shape.
+        high: Upper ends, in the same shape.
+        y: Targets, in the same shape.
+
+    Raises:
+        ValueError: The shapes differ, or are empty.
 
     >>> coverage(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 2.0]))
     0.5
@@ -51,7 +84,14 @@ def coverage(low: Tensor, high: Tensor, y: Tensor) -> float:
 
 
 def interval_width(low: Tensor, high: Tensor) -> float:
-    """The mean width of the intervals.
+    """Return the mean width of the intervals.
+
+    Args:
+        low: Lower ends, of any shape.
+        high: Upper ends, in the same shape.
+
+    Raises:
+        ValueError: The shapes differ, or are empty.
 
     >>> interval_width(torch.zeros(2), torch.tensor([1.0, 3.0]))
     2.0
@@ -61,7 +101,7 @@ def interval_width(low: Tensor, high: Tensor) -> float:
 
 
 def _checked(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In float64. A (B, 1) against a (B,) would broadcast to (B, B) without a word, so shapes must agree."""
+    """Return the tensors in float64; raise unless their shapes agree, since (B, 1) and (B,) broadcast to (B, B)."""
     shapes = [tuple(t.shape) for t in tensors]
     if len(set(shapes)) != 1 or not tensors[0].numel():
         raise ValueError(f"shapes are {', '.join(map(str, shapes))}; expected the same, with at least one entry.")

@@ -15,10 +15,10 @@ from lapwing.core.random import normal
 from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
 from lapwing.curvature.per_output import PerOutputCurvature
+from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision
 from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision
 from lapwing.problem import Problem
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for

@@ -1,4 +1,4 @@
-"""Counts: a Poisson whose log-rate is Gaussian."""
+"""The predictive of counts: a Poisson with a Gaussian log-rate."""
 
 from __future__ import annotations
 
@@ -18,42 +18,58 @@ from lapwing.predictives.quadrature import normal_nodes
 
 @dataclass(frozen=True, eq=False)
 class CountPredictive:
-    """Mean and variance in closed form; probabilities and intervals by quadrature over the log-rate."""
+    """Predictive of counts with a Gaussian log-rate.
+
+    Mean and variance are closed forms; probabilities and intervals are integrated over the log-rate numerically.
+
+    Args:
+        belief: The Gaussian belief about the log-rates (B, C).
+
+    >>> p = CountPredictive(FunctionGaussian(torch.zeros(1, 1), torch.zeros(1, 1, 1)))
+    >>> p.mean.item(), p.variance.item()
+    (1.0, 1.0)
+    """
 
     belief: FunctionGaussian
 
     @cached_property
     def mean(self) -> Tensor:
+        """The expected count, (B, C)."""
         return (self.belief.mean + 0.5 * self.belief.variance).exp()
 
     @cached_property
     def epistemic_variance(self) -> Tensor:
-        """The variance of the rate."""
+        """The variance of the rate, (B, C)."""
         return self.mean.square() * torch.expm1(self.belief.variance)
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """The expected Poisson variance."""
+        """The expected variance of the Poisson, which is the mean, (B, C)."""
         return self.mean
 
     @property
     def epistemic(self) -> Tensor:
+        """The same as ``epistemic_variance``."""
         return self.epistemic_variance
 
     @property
     def aleatoric(self) -> Tensor:
+        """The same as ``aleatoric_variance``."""
         return self.mean
 
     @property
     def variance(self) -> Tensor:
+        """The variance of the count, (B, C)."""
         return self.epistemic_variance + self.mean
 
     @property
     def std(self) -> Tensor:
+        """The standard deviation of the count, (B, C)."""
         return self.variance.sqrt()
 
     @property
     def distribution(self) -> Distribution:
+        """The counts of one input as a mixture of Poisson distributions over the nodes of the quadrature."""
         nodes, weights = normal_nodes(self.belief)
         mixture = Categorical(probs=weights.expand(nodes.shape), validate_args=False)
         return Independent(
@@ -61,19 +77,25 @@ class CountPredictive:
         )
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B,)"""
+        """Return the log-probability of the targets, (B,), summed over outputs."""
         nodes, weights = normal_nodes(self.belief)
         y = y.to(self.mean).reshape(self.mean.shape).unsqueeze(-1)
         each = y * nodes - nodes.exp() - torch.lgamma(y + 1)
         return torch.logsumexp(each + weights.log(), -1).sum(-1)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Whole numbers (low, high): the quantiles at (1 - level)/2 and (1 + level)/2."""
+        """Return whole numbers (low, high), each (B, C): the quantiles at (1 - level)/2 and (1 + level)/2.
+
+        Raises:
+            ValueError: ``level`` is not between 0 and 1.
+            NumericalError: The counts overflow.
+        """
         if not 0 < level < 1:
             raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
         return self._quantile(0.5 - 0.5 * level), self._quantile(0.5 + 0.5 * level)
 
     def _quantile(self, level: float) -> Tensor:
+        """Return the smallest counts whose cumulative probability reaches ``level``, by bisection."""
         nodes, weights = normal_nodes(self.belief)
         rate = nodes.double().exp()
 
@@ -82,7 +104,7 @@ class CountPredictive:
 
         low = torch.zeros_like(self.mean, dtype=torch.float64)
         high = self._reach(20).ceil()
-        for _ in range(int(high.max().log2().item()) + 2):  # bisection over the whole numbers
+        for _ in range(int(high.max().log2().item()) + 2):
             middle = ((low + high) / 2).floor()
             enough = reached(middle)
             high = torch.where(enough, middle, high)
@@ -90,7 +112,7 @@ class CountPredictive:
         return high.to(self.mean)
 
     def _reach(self, deviations: int) -> Tensor:
-        """Counts beyond which there is no probability to speak of, (B, C) in float64."""
+        """Return counts beyond which the probability is negligible, (B, C) in float64; raise if they overflow."""
         reach = (self.mean + deviations * self.std + 20).double()
         if not bool(torch.isfinite(reach).all()):
             raise NumericalError(
@@ -101,12 +123,20 @@ class CountPredictive:
         return reach
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, B, C)"""
+        """Return n draws of the targets, (n, B, C); inputs are independent.
+
+        Args:
+            n: The number of draws.
+            generator: Source of randomness; torch's global one if None.
+
+        Raises:
+            UnsupportedError: ``n`` is not a positive integer.
+        """
         require_integer("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
 
     def _log_probs(self) -> tuple[Tensor, Tensor]:
-        """log p(k | rate) for all counts k that carry probability, (B, C, nodes, counts), and the nodes' weights."""
+        """Return log p(k | rate) for all likely counts k, (B, C, nodes, counts), and the weights of the nodes."""
         nodes, weights = normal_nodes(self.belief, 64)
         top = int(self._reach(12).max().item())
         if top * nodes.numel() > 2**28:
@@ -120,14 +150,14 @@ class CountPredictive:
 
     @cached_property
     def entropy(self) -> Tensor:
-        """(B,), summed over outputs: by summation over the counts that carry any probability."""
+        """The entropy of the counts in nats, summed over outputs, (B,); a sum over all likely counts."""
         each, weights = self._log_probs()
         log_p = torch.logsumexp(each + weights.log().unsqueeze(-1), -2)
         return -(log_p.exp() * log_p).sum((-1, -2)).to(self.mean)
 
     @cached_property
     def mutual_information(self) -> Tensor:
-        """(B,): entropy of y minus the expected entropy at a known rate."""
+        """The mutual information of counts and rates in nats, (B,): entropy minus that expected at a known rate."""
         each, weights = self._log_probs()
         expected = (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
         return (self.entropy - expected.to(self.mean)).clamp_min(0)

@@ -1,4 +1,4 @@
-"""A normal predictive: regression."""
+"""The normal predictive of regression."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from lapwing.core.settings import require_integer
 
 @dataclass(frozen=True, eq=False)
 class NormalPredictive:
-    """y ~ N(mean, cov of f + noise). ``noise`` is a variance, shaped like the mean.
+    """Normal predictive y ~ N(mean, cov of f + noise).
+
+    Args:
+        belief: The Gaussian belief about the outputs f (B, C).
+        noise: Noise variances, in the shape of the mean.
 
     >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
     >>> p.std.item(), p.epistemic_variance.item(), p.aleatoric_variance.item()
@@ -28,24 +32,27 @@ class NormalPredictive:
 
     @property
     def mean(self) -> Tensor:
+        """The predicted mean, (B, C)."""
         return self.belief.mean
 
     @cached_property
     def variance(self) -> Tensor:
+        """The variance of y, noise included, (B, C)."""
         return self.belief.variance + self.noise
 
     @property
     def std(self) -> Tensor:
+        """The standard deviation of y, noise included, (B, C)."""
         return self.variance.sqrt()
 
     @property
     def epistemic_variance(self) -> Tensor:
-        """What more data would remove."""
+        """The variance of f, which more data would lower, (B, C)."""
         return self.belief.variance
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """The noise of the data."""
+        """The variance of the noise, which more data would not lower, (B, C)."""
         return self.noise
 
     epistemic = epistemic_variance
@@ -53,24 +60,39 @@ class NormalPredictive:
 
     @cached_property
     def distribution(self) -> Distribution:
-        """Over the outputs of one input jointly: a multivariate normal when there are several."""
+        """The joint distribution of the outputs of one input; a multivariate normal if there are several."""
         if self.mean.shape[-1] == 1:
             return Independent(Normal(self.mean, self.std, validate_args=False), 1)
         cov = self.belief.cov + torch.diag_embed(self.noise)
         return MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """(low, high), shaped like the mean: each output lies between with probability ``level``."""
+        """Return (low, high), each (B, C), between which each output by itself lies with probability ``level``.
+
+        Raises:
+            ValueError: ``level`` is not between 0 and 1.
+
+        >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
+        >>> low, high = p.interval(0.95)
+        >>> round(high.item(), 2)
+        3.92
+        """
         if not 0 < level < 1:
             raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
         z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64)).to(self.mean)
         return self.mean - z * self.std, self.mean + z * self.std
 
     def cdf(self, y: Tensor | float) -> Tensor:
-        """The probability of at most y, for each output by itself; shaped like the mean.
+        """Return the probability of at most y, for each output by itself, (B, C).
+
+        Args:
+            y: One number, or (B, C).
+
+        Raises:
+            ValueError: ``y`` has another shape.
 
         >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
-        >>> round(1 - p.cdf(2.0).item(), 4)  # that y is above 2, a standard deviation
+        >>> round(1 - p.cdf(2.0).item(), 4)  # the probability of more than 2, one standard deviation
         0.1587
         """
         y = torch.as_tensor(y).to(self.mean)
@@ -79,25 +101,33 @@ class NormalPredictive:
         return torch.special.ndtr((y - self.mean) / self.std)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B,)"""
+        """Return the log-density of the targets, (B,)."""
         out: Tensor = self.distribution.log_prob(y.to(self.mean).reshape(self.mean.shape))
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, B, C): f from its belief, then noise."""
+        """Return n draws of the targets, (n, B, C); inputs are independent.
+
+        Args:
+            n: The number of draws.
+            generator: Source of randomness; torch's global one if None.
+
+        Raises:
+            UnsupportedError: ``n`` is not a positive integer.
+        """
         require_integer("n", n)
         eps = normal((n, *self.mean.shape), generator, self.mean)
         return self.belief.sample(n, generator) + eps * self.noise.sqrt()
 
     @property
     def entropy(self) -> Tensor:
-        """(B,)"""
+        """The entropy of y in nats, (B,)."""
         out: Tensor = self.distribution.entropy()
         return out
 
     @property
     def mutual_information(self) -> Tensor:
-        """Between y and the weights, (B,): total entropy minus the entropy of the noise."""
+        """The mutual information of y and f in nats, (B,): entropy minus the entropy of the noise."""
         noise = Independent(Normal(self.mean, self.noise.sqrt(), validate_args=False), 1)
         out: Tensor = self.entropy - noise.entropy()
         return out

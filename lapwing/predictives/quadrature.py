@@ -1,4 +1,4 @@
-"""Nodes for integrals under a Gaussian belief."""
+"""Nodes and weights for integrals under a Gaussian belief."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 
-REACH = 8.5  # standard deviations on either side; what lies beyond is below 1e-16
+REACH = 8.5  # standard deviations on either side; the probability beyond is below 1e-16
 
 
 @lru_cache(maxsize=4)
 def _rule(count: int) -> tuple[Tensor, Tensor]:
-    """The trapezoidal rule: for smooth integrands under a Gaussian it converges faster than any power."""
+    """Return nodes and weights of the trapezoidal rule, which converges faster than any power for smooth integrands."""
     nodes = torch.linspace(-REACH, REACH, count, dtype=torch.float64)
     weights = torch.exp(-0.5 * nodes.square())
     return nodes, weights / weights.sum()
 
 
 def normal_nodes(belief: FunctionGaussian, count: int = 512) -> tuple[Tensor, Tensor]:
-    """Values of f (B, C, count) and their weights (count,), which sum to one.
+    """Return values of f (B, C, count) and their weights (count,), which sum to one.
 
     512 nodes integrate a sigmoid of logits with a standard deviation of up to 30 to about 1e-9.
     """

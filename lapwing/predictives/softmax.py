@@ -1,8 +1,9 @@
-"""From Gaussian logits to class probabilities."""
+"""The predictive of classes with Gaussian logits."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,15 +16,23 @@ from lapwing.core.random import classes
 from lapwing.core.settings import require_integer
 from lapwing.errors import DataError
 
-LINKS = ("probit", "bridge", "mc")
-
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxPredictive:
-    """Class probabilities under a Gaussian belief about the logits.
+    """Predictive of a class with Gaussian logits.
 
-    ``epistemic`` is the mutual information between the label and the weights, ``aleatoric`` the expected
-    entropy; both come from seeded draws of the logits. ``entropy`` is that of ``probs``.
+    ``entropy`` is that of ``probs``. ``epistemic`` is the mutual information of label and logits, ``aleatoric`` the
+    expected entropy; both come from seeded draws of the logits whatever the link is.
+
+    Args:
+        belief: The Gaussian belief about the logits (B, C).
+        link: "probit", "bridge" or "mc".
+        samples: The number of draws.
+        seed: The seed of the draws.
+
+    >>> p = SoftmaxPredictive(FunctionGaussian(torch.zeros(1, 2), torch.eye(2)[None]))
+    >>> p.probs
+    tensor([[0.5000, 0.5000]])
     """
 
     belief: FunctionGaussian
@@ -33,34 +42,36 @@ class SoftmaxPredictive:
 
     @cached_property
     def log_probs(self) -> Tensor:
-        """(B, C), kept in logs so that a confident mistake costs what it should and not infinity."""
-        if self.link == "probit":
-            return probit(self.belief)
-        if self.link == "bridge":
-            return bridge(self.belief)
-        return torch.logsumexp(self.logit_samples.log_softmax(-1), 0) - math.log(self.samples)
+        """Log-probabilities of the classes, (B, C); finite where the probability itself rounds to zero."""
+        return LINKS[self.link](self)
 
     @cached_property
     def probs(self) -> Tensor:
-        """(B, C)"""
+        """Probabilities of the classes, (B, C)."""
         return self.log_probs.exp()
 
     @cached_property
     def logit_samples(self) -> Tensor:
-        """(S, B, C), the same for the same seed."""
+        """Draws of the logits, (S, B, C); equal seeds give equal draws."""
         generator = torch.Generator().manual_seed(self.seed)
         return self.belief.sample(self.samples, generator)
 
     @property
     def mean(self) -> Tensor:
+        """The same as ``probs``."""
         return self.probs
 
     @property
     def distribution(self) -> CategoricalDistribution:
+        """The class of each input as a ``torch.distributions`` object."""
         return CategoricalDistribution(probs=self.probs, validate_args=False)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B,)"""
+        """Return the log-probability of the labels, (B,).
+
+        Raises:
+            DataError: A label is not one of the classes.
+        """
         if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < self.log_probs.shape[-1]:
             raise DataError(
                 f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{self.log_probs.shape[-1] - 1}."
@@ -68,52 +79,70 @@ class SoftmaxPredictive:
         return self.log_probs.gather(-1, y.long().reshape(*self.log_probs.shape[:-1], 1)).squeeze(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, B) class numbers."""
+        """Return n draws of the targets, (n, B) class numbers; inputs are independent.
+
+        Args:
+            n: The number of draws.
+            generator: Source of randomness; torch's global one if None.
+
+        Raises:
+            UnsupportedError: ``n`` is not a positive integer.
+        """
         require_integer("n", n)
         return classes(self.probs.expand(n, *self.probs.shape), generator)
 
     @cached_property
     def entropy(self) -> Tensor:
+        """The entropy of ``probs`` in nats, (B,)."""
         return _entropy(self.probs)
 
     @cached_property
     def aleatoric(self) -> Tensor:
-        """The expected entropy, (B,): doubt that stays however much is known about the weights."""
+        """The expected entropy given the logits in nats, (B,): doubt that more data would not remove."""
         return _entropy(self.logit_samples.softmax(-1)).mean(0)
 
     @cached_property
     def mutual_information(self) -> Tensor:
-        """(B,), at least zero."""
+        """The mutual information of label and logits in nats, (B,): doubt that more data would remove."""
         p = self.logit_samples.softmax(-1)
         return (_entropy(p.mean(0)) - _entropy(p).mean(0)).clamp_min(0)
 
     @property
     def epistemic(self) -> Tensor:
+        """The same as ``mutual_information``."""
         return self.mutual_information
 
 
 def probit(belief: FunctionGaussian) -> Tensor:
-    """log softmax(m / sqrt(1 + pi/8 var)): needs variances alone."""
+    """Return log softmax(m / sqrt(1 + π/8 var)), (B, C). It needs variances only."""
     return (belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)).log_softmax(-1)
 
 
 def bridge(belief: FunctionGaussian) -> Tensor:
-    """The log mean of the Dirichlet matched to the logits (Hobbhahn et al. 2022).
+    """Return the log mean (B, C) of the Dirichlet distribution matched to the logits (Hobbhahn et al. 2022).
 
-    Logits are known up to a shift, so mean and covariance are projected to logits that sum to zero first.
+    Logits are defined up to a common shift, so mean and covariance are first projected to logits that sum to zero.
     """
     mean, cov = belief.mean - belief.mean.mean(-1, keepdim=True), belief.cov
     count = mean.shape[-1]
     rows = cov.mean(-1)
     spread = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
     floor = 1e3 * torch.finfo(mean.dtype).eps * (1 + cov.diagonal(dim1=-2, dim2=-1))
-    none = (spread <= floor).all(-1, keepdim=True)  # no spread, nothing to match: the plain network
+    none = (spread <= floor).all(-1, keepdim=True)  # without variance there is nothing to match
     variance = spread.maximum(floor)
-    # exp(m_k) Σ_l exp(-m_l) / C²: kept in logs so that confident logits do not overflow
+    # exp(m_k) Σ_l exp(-m_l) / C², in logs so that confident logits do not overflow
     peak = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / count**2
     alpha = (1 - 2 / count + peak) / variance
     return torch.where(none, mean.log_softmax(-1), alpha.log() - alpha.sum(-1, keepdim=True).log())
 
 
+LINKS: dict[str, Callable[[SoftmaxPredictive], Tensor]] = {
+    "probit": lambda p: probit(p.belief),
+    "bridge": lambda p: bridge(p.belief),
+    "mc": lambda p: torch.logsumexp(p.logit_samples.log_softmax(-1), 0) - math.log(p.samples),
+}
+
+
 def _entropy(p: Tensor) -> Tensor:
+    """Return the entropy of class probabilities (..., C) in nats."""
     return torch.special.entr(p).sum(-1)

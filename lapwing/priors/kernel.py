@@ -1,4 +1,4 @@
-"""The kernel that the prior over the weights makes between outputs."""
+"""The kernel between outputs that a prior over the weights implies."""
 
 from __future__ import annotations
 
@@ -11,46 +11,50 @@ from lapwing.networks.block_jacobian import BlockJacobian
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import BlockPrior, Prior
+from lapwing.priors.bound import BlockPrior, BoundPrior
 
 
-def prior_kernel(jacobians: LayerJacobians, prior: Prior, other: LayerJacobians | None = None) -> Tensor:
-    r"""K = J A⁻¹ J'ᵀ between all inputs and seeds of two batches, (B K, B' K'); of one with itself where no other is.
+def prior_kernel(jacobians: LayerJacobians, prior: BoundPrior, other: LayerJacobians | None = None) -> Tensor:
+    r"""Return K = J A⁻¹ J'ᵀ between all inputs and seeds of two batches, (B K, B' K'), or of one batch with itself.
 
-    Layer by layer and without the Jacobian where the layers allow; a layer with one precision is divided by it last.
-    Differentiable in the precisions, and in the inputs where the Jacobians are.
+    Computed layer by layer, without forming the Jacobian if the layers allow it. A layer with one precision is divided
+    by it at the end. Differentiable in the precisions, and in the inputs if the Jacobians are.
     """
     selection = jacobians.selection
     total: Tensor | None = None
-    for block, part, against in pairs(jacobians, other):
-        own = prior.on(block)
-        value, weights = own.value.to(jacobians.dtype), None
-        if own.scale is not None or selection.index is not None or value.ndim:
-            weights = _inverse(own, block, selection, jacobians.dtype)
-        found = part.between(against, weights)
-        found = found / value if value.ndim == 0 else found
-        total = found if total is None else total + found
+    for block, part, other_part in block_pairs(jacobians, other):
+        block_prior = prior.on(block)
+        value, weights = block_prior.value.to(jacobians.dtype), None
+        if block_prior.scale is not None or selection.index is not None or value.ndim:
+            weights = _inverse(block_prior, block, selection, jacobians.dtype)
+        kernel = part.between(other_part, weights)
+        kernel = kernel / value if value.ndim == 0 else kernel
+        total = kernel if total is None else total + kernel
     assert total is not None
     return total
 
 
-def pairs(one: LayerJacobians, other: LayerJacobians | None) -> Iterator[tuple[Block, BlockJacobian, BlockJacobian]]:
-    """The blocks of two batches side by side; a batch with itself is formed once."""
+def block_pairs(
+    one: LayerJacobians, other: LayerJacobians | None
+) -> Iterator[tuple[Block, BlockJacobian, BlockJacobian]]:
+    """Iterate over the blocks of two batches together; for one batch each block is formed once."""
     if other is None or other is one:
         yield from ((block, part, part) for block, part in one)
         return
-    for (block, part), (_, against) in zip(one, other, strict=True):
-        yield block, part, against
+    for (block, part), (_, other_part) in zip(one, other, strict=True):
+        yield block, part, other_part
 
 
-def _inverse(own: BlockPrior, block: Block, selection: Selection, dtype: torch.dtype) -> Tensor:
-    """One over the precision in the block's form, but for a value that all its weights share; nought where single
-    weights are not selected."""
-    ones = torch.ones(selection.size, dtype=dtype, device=own.value.device)
+def _inverse(prior: BlockPrior, block: Block, selection: Selection, dtype: torch.dtype) -> Tensor:
+    """Return one over the precision in the block's form, zero for entries that are not selected.
+
+    A scalar ``prior.value`` is left out; the caller divides by it.
+    """
+    ones = torch.ones(selection.size, dtype=dtype, device=prior.value.device)
     inverse = block.arrange(selection.split(ones))
-    if own.scale is not None:
-        inverse = inverse / own.scale.to(inverse).clamp_min(torch.finfo(dtype).tiny)
-    if own.value.ndim == 0:
+    if prior.scale is not None:
+        inverse = inverse / prior.scale.to(inverse).clamp_min(torch.finfo(dtype).tiny)
+    if prior.value.ndim == 0:
         return inverse
-    each = torch.where(inverse > 0, own.value.to(inverse), 1)  # no precision where single weights are not selected
+    each = torch.where(inverse > 0, prior.value.to(inverse), 1)  # entries that are not selected have no precision
     return inverse / each

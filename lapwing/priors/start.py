@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
 RANGE = (1e-6, 1e8)  # for weights that are very large, or all at the prior mean
 
 
-def starting_precisions(prior: Prior, theta: Tensor, rows: int) -> Tensor:
+def starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
     """Return precisions near the optimum of the evidence, in the shape of ``prior.values``."""
     if prior.values.numel() == theta.numel():  # one for each weight: a single square says nothing
         return single_starting_precision(theta, rows).to(prior.values).expand(prior.values.shape).clone()
     return group_starting_precisions(prior, theta, rows).clamp(*RANGE)
 
 
-def group_starting_precisions(prior: Prior, theta: Tensor, rows: int) -> Tensor:
+def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
     """Return one precision for each group from its own weights alone; infinite for weights at the prior mean.
 
     A group whose weights are k times as large gets a precision k² times as small.

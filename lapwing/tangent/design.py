@@ -1,4 +1,4 @@
-"""The network's own design: Rᵀ J over all data, whose Gram matrix is the GGN."""
+"""The design matrix Rᵀ J of a network over all data, whose Gram matrix is the GGN."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lapwing.core.data import Data, tensors_in
 from lapwing.core.random import generator_or_default, normal
-from lapwing.curvature.structures import floored_by_layer
-from lapwing.curvature.sweep import SquaredSum, Sweep
+from lapwing.curvature.floors import floored_by_layer
+from lapwing.curvature.sweep import Seeds, SquaredSum, Sweep
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.design import Part, forward_product, gram_product
@@ -21,12 +21,12 @@ from lapwing.losses import Statistics
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 
-CACHE = 2 * 2**30  # bytes of layer factors that are kept between products on a CPU; a third of what is free on a GPU
+CACHE = 2 * 2**30  # bytes of layer factors kept between products on a CPU; on a GPU a third of the free memory
 
 
 @dataclass(frozen=True, eq=False)
 class JacobianPart:
-    """The rows of one chunk of data: all its seeds."""
+    """The rows of one chunk of data: one for each sample and seed."""
 
     jacobians: LayerJacobians
 
@@ -46,59 +46,59 @@ class JacobianPart:
 
 @dataclass(frozen=True, eq=False)
 class NetworkDesign:
-    """Products with Rᵀ J at unit dispersion, for all vectors at once.
+    """Products with Rᵀ J at unit dispersion, for many vectors at once.
 
-    The layer-wise factors of a chunk give J v and Jᵀ u in two products for each vector and layer, half of what forward
-    and backward passes take, once the backward passes for its seeds are done. They are done once for all where the
-    factors of all data fit ``CACHE``; otherwise at every pass, streaming. ``part`` is the most data in one part; None
-    leaves it to memory.
+    The layer-wise factors of a chunk give J v and Jᵀ u in two products for each vector and layer, half of the cost of
+    forward and backward passes, after the backward passes for its seeds. If the factors of all data fit ``CACHE``,
+    those are made once; otherwise at every pass, streaming. ``part`` limits the samples of one part; if it is None,
+    only memory does.
     """
 
     network: Network
     likelihood: Likelihood
     data: Data
-    held: tuple[LayerJacobians, ...] | None
+    factors: tuple[LayerJacobians, ...] | None  # None if every pass computes them anew
     statistics: Statistics
     rows: int
     curvature: str = "ggn"  # or "jacobian": J itself, without the likelihood's root
     part: int | None = None
-    source: Data | None = None  # the data as given, where those above are kept in memory, and so the same at every pass
+    source: Data | None = None  # the data as given, if ``data`` is a copy in memory, the same at every pass
 
     @classmethod
     def build(
         cls, network: Network, likelihood: Likelihood, data: Data, cache: int | None = None, curvature: str = "ggn",
         part: int | None = None,
     ) -> NetworkDesign:  # fmt: skip
-        """One pass over the data: loss, counts, and the factors where they fit.
+        """Make one pass over the data for loss, counts, and the factors if they fit ``cache`` bytes.
 
-        Where they do not, the data themselves are kept if they fit, so that a loader that shuffles does no harm.
+        If the factors do not fit but the data do, the data are kept, so that a loader may shuffle.
         """
         if part is not None and part < 1:
-            raise DataError(f"a design in parts of {part} data; expected at least one in each.")
+            raise DataError(f"part is {part}; expected at least one datum in each part.")
         if cache is None:
             gpu = network.device.type == "cuda"
             cache = torch.cuda.mem_get_info(network.device)[0] // 3 if gpu else CACHE
         given, data = data, fixed(data, cache)
-        sweep = Sweep(network, likelihood, data, curvature, label="Jacobian", part=part)
+        sweep = Sweep(network, likelihood, data, Seeds(curvature), "Jacobian", part)
         kept: list[LayerJacobians] | None = []
-        rows = taken = 0
+        rows = nbytes = 0
         for jacobians in sweep:
             rows += jacobians.batch * jacobians.outputs
-            if kept == [] and jacobians.held_bytes() > cache:  # one chunk alone may be more than there is
+            if kept == [] and jacobians.held_bytes() > cache:  # before the factors of one chunk exceed the memory
                 kept = None
             if kept is not None:
                 kept.append(jacobians.held())
-                taken += kept[-1].nbytes
-                if taken > cache:
+                nbytes += kept[-1].nbytes
+                if nbytes > cache:
                     kept = None
-        held = None if kept is None else tuple(kept)
-        return cls(network, likelihood, data, held, sweep.statistics, rows, curvature, part,
+        factors = None if kept is None else tuple(kept)
+        return cls(network, likelihood, data, factors, sweep.statistics, rows, curvature, part,
                    None if data is given else given)  # fmt: skip
 
     @property
     def streamed(self) -> bool:
         """Whether every pass computes the parts anew, in the order of the data."""
-        return self.held is None
+        return self.factors is None
 
     @property
     def size(self) -> int:
@@ -110,29 +110,29 @@ class NetworkDesign:
 
     @property
     def nbytes(self) -> int:
-        """What is kept between products: factors, and data that were read once for all."""
+        """The bytes kept between products: factors, and a copy of the data."""
         data = () if self.source is None else tensors_in(list(self.data.source))
-        return sum(part.nbytes for part in self.held or ()) + sum(t.numel() * t.element_size() for t in data)
+        return sum(part.nbytes for part in self.factors or ()) + sum(t.numel() * t.element_size() for t in data)
 
-    def tried(self) -> NetworkDesign:
-        """What tells whether products can be relied on: the first batch where nothing but the network could change."""
-        if self.held is not None or self.source is None:
+    def probe(self) -> NetworkDesign:
+        """Return the design on which to test that passes agree: the first batch alone if the data are kept."""
+        if self.factors is not None or self.source is None:
             return self
         first = Data(list(islice(iter(self.data.source), 1)), self.data.device)
         return NetworkDesign.build(self.network, self.likelihood, first, 0, self.curvature, self.part)
 
     def whole(self) -> Tensor:
-        """Rᵀ J itself, (rows, P) in float64, from factors that were cast before they were multiplied. For few rows."""
-        found = torch.empty(self.rows, self.size, dtype=torch.float64, device=self.like.device)
+        """Return Rᵀ J as a matrix, (rows, P), from factors cast to float64 before they are multiplied. For few rows."""
+        matrix = torch.empty(self.rows, self.size, dtype=torch.float64, device=self.like.device)
         start = 0
         for part in self:
             assert isinstance(part, JacobianPart)
-            found[start : start + part.rows] = part.jacobians.double().whole().flatten(0, 1)
+            matrix[start : start + part.rows] = part.jacobians.double().whole().flatten(0, 1)
             start += part.rows
-        return found
+        return matrix
 
     def diagonal(self) -> Tensor:
-        """Of the GGN, (P,), with dead entries raised to a thousandth of what is typical of their layer."""
+        """Return the diagonal of the GGN, (P,), no entry below a thousandth of the median of its layer."""
         squares = SquaredSum(self.network)
         for part in self:
             assert isinstance(part, JacobianPart)
@@ -140,12 +140,11 @@ class NetworkDesign:
         return floored_by_layer(squares.diagonal(), self.network.selection)
 
     def __iter__(self) -> Iterator[Part]:
-        if self.held is not None:
-            yield from (JacobianPart(jacobians) for jacobians in self.held)
+        if self.factors is not None:
+            yield from (JacobianPart(jacobians) for jacobians in self.factors)
             return
         total = 0
-        sweep = Sweep(self.network, self.likelihood, self.data, self.curvature, label="products", part=self.part)
-        for jacobians in sweep:
+        for jacobians in Sweep(self.network, self.likelihood, self.data, Seeds(self.curvature), "products", self.part):
             part = JacobianPart(jacobians)
             total += part.rows
             yield part
@@ -156,23 +155,23 @@ class NetworkDesign:
 
 
 def refuse_unsteady(design: NetworkDesign, generator: torch.Generator | None = None) -> None:
-    """Raise unless the products are those of one symmetric matrix. Two passes, over one batch where data are kept."""
+    """Raise unless the products are those of one symmetric matrix. Two passes, over one batch if data are kept."""
     refuse_redrawn(design)
-    tried, device = design.tried(), design.network.device
+    probe, device = design.probe(), design.network.device
     refuse_asymmetric(
-        lambda v: gram_product(tried, v), tried.size, generator=generator_or_default(generator), device=device
+        lambda v: gram_product(probe, v), probe.size, generator=generator_or_default(generator), device=device
     )
 
 
 def refuse_reordered(design: NetworkDesign) -> None:
-    """Raise unless two passes give the same rows in the same order. Two passes, over one batch where data are kept.
+    """Raise unless two passes give the same rows in the same order. Two passes, over one batch if data are kept.
 
-    The GGN is a sum and does not mind the order of the data; whatever has a number for each row does.
+    The GGN is a sum and does not depend on the order of the data; a vector with one entry for each row does.
     """
     refuse_redrawn(design)
     if not design.streamed:
         return
-    design = design.tried()
+    design = design.probe()
     like = torch.empty(0, dtype=torch.float64, device=design.like.device)
     v = normal((1, design.size), generator_or_default(None), like)
     first, second = forward_product(design, v), forward_product(design, v)
@@ -185,10 +184,10 @@ def refuse_reordered(design: NetworkDesign) -> None:
 
 
 def refuse_redrawn(design: NetworkDesign) -> None:
-    """Raise unless a loader whose data are kept gives the same rows again, in any order. One reading, no pass.
+    """Raise unless a loader whose data are kept gives the same rows again, in any order. Reads the loader once more.
 
-    What is kept of a loader that augments at random would be one draw of many, and pass for the data. Rows of several
-    lengths are not compared: padding depends on what else is in a batch.
+    The data kept of a loader that augments at random would be one random draw. Rows of several lengths are not
+    compared: padding depends on the other samples of a batch.
     """
     if design.source is None or isinstance(design.source.source, list | tuple):
         return
@@ -205,11 +204,14 @@ def refuse_redrawn(design: NetworkDesign) -> None:
 
 
 def _projected(data: Data, network: Network) -> Tensor | None:
-    """The sum over all rows of a random projection of input and target, of its square, and of its size."""
+    """Return sums over all rows of a random projection of input and target, of its square and of its magnitude.
+
+    None if rows have several lengths.
+    """
     patterns: list[Tensor] = []
     total = torch.zeros(3, dtype=torch.float64, device=data.device)
     for batch in data.batches("reading again"):
-        size, own = network.count(batch.inputs), (*network.per_sample(batch.inputs), True)
+        size, has_row_per_sample = network.count(batch.inputs), (*network.per_sample(batch.inputs), True)
         tensors = [t.reshape(len(t) if t.ndim else 1, -1) for t in (*tensors_in(batch.inputs), batch.targets)]
         if not patterns:
             generator = torch.Generator().manual_seed(1)
@@ -217,17 +219,18 @@ def _projected(data: Data, network: Network) -> Tensor | None:
         if [t.shape[1] for t in tensors] != [len(pattern) for pattern in patterns]:
             return None
         each = [t.double() @ pattern for t, pattern in zip(tensors, patterns, strict=True)]
-        row = torch.stack([r if mine else r.sum().expand(size) for r, mine in zip(each, own, strict=True)]).sum(0)
+        pairs = zip(each, has_row_per_sample, strict=True)
+        row = torch.stack([r if by_sample else r.sum().expand(size) for r, by_sample in pairs]).sum(0)
         total += torch.stack([row.sum(), row.square().sum(), row.abs().sum()])
     return total
 
 
 def fixed(data: Data, most: int) -> Data:
-    """The same batches in the same order at every pass: kept in memory where they take at most so many bytes."""
-    kept, taken = [], 0
+    """Return the data kept in memory, the same at every pass, if they take at most ``most`` bytes; else as they are."""
+    kept, nbytes = [], 0
     for batch in data.batches("reading"):
         kept.append((batch.inputs, batch.targets))
-        taken += sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
-        if taken > most:
+        nbytes += sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
+        if nbytes > most:
             return data
     return Data(kept, data.device, progress=data.progress)

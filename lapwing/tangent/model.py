@@ -13,35 +13,34 @@ from lapwing.core.data import Data
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.network import Network
 
-BYTES = 2 * 2**30  # what a Jacobian over all data may take on a CPU before the products stream; half of what is free
-# on a GPU, where a product with it costs one read of the memory
-EXACT = 2**28  # what it may take in float64, whatever the network is
-PART = 2**26  # bytes of a narrower one that are float64 at a time
+BYTES = 2 * 2**30  # largest Jacobian over all data that is kept on a CPU; on a GPU half of the free memory
+EXACT = 2**28  # largest Jacobian in bytes that is kept in float64 for networks of any dtype
+PART = 2**26  # bytes of a narrower Jacobian that are converted to float64 at a time
 
 
 class TangentModel(Protocol):
-    """h(theta, x) = f + J (theta - w̃), seen through its loss at unit dispersion. Everything takes delta = theta - w̃."""
+    """The loss of h(theta, x) = f + J (theta - w̃) at unit dispersion, as a function of delta = theta - w̃."""
 
     def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
-        """The summed loss and its gradient (P,), float64."""
+        """Return the summed loss and its gradient (P,), float64."""
         ...
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
-        """Σ Jᵀ Λ J v for v (K, P), with Λ the Hessian of the loss in the outputs at h."""
+        """Return Σ Jᵀ Λ J v for v (K, P), with Λ the Hessian of the loss in the outputs at h."""
         ...
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
-        """The summed loss at delta + t direction for every t in steps, by one pass."""
+        """Return the summed loss at delta + t direction for every t in steps, by one pass."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of losses and gradients: what rounding to expect."""
+        """The dtype in which losses and gradients are computed."""
         ...
 
 
 def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> TangentModel:
-    """With the Jacobian in memory where it fits, else by products that stream over the data."""
+    """Return the tangent model with its Jacobian in memory if it fits, else one that streams over the data."""
     rows, shape = 0, network.output_shape
     for batch in data.batches("counting"):
         seen = batch.targets.shape if len(shape) == 2 else batch.targets.shape[:1]  # tokens may differ between batches
@@ -56,12 +55,12 @@ def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> Tange
 
 @dataclass(frozen=True, eq=False)
 class DenseTangent:
-    """The Jacobian of all data: a pass costs a matrix product.
+    """The tangent model with the Jacobian of all data in memory: a pass costs a matrix product.
 
-    Losses and gradients are float64 even where it is not: a solve whose products round is refined by them.
+    Losses and gradients are float64 even if the Jacobian is not, to refine solves whose products are rounded.
     """
 
-    f: Tensor  # (N [T], C): every token a datum
+    f: Tensor  # (N [T], C): every token is a datum
     y: Tensor
     jacobian: Tensor  # (N [T] C, P)
     likelihood: Likelihood
@@ -74,6 +73,7 @@ class DenseTangent:
     def built(
         cls, network: Network, likelihood: Likelihood, data: Data, rows: int, dtype: torch.dtype = torch.float64
     ) -> DenseTangent:
+        """Return the model after one pass over the data; ``rows`` is the number of rows of the Jacobian."""
         outputs, targets, start = [], [], 0
         jacobian = torch.empty(rows, network.selection.size, dtype=dtype, device=network.device)
         for batch in data.batches("Jacobian"):
@@ -82,13 +82,13 @@ class DenseTangent:
                 y = likelihood.targets(f, batch.targets[part])
                 outputs.append(f.flatten(0, -2))
                 targets.append(y.flatten(0, 1) if f.ndim == 3 else y)
-                found = tangent.jacobians().whole().flatten(0, 1)
-                jacobian[start : start + len(found)] = found
-                start += len(found)
+                new_rows = tangent.jacobians().whole().flatten(0, 1)
+                jacobian[start : start + len(new_rows)] = new_rows
+                start += len(new_rows)
         return cls(torch.cat(outputs), torch.cat(targets), jacobian, likelihood)
 
     def _exactly(self, v: Tensor) -> Tensor:
-        """J v for one v (P,), in float64."""
+        """Return J v for one v (P,), in float64."""
         return torch.cat([rows.double() @ v for rows in self._parts]).reshape(self.f.shape)
 
     @property
@@ -104,10 +104,10 @@ class DenseTangent:
         return float(loss), total
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
-        moved = torch.cat([delta[None], v.to(delta)]).to(self.jacobian) @ self.jacobian.mT
-        moved = moved.double().reshape(len(moved), *self.f.shape)
-        root = self.likelihood.root(self.f + moved[0], self.y)
-        return (curved(root, moved[1:]).reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
+        jv = torch.cat([delta[None], v.to(delta)]).to(self.jacobian) @ self.jacobian.mT
+        jv = jv.double().reshape(len(jv), *self.f.shape)
+        root = self.likelihood.root(self.f + jv[0], self.y)
+        return (root_product(root, jv[1:]).reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
         h, along = self.f + self._exactly(delta), self._exactly(direction)
@@ -116,7 +116,7 @@ class DenseTangent:
 
 @dataclass(frozen=True, eq=False)
 class StreamedTangent:
-    """Products by forward and backward passes, batch after batch, in the network's own dtype; sums in float64."""
+    """The tangent model by forward and backward passes over the batches, in the network's dtype; sums in float64."""
 
     network: Network
     likelihood: Likelihood
@@ -126,8 +126,8 @@ class StreamedTangent:
     def dtype(self) -> torch.dtype:
         return self.network.dtype
 
-    def _moved(self, label: str, v: Tensor) -> Iterator[tuple[object, Tensor, Tensor, Tensor]]:
-        """(inputs, f, y, J v) for every batch."""
+    def _products(self, label: str, v: Tensor) -> Iterator[tuple[object, Tensor, Tensor, Tensor]]:
+        """Yield (inputs, f, y, J v) for every batch."""
         v = v.to(self.network.device, self.network.dtype)
         plain = self.network.shifted(None)
         for batch in self.data.batches(label):
@@ -137,29 +137,29 @@ class StreamedTangent:
 
     def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
         total, loss = torch.zeros_like(delta, dtype=torch.float64), 0.0
-        for inputs, f, y, moved in self._moved("tangent gradient", delta[None]):
-            mine, slope = loss_slope(self.likelihood, f + moved[0], y)
-            loss += float(mine)
+        for inputs, f, y, jv in self._products("tangent gradient", delta[None]):
+            batch_loss, slope = loss_slope(self.likelihood, f + jv[0], y)
+            loss += float(batch_loss)
             total += self.network.vjp(inputs, slope[None].to(self.network.dtype))[0]
         return loss, total
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
         total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
-        for inputs, f, y, moved in self._moved("tangent products", torch.cat([delta[None].to(v), v])):
-            root = self.likelihood.root(f + moved[0], y)
-            total += self.network.vjp(inputs, curved(root, moved[1:]).to(self.network.dtype))
+        for inputs, f, y, jv in self._products("tangent products", torch.cat([delta[None].to(v), v])):
+            root = self.likelihood.root(f + jv[0], y)
+            total += self.network.vjp(inputs, root_product(root, jv[1:]).to(self.network.dtype))
         return total
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
         total = torch.zeros(len(steps), dtype=torch.float64, device=delta.device)
-        for _, f, y, moved in self._moved("tangent losses", torch.stack([delta, direction])):
-            h = f + moved[0]
-            total += torch.stack([self.likelihood.loss(h + t * moved[1], y).sum() for t in steps])
+        for _, f, y, jv in self._products("tangent losses", torch.stack([delta, direction])):
+            h = f + jv[0]
+            total += torch.stack([self.likelihood.loss(h + t * jv[1], y).sum() for t in steps])
         return total
 
 
 def loss_slope(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss and its gradient in f."""
+    """Return the summed loss and its gradient in f."""
     with torch.inference_mode(False), torch.enable_grad():
         leaf = f.detach().clone().requires_grad_()
         loss = likelihood.loss(leaf, y).sum()
@@ -167,6 +167,6 @@ def loss_slope(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Te
     return loss.detach(), slope
 
 
-def curved(root: Tensor, moved: Tensor) -> Tensor:
-    """R Rᵀ u for u (n, B, [T,] C)."""
-    return torch.einsum("...ck,...dk,n...d->n...c", root, root, moved)
+def root_product(root: Tensor, u: Tensor) -> Tensor:
+    """Return R Rᵀ u for u (n, B, [T,] C)."""
+    return torch.einsum("...ck,...dk,n...d->n...c", root, root, u)

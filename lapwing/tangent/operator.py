@@ -17,30 +17,37 @@ from lapwing.networks.forward import outside_autocast
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """A matrix known by its products. ``op @ v`` takes a vector (n,) or the columns of a matrix (n, K), all at once.
+    """A matrix that is known by its products: ``op @ v`` for a vector (n,), or for all columns of a matrix (n, K).
 
-    ``kind``: "jacobian" (rows, P), "transposed" (P, rows) or "ggn" (P, P). Results are float64; products run in the
-    network's dtype. ``op.T`` is the transpose and ``op.scipy()`` a ``scipy.sparse.linalg.LinearOperator``.
+    Results are float64; products run in the network's dtype. ``op.T`` is the transpose and ``op.scipy()`` a
+    ``scipy.sparse.linalg.LinearOperator``. ``posterior.jacobian(data)`` and ``posterior.ggn(data)`` return one.
+
+    Args:
+        design: The rows of the Jacobian.
+        kind: "jacobian" (rows, P), "transposed" (P, rows) or "ggn" (P, P).
+        guard: Called before each product; raises if the network has changed since.
     """
 
     design: Design
     kind: str
-    guard: Callable[[], None] | None = None  # raises where products would be those of another network
+    guard: Callable[[], None] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
+        """The number of rows and columns."""
         rows, size = self.design.rows, self.design.size
         return {"jacobian": (rows, size), "transposed": (size, rows), "ggn": (size, size)}[self.kind]
 
     @property
     def T(self) -> Operator:  # noqa: N802
+        """The transpose."""
         other = {"jacobian": "transposed", "transposed": "jacobian", "ggn": "ggn"}
         return Operator(self.design, other[self.kind], self.guard)
 
     @outside_autocast
     def __matmul__(self, v: Tensor) -> Tensor:
-        good = isinstance(v, Tensor) and not v.is_complex() and v.ndim in (1, 2) and v.numel() > 0
-        if not good or v.shape[0] != self.shape[1]:
+        is_real = isinstance(v, Tensor) and not v.is_complex() and v.ndim in (1, 2) and v.numel() > 0
+        if not is_real or v.shape[0] != self.shape[1]:
             seen = f"a tensor {tuple(v.shape)} of {v.dtype}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
             raise DataError(
                 f"a product of an operator {self.shape} with {seen}; expected a real tensor ({self.shape[1]},) or "
@@ -49,7 +56,7 @@ class Operator:
         if self.guard is not None:
             self.guard()
         most, largest = torch.finfo(self.design.like.dtype).max, max(abs(float(end)) for end in v.detach().aminmax())
-        if not largest <= most:  # nor is NaN
+        if not largest <= most:  # also true for NaN
             raise DataError(
                 f"a product of an operator {self.shape} with a vector whose largest entry is {largest:.3g}; expected "
                 f"finite numbers of at most {most:.3g}, as the network computes in {self.design.like.dtype}. Scale it."
@@ -58,16 +65,20 @@ class Operator:
         rows = (rows if rows.dtype in (torch.float32, torch.float64) else rows.double()).contiguous()
         apply = {"jacobian": forward_product, "transposed": back_product, "ggn": gram_product}[self.kind]
         with torch.no_grad():
-            found = apply(self.design, rows)
-        if not math.isfinite(found.sum()) and not bool(found.isfinite().all()):  # a sum takes a tenth of the time
+            product = apply(self.design, rows)
+        if not math.isfinite(product.sum()) and not bool(product.isfinite().all()):  # a sum takes a tenth of the time
             raise NumericalError(
                 f"a product of an operator {self.shape} with a vector whose largest entry is {largest:.3g} is beyond "
                 f"the {most:.3g} of {self.design.like.dtype}; expected finite numbers. Scale it."
             )
-        return found.mT.reshape(self.shape[0], *v.shape[1:])
+        return product.mT.reshape(self.shape[0], *v.shape[1:])
 
     def scipy(self) -> Any:
-        """For SciPy's solvers: arrays in and out."""
+        """Return the operator for SciPy's solvers, with NumPy arrays in and out.
+
+        Raises:
+            UnsupportedError: If SciPy is not installed.
+        """
         try:
             import numpy as np
             from scipy.sparse.linalg import LinearOperator
@@ -79,7 +90,7 @@ class Operator:
                 if np.iscomplexobj(v):
                     raise DataError(
                         f"a product of an operator {operator.shape} with an array {np.shape(v)} of {v.dtype}; expected "
-                        "real numbers. Multiply the real and the imaginary part apart."
+                        "real numbers. Multiply the real and the imaginary part separately."
                     )
                 return (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
 

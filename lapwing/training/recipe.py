@@ -14,8 +14,9 @@ from lapwing.core.settings import require_flag, require_integer, require_positiv
 from lapwing.errors import UnsupportedError
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
-from lapwing.posteriors.protocols import Method
-from lapwing.priors.gaussian import Prior, isotropic, per_layer
+from lapwing.methods.protocol import Method
+from lapwing.priors import isotropic, per_layer
+from lapwing.priors.bound import Prior
 from lapwing.tuners.ascend import Ascend
 from lapwing.tuners.fixed_point import FixedPoint
 from lapwing.tuners.protocol import Tuner

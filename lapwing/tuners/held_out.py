@@ -15,7 +15,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import IgnoresTargets, Likelihood
-from lapwing.losses import paired
+from lapwing.losses import sample_count
 from lapwing.networks.budget import temporary
 from lapwing.posteriors.protocols import Linearised
 from lapwing.tuners.protocol import as_data
@@ -100,13 +100,15 @@ def _refuse_other_data(first: _Pass, again: _Pass) -> None:
 
 def _known_rows(likelihood: Likelihood, y: Tensor, rows: Tensor) -> Any:
     """Return an index of these rows, without the targets that the likelihood ignores."""
-    ignored = likelihood.ignore_index if isinstance(likelihood, IgnoresTargets) else None
-    if ignored is None or not bool((y[rows] == ignored).any()):
+    if not isinstance(likelihood, IgnoresTargets):
+        return rows
+    ignored = likelihood.ignored(y[rows])
+    if not bool(ignored.any()):
         return rows
     if y.is_floating_point():  # several labels for each datum, of which some are known
         raise DataError("some held-out labels are ignored ones, which no score can leave out; expected known ones.")
     known = torch.zeros_like(y, dtype=torch.bool)
-    known[rows] = y[rows] != ignored
+    known[rows] = ~ignored
     return known.nonzero(as_tuple=True)
 
 
@@ -123,7 +125,7 @@ def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, lis
     group = [without_cache(candidate) for candidate in candidates]
     limit: float = KEPT * temporary(network.device)
     for batch in data.batches("held-out data"):
-        paired(network, batch)
+        sample_count(network, batch)
         for rows, tangent in network.tangents(batch.inputs):
             chunk = Batch(batch.inputs, batch.targets[rows])
             beliefs = _beliefs_within(group, tangent.f.to(network.dtype), tangent.jacobians(), limit)

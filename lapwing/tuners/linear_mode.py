@@ -13,9 +13,10 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.settings import require_integer, require_positive
 from lapwing.core.trace import Step, Trace
+from lapwing.curvature.protocols import Preconditions
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.linalg.operators import Product
-from lapwing.posteriors.protocols import Method, Preconditions
+from lapwing.methods.protocol import Method
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.start import group_starting_precisions
 from lapwing.tangent.model import TangentModel, tangent_model

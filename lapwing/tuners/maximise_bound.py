@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.core.trace import Step, Trace
-from lapwing.curvature.sweep import seeded
+from lapwing.curvature.sweep import root_seeds
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.fingerprint import Fingerprint
@@ -62,7 +62,7 @@ class Term:
         tangent = network.linearise(self.inputs)
         f = tangent.f.double()
         y = likelihood.targets(f, self.targets)
-        return f, y, tangent.jacobians(seeded(likelihood.root(f, y)).to(network.dtype)).double()
+        return f, y, tangent.jacobians(root_seeds(likelihood.root(f, y)).to(network.dtype)).double()
 
 
 def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> Iterator[Term]:

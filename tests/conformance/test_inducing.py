@@ -15,12 +15,11 @@ from lapwing.core.data import Data
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.ella import leading_rows, within
+from lapwing.methods.inducing.points import InducingPoints
 from lapwing.methods.inducing.subspace import SubspaceCurvature
-from lapwing.methods.inducing.valla import Learner
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from tests import problems
-from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing
 from tests.references.tangent import Tangent
 from tests.tolerances import SOLVED, assert_close
@@ -94,8 +93,8 @@ def full(name: str) -> lw.Fitted:
 
 
 def joint(posterior: lw.Fitted, x: Tensor) -> Tensor:
-    found = posterior.functions(x, joint=True)
-    return found.cov.reshape(found.mean.numel(), found.mean.numel())
+    belief = posterior.functions(x, joint=True)
+    return belief.cov.reshape(belief.mean.numel(), belief.mean.numel())
 
 
 def assert_same(one: lw.Fitted, other: lw.Fitted, x: Tensor) -> None:
@@ -111,23 +110,12 @@ def assert_same(one: lw.Fitted, other: lw.Fitted, x: Tensor) -> None:
 @pytest.mark.parametrize("method", EVERY)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_all_outputs_of_all_data_give_the_full_posterior(name: str, method: str) -> None:
-    found = SETTINGS[name].fit(EVERY[method])
-    assert_same(found, full(name), SETTINGS[name].new)
-    mine, exact = found.effective_parameters(), full(name).effective_parameters()
+    posterior = SETTINGS[name].fit(EVERY[method])
+    assert_same(posterior, full(name), SETTINGS[name].new)
+    mine, exact = posterior.effective_parameters(), full(name).effective_parameters()
     assert mine.total == pytest.approx(exact.total, rel=1e-7)
-    assert_close(found.predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]),
+    assert_close(posterior.predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]),
                  full(name).predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]), SOLVED)  # fmt: skip
-
-
-@pytest.mark.parametrize("method", EVERY)
-@pytest.mark.parametrize("case", [case.name for case in CASES])
-def test_all_outputs_of_all_data_on_every_network(case: str, method: str) -> None:
-    chosen = BY_NAME[case]
-    fit = lambda m: lw.fit(chosen.build(), problems.batches(chosen), problems.likelihood(chosen), method=m, prior=0.8)
-    one, exact, new = fit(EVERY[method]), fit(lw.Full()), chosen.batch(3, seed=1)
-    assert_close(one.functions(new).cov, exact.functions(new).cov, SOLVED)
-    assert_close(one.functions(new, joint=True).cov, exact.functions(new, joint=True).cov, SOLVED)
-    assert_close(one.log_evidence(), exact.log_evidence(), SOLVED)
 
 
 @pytest.mark.parametrize("method", [*EVERY, "ella"])
@@ -158,9 +146,9 @@ def test_some_of_the_weights(weights: Any, method: str) -> None:
 def test_a_subspace_of_all_landmarks_is_exact_at_the_data(name: str) -> None:
     """And nowhere else: other inputs need directions that the data do not have."""
     setting = SETTINGS[name]
-    found = setting.fit(lw.ELLA(num_landmarks=1000, rank=1000))
-    assert_same(found, full(name), setting.x)
-    gap = full(name).functions(setting.new).variance - found.functions(setting.new).variance
+    posterior = setting.fit(lw.ELLA(num_landmarks=1000, rank=1000))
+    assert_same(posterior, full(name), setting.x)
+    gap = full(name).functions(setting.new).variance - posterior.functions(setting.new).variance
     assert float(gap.max()) > 1e-3 * float(full(name).functions(setting.new).variance.max())
 
 
@@ -171,8 +159,8 @@ def test_a_subspace_of_all_weights_is_exact_everywhere(residual: bool) -> None:
     x, y, new = torch.randn(17, 4, dtype=D), torch.randn(17, 3, dtype=D), torch.randn(5, 4, dtype=D)
     fit = lambda m: lw.fit(model, [(x, y)], lw.Gaussian(noise_std=0.7), method=m, prior=0.6)
     assert_same(fit(lw.ELLA(num_landmarks=51, rank=15, residual=residual)), fit(lw.Full()), new)
-    found = fit(lw.ELLA(num_landmarks=51, rank=400))
-    assert len(found.curvature.directions) == 15
+    posterior = fit(lw.ELLA(num_landmarks=51, rank=400))
+    assert len(posterior.curvature.directions) == 15
 
 
 def test_ignored_data_are_no_trouble() -> None:
@@ -212,10 +200,9 @@ def test_inducing_points_are_the_subspace_and_the_prior_outside(name: str, prior
     new = dense.jacobian(setting.model, setting.new, 5).flatten(0, 1)
     precision = problem.prior.vector
     across = inducing.kernel(new, z, precision)
-    told = across @ torch.linalg.solve(inducing.kernel(z, z, precision), across.T)
-    expected = subspace.cross(jacobians) + inducing.kernel(new, new, precision) - told
-    learner = Learner(problem, anchors, statistics, lw.VaLLA(optimiser="none"), N, False)
-    points = learner.finished(data)
+    explained = across @ torch.linalg.solve(inducing.kernel(z, z, precision), across.T)
+    expected = subspace.cross(jacobians) + inducing.kernel(new, new, precision) - explained
+    points = InducingPoints(problem, anchors, statistics, N, movable=False).posterior(data)
     assert_close(points(setting.new, joint=True).cov.reshape(expected.shape), expected)
     values, turn = torch.linalg.eigh(gram)
     _, singular, vectors = torch.linalg.svd((turn * values.sqrt()).T @ rows, full_matrices=False)
@@ -233,16 +220,16 @@ def test_inducing_points_are_the_subspace_and_the_prior_outside(name: str, prior
 @pytest.mark.parametrize("name", SETTINGS)
 def test_covariance_and_bound_are_the_formulas(name: str, start: str) -> None:
     setting = SETTINGS[name]
-    found = setting.fit(lw.VaLLA(num_inducing=6, start=start, optimiser="none"))
-    anchors = found.curvature.anchors
+    posterior = setting.fit(lw.VaLLA(num_inducing=6, start=start, optimiser="none"))
+    anchors = posterior.curvature.anchors
     each = dense.jacobian(setting.model, anchors.inputs, len(anchors))
     z = each[torch.arange(len(anchors)), anchors.outputs]
     jac, curvature, w, tangent = setting.dense()
     precision = torch.full((len(w),), 0.8, dtype=D)
     new = dense.jacobian(setting.model, setting.new, 5).flatten(0, 1)
-    assert_close(joint(found, setting.new), inducing.covariance(new, z, jac, curvature, precision), SOLVED)
+    assert_close(joint(posterior, setting.new), inducing.covariance(new, z, jac, curvature, precision), SOLVED)
     fit = -tangent.loss(w) / setting.phi - tangent.log_normaliser(setting.phi) - 0.4 * w.square().sum()
-    assert_close(found.log_evidence(), fit + inducing.log_occam(z, jac, curvature, precision), SOLVED)
+    assert_close(posterior.log_evidence(), fit + inducing.log_occam(z, jac, curvature, precision), SOLVED)
 
 
 @pytest.mark.parametrize("rank", [1, 4])
@@ -250,14 +237,14 @@ def test_covariance_and_bound_are_the_formulas(name: str, start: str) -> None:
 def test_subspaces_are_the_formulas(name: str, rank: int) -> None:
     """All landmarks, of which there is no choice, and the leading directions of their kernel."""
     setting = SETTINGS[name]
-    found = setting.fit(lw.ELLA(num_landmarks=1000, rank=rank))
+    posterior = setting.fit(lw.ELLA(num_landmarks=1000, rank=rank))
     jac, curvature, w, _ = setting.dense()
     precision = torch.full((len(w),), 0.8, dtype=D)
     d = inducing.directions(jac, precision, rank)
     covariance = inducing.within(d, jac.T @ curvature @ jac + torch.diag(precision))
     new = dense.jacobian(setting.model, setting.new, 5).flatten(0, 1)
-    assert_close(joint(found, setting.new), new @ covariance @ new.T, SOLVED)
-    assert found.effective_parameters().total == pytest.approx(
+    assert_close(joint(posterior, setting.new), new @ covariance @ new.T, SOLVED)
+    assert posterior.effective_parameters().total == pytest.approx(
         float(rank - (precision * covariance.diagonal()).sum()), rel=1e-8
     )
 
@@ -272,8 +259,8 @@ def test_a_subspace_is_never_above_the_exact_covariance(name: str, rank: int) ->
     x = torch.cat([setting.x, setting.new, 10 * setting.new])
     exact = joint(full(name), x)
     for seed in range(3):
-        found = setting.fit(lw.ELLA(num_landmarks=7, rank=rank), generator=torch.Generator().manual_seed(seed))
-        smallest = float(torch.linalg.eigvalsh(exact - joint(found, x)).min())
+        posterior = setting.fit(lw.ELLA(num_landmarks=7, rank=rank), generator=torch.Generator().manual_seed(seed))
+        smallest = float(torch.linalg.eigvalsh(exact - joint(posterior, x)).min())
         assert smallest >= -1e-10 * float(exact.diagonal().max())
 
 
@@ -283,9 +270,9 @@ def test_the_evidence_of_inducing_points_is_a_lower_bound(name: str, start: str)
     """Whatever their number, under the prior they were made for and multiples of it."""
     setting, exact = SETTINGS[name], full(name)
     for count in (1, 2, 5, 8, 100):
-        found = setting.fit(lw.VaLLA(num_inducing=count, start=start, optimiser="none"))
+        posterior = setting.fit(lw.VaLLA(num_inducing=count, start=start, optimiser="none"))
         for precision in (0.8, 1e-3, 30.0):
-            bound = float(found.with_prior(precision).log_evidence())
+            bound = float(posterior.with_prior(precision).log_evidence())
             value = float(exact.with_prior(precision).log_evidence())
             assert bound <= value + 1e-9 * abs(value)
 
@@ -296,8 +283,8 @@ def test_the_evidence_is_a_lower_bound_under_any_prior_that_points_are_made_for(
     value = float(setting.fit(lw.Full(), prior).log_evidence())
     for count in (1, 4, 9):
         for start in STARTS:
-            found = setting.fit(lw.VaLLA(num_inducing=count, start=start, optimiser="none"), prior)
-            assert float(found.log_evidence()) <= value + 1e-9 * abs(value)
+            posterior = setting.fit(lw.VaLLA(num_inducing=count, start=start, optimiser="none"), prior)
+            assert float(posterior.log_evidence()) <= value + 1e-9 * abs(value)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -319,13 +306,13 @@ def test_more_points_raise_the_bound(name: str) -> None:
 def test_the_batch_size_does_not_matter_to_a_subspace(name: str, residual: bool) -> None:
     """The same landmarks are drawn, and the sums are the same."""
     setting = SETTINGS[name]
-    found = [
+    posteriors = [
         setting.fit(lw.ELLA(num_landmarks=6, rank=4, residual=residual), data=problems.split(setting.x, setting.y, s))
         for s in ((9,), (1,) * 9, (2, 5, 2))
     ]
-    for other in found[1:]:
-        assert_close(joint(other, setting.new), joint(found[0], setting.new))
-        assert_close(other.log_evidence(), found[0].log_evidence())
+    for other in posteriors[1:]:
+        assert_close(joint(other, setting.new), joint(posteriors[0], setting.new))
+        assert_close(other.log_evidence(), posteriors[0].log_evidence())
 
 
 @pytest.mark.parametrize("method", [*EVERY, "ella"])
@@ -335,10 +322,10 @@ def test_equal_data_are_no_trouble(method: str) -> None:
     data = problems.split(setting.x.repeat(4, 1), setting.y.repeat(4, 1), (20, 16))
     exact = setting.fit(lw.Full(), data=data)
     chosen = lw.ELLA(num_landmarks=1000, rank=1000) if method == "ella" else EVERY[method]
-    found = setting.fit(chosen, data=data)
-    assert_same(found, exact, setting.x if method == "ella" else setting.new)
+    posterior = setting.fit(chosen, data=data)
+    assert_same(posterior, exact, setting.x if method == "ella" else setting.new)
     if method == "ella":
-        assert len(found.curvature.directions) == int(torch.linalg.matrix_rank(setting.dense()[0]))
+        assert len(posterior.curvature.directions) == int(torch.linalg.matrix_rank(setting.dense()[0]))
 
 
 @pytest.mark.parametrize("noise", [False, True])
@@ -352,15 +339,15 @@ def test_priors_and_noise_are_tuned_without_the_network(
 ) -> None:
     """What was read off the data once serves all; MacKay's updates end where the evidence, or its bound, is largest."""
     setting = SETTINGS["two outputs"]
-    found = replace(setting, likelihood=lw.Gaussian()).fit(method)
-    float(found.log_evidence())
-    monkeypatch.setattr(type(found.network.model), "forward", lambda *_: pytest.fail("the network ran"))
+    posterior = replace(setting, likelihood=lw.Gaussian()).fit(method)
+    float(posterior.log_evidence())
+    monkeypatch.setattr(type(posterior.network.model), "forward", lambda *_: pytest.fail("the network ran"))
     values = (0.01, 0.1, 1.0, 10.0)
-    picked = found.tuned(lw.tuners.Grid(precisions=values))
-    evidences = [float(found.with_prior(value).log_evidence()) for value in values]
+    picked = posterior.tuned(lw.tuners.Grid(precisions=values))
+    evidences = [float(posterior.with_prior(value).log_evidence()) for value in values]
     assert float(picked.prior.values) == pytest.approx(values[evidences.index(max(evidences))])
-    one = found.tuned(lw.tuners.MaximiseEvidence(noise=noise, tolerance=1e-9))
-    other = found.tuned(lw.tuners.FixedPoint(noise=noise, tolerance=1e-8))
+    one = posterior.tuned(lw.tuners.MaximiseEvidence(noise=noise, tolerance=1e-9))
+    other = posterior.tuned(lw.tuners.FixedPoint(noise=noise, tolerance=1e-8))
     assert float(one.prior.values) == pytest.approx(float(other.prior.values), rel=1e-5)
     assert float(one.likelihood.dispersion) == pytest.approx(float(other.likelihood.dispersion), rel=1e-5)
     assert float(one.log_evidence()) >= max(evidences)
@@ -373,11 +360,11 @@ def test_the_tangent_models_own_optimum(mean: str, method: str) -> None:
     setting = SETTINGS["classification"]
     tuner = lw.tuners.LinearMode(mean=mean, tolerance=1e-6, max_steps=100)
     chosen = lw.ELLA(num_landmarks=1000, rank=1000) if method == "ella" else EVERY[method]
-    found, exact = (setting.fit(m, 0.8).tuned(tuner.with_data(training(setting))) for m in (chosen, lw.Full()))
-    assert float(found.prior.values) == pytest.approx(float(exact.prior.values), rel=1e-4)
-    assert float(found.log_evidence()) == pytest.approx(float(exact.log_evidence()), rel=1e-6)
-    assert_close(found.functions(setting.x).mean, exact.functions(setting.x).mean, 0.25)
-    assert_close(found.functions(setting.x).cov, exact.functions(setting.x).cov, 0.25)
+    posterior, exact = (setting.fit(m, 0.8).tuned(tuner.with_data(training(setting))) for m in (chosen, lw.Full()))
+    assert float(posterior.prior.values) == pytest.approx(float(exact.prior.values), rel=1e-4)
+    assert float(posterior.log_evidence()) == pytest.approx(float(exact.log_evidence()), rel=1e-6)
+    assert_close(posterior.functions(setting.x).mean, exact.functions(setting.x).mean, 0.25)
+    assert_close(posterior.functions(setting.x).cov, exact.functions(setting.x).cov, 0.25)
 
 
 def training(setting: Setting) -> Data:
@@ -388,9 +375,9 @@ def training(setting: Setting) -> Data:
 def test_held_out_data_pick_a_precision(method: Any) -> None:
     """The grid reads every variance off one Jacobian: the same as a prediction under each."""
     setting = SETTINGS["classification"]
-    found, held = setting.fit(method), (setting.new, setting.y[:5])
+    posterior, held = setting.fit(method), (setting.new, setting.y[:5])
     values = (0.01, 0.3, 10.0)
-    scores = [-float(found.with_prior(v).predict(setting.new).log_prob(setting.y[:5]).mean()) for v in values]
-    picked = found.tuned(lw.tuners.Grid([held], values))
+    scores = [-float(posterior.with_prior(v).predict(setting.new).log_prob(setting.y[:5]).mean()) for v in values]
+    picked = posterior.tuned(lw.tuners.Grid([held], values))
     assert float(picked.prior.values) == pytest.approx(values[scores.index(min(scores))])
     assert_close(torch.tensor([s.score for s in picked.trace.steps], dtype=D), torch.tensor(scores, dtype=D))

@@ -35,7 +35,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def own_matrix(posterior: lw.Fitted) -> Tensor:
-    curvature = posterior.curvature
+    curvature = getattr(posterior.curvature, "part", posterior.curvature)  # of ELLA with its residual
     if hasattr(curvature, "anchors"):
         rows = curvature.anchors.combined(curvature.mix.T)
         return rows.T @ rows
@@ -62,8 +62,8 @@ def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method
     by_layer, by_weight = precisions(before)
     posterior = before.with_prior(lw.per_layer(by_layer))
     matrix = own_matrix(posterior)
-    precision = matrix / phi + torch.diag(by_weight)
-    covariance = torch.linalg.inv(precision)
+    expected = matrix / phi + torch.diag(by_weight)
+    covariance = torch.linalg.inv(expected)
     inputs = case.batch(4, seed=1)
     jac = dense.by_datum(dense.jacobian(model, inputs, 4), case.outputs[-1])
     belief = posterior.functions(inputs)
@@ -72,16 +72,16 @@ def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method
     size = belief.mean.numel()
     joint = posterior.functions(inputs, joint=True).cov.reshape(size, size)
     assert_close(joint, dense.joint_covariance(jac, covariance))
-    found = posterior.posterior.precision
-    assert_close(found.logdet(), torch.linalg.slogdet(precision)[1])
+    precision = posterior.posterior.precision
+    assert_close(precision.logdet(), torch.linalg.slogdet(expected)[1])
     # Where directions are left out, the evidence is charged the trace of what they hold.
     unseen = getattr(posterior.curvature, "unseen", lambda phi, prior: torch.zeros(1, dtype=D))
     charged = unseen(torch.tensor(phi, dtype=D), posterior.prior).sum().clamp_min(0)
-    assert_close(posterior.curvature.logdet(torch.tensor(phi, dtype=D), posterior.prior), found.logdet() + charged)
-    rows = found.sample(torch.eye(len(matrix), dtype=D))
+    assert_close(posterior.curvature.logdet(torch.tensor(phi, dtype=D), posterior.prior), precision.logdet() + charged)
+    rows = precision.sample(torch.eye(len(matrix), dtype=D))
     assert_close(rows.T @ rows, covariance)
     jacobians = posterior.network.linearise(inputs).jacobians()
-    diagonal = found.quadratic(jacobians, full=False)
+    diagonal = precision.quadratic(jacobians, full=False)
     assert_close(diagonal.reshape(belief.variance.shape), belief.variance)
 
 
@@ -143,9 +143,9 @@ def test_large_blocks_that_are_no_linear_map_are_diagonal() -> None:
     model = case.build()
     _, ggn = problems.dense_ggn(case, model)
     posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(full_limit=8), prior=1.0)
-    found = dict(zip([b.weight for b in posterior.network.layout], posterior.curvature.structures(), strict=True))
-    assert found["place"] == "DiagonalBlock"  # 32 entries
-    assert found["layer.norm1.weight"] == "FullBlock"  # 8 entries
+    structures = dict(zip([b.weight for b in posterior.network.layout], posterior.curvature.structures(), strict=True))
+    assert structures["place"] == "DiagonalBlock"  # 32 entries
+    assert structures["layer.norm1.weight"] == "FullBlock"  # 8 entries
     part = assembled(posterior.curvature)[:32, :32]
     assert posterior.network.selection.names[0] == "place"
     assert_close(part, torch.diag(ggn.diagonal()[:32]))

@@ -181,7 +181,11 @@ def test_the_landmarks_drawn_are_those_of_ella(task: Task) -> None:
     assert int((missing[3:].abs() < 1e-12).sum()) == 3
 
 
-def test_equal_seeds_give_equal_numbers_and_others_do_not(settings: inducing.Inducing) -> None:
+def test_equal_seeds_give_equal_numbers_and_others_do_not(
+    settings: inducing.Inducing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With random starts only: they depend most on the seed, and one start instead of three saves time."""
+    monkeypatch.setattr(inducing, "STARTS", ("random",))
     small = replace(settings, recipe=replace(QUICK, hidden=(3,), max_steps=20), points=2, draws=2, published=(2,),
                     published_drawn=2, sizes=(2,), starts=1, networks=0, steps=2)  # fmt: skip
     one, again, other = (inducing.run(replace(small, seed=seed)) for seed in (3, 3, 4))

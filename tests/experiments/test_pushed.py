@@ -17,8 +17,8 @@ from experiments import pushed
 from experiments.__main__ import main
 from experiments.image_task import Task
 from lapwing.demo.result import Result
+from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.pushed_weights import PushedWeights
-from lapwing.methods.hfl.response import ResponsePosterior
 
 
 @pytest.fixture(scope="module")

@@ -88,13 +88,18 @@ class Energy:
         return jac @ torch.linalg.solve(self.hessian() if precision is None else precision, jac.T)
 
     def each(self, x: Tensor, precision: Tensor | None = None) -> Tensor:
-        """The same for every input apart, (B, C, C)."""
+        """Return the diagonal blocks of ``covariance``, one for each input: (B, C, C)."""
         whole = self.covariance(x, precision)
         outputs = len(whole) // len(x)
         return whole.reshape(len(x), outputs, len(x), outputs).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
     def minimise(self, steps: int = 300) -> Energy:
-        """The weights put to the minimum: L-BFGS, then Newton steps, damped where the Hessian asks for it."""
+        """Move the weights to the minimum: L-BFGS, then Newton steps, damped where the Hessian is indefinite.
+
+        A direction counts as flat if its curvature is within the rounding of the Hessian's eigenvalues, P ε ‖H‖. There
+        is no step along it, and its slope must be rounding as well: a symmetry of the loss, such as weights that can
+        rotate without any change of the outputs.
+        """
         theta = self.theta.clone().requires_grad_()
         optimiser = torch.optim.LBFGS([theta], max_iter=steps, history_size=50, line_search_fn="strong_wolfe")
 
@@ -105,21 +110,25 @@ class Energy:
             return value
 
         optimiser.step(closure)
-        found, damping = theta.detach(), 0.0
+        point, damping = theta.detach(), 0.0
         for _ in range(1000):
-            values, vectors = torch.linalg.eigh(self.hessian(found))
-            slope = vectors.T @ self.gradient(found)
-            lowest = float(values[0])
+            values, vectors = torch.linalg.eigh(self.hessian(point))
+            slope = vectors.T @ self.gradient(point)
+            rounding = len(values) * torch.finfo(values.dtype).eps * float(values.abs().max())
+            flat = values.abs() <= rounding
+            lowest = float(values[~flat][0])
             shift = max(damping, 0.0 if lowest > 0 else 1e-2 - lowest)
-            step = vectors @ (slope / (values + shift))
-            if shift == 0 and float(slope @ (slope / values)) < 1e-22:
+            along = torch.where(flat, 0.0, slope / (values + shift))
+            still = not bool((slope[flat].abs() > rounding).any())
+            if shift == 0 and still and float(slope @ along) < 1e-22:
                 break
-            better = float(self(found - step)) < float(self(found)) + 1e-9
-            found = found - step if better else found
+            step = vectors @ along
+            better = float(self(point - step)) < float(self(point)) + 1e-9
+            point = point - step if better else point
             damping = (0.0 if damping < 1e-3 else damping / 10) if better else max(10 * damping, 1e-2)
         else:
             raise AssertionError(f"no minimum after 1000 Newton steps: the last slope is {float(slope.norm()):.2g}")
-        self.place(found)
+        self.place(point)
         return self
 
     def place(self, theta: Tensor) -> None:

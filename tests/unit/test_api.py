@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import lapwing as lw
+from lapwing.priors.single import Isotropic
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.tolerances import assert_close
@@ -196,7 +197,7 @@ def test_unknown_names_list_the_known(options: dict[str, Any], message: str, x: 
 def test_a_number_is_an_isotropic_precision(x: Tensor, y: Tensor) -> None:
     for given in (2, 2.0, torch.tensor(2.0), lw.isotropic(2.0)):
         posterior = fit(net(), [(x, y)], prior=given)
-        assert posterior.prior.kind == "isotropic"
+        assert isinstance(posterior.prior.given, Isotropic)
         assert posterior.prior.values.item() == 2.0
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.auto import RATE, Choice
+from lapwing.methods.protocol import Budget, Offer
+from lapwing.registry import METHODS
 from tests import problems
 from tests.cases import BY_NAME
 
@@ -77,8 +79,8 @@ def test_a_larger_budget_is_never_less_exact(weights: int, rows: int) -> None:
 def test_the_grid_has_every_method() -> None:
     """So that the property above says something."""
     budgets = itertools.product(MEMORY, SECONDS, SIZES)
-    found = {type(lw.Auto(memory=m, seconds=s).choose(*size).method) for m, s, size in budgets}
-    assert found == set(EXACTNESS)
+    chosen = {type(lw.Auto(memory=m, seconds=s).choose(*size).method) for m, s, size in budgets}
+    assert chosen == set(EXACTNESS)
 
 
 @pytest.mark.parametrize(("weights", "rows"), SIZES)
@@ -132,17 +134,17 @@ CHOSEN = {
 def test_the_posterior_is_that_of_the_method(name: str) -> None:
     auto, method, inputs, count = CHOSEN[name]
     model, x, y = setting(inputs)
-    found, other = (
+    posterior, other = (
         lw.fit(model, [(x[:count], y[:count])], lw.Gaussian(), method=m, generator=torch.Generator().manual_seed(3))
         for m in (auto, method)
     )
-    assert found.why.startswith(f"{name}: {3 * inputs + 3} weights, {3 * count} rows")
+    assert posterior.why.startswith(f"{name}: {3 * inputs + 3} weights, {3 * count} rows")
     assert other.why == ""
-    assert type(found.posterior) is type(other.posterior)
-    assert type(found.curvature) is type(other.curvature)
-    assert torch.equal(found.functions(x[:5]).cov, other.functions(x[:5]).cov)
-    assert torch.equal(found.prior.values, other.prior.values)
-    assert torch.equal(found.log_evidence(), other.log_evidence())
+    assert type(posterior.posterior) is type(other.posterior)
+    assert type(posterior.curvature) is type(other.curvature)
+    assert torch.equal(posterior.functions(x[:5]).cov, other.functions(x[:5]).cov)
+    assert torch.equal(posterior.prior.values, other.prior.values)
+    assert torch.equal(posterior.log_evidence(), other.log_evidence())
 
 
 @lru_cache
@@ -168,17 +170,17 @@ NEEDS = lw.Sampled().needs(2285, 2000)
 def test_samples_keep_to_the_memory(more: float, held: bool) -> None:
     """Basis and kept factors as they are after a solve and the evidence, beside the vectors that a solve works with."""
     memory = NEEDS + more
-    found, x = sampled(memory), wide()[1]
-    assert f"in at most {memory / GIB:.2g} GiB" in found.why
-    cov = found.functions(x).cov
-    found.log_evidence()
-    ridge = found.posterior.solver.ridge
+    posterior, x = sampled(memory), wide()[1]
+    assert f"in at most {memory / GIB:.2g} GiB" in posterior.why
+    cov = posterior.functions(x).cov
+    posterior.log_evidence()
+    ridge = posterior.posterior.solver.ridge
     design, basis = ridge.design, ridge.basis
     squares = sum(t.numel() * t.element_size() for t in (basis.projected, basis.turn))
     rows = sum(t.numel() * t.element_size() for t in basis.rows.blocks)
     working = 8 * 20 * 16 * 2285
     assert working + design.nbytes + rows + squares <= memory
-    assert (design.held is not None) == held
+    assert (design.factors is not None) == held
     assert len(basis.rows) > 300  # and use it
     expected = sampled(math.inf).functions(x).cov
     assert float((cov - expected).norm()) < 0.05 * float(expected.norm())
@@ -186,11 +188,11 @@ def test_samples_keep_to_the_memory(more: float, held: bool) -> None:
 
 def test_without_a_limit_samples_take_more() -> None:
     """So that the test above says something."""
-    found = sampled(math.inf)
-    _ = found.functions(wide()[1]).cov
-    ridge = found.posterior.solver.ridge
+    posterior = sampled(math.inf)
+    _ = posterior.functions(wide()[1]).cov
+    ridge = posterior.posterior.solver.ridge
     assert 8 * 2285 * len(ridge.basis.rows) + ridge.design.nbytes > 8 * 2285 * 320 + 4e6
-    assert ridge.design.held is not None
+    assert ridge.design.factors is not None
 
 
 def test_factors_give_way_to_the_noise_of_many_rows() -> None:
@@ -200,7 +202,7 @@ def test_factors_give_way_to_the_noise_of_many_rows() -> None:
     for more, held in ((1e5, False), (1e7, True)):  # the noise takes 2 MB, and so does what it leaves at first
         method = lw.Sampled(num_samples=128, memory=needs + more)
         ridge = lw.fit(model, [(x, y)], "classification", method=method, prior=1.0).posterior.solver.ridge
-        assert (ridge.design.held is not None) == held
+        assert (ridge.design.factors is not None) == held
 
 
 def test_its_name_has_the_defaults() -> None:
@@ -212,8 +214,8 @@ def test_its_name_has_the_defaults() -> None:
 
 def test_the_reason_stays() -> None:
     model, x, y = setting()
-    found = lw.fit(model, [(x, y)], lw.Gaussian(), method="auto", prior=1.0)
-    assert found.with_prior(2.0).why == found.tuned().why == found.why != ""
+    posterior = lw.fit(model, [(x, y)], lw.Gaussian(), method="auto", prior=1.0)
+    assert posterior.with_prior(2.0).why == posterior.tuned().why == posterior.why != ""
 
 
 def test_some_of_the_weights_are_counted_alone() -> None:
@@ -227,8 +229,8 @@ def test_some_of_the_weights_are_counted_alone() -> None:
 
 def test_every_token_is_a_datum() -> None:
     case = BY_NAME["token_level"]
-    found = lw.fit(case.build(), problems.batches(case), "classification", method="auto", prior=1.0)
-    assert found.why.startswith("Full: 123 weights, 72 rows")  # six inputs, four tokens, three classes
+    posterior = lw.fit(case.build(), problems.batches(case), "classification", method="auto", prior=1.0)
+    assert posterior.why.startswith("Full: 123 weights, 72 rows")  # six inputs, four tokens, three classes
 
 
 def test_ignored_data_are_counted() -> None:
@@ -240,10 +242,10 @@ def test_ignored_data_are_counted() -> None:
         torch.arange(20) % 5,
     )
     y[::2] = -100
-    found = lw.fit(model, [(x, y)], "classification", method="auto", prior=1.0)
-    assert found.why.startswith("KernelSpace: 905 weights, 100 rows")
+    posterior = lw.fit(model, [(x, y)], "classification", method="auto", prior=1.0)
+    assert posterior.why.startswith("KernelSpace: 905 weights, 100 rows")
     given = lw.fit(model, [(x, y)], "classification", method=lw.KernelSpace(), prior=1.0)
-    assert torch.equal(found.log_evidence(), given.log_evidence())
+    assert torch.equal(posterior.log_evidence(), given.log_evidence())
 
 
 def test_ignored_tokens_are_counted() -> None:
@@ -254,12 +256,13 @@ def test_ignored_tokens_are_counted() -> None:
         y = torch.randint(0, 5, (3, tokens))
         y[:, 2:] = -100
         batches.append((torch.randint(0, 7, (3, tokens)), y))
-    found = lw.fit(model, batches, "classification", method="auto", prior=1.0)
-    assert found.why.startswith("KernelSpace: 485 weights, 150 rows")  # three inputs of four tokens and three of six
+    posterior = lw.fit(model, batches, "classification", method="auto", prior=1.0)
+    # Three inputs of four tokens and three of six, with five classes.
+    assert posterior.why.startswith("KernelSpace: 485 weights, 150 rows")
 
 
 def test_nothing_but_ignored_data_is_refused() -> None:
-    with pytest.raises(lw.errors.DataError, match="no datum counts"):
+    with pytest.raises(lw.errors.DataError, match="every target is ignored"):
         lw.fit(
             nn.Linear(3, 2), [(torch.randn(4, 3), torch.full((4,), -100))], "classification", method="auto", prior=1.0
         )
@@ -290,6 +293,17 @@ def test_the_class_is_no_method() -> None:
     model, x, y = setting()
     with pytest.raises(lw.errors.UnsupportedError, match=r"method is the class Auto; expected an object: Auto\(\)"):
         lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Auto)
+
+
+def test_a_registered_method_can_offer_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cheap(lw.Full):
+        @classmethod
+        def offer(cls, budget: Budget) -> Offer | None:
+            return Offer(cls(), 0, 1.0, 1.0, "exact and cheap") if budget.weights > 100 else None
+
+    monkeypatch.setitem(METHODS, "cheap", Cheap)
+    assert lw.Auto(memory=10.0).choose(1000, 1000).why.startswith("Cheap: 1000 weights, 1000 rows")
+    assert named(lw.Auto().choose(50, 1000)) == "Full"
 
 
 def test_single_weights_fall_back_on_a_method_that_takes_them() -> None:

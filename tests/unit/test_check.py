@@ -1,8 +1,9 @@
-"""What ``check`` says before a fit: one row for each method, counted by hand for a small network."""
+"""The report of ``check``: one row for each method, counted by hand for a small network."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.check import BASIS, Cost
+from lapwing.methods.protocol import Cost
+from lapwing.methods.sampled import BASIS
 from lapwing.registry import METHODS
 
 # Counted by hand for 3-4-2 with biases: forward 4·4 + 5·2, backward through the second layer, both outputs seeded.
@@ -28,14 +30,30 @@ def inputs(count: int = 10) -> Tensor:
     return torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
 
 
-def costs(data: int | None = None, model: nn.Module | None = None, **options: Any) -> dict[str, Cost]:
-    report = lw.check(model or small(), inputs(), data=data, **options)
-    return {cost.method: cost for cost in report.costs}
+def costs(data: int | None = None, model: nn.Module | None = None, **options: Any) -> Mapping[str, Cost]:
+    return lw.check(model or small(), inputs(), data=data, **options).costs
 
 
-def test_every_method_with_a_cost_of_its_own_has_a_row() -> None:
-    known = {kind.__name__ for kind in METHODS.values()}
-    assert set(costs()) == known - {"FMGP", "Ensemble", "MCDropout", "SWAG"}
+def test_every_registered_method_has_a_row() -> None:
+    report = lw.check(small(), inputs())
+    assert list(report.costs) == [kind.__name__ for kind in METHODS.values()]
+    assert report.unknown == ()
+
+
+def test_a_method_that_does_not_know_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class MethodOfSomebodyElse:
+        def fit(self, *_: Any) -> Any:
+            raise NotImplementedError
+
+    before = lw.check(small(), inputs())
+    monkeypatch.setitem(METHODS, "other", MethodOfSomebodyElse)
+    report = lw.check(small(), inputs())
+    assert report.unknown == ("MethodOfSomebodyElse",)
+    assert report.costs == before.costs
+    assert any(
+        line.split() == ["MethodOfSomebodyElse", "-", "-", "cost", "unknown"] for line in str(report).split("\n")
+    )
 
 
 def test_kernel_space() -> None:
@@ -50,8 +68,8 @@ def test_kernel_space() -> None:
 
 def test_kernel_space_stores_what_was_counted() -> None:
     x, model = inputs(4).double(), small().double()
-    held = lw.fit(model, [(x, x[:, :2])], "regression", method=lw.KernelSpace(), prior=1.0).curvature.vectors
-    assert held.numel() * held.element_size() == costs(4)["KernelSpace"].stored
+    vectors = lw.fit(model, [(x, x[:, :2])], "regression", method=lw.KernelSpace(), prior=1.0).curvature.vectors
+    assert vectors.numel() * vectors.element_size() == costs(4)["KernelSpace"].stored
 
 
 def test_sampled() -> None:
@@ -70,8 +88,8 @@ def test_ella() -> None:
     assert cost.fit_epochs == pytest.approx((once / 10 + SEEDED + 2 * 20 * FORWARD) / EPOCH)
     assert costs(10_000)["ELLA"].note == "rank 20, 2000 landmarks"
     x, model = inputs(4).double(), small().double()
-    held = lw.fit(model, [(x, x[:, :2])], "regression", method=lw.ELLA(), prior=1.0).curvature.directions
-    assert held.numel() * held.element_size() == costs(4)["ELLA"].stored
+    directions = lw.fit(model, [(x, x[:, :2])], "regression", method=lw.ELLA(), prior=1.0).curvature.directions
+    assert directions.numel() * directions.element_size() == costs(4)["ELLA"].stored
 
 
 def test_valla_at_all_outputs_learns_nothing() -> None:
@@ -107,15 +125,49 @@ def test_hfl(model: nn.Module, stored: int, fit: float, note: str) -> None:
     assert note in cost.note
 
 
+def test_swag() -> None:
+    assert costs()["SWAG"] == Cost(4 * 22 * SIZE, 0.0, "10 data are one mini-batch of 128: lower batch_size", False)
+    cost = costs(1000)["SWAG"]
+    assert (cost.supported, cost.stored) == (True, 4 * 22 * SIZE)
+    assert cost.note == "30 epochs of SGD, and those that try learning rates"
+    assert cost.fit_epochs == pytest.approx((30 * EPOCH + 33 * FORWARD) / EPOCH)
+    x, model = inputs(200), small()
+    draws = lw.fit(model, [(x, x[:, :2])], "regression", method=lw.baselines.SWAG(learning_rate=1e-3)).posterior.draws
+    tensors = (draws.mean, draws.variance, draws.deviations)
+    assert sum(t.numel() * t.element_size() for t in tensors) == cost.stored
+
+
+def test_fmgp() -> None:
+    cost = costs(1000)["FMGP"]  # two outputs, so the kernel is that of the last layer's five inputs
+    assert (cost.stored, cost.note) == (8 * 100 * 105, "100 points, 1000 steps of 100 data without the network")
+    step = 3 * (100 * 200 * 5 + 2 * 100 * 100**2 + 100**3)
+    assert cost.fit_epochs == pytest.approx((FORWARD + step) / EPOCH)
+    assert costs(model=nn.Linear(3, 1))["FMGP"].stored == 8 * 100 * 103  # one output: on the three inputs
+    tokens = lw.check(nn.Linear(3, 2), torch.randn(4, 5, 3)).costs["FMGP"]
+    assert (tokens.supported, tokens.note) == (False, "outputs for each token: use Kron")
+
+
+def test_members() -> None:
+    ensemble, dropout = costs()["Ensemble"], costs()["MCDropout"]
+    assert (ensemble.stored, ensemble.note) == (4 * 5 * SIZE, "5 networks; their training is not counted")
+    assert ensemble.fit_epochs == pytest.approx(5 * FORWARD / EPOCH)
+    assert (dropout.supported, dropout.note) == (False, "the model has no dropout layer")
+    dropout = costs(model=nn.Sequential(*small(), nn.Dropout()).eval())["MCDropout"]
+    assert (dropout.supported, dropout.stored) == (True, 4 * SIZE)
+    assert dropout.note == "32 forward passes for a prediction"
+    assert dropout.fit_epochs == pytest.approx(FORWARD / EPOCH)
+
+
 def test_the_number_of_data() -> None:
-    """That of the batch unless it is given; what costs the same for every datum does not depend on it."""
+    """It is that of the batch unless it is given; work that is the same for every datum does not depend on it."""
     assert lw.check(small(), inputs()).data == 10
     assert str(lw.check(small(), inputs(), data=10)) == str(lw.check(small(), inputs()))
     report = lw.check(small(), inputs(), data=777)
     assert str(report).endswith("Costs are counted in multiplications, for 777 data; times on a machine differ.")
     few, many = costs(10), costs(10_000)
     same = {name for name in few if few[name] == many[name]}
-    assert same == {"Full", "Kron", "EKron", "Diagonal", "LowRank", "Sampled", "HFL", "MapOnly"}
+    by_datum = {"Full", "Kron", "EKron", "Diagonal", "LowRank", "Sampled", "HFL", "MapOnly", "Ensemble", "MCDropout"}
+    assert same == by_datum
     with pytest.raises(lw.errors.DataError, match="data is 0; expected the number of training data"):
         lw.check(small(), inputs(), data=0)
 
@@ -124,26 +176,24 @@ def test_shared_weights_are_kept_as_rows() -> None:
     """One output's gradient of a convolution is its weights, that of a linear layer its two factors."""
     model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
     report = lw.check(model, torch.randn(5, 1, 8))
-    found = {cost.method: cost for cost in report.costs}["VaLLA"]
-    assert found.stored == 8 * (10 * (8 + (13 + 2) + 10) + report.weights)
+    assert report.costs["VaLLA"].stored == 8 * (10 * (8 + (13 + 2) + 10) + report.weights)
 
 
 def test_limits_and_ranks_are_those_of_the_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["lapwing.check"]  # as an attribute of the package it is the function
-    monkeypatch.setattr(module, "Full", partial(lw.Full, limit=10))
-    monkeypatch.setattr(module, "LowRank", partial(lw.LowRank, rank=5))
-    found, size = costs(), sum(p.numel() for p in small().parameters())
-    assert not found["Full"].supported
-    assert found["Full"].note == "over 10 weights: choose fewer"
-    assert found["LowRank"].note == "rank 5"
-    assert found["LowRank"].stored == 8 * 5 * size
+    monkeypatch.setitem(METHODS, "full", partial(lw.Full, limit=10))
+    monkeypatch.setitem(METHODS, "low_rank", partial(lw.LowRank, rank=5))
+    table, size = costs(), sum(p.numel() for p in small().parameters())
+    assert not table["Full"].supported
+    assert table["Full"].note == "over 10 weights: choose fewer"
+    assert table["LowRank"].note == "rank 5"
+    assert table["LowRank"].stored == 8 * 5 * size
 
 
 @pytest.mark.parametrize(("limit", "stored"), [(7, 7**2), (6, 7)])
 def test_blocks_of_their_own_are_full_as_far_as_kron_says(
     limit: int, stored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["lapwing.check"], "Kron", partial(lw.Kron, full_limit=limit))
+    monkeypatch.setitem(METHODS, "kron", partial(lw.Kron, full_limit=limit))
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -153,23 +203,22 @@ def test_blocks_of_their_own_are_full_as_far_as_kron_says(
         def forward(self, x: Tensor) -> Tensor:
             return (x + self.shift).tanh()
 
-    found = {cost.method: cost for cost in lw.check(Shifted(), torch.randn(3, 7)).costs}
-    assert found["Kron"].stored == 4 * stored
+    assert lw.check(Shifted(), torch.randn(3, 7)).costs["Kron"].stored == 4 * stored
 
 
 def test_single_weights() -> None:
-    found = costs(weights=lw.subnetwork(torch.arange(5)))
-    assert [name for name, cost in found.items() if not cost.supported] == ["Kron", "EKron"]
-    assert found["KernelSpace"].stored == 8 * 5 * 5
-    assert found["ELLA"].note == "rank 5, 20 landmarks"
+    table, before = costs(weights=lw.subnetwork(torch.arange(5))), costs()
+    assert [name for name in table if before[name].supported and not table[name].supported] == ["Kron", "EKron"]
+    assert table["KernelSpace"].stored == 8 * 5 * 5
+    assert table["ELLA"].note == "rank 5, 20 landmarks"
 
 
 def test_the_report_lines_up() -> None:
     lines = str(lw.check(small(), inputs())).splitlines()
     start = next(k for k, line in enumerate(lines) if line.startswith("method"))
     end = len("method      ") + len("    stores  fit / epoch") - 1
-    rows = lines[start : start + 12]
-    assert rows[-1].startswith("MapOnly")
+    rows = lines[start : start + 1 + len(METHODS)]
+    assert [row.split()[0] for row in rows[1:]] == [kind.__name__ for kind in METHODS.values()]
     assert all(line[end] != " " and line[end + 1 : end + 3].strip() == "" for line in rows)
 
 

@@ -53,14 +53,14 @@ def test_ranked_by_the_exact_marginal_likelihood() -> None:
     x = inputs()
     y = noisy(0.5 * x**3 - x)
     degrees = (1, 7, 3, 2)
-    found = lw.compare({str(d): polynomial(d, y) for d in degrees})
+    comparison = lw.compare({str(d): polynomial(d, y) for d in degrees})
     expected = {str(d): marginal(d, y) for d in degrees}
-    assert found.best == "3"
-    assert [c.name for c in found.candidates] == sorted(expected, key=lambda name: -expected[name])
-    for candidate in found.candidates:
+    assert comparison.best == "3"
+    assert [c.name for c in comparison.candidates] == sorted(expected, key=lambda name: -expected[name])
+    for candidate in comparison.candidates:
         assert candidate.log_evidence == pytest.approx(expected[candidate.name], rel=1e-9)
         assert candidate.weights == int(candidate.name) + 1
-    by_name = {c.name: c for c in found.candidates}
+    by_name = {c.name: c for c in comparison.candidates}
     assert by_name["7"].fit > by_name["3"].fit > by_name["1"].fit  # the fit alone would take the largest
     assert by_name["7"].complexity > by_name["3"].complexity > by_name["1"].complexity
 
@@ -83,9 +83,9 @@ def test_fit_less_complexity_is_the_evidence() -> None:
 
 def test_probabilities_are_odds_by_the_evidence() -> None:
     y = noisy(0.2 * inputs(), std=1.0)
-    found = lw.compare({str(d): polynomial(d, y, std=1.0) for d in (0, 1, 2)})
-    probabilities = torch.tensor([c.probability for c in found.candidates], dtype=D)
-    evidences = torch.tensor([c.log_evidence for c in found.candidates], dtype=D)
+    comparison = lw.compare({str(d): polynomial(d, y, std=1.0) for d in (0, 1, 2)})
+    probabilities = torch.tensor([c.probability for c in comparison.candidates], dtype=D)
+    evidences = torch.tensor([c.log_evidence for c in comparison.candidates], dtype=D)
     assert float(probabilities.sum()) == pytest.approx(1, abs=1e-14)
     assert_close(probabilities, evidences.softmax(0))
     assert float(probabilities.min()) > 1e-3  # near enough for the odds to say something
@@ -93,24 +93,24 @@ def test_probabilities_are_odds_by_the_evidence() -> None:
 
 
 def test_hopeless_candidates_have_no_probability_and_no_overflow() -> None:
-    found = lw.compare({"good": classifier(), "bad": classifier(prior=1e7)})
-    assert found.candidates[1].log_evidence < found.candidates[0].log_evidence - 1e6
-    assert [c.probability for c in found.candidates] == [1.0, 0.0]
+    comparison = lw.compare({"good": classifier(), "bad": classifier(prior=1e7)})
+    assert comparison.candidates[1].log_evidence < comparison.candidates[0].log_evidence - 1e6
+    assert [c.probability for c in comparison.candidates] == [1.0, 0.0]
 
 
 def test_one_candidate_is_the_best() -> None:
-    found = lw.compare({"only": classifier()})
-    assert found.best == "only"
-    assert found.candidates[0].probability == 1.0
-    assert found.candidates[0].log_evidence == pytest.approx(float(classifier().log_evidence()))
+    comparison = lw.compare({"only": classifier()})
+    assert comparison.best == "only"
+    assert comparison.candidates[0].probability == 1.0
+    assert comparison.candidates[0].log_evidence == pytest.approx(float(classifier().log_evidence()))
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.Kron(), lw.EKron(), lw.Diagonal(), lw.LowRank(rank=7)])
 def test_of_every_method(method: Any) -> None:
     fitted = classifier(method)
-    found = lw.compare({"one": fitted, "tuned": fitted.tuned()})
-    assert found.best == "tuned"
-    one = found.candidates[1]
+    comparison = lw.compare({"one": fitted, "tuned": fitted.tuned()})
+    assert comparison.best == "tuned"
+    one = comparison.candidates[1]
     assert one.gamma == pytest.approx(fitted.effective_parameters().total)
     nll = nn.functional.cross_entropy(MLP.build()(MLP.batch(6)), problems.targets(MLP, 6), reduction="sum")
     assert one.fit == pytest.approx(-float(nll.detach()), rel=1e-9)
@@ -122,8 +122,8 @@ def test_candidates_may_differ_in_weights_and_prior() -> None:
     whole = lw.fit(
         MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), prior=lw.priors.g_prior()
     ).tuned()
-    found = lw.compare({"last": last, "all": whole})
-    assert {c.name: c.weights for c in found.candidates} == {"last": 18, "all": 83}
+    comparison = lw.compare({"last": last, "all": whole})
+    assert {c.name: c.weights for c in comparison.candidates} == {"last": 18, "all": 83}
 
 
 # Evidences that are estimated.
@@ -156,23 +156,23 @@ def stated(value: float, error: float) -> Any:
 def test_the_same_network_under_other_seeds_is_not_ranked() -> None:
     """However far apart the estimates are, they are within their errors."""
     fits = {f"seed {seed}": sampled(seed) for seed in range(4)}
-    found = lw.compare(fits)
+    comparison = lw.compare(fits)
     errors = {name: fitted.evidence_error for name, fitted in fits.items()}
-    assert {c.name: c.error for c in found.candidates} == errors
+    assert {c.name: c.error for c in comparison.candidates} == errors
     assert min(errors.values()) > 0
-    evidences = torch.tensor([c.log_evidence for c in found.candidates], dtype=D)
-    assert found.candidates[0].probability != pytest.approx(float(evidences.softmax(0)[0]), abs=1e-3)
-    assert found.candidates[0].probability < 0.9
-    assert sum(c.probability for c in found.candidates) == pytest.approx(1, abs=1e-12)
-    assert found.findings[0].startswith(f"{found.best} leads ")
-    assert found.findings[0].endswith("Raise probes= and steps= of Sampled(), or use an exact method.")
+    evidences = torch.tensor([c.log_evidence for c in comparison.candidates], dtype=D)
+    assert comparison.candidates[0].probability != pytest.approx(float(evidences.softmax(0)[0]), abs=1e-3)
+    assert comparison.candidates[0].probability < 0.9
+    assert sum(c.probability for c in comparison.candidates) == pytest.approx(1, abs=1e-12)
+    assert comparison.findings[0].startswith(f"{comparison.best} leads ")
+    assert comparison.findings[0].endswith("Raise probes= and steps= of Sampled(), or use an exact method.")
 
 
 def test_a_lead_within_the_errors_is_no_certainty() -> None:
     """Estimates of one network by four seeds, as found: from them alone the first would have all of the odds."""
     values = (-100.2, 38.8), (-125.8, 38.5), (-134.1, 38.8), (-150.5, 36.8)
-    found = lw.compare({str(i): stated(*pair) for i, pair in enumerate(values)})
-    assert all(0.02 < c.probability < 0.6 for c in found.candidates)
+    comparison = lw.compare({str(i): stated(*pair) for i, pair in enumerate(values)})
+    assert all(0.02 < c.probability < 0.6 for c in comparison.candidates)
     exact = lw.compare({str(i): stated(value, 0.0) for i, (value, _) in enumerate(values)})
     assert exact.candidates[0].probability == 1 / sum(math.exp(value + 100.2) for value, _ in values)
     assert "error" not in str(exact)
@@ -180,12 +180,12 @@ def test_a_lead_within_the_errors_is_no_certainty() -> None:
 
 def test_probabilities_are_averaged_over_gaussian_errors() -> None:
     """Of two: the mean of a sigmoid under a Gaussian, by quadrature."""
-    found = lw.compare({"a": stated(-3.0, 3.0), "b": stated(-5.0, 4.0)})
+    comparison = lw.compare({"a": stated(-3.0, 3.0), "b": stated(-5.0, 4.0)})
     gap = torch.linspace(2 - 60, 2 + 60, 20_001, dtype=D)
     density = torch.distributions.Normal(torch.tensor(2.0, dtype=D), 5.0).log_prob(gap).exp()
     expected = float(torch.trapezoid(gap.sigmoid() * density, gap))
-    assert [c.name for c in found.candidates] == ["a", "b"]
-    assert found.candidates[0].probability == pytest.approx(expected, abs=5e-3)
+    assert [c.name for c in comparison.candidates] == ["a", "b"]
+    assert comparison.candidates[0].probability == pytest.approx(expected, abs=5e-3)
 
 
 def test_the_order_of_the_mapping_has_no_say() -> None:
@@ -196,10 +196,10 @@ def test_the_order_of_the_mapping_has_no_say() -> None:
 
 
 def test_what_the_errors_leave_open_is_said() -> None:
-    found = lw.compare(
+    comparison = lw.compare(
         {"a": stated(-3.0, 3.0), "b": stated(-17.9, 4.0), "c": stated(-18.1, 4.0), "d": stated(-9.0, 0.0)}
     )
-    assert found.findings[0].startswith(
+    assert comparison.findings[0].startswith(
         "a leads d by 6 +- 3 nats, b by 15 +- 5 nats: within 3 standard errors of the estimated evidences, so this "
         "order is not decided."
     )
@@ -207,14 +207,14 @@ def test_what_the_errors_leave_open_is_said() -> None:
 
 
 def test_errors_that_are_small_change_nothing() -> None:
-    found = lw.compare({"a": stated(-3.0, 1e-9), "b": stated(-4.0, 1e-9)})
-    assert found.candidates[0].probability == pytest.approx(1 / (1 + math.exp(-1.0)), abs=1e-8)
-    assert found.findings == ()
+    comparison = lw.compare({"a": stated(-3.0, 1e-9), "b": stated(-4.0, 1e-9)})
+    assert comparison.candidates[0].probability == pytest.approx(1 / (1 + math.exp(-1.0)), abs=1e-8)
+    assert comparison.findings == ()
 
 
 def test_errors_have_a_column() -> None:
-    found = lw.compare({"a": stated(-3.0, 3.0), "b": stated(-5.0, 0.0)})
-    head, *rows = str(found).splitlines()
+    comparison = lw.compare({"a": stated(-3.0, 3.0), "b": stated(-5.0, 0.0)})
+    head, *rows = str(comparison).splitlines()
     assert head.split()[:5] == ["model", "log", "evidence", "error", "fit"]
     assert [row.split()[:3] for row in rows[:2]] == [["a", "-3.00", "3.00"], ["b", "-5.00", "0.00"]]
     assert len({len(row) for row in (head, *rows[:2])}) == 1
@@ -224,7 +224,7 @@ def test_errors_have_a_column() -> None:
 
 
 def test_the_smaller_network_suffices_where_gamma_is_the_same() -> None:
-    """A feature that is nought on all data adds a weight and nothing that the data decide."""
+    """A feature that is zero on all data adds a weight, of which the data decide nothing."""
     x, y = torch.randn(N, 3, dtype=D), torch.randn(N, 1, dtype=D)
     wide = torch.cat([x, torch.zeros(N, 2, dtype=D)], 1)
     small = lw.fit(nn.Linear(3, 1).double(), [(x, y)], lw.Gaussian(noise_std=3.0), method=lw.Full(), prior=5.0)
@@ -240,8 +240,8 @@ def test_the_smaller_network_suffices_where_gamma_is_the_same() -> None:
 
 def test_a_network_may_be_too_small() -> None:
     y = noisy(0.5 * inputs() ** 3 - inputs())
-    found = lw.compare({"line": polynomial(1, y), "cubic": polynomial(3, y)})
-    small = [text for text in found.findings if text.startswith("line: gamma is 2.0 of 2 weights")]
+    comparison = lw.compare({"line": polynomial(1, y), "cubic": polynomial(3, y)})
+    small = [text for text in comparison.findings if text.startswith("line: gamma is 2.0 of 2 weights")]
     assert len(small) == 1
     assert "too small" in small[0]
 
@@ -255,9 +255,9 @@ def test_nothing_is_said_without_reason() -> None:
         models[name] = lw.fit(nn.Linear(size, 1).double(), [(x[:, :size], y)], lw.Gaussian(noise_std=2.0),
                               method=lw.Full(), prior=6.0)  # fmt: skip
         assert models[name].effective_parameters().total < 0.7 * (size + 1)
-    found = lw.compare(models)
-    assert found.findings == ()
-    assert len(str(found).splitlines()) == 4
+    comparison = lw.compare(models)
+    assert comparison.findings == ()
+    assert len(str(comparison).splitlines()) == 4
 
 
 # What must not be compared.
@@ -300,15 +300,15 @@ def test_a_model_that_changed_is_refused() -> None:
 
 def test_as_a_table() -> None:
     y = noisy(0.5 * inputs() ** 3 - inputs())
-    found = lw.compare({"a line": polynomial(1, y), "a rather long name": polynomial(3, y)})
-    head, *rows = str(found).splitlines()
+    comparison = lw.compare({"a line": polynomial(1, y), "a rather long name": polynomial(3, y)})
+    head, *rows = str(comparison).splitlines()
     assert head.split() == ["model", "log", "evidence", "fit", "complexity", "weights", "gamma", "probability"]
     assert rows[0].startswith("a rather long name ")
     assert rows[1].startswith("a line ")
-    best = found.candidates[0]
+    best = comparison.candidates[0]
     assert rows[0].removeprefix("a rather long name").split() == [
         f"{best.log_evidence:.2f}", f"{best.fit:.2f}", f"{best.complexity:.2f}", "4", f"{best.gamma:.1f}", "1.000",
     ]  # fmt: skip
     assert len({len(row) for row in (head, *rows[:2])}) == 1  # columns line up
-    assert rows[2:] == list(found.findings)
-    assert math.isclose(sum(c.probability for c in found.candidates), 1)
+    assert rows[2:] == list(comparison.findings)
+    assert math.isclose(sum(c.probability for c in comparison.candidates), 1)

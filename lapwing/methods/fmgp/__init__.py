@@ -1,1 +1,1 @@
-"""Fixed-mean Gaussian process."""
+"""Fixed-mean Gaussian process: a sparse process around the network's outputs, with a kernel learned from the data."""

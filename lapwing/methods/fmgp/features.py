@@ -1,4 +1,4 @@
-"""What the last layer of a network sees."""
+"""The input of a network's last layer, as features of the network's input."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lapwing.networks.weights import last_layer
 
 
 def last_layer_network(network: Network, inputs: Inputs) -> Network:
-    """The same network with its last layer alone uncertain; refused where that is no single linear map."""
-    found = Network.build(network.model, inputs, last_layer)
-    if len(found.layout) != 1 or not found.layout[0].linear or found.layout[0].groups != 1:
+    """Return the network with only its last layer selected; raise if that is not a single linear map."""
+    last = Network.build(network.model, inputs, last_layer)
+    if len(last.layout) != 1 or not last.layout[0].linear or last.layout[0].groups != 1:
         raise ModelError("the last layer is no single linear map, so it has no features; use kernel='rbf'.")
-    return found
+    return last
 
 
 def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
+    """Return the last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
     tangent = network.linearise(inputs)
     seeds = torch.zeros_like(tangent.network_output)[None]
     for block, part in tangent.jacobians(seeds):

@@ -1,28 +1,79 @@
-"""Priors over functions: kernels between features of inputs, free of any network."""
+"""Kernels between features of inputs; they do not depend on the network's weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
 
-KERNELS = ("rbf", "features")
+
+class BaseKernel(Protocol):
+    """k(u, v) between features, for one output of unit variance."""
+
+    uses_features: bool  # whether it sees the input of the last layer, rather than the network's input
+    length_per_column: bool  # whether every column of the features has a length-scale, rather than one for all
+
+    def between(self, u: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        """Return k(u, v) for u (B, D), v (M, D): (B, M)."""
+        ...
+
+    def variance(self, u: Tensor, lengths: Tensor) -> Tensor:
+        """Return k(u, u), (B,) or (1,) if it is the same everywhere."""
+        ...
+
+
+class RBF:
+    r"""$k = \exp(-\tfrac12 \sum_i (u_i - v_i)^2 / \ell_i^2)$ on the inputs."""
+
+    uses_features = False
+    length_per_column = True
+
+    def between(self, u: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        # Only differences matter; without the common part their squares are not lost to rounding.
+        common = v.detach().mean(0)
+        u, v = (u - common) / lengths, (v - common) / lengths
+        distance = u.square().sum(-1)[:, None] + v.square().sum(-1) - 2 * (u @ v.mT)
+        return torch.exp(-0.5 * distance.clamp_min(0))
+
+    def variance(self, u: Tensor, lengths: Tensor) -> Tensor:
+        return torch.ones_like(u[:1, 0])
+
+
+class Linear:
+    r"""$k = 1 + u \cdot v / (D \ell^2)$: the tangent kernel of a linear last layer with input u."""
+
+    uses_features = True
+    length_per_column = False
+
+    def between(self, u: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        return 1 + (u / lengths) @ (v / lengths).mT / u.shape[-1]
+
+    def variance(self, u: Tensor, lengths: Tensor) -> Tensor:
+        return 1 + (u / lengths).square().mean(-1)
+
+
+KERNELS: dict[str, BaseKernel] = {"rbf": RBF(), "features": Linear()}
 
 
 @dataclass(frozen=True, eq=False)
 class FreeKernel:
-    r"""Cov(f_c(u), f_d(v)) = k(u, v) (L Lᵀ)_cd between features u, v and outputs c, d.
+    """Cov(f_c(u), f_d(v)) = k(u, v) (L Lᵀ)_cd between features u, v and outputs c, d.
 
-    "rbf": $k = \exp(-\tfrac12 \sum_i (u_i - v_i)^2 / \ell_i^2)$; "features": $k = 1 + u \cdot v / D$, the tangent
-    kernel of a linear last layer with features scaled by ℓ. All is a logarithm or free, so that it can be learned.
+    All parameters are logarithms or unconstrained, so that gradient steps can learn them.
     """
 
-    kind: str
+    kind: str  # a name in KERNELS
     log_lengths: Tensor  # (D,), or (1,) for all dimensions
-    mixing: Tensor  # (C, C), its lower triangle
+    mixing: Tensor  # (C, C); its lower triangle is L
+
+    @property
+    def base(self) -> BaseKernel:
+        """The kernel k of one output."""
+        return KERNELS[self.kind]
 
     @property
     def outputs(self) -> Tensor:
@@ -31,38 +82,29 @@ class FreeKernel:
         return root @ root.mT
 
     def _base(self, u: Tensor, v: Tensor) -> Tensor:
-        if self.kind == "rbf":  # only differences count, and squares of what all have in common would drown them
-            common = v.detach().mean(0)
-            u, v = u - common, v - common
-        u, v = u / self.log_lengths.exp(), v / self.log_lengths.exp()
-        inner = u @ v.mT
-        if self.kind == "features":
-            return 1 + inner / u.shape[-1]
-        gap = u.square().sum(-1)[:, None] + v.square().sum(-1) - 2 * inner
-        return torch.exp(-0.5 * gap.clamp_min(0))
+        return self.base.between(u, v, self.log_lengths.exp())
 
     def points(self, u: Tensor, number: Tensor) -> Tensor:
-        """Between inducing points u (M, D), each with the number of one output (M,): (M, M)."""
+        """Return the covariance of inducing points u (M, D), each for the output with this number (M,): (M, M)."""
         return self._base(u, u) * self.outputs[number][:, number]
 
     def between(self, u: Tensor, points: Tensor, number: Tensor) -> Tensor:
-        """Between all outputs at u (B, D) and the points: (B, C, M)."""
+        """Return the covariance of all outputs at u (B, D) with the inducing points: (B, C, M)."""
         if u.shape[1] != points.shape[1]:
             raise DataError(
                 f"inputs of {u.shape[1]} numbers; the kernel was learned on {points.shape[1]}. Give as many."
             )
         return self._base(u, points)[:, None] * self.outputs[:, number]
 
-    def own(self, u: Tensor) -> Tensor:
-        """Between the outputs of each input: (B, C, C)."""
-        if self.kind == "rbf":
-            return self.outputs.expand(len(u), *self.mixing.shape)
-        scaled = u / self.log_lengths.exp()
-        return (1 + scaled.square().mean(-1))[:, None, None] * self.outputs
+    def marginal(self, u: Tensor) -> Tensor:
+        """Return the covariance of the outputs at each input, (B, C, C)."""
+        each = self.base.variance(u, self.log_lengths.exp())[:, None, None] * self.outputs
+        return each.expand(len(u), *self.mixing.shape)
 
     def joint(self, u: Tensor) -> Tensor:
-        """Between all outputs at all inputs: (B, C, B, C)."""
+        """Return the covariance of all outputs at all inputs, (B, C, B, C)."""
         return torch.einsum("ij,cd->icjd", self._base(u, u), self.outputs)
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by name, for files."""
         return {"log_lengths": self.log_lengths, "mixing": self.mixing}

@@ -1,4 +1,4 @@
-"""A belief about functions that is no belief about weights."""
+"""The posterior of the fixed-mean process: a Gaussian over outputs, without a distribution over weights."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 
-WIDE = 32  # outputs above which covariances are built only when asked for
+WIDE = 32  # number of outputs above which covariances are built only when needed
 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What a kernel sees of an input: the input itself, flat, or what the network's last layer gets."""
+    """What a kernel sees of an input: the flattened input, or the input of the network's last layer."""
 
     network: Network
-    last: Network | None = None  # the network with its last layer alone, for features
+    last: Network | None = None  # the network with only its last layer selected, for features
 
     def __call__(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Features (B, D) and outputs (B, C), in float64."""
+        """Return features (B, D) and outputs (B, C), in float64."""
         if self.last is not None:
-            seen, f = features(self.last, x)
-            return seen.double(), f.double()
+            u, f = features(self.last, x)
+            return u.double(), f.double()
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             raise UnsupportedError(
                 "the rbf kernel needs inputs that are one tensor of real numbers; use kernel='features'."
@@ -42,13 +42,16 @@ class Sight:
 
 @dataclass(frozen=True, eq=False)
 class FunctionPosterior:
-    """f(x) ~ N(network output, K - K_xZ mix mixᵀ K_Zx): a kernel, M points and what the data said there."""
+    """f(x) ~ N(network output, K - K_xZ mix mixᵀ K_Zx) with a kernel K and M inducing points Z.
+
+    A prediction costs one forward pass, the kernel with M points and B C M².
+    """
 
     problem: Problem
     sight: Sight
     kernel: FreeKernel
-    points: Tensor  # (M, D)
-    numbers: Tensor  # (M,), the output of each
+    points: Tensor  # Z, (M, D)
+    numbers: Tensor  # (M,), the output that each point belongs to
     mix: Tensor  # (M, r)
     statistics: Statistics
     theta: Tensor
@@ -56,21 +59,21 @@ class FunctionPosterior:
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         with torch.no_grad():
-            seen, f = self.sight(x)
+            u, f = self.sight(x)
             mean = f.to(self.problem.network.dtype)
-            rows = self.kernel.between(seen, self.points, self.numbers) @ self.mix  # (B, C, r)
+            rows = self.kernel.between(u, self.points, self.numbers) @ self.mix  # (B, C, r)
             if joint:
                 flat = rows.flatten(0, 1)
-                cov = self.kernel.joint(seen) - (flat @ flat.mT).reshape(*f.shape, *f.shape)
+                cov = self.kernel.joint(u) - (flat @ flat.mT).reshape(*f.shape, *f.shape)
                 return FunctionGaussian.across(mean, cov)
-            whole = lambda: (self.kernel.own(seen) - rows @ rows.mT).to(mean)
+            whole = lambda: (self.kernel.marginal(u) - rows @ rows.mT).to(mean)
             if f.shape[-1] <= WIDE:
                 return FunctionGaussian(mean, whole())
-            own = lambda: self.kernel.own(seen).diagonal(dim1=-2, dim2=-1)
-            return FunctionGaussian(mean, Deferred(lambda: (own() - rows.square().sum(-1)).to(mean), whole))
+            prior = lambda: self.kernel.marginal(u).diagonal(dim1=-2, dim2=-1)
+            return FunctionGaussian(mean, Deferred(lambda: (prior() - rows.square().sum(-1)).to(mean), whole))
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, B, C), consistent between the inputs of one call."""
+        """Draw n functions at x, (n, B, C), consistent between the inputs of one call."""
         return self(x, joint=True).sample(n, generator)
 
     @cached_property

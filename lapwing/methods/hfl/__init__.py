@@ -1,1 +1,1 @@
-"""Hessian-free Laplace: error bars as the response of a prediction to a small push of the loss."""
+"""Hessian-free Laplace: the variance of a prediction, measured as its response to a small push of the loss."""

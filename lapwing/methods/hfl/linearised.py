@@ -1,4 +1,4 @@
-"""The response of the tangent model to a push: one linear system for each output, no push strength."""
+"""The posterior of the mode "linearised": responses of the tangent model, by linear systems without a λ."""
 
 from __future__ import annotations
 
@@ -19,46 +19,48 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.problem import Problem
 from lapwing.tangent.design import JacobianPart, NetworkDesign
 
-ROWS = 256  # outputs solved for at once
+ROWS = 256  # outputs that are solved for at once
 
 
 @dataclass(frozen=True, eq=False)
 class LinearisedResponse:
     """f(x) ~ N(network output, J Λ⁻¹ Jᵀ) with Λ = G/φ + A, by block conjugate gradients for the rows of J at x.
 
-    The tangent model's loss is quadratic, so its response to a push is the same whatever the strength, and equal to the
-    GGN-Laplace variance. Needs the data at every prediction. ``wide`` takes products in float64 with factors that are
-    in less: single precision leaves nothing of a variance that is a millionth of the prior's.
+    The tangent model's loss is quadratic, so its response does not depend on the strength of the push, and equals the
+    GGN-Laplace variance. Needs the data at every prediction. ``wide`` takes products in float64 also for factors in
+    float32, because single precision cannot resolve a variance that is a millionth of the prior's.
     """
 
     problem: Problem
     design: NetworkDesign
     statistics: Statistics
     theta: Tensor
-    tolerance: float  # of the residuals, and of what they leave out of a variance
+    tolerance: float  # of the residuals, and of the error they cause in a variance
     wide: bool = False
     max_iterations: int = 2000
 
     def with_problem(self, problem: Problem) -> LinearisedResponse:
+        """Return the posterior under another prior or noise; the data are not read again."""
         if problem.prior.needs_curvature:
-            raise UnsupportedError("HFL(mode='linearised') keeps no curvature for a g-prior to take; use Full().")
+            raise UnsupportedError("HFL(mode='linearised') keeps no curvature, and g_prior() needs one; use Full().")
         return replace(self, problem=problem)
 
     def solved(self, rows: Tensor) -> Solution:
-        """Λ⁻¹ times every row (K, P), with residuals; in units of the prior, where most directions need no work.
+        """Return Λ⁻¹ times every row (K, P), with residuals.
 
-        There Λ is at least one, and a residual r leaves out at most r² of a variance.
+        Works in units of the prior, where Λ is at least one and most directions converge at once: a residual r then
+        leaves out at most r² of a variance.
         """
         root = self.problem.prior.vector.detach().double().rsqrt()
         phi = self.problem.likelihood.dispersion.detach().to(root)
         product = lambda v: root * self._gram(root * v) / phi + v
         b, tolerance = rows.double() * root, self.tolerance
         while True:
-            found = block_conjugate_gradients(product, b, tolerance=tolerance, max_iterations=self.max_iterations)
-            left, variance = (found.residuals * b.norm(dim=1)).square(), (found.x * b).sum(1)
-            most = float(torch.where(left > 0, left / variance, 0.0).max())
+            solution = block_conjugate_gradients(product, b, tolerance=tolerance, max_iterations=self.max_iterations)
+            missing, variance = (solution.residuals * b.norm(dim=1)).square(), (solution.x * b).sum(1)
+            most = float(torch.where(missing > 0, missing / variance, 0.0).max())
             if most <= self.tolerance:
-                return replace(found, x=found.x * root)
+                return replace(solution, x=solution.x * root)
             tolerance *= 0.5 * (self.tolerance / most) ** 0.5
 
     def _gram(self, v: Tensor) -> Tensor:
@@ -84,18 +86,18 @@ class LinearisedResponse:
             jacobians = tangent.jacobians()
             rows = _flat(jacobians)
             solved = self.solved(rows).x.unflatten(0, (jacobians.batch, jacobians.tokens, -1))
-            own = rows.unflatten(0, (jacobians.batch, jacobians.tokens, -1))
-            cov = own @ solved.mT
+            cov = rows.unflatten(0, (jacobians.batch, jacobians.tokens, -1)) @ solved.mT
             f = tangent.f.to(network.dtype)
             means.append(f)
             covs.append((0.5 * (cov + cov.mT)).to(f) if f.ndim == 3 else (0.5 * (cov + cov.mT)).squeeze(1).to(f))
         return FunctionGaussian(torch.cat(means), torch.cat(covs))
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
-        """Of a scalar function of the weights by name, or of the outputs at x, to first order."""
+        """Return the variance of a scalar function of the weights by name, or of the outputs at x, to first order."""
         slope = weight_slope(self.problem.network, function, x).double()
         return self.solved(slope.unsqueeze(0)).x[0] @ slope
 
 
 def _flat(jacobians: LayerJacobians) -> Tensor:
+    """Return the Jacobian with one row for each output, (B [T] C, P), in float64."""
     return jacobians.whole().double().flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The regularised loss of the network itself, for many sets of weights at once."""
+"""The regularised loss of the network, for many sets of weights at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped
 from lapwing.networks.functionals import scalar
 from lapwing.networks.network import Network
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 
-BYTES = 256 * 2**20  # what the activations of one call may take
+BYTES = 256 * 2**20  # limit on the activations of one vectorised call
 Weights = dict[str, Tensor]
 
 
@@ -28,21 +28,24 @@ Weights = dict[str, Tensor]
 class Objective:
     r"""U(θ) = Σ loss(f(x; θ), y)/φ + ½ ‖θ - μ‖²_A, at θ = centre + d for K rows d (K, P) in one call.
 
-    Works on a copy of the model in ``dtype``; the one given is not touched. One vectorised call for all rows where the
-    operations allow it, row by row where they do not (recurrent kernels).
+    Works on a copy of the model in ``dtype``; the model itself is not changed. All rows run in one vectorised call if
+    the operations allow it, and row by row if they do not (recurrent kernels).
     """
 
     network: Network
     likelihood: Likelihood
-    prior: Prior
+    prior: BoundPrior
     batches: tuple[Batch, ...]
     model: nn.Module
-    start: Tensor  # what the copy of the model holds, in the working dtype, (P,)
-    phi: Tensor  # the dispersion, likewise
+    start: Tensor  # the weights in the copy of the model, in its dtype, (P,)
+    phi: Tensor  # the dispersion, in the same dtype
     centre: Tensor  # θ, (P,)
 
     @classmethod
-    def build(cls, network: Network, likelihood: Likelihood, prior: Prior, data: Data, dtype: torch.dtype) -> Objective:
+    def build(
+        cls, network: Network, likelihood: Likelihood, prior: BoundPrior, data: Data, dtype: torch.dtype
+    ) -> Objective:
+        """Copy the model in ``dtype`` and keep the data; one forward pass to check the targets."""
         model = copy.deepcopy(network.model).to(dtype)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -66,6 +69,7 @@ class Objective:
 
     @cached_property
     def data(self) -> int:
+        """The number of training samples."""
         return sum(self.network.count(batch.inputs) for batch in self.batches)
 
     @cached_property
@@ -77,32 +81,33 @@ class Objective:
         return torch.as_tensor(self.prior.mean, dtype=self.dtype, device=self.centre.device)
 
     def weights(self, d: Tensor) -> Weights:
-        """All parameters by name, the selected ones at θ = centre + d, d (P,)."""
+        """Return all parameters by name, the selected ones at θ = centre + d, d (P,)."""
         tensors = dict(self.model.named_parameters())
-        moved = self.network.selection.split(d + (self.centre - self.start))
-        return tensors | {name: tensors[name] + value for name, value in moved.items()}
+        steps = self.network.selection.split(d + (self.centre - self.start))
+        return tensors | {name: tensors[name] + step for name, step in steps.items()}
 
-    def moved(self, d: Tensor) -> Objective:
-        """The same around centre + d."""
+    def recentred(self, d: Tensor) -> Objective:
+        """Return the objective with its centre moved by d (P,)."""
         return replace(self, centre=self.centre + d)
 
     def run(self, d: Tensor, inputs: Inputs) -> Tensor:
-        """f (B, [T,] C) for one d (P,), as part of whatever is being differentiated."""
+        """Return f (B, [T,] C) for one d (P,), differentiable in d."""
         return swapped(self.model, self.weights(d), lambda: shaped(raw_output(self.model, inputs)))
 
     def _loss(self, d: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
         return self.likelihood.loss(self.run(d, inputs), targets).sum() / self.phi
 
     def outputs(self, d: Tensor, inputs: Inputs) -> Tensor:
-        """f for every row of d: (K, B, [T,] C)."""
+        """Return f for every row of d, (K, B, [T,] C)."""
         inputs = self.cast(inputs)
         return self.each(lambda row: self.run(row, inputs), d, batch_size(inputs))
 
     def cast(self, inputs: Inputs) -> Inputs:
+        """Return the inputs with their real numbers in the dtype of the copy."""
         return map_tensors(inputs, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
     def value(self, d: Tensor) -> float:
-        """U at one d (P,)."""
+        """Return U at one d (P,)."""
         gap = self.centre + d - self._mean
         total = 0.5 * (self._precision * gap.square()).sum()
         for batch in self.batches:
@@ -110,7 +115,7 @@ class Objective:
         return float(total.detach())
 
     def gradient(self, d: Tensor, batches: tuple[Batch, ...] | None = None) -> Tensor:
-        """∇U at every row of d, (K, P); of some batches that stand for all, where they are given."""
+        """Return ∇U at every row of d, (K, P); with ``batches`` an estimate from these, scaled to all data."""
         chosen = self.batches if batches is None else batches
         share = 1.0 if batches is None else self.data / sum(self.network.count(batch.inputs) for batch in chosen)
         total = self._precision * (self.centre + d - self._mean)
@@ -119,8 +124,8 @@ class Objective:
             total = total + share * self.each(slope, d, batch_size(batch.inputs))
         return total
 
-    def curved(self, v: Tensor) -> Tensor:
-        """The Hessian of U at the centre times every row of v, (K, P)."""
+    def hessian_product(self, v: Tensor) -> Tensor:
+        """Return the Hessian of U at the centre times every row of v, (K, P)."""
         zero = torch.zeros_like(self.centre)
         total = self._precision * v
         for batch in self.batches:
@@ -130,7 +135,7 @@ class Objective:
         return total
 
     def slopes(self, d: Tensor, inputs: Inputs, seeds: Tensor) -> Tensor:
-        """∇ of seeds_k · f(x_k; θ) in θ at every row of d: inputs (K, ...), seeds (K, [T,] C), one for each row."""
+        """Return the gradient of seeds_k · f(x_k; θ) at every row k of d, (K, P); seeds (K, [T,] C)."""
         single = lambda row, x, s: (self.run(row, x)[0] * s).sum()
         if isinstance(inputs, Tensor):
             slope = torch.func.grad(lambda row, x, s: single(row, x.unsqueeze(0), s))
@@ -142,24 +147,24 @@ class Objective:
         return torch.stack(each)
 
     def each_output(self, d: Tensor, inputs: Inputs) -> Tensor:
-        """f(x_k; centre + d_k) for every row, (K, [T,] C)."""
+        """Return f(x_k; centre + d_k) for every row k, (K, [T,] C)."""
         if isinstance(inputs, Tensor):
             return self.each(lambda row, x: self.run(row, x.unsqueeze(0))[0], d, 1, inputs)
         each = [self.run(d[k], self.network.take(inputs, slice(k, k + 1)))[0].detach() for k in range(len(d))]
         return torch.stack(each)
 
     def each(self, function: Callable[..., Tensor], rows: Tensor, samples: int, *others: Tensor) -> Tensor:
-        """The function of every row: vectorised over chunks of rows, or one after another where that is refused."""
+        """Return the function of every row: vectorised over chunks of rows, or row by row if vmap cannot."""
         width = 4 * samples * self.network.footprint.width * self.centre.element_size()
         chunk = min(max(1, BYTES // max(width, 1)), len(rows))
         with quiet(), plain_kernels(self.network.plain), sdpa_kernel(SDPBackend.MATH):
             try:
                 return torch.func.vmap(function, chunk_size=chunk)(rows, *others).detach()
-            except (RuntimeError, NotImplementedError, ValueError):  # no batching rule on the way
+            except (RuntimeError, NotImplementedError, ValueError):  # an operation has no batching rule
                 return torch.stack([function(*parts).detach() for parts in zip(rows, *others, strict=True)])
 
 
 def flat_gradient(objective: Objective, function: Callable[[Weights], Any], d: Tensor) -> Tensor:
-    """The gradient of a scalar function of the weights, (P,), at one d."""
+    """Return the gradient of a scalar function of the weights at one d, (P,)."""
     slope: Tensor = torch.func.grad(lambda row: scalar(function(objective.weights(row))))(d)
     return slope.detach()

@@ -1,4 +1,4 @@
-"""Weights that were pushed once: scores and error bars anywhere for a few forward passes."""
+"""The posterior of the mode "pretrained": pushed weights, compared with the network by forward passes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ VARIANTS = ("mean", "absolute", "random")
 
 @dataclass(frozen=True, eq=False)
 class PushedWeights:
-    """f(x) ~ N(network output, what the pushed weights say), for one push or K random ones.
+    """f(x) ~ N(network output, a score from the outputs under pushed weights), for one push or K random ones.
 
-    "mean": v = Δf/λ after a push of the average prediction over an evaluation set: the mean covariance of f(x) with
-    that set, not a variance; it may be negative, and then counts as no spread. "absolute": |Δf|/λ after a push of the
-    average |f|. Both are *scores*: scale and ranking depend on the evaluation set, and ``scale`` (fitted on held-out
-    data) makes the best of them. "random": the mean of (Δf/λ)² over K pushes in random directions with the posterior's
-    own spread: an estimate of the variance, with a relative standard error of √(2/K).
+    "mean": v = Δf/λ after a push of the average output over an evaluation set: the mean covariance of f(x) with that
+    set, not a variance; negative values count as zero. "absolute": |Δf|/λ after a push of the average |f|. Both are
+    *scores*: scale and ranking depend on the evaluation set, and ``scale`` is fitted on held-out data. "random": the
+    mean of (Δf/λ)² over K pushes in random directions distributed as the posterior: an estimate of the variance, with
+    a relative standard error of √(2/K).
     """
 
     problem: Problem
-    moved: Tensor  # what the push adds to the weights, (K, P)
+    moved: Tensor  # what a push adds to the weights, (K, P)
     strength: Tensor  # λ, (K,)
     variant: str
     statistics: Statistics
@@ -36,15 +36,15 @@ class PushedWeights:
     findings: tuple[str, ...] = ()
 
     def scores(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """f (B, [T,] C) and Δf/λ for every push, (K, B, [T,] C): one forward pass for each, and one for f."""
+        """Return f (B, [T,] C) and Δf/λ for every push, (K, B, [T,] C). Cost: K + 1 forward passes."""
         network = self.problem.network
         f = network(x).to(network.dtype)
-        found = []
+        scores = []
         for row, strength in zip(self.moved, self.strength, strict=True):
             with torch.no_grad():
-                there = network.under(network.weights(row), x).to(network.dtype)
-            found.append((there - f) / strength.to(f))
-        return f, torch.stack(found)
+                pushed = network.under(network.weights(row), x).to(network.dtype)
+            scores.append((pushed - f) / strength.to(f))
+        return f, torch.stack(scores)
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         f, scores = self.scores(x)
@@ -56,10 +56,11 @@ class PushedWeights:
         return FunctionGaussian(f, torch.diag_embed(variance))
 
     def standard_error(self, x: Inputs) -> Tensor:
-        """Of the variances of K random pushes, (B, [T,] C)."""
+        """Return the standard error of the variances from K random pushes, (B, [T,] C); infinite for K = 1."""
         _, scores = self.scores(x)
         squares = self.scale * scores.square()
         return squares.std(0) / len(squares) ** 0.5 if len(squares) > 1 else torch.full_like(squares[0], torch.inf)
 
     def scaled(self, scale: float) -> PushedWeights:
+        """Return the posterior with this factor on its variances."""
         return replace(self, scale=scale)

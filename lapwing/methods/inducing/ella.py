@@ -1,8 +1,9 @@
-"""Nyström features of the tangent kernel (Deng et al. 2022)."""
+"""ELLA: Nyström features of the tangent kernel (Deng et al. 2022)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,37 +12,61 @@ from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer
-from lapwing.curvature.low_rank import BoundedCurvature
+from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.losses import Statistics
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.bounded import BoundedCurvature
 from lapwing.methods.inducing.placement import landmarks
 from lapwing.methods.inducing.subspace import SubspaceCurvature
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
 class ELLA:
-    """The posterior within the ``rank`` leading directions of the tangent kernel at ``num_landmarks`` random data.
+    r"""Linearised Laplace approximation within the ``rank`` leading directions of the tangent kernel at landmarks.
 
-    A landmark is a training input with one of its outputs, drawn at random. The directions are the leading eigenvectors
-    of the landmarks' kernel; near-null ones are dropped, so the rank may come out lower. One pass over the data gives
-    the curvature within them, and any prior or noise after that is a matter of a rank x rank matrix.
+    A landmark is a training input with one of its outputs, drawn at random. The directions are the leading
+    eigenvectors of the landmarks' kernel; directions that are zero up to rounding are dropped, so the rank may be
+    lower. One pass over the data gives the curvature within the directions. After that another prior or noise costs a
+    factorisation of a rank × rank matrix.
 
-    Without ``residual`` the variance is never above the exact one and goes to nought far from the landmarks; with it
-    the directions left out keep their prior variance, as in VaLLA at the same landmarks.
+    Args:
+        num_landmarks: The number M of landmarks.
+        rank: The number of directions.
+        residual: False gives the directions that are left out no variance: the variance is never above the exact one
+            and goes to zero far from the landmarks. True keeps their prior variance, as in ``VaLLA`` at these points.
+
+    Raises:
+        UnsupportedError: ``num_landmarks`` or ``rank`` is not a positive integer, or ``residual`` is not a bool.
+            ``fit`` also raises it for ``g_prior``.
 
     Cost: one backward pass over the landmarks and their (M, M) kernel; one pass over the data with ``rank`` products
-    J v for each output. Memory: M P numbers while the directions are found, rank P afterwards.
-    Exact when: the directions span the Jacobian of the data, and with ``residual`` everywhere else too.
+    J v for each output. Memory: M P numbers while the directions are computed, rank P afterwards.
+    Exact when: the directions span the Jacobian of the data; at inputs outside that span only with ``residual``.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 20)[:, None].double()
+    >>> net = torch.nn.Linear(1, 1).double()
+    >>> posterior = lw.fit(net, [(x, x)], "regression", method=lw.ELLA(num_landmarks=10, rank=2), prior=1.0)
+    >>> posterior.functions(x).cov.shape
+    torch.Size([20, 1, 1])
     """
 
     num_landmarks: int = 2000
     rank: int = 20
     residual: bool = False
+    conformance: ClassVar[Conformance] = Conformance(
+        (
+            Exactness(lambda weights, rows: ELLA(num_landmarks=rows, rank=weights), "linear"),
+            Exactness(lambda weights, rows: ELLA(rows, weights, residual=True), "network", name="residual"),
+        ),
+        small=lambda model: {"": ELLA(num_landmarks=6, rank=3)},
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_landmarks", "rank"):
@@ -50,10 +75,18 @@ class ELLA:
             raise UnsupportedError(f"residual is {self.residual!r:.80}; expected True or False.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        """Return the posterior; ``lw.fit`` calls this.
+
+        Args:
+            problem: Network, likelihood and prior.
+            data: The training data.
+            generator: Source of randomness for the landmarks; seed 0 if None.
+        """
         network, prior = problem.network, problem.prior
         if prior.needs_curvature:
             raise UnsupportedError(
-                "ELLA() finds its directions under the prior; g_prior() needs them first. Use Kron()."
+                "g_prior() takes its scale from the curvature, and ELLA() needs the prior before that; use Kron(), or "
+                "another prior."
             )
         generator = independent_generator(generator)
         anchors = landmarks(network, Pool.drawn(data, self.num_landmarks, generator), self.num_landmarks, generator)
@@ -65,17 +98,28 @@ class ELLA:
             return WeightPosterior.fitted(problem, SubspaceCurvature(directions, gram, network.selection), statistics)
         values, turn = torch.linalg.eigh(gram)
         _, singular, vectors = torch.linalg.svd((turn * values.clamp_min(0).sqrt()).mT @ rows, full_matrices=False)
-        curvature = BoundedCurvature(
-            singular.square(), vectors, network.layout, network.selection, own=squares.diagonal()
-        )
+        part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
+        curvature = BoundedCurvature(part, squares.diagonal())
         return WeightPosterior.fitted(problem, curvature, statistics)
 
+    def cost(self, workload: Workload) -> Cost:
+        points = min(self.num_landmarks, workload.rows)
+        rank = min(self.rank, points, workload.weights)
+        once = workload.kernel(points) + 9 * points**3 + rank * points * workload.gradient
+        work = once / workload.data + workload.all_outputs + 2 * rank * workload.forward
+        return workload.cost(8 * rank * workload.weights, work, f"rank {rank}, {points} landmarks")
 
-def leading_rows(anchors: Anchors, prior: Prior, rank: int, cut: float = 1e-14) -> Tensor:
-    """Q (K, P) in the span of the anchors' Jacobian with Q A⁻¹ Qᵀ = I, leading directions first."""
+
+def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e-14) -> Tensor:
+    """Return Q (K, P) in the span of the anchors' Jacobian with Q A⁻¹ Qᵀ = I, leading directions first.
+
+    Directions with an eigenvalue below ``cut`` of the largest are dropped: they are rounding.
+    """
     kernel = anchors.kernel(prior)
     if not bool(torch.isfinite(kernel).all()):
-        raise NumericalError("the kernel of the landmarks is not finite; check the data and the network for overflow.")
+        raise NumericalError(
+            "the kernel of the landmarks is not finite; expected finite numbers. Check data and network for overflow."
+        )
     values, vectors = torch.linalg.eigh(kernel)
     values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
     real = values > cut * values[0].clamp_min(1e-300)
@@ -87,12 +131,16 @@ def leading_rows(anchors: Anchors, prior: Prior, rank: int, cut: float = 1e-14) 
 def within(
     problem: Problem, data: Data, directions: Tensor, squares: SquaredSum | None = None
 ) -> tuple[Tensor, Statistics]:
-    """D H Dᵀ at unit dispersion, (K, K), by one pass over the data; the diagonal of H beside it where it is wanted."""
+    """Return D H Dᵀ at unit dispersion (K, K) and the statistics, by one pass over the data.
+
+    With ``squares`` the pass also adds up the diagonal of H, in float64: the part of H that the directions miss is a
+    small difference.
+    """
     sweep = Sweep(problem.network, problem.likelihood, data, label="features")
     total = directions.new_zeros(len(directions), len(directions))
     for jacobians in sweep:
         if squares is not None:
-            jacobians = jacobians.double()  # what the directions miss is a difference, in which rounding is all
+            jacobians = jacobians.double()
             squares.add(jacobians)
         features = jacobians.jvp(directions).to(total).flatten(1)
         total += features @ features.mT

@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.curvature import full
+from lapwing.curvature import full, full_sum, hessian
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.linalg.gram import STRIP
 from lapwing.networks.network import Network
-from lapwing.priors.gaussian import isotropic
+from lapwing.priors import isotropic
 from tests.cases import BY_NAME
 from tests.tolerances import assert_close
 
@@ -82,10 +82,10 @@ def test_many_rows_of_a_hessian_at_once(name: str, rows: int, monkeypatch: pytes
     model, inputs, y = differentiated(name)
     network, found = Network.build(model, inputs), {}
     size, width = network.selection.size, 4 * len(y) * network.footprint.width
-    monkeypatch.setattr(full, "near", lambda device: rows * 8 * (2 * size + width))
+    monkeypatch.setattr(hessian, "near", lambda device: rows * 8 * (2 * size + width))
     for looped in (True, False):
-        monkeypatch.setattr(full, "seed_by_seed", lambda *_, looped=looped: looped)
-        curvature, _ = full.full_hessian(network, lw.Categorical(), Data([(inputs, y)], torch.device("cpu")))
+        monkeypatch.setattr(hessian, "seed_by_seed", lambda *_, looped=looped: looped)
+        curvature, _ = hessian.full_hessian(network, lw.Categorical(), Data([(inputs, y)], torch.device("cpu")))
         found[looped] = curvature.matrix
     assert float(found[True].abs().max()) > 0
     assert torch.equal(found[False], found[False].mT)
@@ -115,7 +115,7 @@ def test_a_hessian_of_what_cannot_be_batched() -> None:
     for activation in (Own(), nn.Tanh()):
         torch.manual_seed(0)
         network = Network.build(nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3)).double(), x)
-        found.append(full.full_hessian(network, lw.Categorical(), Data([(x, y)], torch.device("cpu")))[0].matrix)
+        found.append(hessian.full_hessian(network, lw.Categorical(), Data([(x, y)], torch.device("cpu")))[0].matrix)
     assert_close(*found)
 
 
@@ -124,7 +124,7 @@ def test_a_hessian_is_summed_in_float64() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 2), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
     network, cpu = Network.build(model, x), torch.device("cpu")
-    one, many = (full.full_hessian(network, lw.Categorical(), Data([(x, y)] * n, cpu))[0].matrix for n in (1, 1000))
+    one, many = (hessian.full_hessian(network, lw.Categorical(), Data([(x, y)] * n, cpu))[0].matrix for n in (1, 1000))
     assert many.dtype == torch.float64
     torch.testing.assert_close(many, 1000 * one, rtol=1e-12, atol=1e-12)
 
@@ -151,7 +151,7 @@ def test_memory_of_the_matrix() -> None:
     assert size > 2 * STRIP
     matrix = 8 * size**2
     sweep = [network.linearise(x).jacobians()]
-    assert matrix <= peak(lambda: full.full_curvature(sweep, network)) < 1.9 * matrix
+    assert matrix <= peak(lambda: full_sum.full_curvature(sweep, network)) < 1.9 * matrix
     curvature = full.FullCurvature(torch.eye(size, dtype=torch.float64), network.selection)
     prior = isotropic(1.0).bound(network.selection, network.theta())
     assert peak(lambda: curvature.precision(torch.tensor(2.0), prior)) < 2.5 * matrix

@@ -1,4 +1,4 @@
-"""What data say of a Gaussian belief, against quadrature and the likelihoods' own predictives."""
+"""Energies of a Gaussian belief, against quadrature and the predictives of the likelihoods."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ LIKELIHOODS: dict[str, tuple[Any, Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
-def test_one_is_the_predictives_own_log_density(name: str) -> None:
+def test_alpha_one_is_the_log_density_of_the_predictive(name: str) -> None:
     likelihood, y = LIKELIHOODS[name]
     mean, cov = belief(3, 0.5)
     found = energy(likelihood, 1.0, mean, cov, y)
@@ -108,8 +108,8 @@ def test_one_is_the_predictives_own_log_density(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
-def test_nought_is_the_loss_and_half_the_curvature(name: str) -> None:
-    """At a belief without spread the log-likelihood; its slope in the covariance is -½ Λ / φ, wherever."""
+def test_alpha_zero_is_the_loss_and_half_the_curvature(name: str) -> None:
+    """At zero covariance it is the log-likelihood; its gradient in the covariance is -½ Λ / φ everywhere."""
     likelihood, y = LIKELIHOODS[name]
     mean, cov = belief(3, 0.5)
     phi = likelihood.dispersion
@@ -122,7 +122,7 @@ def test_nought_is_the_loss_and_half_the_curvature(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
-def test_one_has_slopes_in_the_covariance(name: str) -> None:
+def test_alpha_one_has_gradients_in_the_covariance(name: str) -> None:
     likelihood, y = LIKELIHOODS[name]
     mean, cov = belief(3, 0.5)
 
@@ -133,7 +133,7 @@ def test_one_has_slopes_in_the_covariance(name: str) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_gaussian_has_slopes_in_covariance_and_noise(alpha: float) -> None:
+def test_gaussian_has_gradients_in_covariance_and_noise(alpha: float) -> None:
     (mean, cov), y = belief(2), normal_targets(2)
 
     def found(c: Tensor, log_noise: Tensor) -> Tensor:
@@ -169,8 +169,8 @@ def test_between_the_ends_only_gaussians_have_a_closed_form(likelihood: Any) -> 
     refuse_energy(lw.Gaussian(), 0.5)
 
 
-def test_draws_have_no_slope() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=r"link='mc'.* no slope to learn by; use link='probit'"):
+def test_draws_have_no_gradient() -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=r"link is 'mc'.* no gradient to learn by; use link='probit'"):
         refuse_energy(lw.Categorical(link="mc"), 1.0)
     refuse_energy(lw.Categorical(link="mc"), 0.0)
 
@@ -182,7 +182,7 @@ def test_draws_have_no_slope() -> None:
 )
 def test_ignored_targets_have_no_predictive(likelihood: Any, y: Tensor) -> None:
     mean, cov = belief(3)
-    with pytest.raises(lw.errors.DataError, match=r"some targets are ignored ones.*leave those data out"):
+    with pytest.raises(lw.errors.DataError, match=r"some targets are ignored ones.*Leave those data out"):
         energy(likelihood, 1.0, mean, cov, y)
     assert float(energy(likelihood, 0.0, mean, cov, y)[1]) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 
 import lapwing as lw
+from lapwing.core.state import State
 from tests.tolerances import assert_close, assert_within
 
 D = torch.float64
@@ -27,7 +29,7 @@ def classes(*shape: int, of: int = 3) -> Tensor:
     return torch.randint(0, of, shape, generator=torch.Generator().manual_seed(8))
 
 
-WEIGHTS = torch.tensor([0.5, 2.0, 1.5], dtype=D)
+WEIGHTS = torch.tensor([0.3, 2.0, 1.7], dtype=D)
 POSITIVE = torch.tensor([0.4, 3.0, 1.7], dtype=D)
 IGNORED = torch.tensor([0, -100, 2, 1, -100, 2])
 HALF_KNOWN = torch.tensor([[0, 1, -1], [1, 1, 0], [-1, -1, -1], [0, 0, 1], [1, -1, 0], [0, 1, 1]])
@@ -49,7 +51,7 @@ LOSSES: dict[str, tuple[Any, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
                             lambda f, y: -Categorical(logits=f).log_prob(y[:, 0])),
     "categorical, weighted": (lw.Categorical(class_weights=WEIGHTS), real(B, 3), classes(B),
                               lambda f, y: F.cross_entropy(f, y, WEIGHTS, reduction="none")),
-    "categorical, ignored": (lw.Categorical(class_weights=(0.5, 2.0, 1.5)), real(B, 3), IGNORED,
+    "categorical, ignored": (lw.Categorical(class_weights=(0.3, 2.0, 1.7)), real(B, 3), IGNORED,
                              lambda f, y: F.cross_entropy(f, y, WEIGHTS, reduction="none")),
     "categorical, ignored one": (lw.Categorical(ignore_index=1), real(B, 3), classes(B),
                                  lambda f, y: F.cross_entropy(f, y, ignore_index=1, reduction="none")),
@@ -64,9 +66,9 @@ LOSSES: dict[str, tuple[Any, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
     "bernoulli, weighted": (lw.Bernoulli(pos_weight=POSITIVE), real(B, 3), classes(B, 3, of=2),
                             lambda f, y: F.binary_cross_entropy_with_logits(
                                 f, y.double(), pos_weight=POSITIVE, reduction="none").sum(-1)),
-    "bernoulli, weighted soft": (lw.Bernoulli(pos_weight=2.5), real(B, 3), real(B, 3).sigmoid(),
+    "bernoulli, weighted soft": (lw.Bernoulli(pos_weight=0.3), real(B, 3), real(B, 3).sigmoid(),
                                  lambda f, y: F.binary_cross_entropy_with_logits(
-                                     f, y, pos_weight=torch.tensor(2.5, dtype=D), reduction="none").sum(-1)),
+                                     f, y, pos_weight=torch.tensor(0.3, dtype=D), reduction="none").sum(-1)),
     "bernoulli, ignored": (lw.Bernoulli(ignore_index=-1), real(B, 3), HALF_KNOWN,
                            lambda f, y: -(Bernoulli(logits=f).log_prob(y.clamp_min(0).double()) * (y >= 0)).sum(-1)),
     "poisson": (lw.Poisson(), real(B, 3), classes(B, 3, of=6),
@@ -251,6 +253,41 @@ def test_one_noise_for_each_output_is_found_from_the_residuals() -> None:
     ready = likelihood.prepared(torch.tensor([0.2, 3.0], dtype=D))
     assert not ready.needs_residuals
     assert_close(ready.noise_variance, torch.tensor([0.2, 3.0], dtype=D))
+
+
+STATES = [likelihood for likelihood, *_ in LOSSES.values()] + [
+    lw.Gaussian(per_output=True)
+    .prepared(torch.tensor([0.2, 3.0], dtype=D))
+    .with_dispersion(torch.tensor(2.0, dtype=D)),
+    lw.Gaussian(),
+    lw.Categorical(link="mc", samples=17, seed=4, temperature=2.5),
+    lw.Bernoulli(link="quadrature", temperature=0.5),
+]
+
+
+@pytest.mark.parametrize("likelihood", STATES, ids=lambda likelihood: type(likelihood).__name__)
+def test_a_likelihood_is_built_again_from_its_state(likelihood: Any) -> None:
+    """After the settings went through JSON, as in a file."""
+    state = likelihood.state()
+    assert state.name == type(likelihood).__name__
+    again = type(likelihood).from_state(State(state.name, json.loads(json.dumps(state.settings)), state.tensors))
+    assert again.state().settings == state.settings
+    assert again.learns_dispersion == likelihood.learns_dispersion
+    assert torch.equal(again.dispersion, likelihood.dispersion)
+    outputs = 3 if state.tensors.get("ratios", torch.zeros(2)).shape[0] == 3 else 2
+    belief = lw.FunctionGaussian(real(B, outputs), torch.eye(outputs, dtype=D).expand(B, -1, -1))
+    one, two = likelihood.predict(belief), again.predict(belief)
+    assert torch.equal(one.mean, two.mean)
+    assert torch.equal(one.entropy, two.entropy)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "expected"),
+    [(lw.Categorical(), IGNORED, IGNORED == -100), (lw.Bernoulli(ignore_index=-1), HALF_KNOWN, HALF_KNOWN < 0),
+     (lw.Bernoulli(), HALF_KNOWN, torch.zeros_like(HALF_KNOWN, dtype=torch.bool))],
+)  # fmt: skip
+def test_ignored_targets_are_marked(likelihood: Any, y: Tensor, expected: Tensor) -> None:
+    assert torch.equal(likelihood.ignored(y), expected)
 
 
 JOINT: dict[str, tuple[Any, int]] = {

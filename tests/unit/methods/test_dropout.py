@@ -49,10 +49,10 @@ def test_every_pass_drops_some_units_for_all_inputs() -> None:
 
 @pytest.mark.parametrize(("samples", "seed"), [(2, 0), (7, 100)])
 def test_mean_and_covariance_of_the_passes(samples: int, seed: int) -> None:
-    found = fitted(net(), samples=samples, seed=seed)
-    each = found.function_samples(NEW, samples)
+    posterior = fitted(net(), samples=samples, seed=seed)
+    each = posterior.function_samples(NEW, samples)
     mean = sum(each) / samples
-    belief = found.functions(NEW)
+    belief = posterior.functions(NEW)
     assert_close(belief.mean, mean)
     for b in range(5):
         total = torch.zeros(2, 2, dtype=D)
@@ -61,21 +61,21 @@ def test_mean_and_covariance_of_the_passes(samples: int, seed: int) -> None:
         assert_close(belief.cov[b], total / (samples - 1))
     assert_close(belief.variance, each.var(0))
     flat = (each - mean).reshape(samples, 10)
-    assert_close(found.functions(NEW, joint=True).cov.reshape(10, 10), flat.T @ flat / (samples - 1))
+    assert_close(posterior.functions(NEW, joint=True).cov.reshape(10, 10), flat.T @ flat / (samples - 1))
     assert float(belief.variance.min()) > 0
 
 
 def test_functions_are_the_same_wherever_they_are_looked_at() -> None:
     """At other inputs, in other batches, in another order; and an input twice is the same input."""
-    found = fitted(net(), samples=6, seed=3)
-    whole = found.function_samples(NEW, 6)
+    posterior = fitted(net(), samples=6, seed=3)
+    whole = posterior.function_samples(NEW, 6)
     for part in ([2], [4, 0], [1, 1, 3]):
-        assert_close(found.function_samples(NEW[part], 6), whole[:, part])
-    assert_close(found.function_samples(NEW, 4), whole[:4])
-    joint = found.functions(NEW[[1, 1]], joint=True).cov
+        assert_close(posterior.function_samples(NEW[part], 6), whole[:, part])
+    assert_close(posterior.function_samples(NEW, 4), whole[:4])
+    joint = posterior.functions(NEW[[1, 1]], joint=True).cov
     assert_close(joint[0, :, 1, :], joint[0, :, 0, :])
     with pytest.raises(lw.errors.UnsupportedError, match="7 samples were asked for and there are 6 members"):
-        found.function_samples(NEW, 7)
+        posterior.function_samples(NEW, 7)
 
 
 def test_seeds_follow_each_other() -> None:
@@ -87,17 +87,17 @@ def test_seeds_follow_each_other() -> None:
 
 def test_the_noise_is_the_residual_without_dropout() -> None:
     model = net()
-    found = fitted(model)
-    assert_close(found.likelihood.dispersion, (model(X) - Y).square().mean().detach())
-    assert len(found.posterior.members) == 32
+    posterior = fitted(model)
+    assert_close(posterior.likelihood.dispersion, (model(X) - Y).square().mean().detach())
+    assert len(posterior.posterior.members) == 32
 
 
 def test_predictions() -> None:
     model = net()
-    found = fitted(model, lw.Gaussian(noise_std=0.3))
-    each = found.function_samples(NEW, 32)
-    assert_close(found.predict(NEW).mean, each.mean(0))
-    assert_close(found.predict(NEW).std, (each.var(0) + 0.09).sqrt())
+    posterior = fitted(model, lw.Gaussian(noise_std=0.3))
+    each = posterior.function_samples(NEW, 32)
+    assert_close(posterior.predict(NEW).mean, each.mean(0))
+    assert_close(posterior.predict(NEW).std, (each.var(0) + 0.09).sqrt())
     classes = fitted(model, "classification", C)
     probs = classes.predict(NEW).probs
     assert_close(probs, lw.Categorical().predict(classes.functions(NEW)).probs)
@@ -105,11 +105,11 @@ def test_predictions() -> None:
 
 
 def test_the_same_call_twice_gives_the_same() -> None:
-    found = fitted(net(), samples=4)
+    posterior = fitted(net(), samples=4)
     torch.manual_seed(123)
-    one = found.functions(NEW).cov
+    one = posterior.functions(NEW).cov
     torch.rand(3)
-    assert torch.equal(found.functions(NEW).cov, one)
+    assert torch.equal(posterior.functions(NEW).cov, one)
     assert not torch.equal(fitted(net(), samples=4, seed=9).functions(NEW).cov, one)
     gen = torch.Generator().manual_seed(5)
     again = lw.fit(net(), [(X, Y)], "regression", method=lw.baselines.MCDropout(samples=4), generator=gen)
@@ -122,10 +122,10 @@ def test_the_model_and_the_global_generator_are_left_alone() -> None:
     random = torch.get_rng_state()
 
     def run() -> None:
-        found = fitted(model, samples=3)
-        found.functions(NEW, joint=True)
-        found.function_samples(NEW, 2)
-        _ = found.predict(NEW).std
+        posterior = fitted(model, samples=3)
+        posterior.functions(NEW, joint=True)
+        posterior.function_samples(NEW, 2)
+        _ = posterior.predict(NEW).std
 
     problems.unchanged(model, run)
     assert torch.equal(torch.get_rng_state(), random)
@@ -163,10 +163,12 @@ def test_whole_channels() -> None:
         nn.Linear(8, 2),
     ).double().eval()  # fmt: skip
     x = torch.randn(5, 1, 4, 4, dtype=D)
-    found = lw.fit(model, [(x, torch.randn(5, 2, dtype=D))], "regression", method=lw.baselines.MCDropout(samples=30))
+    posterior = lw.fit(
+        model, [(x, torch.randn(5, 2, dtype=D))], "regression", method=lw.baselines.MCDropout(samples=30)
+    )
     maps = model[0](x)
     every = torch.stack([model[2:](maps * mask[:, None, None] / 0.5) for mask in MASKS]).detach()
-    gap = (found.function_samples(x, 30)[:, None] - every).abs().flatten(2).amax(2)
+    gap = (posterior.function_samples(x, 30)[:, None] - every).abs().flatten(2).amax(2)
     assert float(gap.min(1).values.max()) < 1e-12
 
 
@@ -178,8 +180,8 @@ def test_a_transformer_layer_drops_as_in_training() -> None:
         layer=nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.3),
     ).double().eval()  # fmt: skip
     x, y = torch.randn(6, 3, 4, dtype=D), torch.randn(6, 2, dtype=D)
-    found = lw.fit(model, [(x, y)], "regression", method=lw.baselines.MCDropout(samples=300))
-    variance = problems.unchanged(model, lambda: found.functions(x).variance)
+    posterior = lw.fit(model, [(x, y)], "regression", method=lw.baselines.MCDropout(samples=300))
+    variance = problems.unchanged(model, lambda: posterior.functions(x).variance)
     model.train()
     spread = torch.stack([model(x).detach() for _ in range(300)]).var(0)
     assert float((variance / spread - 1).abs().max()) < 0.6  # standard errors of a tenth on either side
@@ -196,9 +198,9 @@ def test_dropout_inside_of_a_layer(kind: str) -> None:
         model = Wrapped(run, cell=nn.LSTM(4, 5, num_layers=2, dropout=0.5, batch_first=True), head=nn.Linear(5, 2))
     model = model.double().eval()
     x, y = torch.randn(6, 3, 4, dtype=D), torch.randn(6, 2, dtype=D)
-    found = lw.fit(model, [(x, y)], "regression", method=lw.baselines.MCDropout(samples=5))
-    assert float(found.functions(x).variance.min()) > 1e-12
-    assert torch.equal(found.functions(x).cov, found.functions(x).cov)
+    posterior = lw.fit(model, [(x, y)], "regression", method=lw.baselines.MCDropout(samples=5))
+    assert float(posterior.functions(x).variance.min()) > 1e-12
+    assert torch.equal(posterior.functions(x).cov, posterior.functions(x).cov)
 
 
 # Files
@@ -206,12 +208,12 @@ def test_dropout_inside_of_a_layer(kind: str) -> None:
 
 def test_files(tmp_path: Path) -> None:
     model = net()
-    found = fitted(model, samples=6, seed=3)
-    found.save(tmp_path / "it")
+    posterior = fitted(model, samples=6, seed=3)
+    posterior.save(tmp_path / "it")
     again = lw.load(tmp_path / "it", net())
-    assert torch.equal(again.functions(NEW).cov, found.functions(NEW).cov)
-    assert torch.equal(again.predict(NEW).std, found.predict(NEW).std)
-    assert torch.equal(again.function_samples(NEW, 6), found.function_samples(NEW, 6))
+    assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
+    assert torch.equal(again.predict(NEW).std, posterior.predict(NEW).std)
+    assert torch.equal(again.function_samples(NEW, 6), posterior.function_samples(NEW, 6))
 
 
 # What is refused
@@ -220,7 +222,7 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("p", [0.0, None])
 def test_a_network_without_dropout(p: float | None) -> None:
     model = nn.Linear(4, 2).double() if p is None else net(p)
-    message = "no dropout layer with a probability above nought; expected nn.Dropout or one of its kin. Use another"
+    message = "no dropout layer with a probability above zero; expected nn.Dropout or a similar layer. Use another"
     with pytest.raises(lw.errors.UnsupportedError, match=message):
         fitted(model)
 

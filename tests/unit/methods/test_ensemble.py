@@ -41,10 +41,10 @@ def fitted(models: list[nn.Module], likelihood: Any = "regression", y: Tensor = 
 @pytest.mark.parametrize("count", [2, 4])
 def test_mean_and_covariance_of_the_members(count: int) -> None:
     models = several(count)
-    found = fitted(models)
+    posterior = fitted(models)
     each = torch.stack([model(NEW) for model in models]).detach()
     mean = sum(each) / count
-    belief = found.functions(NEW)
+    belief = posterior.functions(NEW)
     assert_close(belief.mean, mean)
     for b in range(5):
         total = torch.zeros(3, 3, dtype=D)
@@ -52,7 +52,7 @@ def test_mean_and_covariance_of_the_members(count: int) -> None:
             total += torch.outer(f[b] - mean[b], f[b] - mean[b])
         assert_close(belief.cov[b], total / (count - 1))
         assert_close(belief.variance[b], total.diagonal() / (count - 1))
-    joint = found.functions(NEW, joint=True)
+    joint = posterior.functions(NEW, joint=True)
     flat = (each - mean).reshape(count, 15)
     assert joint.cov.shape == (5, 3, 5, 3)
     assert_close(joint.cov.reshape(15, 15), flat.T @ flat / (count - 1))
@@ -60,31 +60,31 @@ def test_mean_and_covariance_of_the_members(count: int) -> None:
 
 def test_functions_are_the_members() -> None:
     models = several(3)
-    found = fitted(models)
-    draws = found.function_samples(NEW, 3)
+    posterior = fitted(models)
+    draws = posterior.function_samples(NEW, 3)
     for draw, model in zip(draws, models, strict=True):
         assert_close(draw, model(NEW).detach())
-    assert_close(found.function_samples(NEW, 2), draws[:2])
-    assert_close(found.function_samples(NEW[2:3], 3), draws[:, 2:3])  # the same function wherever it is looked at
+    assert_close(posterior.function_samples(NEW, 2), draws[:2])
+    assert_close(posterior.function_samples(NEW[2:3], 3), draws[:, 2:3])  # the same function wherever it is looked at
     with pytest.raises(lw.errors.UnsupportedError, match="4 samples were asked for and there are 3 members"):
-        found.function_samples(NEW, 4)
+        posterior.function_samples(NEW, 4)
 
 
 def test_the_noise_is_the_residual_of_the_mean() -> None:
     models = several(4)
-    found = fitted(models)
+    posterior = fitted(models)
     mean = torch.stack([model(X) for model in models]).mean(0)
-    assert_close(found.likelihood.dispersion, (mean - Y).square().mean().detach())
+    assert_close(posterior.likelihood.dispersion, (mean - Y).square().mean().detach())
     alone = (models[0](X) - Y).square().mean().detach()
-    assert float((alone / found.likelihood.dispersion - 1).abs()) > 0.01
+    assert float((alone / posterior.likelihood.dispersion - 1).abs()) > 0.01
     given = fitted(models, lw.Gaussian(noise_std=0.3))
     assert float(given.likelihood.dispersion) == pytest.approx(0.09)
 
 
 def test_predictions_of_a_regression() -> None:
     models = several(3)
-    found = fitted(models, lw.Gaussian(noise_std=0.3))
-    predicted = found.predict(NEW)
+    posterior = fitted(models, lw.Gaussian(noise_std=0.3))
+    predicted = posterior.predict(NEW)
     each = torch.stack([model(NEW) for model in models]).detach()
     assert_close(predicted.mean, each.mean(0))
     assert_close(predicted.std, (each.var(0) + 0.09).sqrt())
@@ -92,9 +92,9 @@ def test_predictions_of_a_regression() -> None:
 
 def test_predictions_of_classes() -> None:
     models = several(3)
-    found = fitted(models, "classification", C)
-    belief = found.functions(NEW)
-    probs = found.predict(NEW).probs
+    posterior = fitted(models, "classification", C)
+    belief = posterior.functions(NEW)
+    probs = posterior.predict(NEW).probs
     assert_close(probs.sum(1), torch.ones(5, dtype=D))
     assert_close(probs, lw.Categorical().predict(belief).probs)
     assert float((probs - models[0](NEW).detach().softmax(1)).abs().max()) > 1e-3
@@ -149,9 +149,9 @@ def test_seeds_of_the_members_follow_the_generator() -> None:
 
 def test_given_models_count_as_members() -> None:
     method = lw.baselines.Ensemble(models=several(3)[1:], train=trained, members=5)
-    found = lw.fit(net(0), [(X, Y)], "regression", method=method)
-    assert len(found.posterior.members) == 5
-    assert_close(found.function_samples(NEW, 5)[1], net(1)(NEW).detach())
+    posterior = lw.fit(net(0), [(X, Y)], "regression", method=method)
+    assert len(posterior.posterior.members) == 5
+    assert_close(posterior.function_samples(NEW, 5)[1], net(1)(NEW).detach())
 
 
 def test_new_weights_are_those_of_each_layer() -> None:
@@ -175,10 +175,10 @@ def test_tokens_and_other_inputs() -> None:
     for name in ("token_level", "dict_input", "lstm"):
         case = BY_NAME[name]
         models = [case.build(), *(renewed(case.build(), seed) for seed in (1, 2))]
-        found = lw.fit(
+        posterior = lw.fit(
             models[0], problems.batches(case), problems.likelihood(case), method=lw.baselines.Ensemble(models[1:])
         )
-        belief = found.functions(case.batch(2, seed=1))
+        belief = posterior.functions(case.batch(2, seed=1))
         assert belief.mean.shape == (2, *case.outputs)
         assert belief.cov.shape == (2, *case.outputs, case.outputs[-1])
         assert float(belief.variance.min()) > 0

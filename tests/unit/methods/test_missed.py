@@ -37,6 +37,6 @@ def test_single_precision_has_the_evidence_of_double(method: str, prior: float) 
             (copy.deepcopy(net).double(), x.double(), y.double(), lw.Full()),
         )
     )
-    exact, found = float(full.log_evidence()), float(double.log_evidence())
-    assert found <= exact + 1e-3
-    assert float(single.log_evidence()) == pytest.approx(found, abs=0.5)
+    exact, evidence = float(full.log_evidence()), float(double.log_evidence())
+    assert evidence <= exact + 1e-3
+    assert float(single.log_evidence()) == pytest.approx(evidence, abs=0.5)

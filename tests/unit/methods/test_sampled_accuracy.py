@@ -40,11 +40,11 @@ def fitted(method: Any, prior: Any, std: float | None = 0.05) -> lw.Fitted:
 )
 def test_samples_are_off_by_a_small_share_of_a_standard_deviation(prior: Any, std: float) -> None:
     """At the tolerance that it has, against a dense solve with the same noise, where the prior is far too weak."""
-    found, full = fitted(lw.Sampled(), prior, std), fitted(lw.Full(), prior, std)
-    ridge, vector = found.posterior.solver.ridge, full.prior.vector.detach()
+    posterior, full = fitted(lw.Sampled(), prior, std), fitted(lw.Full(), prior, std)
+    ridge, vector = posterior.posterior.solver.ridge, full.prior.vector.detach()
     rhs = vector.sqrt() * ridge.prior + ridge.back / std
     precision = full.posterior.curvature.matrix / std**2 + torch.diag(vector)
-    error = found.posterior.samples - torch.linalg.solve(precision, rhs.mT).mT
+    error = posterior.posterior.samples - torch.linalg.solve(precision, rhs.mT).mT
     assert float(((error @ precision) * error).sum(1).max()) <= (1e-2) ** 2 * ridge.prior.shape[1] * 1.5
     x = 2 * torch.randn(20, 3, dtype=D, generator=torch.Generator().manual_seed(1))
     moved = full.jacobian([(x, torch.zeros(20, 1, dtype=D))]) @ error.mT
@@ -53,27 +53,27 @@ def test_samples_are_off_by_a_small_share_of_a_standard_deviation(prior: Any, st
 
 
 def test_gamma_of_layers_has_a_small_spread() -> None:
-    """None below nought or above the number of weights, and near those of Full."""
-    found, full = (fitted(m, 1.0).effective_parameters() for m in (lw.Sampled(num_samples=64), lw.Full()))
-    assert found.total == pytest.approx(full.total, rel=0.05)
+    """None is below zero or above the number of weights, and all are near those of Full."""
+    effective, full = (fitted(m, 1.0).effective_parameters() for m in (lw.Sampled(num_samples=64), lw.Full()))
+    assert effective.total == pytest.approx(full.total, rel=0.05)
     for name, exact in full.layers.items():
-        assert found.layers[name] == pytest.approx(exact, abs=6.0)
+        assert effective.layers[name] == pytest.approx(exact, abs=6.0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_precision_that_is_learned_is_that_of_the_evidence(seed: int) -> None:
     model, x, y = trained()
     generator = torch.Generator().manual_seed(seed)
-    found = lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Sampled(), generator=generator)
+    posterior = lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Sampled(), generator=generator)
     full = lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Full())
-    assert float(found.prior.values) == pytest.approx(float(full.prior.values), rel=0.15)
-    assert "gamma" in found.trace.findings[0]
+    assert float(posterior.prior.values) == pytest.approx(float(full.prior.values), rel=0.15)
+    assert "gamma" in posterior.trace.findings[0]
 
 
 def test_precisions_by_layers_come_near() -> None:
     """Of the evidence at the network's own weights, which FixedPoint finds for Full."""
     tuner = lw.tuners.SampleEM(mode="network", max_steps=200, tolerance=1e-3)
-    found = fitted(lw.Sampled(num_samples=128), lw.per_layer(1.0)).tuned(tuner)
+    posterior = fitted(lw.Sampled(num_samples=128), lw.per_layer(1.0)).tuned(tuner)
     full = fitted(lw.Full(), lw.per_layer(1.0)).tuned(lw.tuners.MaximiseEvidence())
-    ratio = (found.prior.values / full.prior.values).log().abs()
+    ratio = (posterior.prior.values / full.prior.values).log().abs()
     assert float(ratio.max()) < 0.3

@@ -23,7 +23,7 @@ def test_counts_are_whole_numbers(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 2, -1e-3, math.inf, -math.inf, math.nan, True, False, "small", None, 1j])
-def test_tolerances_lie_between_nought_and_one(value: Any) -> None:
+def test_tolerances_lie_between_zero_and_one(value: Any) -> None:
     with pytest.raises(
         lw.errors.UnsupportedError, match=r"tolerance is .*; expected a number between 0 and 1, both excluded"
     ):

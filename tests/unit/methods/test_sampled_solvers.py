@@ -105,7 +105,7 @@ def test_a_residual_above_the_tolerance_is_an_error(solver: str) -> None:
 @pytest.mark.parametrize("solver", ["sgd", "sdd"])
 def test_priors_by_groups_are_refused(solver: str) -> None:
     method = Sampled(num_samples=3, solver=solver)
-    with pytest.raises(UnsupportedError, match=f"'{solver}' with a prior of the kind 'per_layer'.*'krylov' or 'cg'"):
+    with pytest.raises(UnsupportedError, match=f"'{solver}' with the prior PerLayer.*'krylov' or 'cg'"):
         fitted(method, lw.per_layer(2.0))
     posterior = fitted(method, lw.isotropic(3.0)).posterior
     grouped = fitted(Sampled(num_samples=3), lw.per_layer(2.0)).posterior.problem.prior

@@ -79,8 +79,8 @@ def test_sampled_labels_do_not_follow_data_of_the_same_seed() -> None:
     x = torch.randn(2000, 1, dtype=torch.float64)
     model = nn.Linear(1, 1, bias=False).double().eval()
     data, options = [(x, torch.zeros(2000, 1).double())], {"prior": 1.0}
-    found, exact = (
+    sampled, exact = (
         lw.fit(model, data, lw.Gaussian(noise_std=1.0), method=lw.Diagonal(curvature), **options)
         .functions(x[:1]).variance.item() for curvature in ("fisher_mc", "ggn")
     )  # fmt: skip
-    assert found == pytest.approx(exact, rel=0.3)  # the standard error is a twentieth; in step it would be a third
+    assert sampled == pytest.approx(exact, rel=0.3)  # the standard error is a twentieth; in step it would be a third

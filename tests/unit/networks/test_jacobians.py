@@ -18,7 +18,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.weights import named, subnetwork
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, Wrapped, _cast
+from tests.cases import BY_NAME, CASES, Case, Wrapped, cast
 from tests.references import dense
 from tests.tolerances import assert_close
 
@@ -71,7 +71,7 @@ def test_float32_jacobian_equals_float64(case: Case) -> None:
     found = layerwise(network, inputs)
     assert found.dtype == torch.float32
     wide = case.build(torch.float32).double()
-    assert_close(found, dense.jacobian(wide, _cast(inputs, torch.float64), 4))
+    assert_close(found, dense.jacobian(wide, cast(inputs, torch.float64), 4))
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "lstm"])
@@ -82,7 +82,7 @@ def test_bfloat16_jacobian_is_near(name: str) -> None:
     found = layerwise(network, inputs)
     assert found.dtype == torch.float32  # factors are never kept in bfloat16
     wide = case.build(torch.bfloat16).float()
-    expected = dense.jacobian(wide, _cast(inputs, torch.float32), 4)
+    expected = dense.jacobian(wide, cast(inputs, torch.float32), 4)
     assert_close(found, expected, dtype=torch.bfloat16)
     v = torch.randn(2, expected.shape[-1])
     assert_close(network.jvp(inputs, v), torch.einsum("bcp,np->nbc", expected, v), dtype=torch.bfloat16)

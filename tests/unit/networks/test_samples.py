@@ -16,8 +16,8 @@ import lapwing as lw
 from lapwing import files
 from lapwing.core.data import Data
 from lapwing.core.pool import shuffled
-from lapwing.methods.hfl.hfl import averaged
 from lapwing.methods.hfl.objective import Objective
+from lapwing.methods.hfl.pretrained import averaged
 from lapwing.networks.budget import Footprint
 from lapwing.networks.network import Network
 from lapwing.tuners.maximise_bound import evidence_bound

@@ -10,7 +10,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.core.random import global_seed
-from lapwing.posteriors.members import FixedMask, Masks
+from lapwing.methods.dropout import FixedMask, Masks
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,8 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.networks.blocks import Block
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior, diagonal, isotropic, per_layer
+from lapwing.priors import diagonal, isotropic, per_layer
+from lapwing.priors.bound import Prior
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -102,9 +103,12 @@ def test_a_block_across_two_layers_gets_each_layers_precision() -> None:
         (lambda: isotropic(math.nan), "nan"),
         (lambda: isotropic(math.inf), "inf"),
         (lambda: diagonal(torch.cat([EACH[1:], torch.zeros(1)])), "run from 0 to 19"),
-        (lambda: isotropic(torch.ones(2)), "isotropic prior got 2 precisions; expected 1 or 1"),
-        (lambda: per_layer(torch.ones(4)), r"per_layer prior got 4 precisions; expected 1 or 3, one for each of body"),
-        (lambda: diagonal(torch.ones(7)), "diagonal prior got 7 precisions; expected 1 or 19"),
+        (lambda: isotropic(torch.ones(2)), "the prior Isotropic got 2 precisions; expected 1"),
+        (
+            lambda: per_layer(torch.ones(4)),
+            "PerLayer got 4 precisions; expected 1 or 3, one for each of body",
+        ),
+        (lambda: diagonal(torch.ones(7)), "the prior Diagonal got 7 precisions; expected 1 or 19"),
         (lambda: per_layer({"body": 1.0}), r"missing \['', 'head'\], unknown \[\]"),
         (lambda: diagonal({"body.weight": 1.0, "tail": 2.0}), r"unknown \['tail'\]"),
         (lambda: isotropic(1.0, torch.zeros(4)), "prior mean has 4 entries; expected 1 or 19"),
@@ -119,11 +123,6 @@ def test_a_mean_that_is_not_finite_is_refused() -> None:
     for mean in (math.nan, torch.full((WHOLE,), math.inf)):
         with pytest.raises(lw.errors.NumericalError, match=r"prior mean.*finite"):
             isotropic(1.0, mean).bound(SELECTION, LIKE)
-
-
-def test_an_unbound_prior_says_how_it_is_used() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=r"not bound to weights yet; use it through fit\(\)"):
-        _ = per_layer(1.0).with_precision(torch.ones(3)).group
 
 
 def test_gradients_reach_the_given_precisions() -> None:

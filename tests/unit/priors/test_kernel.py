@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.curvature.blockwise import prior_precision
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.priors.kernel import prior_kernel
 from tests import problems
 from tests.cases import BY_NAME, CASES
@@ -36,7 +36,7 @@ def rows(name: str) -> tuple[Tensor, Tensor]:
     )
 
 
-def prior(kind: str, network: Network) -> Prior:
+def prior(kind: str, network: Network) -> BoundPrior:
     """With precisions that are all different, where the kind has several."""
     size, theta = network.selection.size, network.theta()
     spread = torch.linspace(0.3, 4.0, size, dtype=D)[torch.randperm(size, generator=torch.Generator().manual_seed(1))]

@@ -6,7 +6,7 @@ import torch
 
 import lapwing as lw
 from lapwing.networks.selection import Selection
-from lapwing.priors.gaussian import Prior
+from lapwing.priors.bound import BoundPrior
 from lapwing.priors.start import group_starting_precisions, single_starting_precision, starting_precisions
 from tests.tolerances import assert_close
 
@@ -15,7 +15,7 @@ WEIGHTS = Selection(("a.weight", "b.weight"), ((1, 3), (1, 2)))
 THETA = torch.tensor([1.0, -2.0, 2.0, 0.5, 0.5], dtype=D)
 
 
-def bound(prior: Prior) -> Prior:
+def bound(prior: BoundPrior) -> BoundPrior:
     return prior.bound(WEIGHTS, torch.empty(0))
 
 

@@ -21,7 +21,7 @@ from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, _cast
+from tests.cases import BY_NAME, CASES, Case, cast
 from tests.references import dense, ridge
 from tests.references.structures import floored
 from tests.tolerances import assert_close
@@ -54,7 +54,7 @@ def kind_of(case: Case) -> str:
 def reference(name: str, dtype: torch.dtype = D) -> tuple[Tensor, Tensor]:
     """f (N, C) and J (N, C, P) of six samples, in float64 whatever the model was rounded to."""
     case = BY_NAME[name]
-    model, inputs = case.build(dtype).double(), _cast(case.batch(6, dtype), D)
+    model, inputs = case.build(dtype).double(), cast(case.batch(6, dtype), D)
     with torch.no_grad():
         f = torch.cat([dense.output(model, dense.one(inputs, b)) for b in range(6)])
     return f.reshape(-1, f.shape[-1]), dense.by_datum(dense.jacobian(model, inputs, 6), case.outputs[-1])
@@ -442,7 +442,7 @@ def test_a_noise_for_each_output(cache: int | None) -> None:
 
 @pytest.mark.parametrize("part", [0, -1])
 def test_parts_without_data_are_refused(part: int) -> None:
-    with pytest.raises(DataError, match=f"parts of {part} data; expected at least one"):
+    with pytest.raises(DataError, match=f"part is {part}; expected at least one datum"):
         built(BY_NAME["mlp"], None, part=part)
 
 
@@ -464,8 +464,8 @@ def test_one_batch_is_tried_where_the_data_are_kept_and_all_where_they_are_not()
     kept, streamed = over(case, pairs, 15_000), over(case, pairs, 0)
     assert kept.streamed
     v = rows(2, kept.size)
-    assert_close(gram_product(kept.tried(), v), gram_product(over(case, pairs[:1], None), v))
-    assert streamed.tried() is streamed
+    assert_close(gram_product(kept.probe(), v), gram_product(over(case, pairs[:1], None), v))
+    assert streamed.probe() is streamed
     refuse_unsteady(kept)
 
 
@@ -476,8 +476,8 @@ def test_what_is_kept_is_counted() -> None:
     factors, streamed, nothing = (over(case, [(x, y)], cache) for cache in (None, data, 0))
     assert nothing.nbytes == 0
     assert streamed.nbytes == data
-    assert factors.held is not None
-    assert factors.nbytes == data + sum(part.nbytes for part in factors.held)
+    assert factors.factors is not None
+    assert factors.nbytes == data + sum(part.nbytes for part in factors.factors)
     assert factors.nbytes > 2 * data
 
 

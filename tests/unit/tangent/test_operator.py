@@ -20,7 +20,7 @@ from lapwing.linalg.block_cg import block_conjugate_gradients
 from lapwing.linalg.cg import conjugate_gradients
 from lapwing.linalg.operators import Product
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, _cast
+from tests.cases import BY_NAME, CASES, Case, cast
 from tests.references import dense
 from tests.tolerances import SOLVED, assert_close
 
@@ -87,7 +87,7 @@ def test_one_pass_for_all_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_float32_models_have_float64_products_of_float32_accuracy(case: Case) -> None:
-    model, inputs = case.build(torch.float32).double(), _cast(case.batch(6, torch.float32), D)
+    model, inputs = case.build(torch.float32).double(), cast(case.batch(6, torch.float32), D)
     x = dense.by_datum(dense.jacobian(model, inputs, 6), case.outputs[-1]).flatten(0, 1)
     posterior = fitted(case, torch.float32)
     j = posterior.jacobian(problems.batches(case, dtype=torch.float32))

@@ -34,7 +34,7 @@ def mlp() -> nn.Module:
 
 
 def dropped() -> nn.Module:
-    """With dropout, so that random numbers matter."""
+    """Return a network with dropout, whose training depends on random numbers."""
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)).to(D)
 
@@ -49,7 +49,7 @@ def kept(posterior: Any) -> Any:
 
 
 def set_to(precisions: Callable[[int], Tensor], noise: Callable[[int], float] | None = None) -> Callable[[Any], Any]:
-    """An update to these values, from the number of its call on."""
+    """Return an update that sets precisions and noise to these functions of the number of its call."""
     calls: list[int] = []
 
     def update(posterior: Any) -> Any:
@@ -68,7 +68,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def same(one: Trained, other: Trained) -> None:
-    """To the last bit: weights, buffers, precisions, noise, history, and the state to go on from."""
+    """Assert that two runs are bit-identical: weights, buffers, precisions, noise, history and state."""
     for a, b in ((one.model.state_dict(), other.model.state_dict()), (one.state.weights, other.state.weights)):
         assert a.keys() == b.keys()
         for name, value in a.items():

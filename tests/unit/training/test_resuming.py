@@ -1,4 +1,4 @@
-"""Equal seeds, equal results; a run that was interrupted ends where it would have ended."""
+"""Equal seeds give equal results; a resumed run ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = ["batches", "shuffled"]
 
 
 class CrashError(Exception):
-    """What ends a run in the middle."""
+    """An error that ends a run in the middle."""
 
 
 def data(name: str) -> Any:
@@ -46,7 +46,7 @@ def recipe(optimiser: str, epochs: int = 5, crash: int | None = None, **changes:
 def run(
     recipe: lw.recipes.Recipe, source: Any, noise: int = 0, model: nn.Module | None = None, **settings: Any
 ) -> Trained:
-    """Training, begun with the global generator in some state or other."""
+    """Train, starting with the global generator in an arbitrary state."""
     model = dropped() if model is None else model
     torch.manual_seed(noise)
     return lw.train(model, source, "regression", recipe, **settings)
@@ -54,7 +54,7 @@ def run(
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_equal_seeds_give_equal_results(optimiser: str) -> None:
-    """With dropout and a shuffling loader, whatever the global generator was; other seeds give others."""
+    """With dropout and a shuffling loader, from any state of the global generator; other seeds give other results."""
     one, two = (run(recipe(optimiser, 3), shuffled(), noise=noise) for noise in (1, 2))
     same(one, two)
     other = run(recipe(optimiser, 3, seed=1), shuffled(), noise=1)
@@ -69,7 +69,7 @@ def test_epochs_differ_from_each_other() -> None:
 
 
 def test_random_numbers_of_the_caller_are_left_alone() -> None:
-    """A list of batches draws none, so that training must not either."""
+    """A list of batches draws no random numbers, so the global generator must not change."""
     torch.manual_seed(5)
     expected = torch.rand(3)
     model, source = dropped(), data("batches")
@@ -97,7 +97,7 @@ def test_resuming_from_memory(optimiser: str, source: str) -> None:
 @pytest.mark.parametrize("source", DATA)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_resuming_after_a_crash(optimiser: str, source: str, tmp_path: Path) -> None:
-    """With a rate that falls, and the evidence asked every other epoch from the second on."""
+    """With a falling learning rate, and an update after every other epoch from the second on."""
     settings = {"rate": 2e-2, "last_rate": 1e-3, "burn_in": 1, "frequency": 2}
     whole = run(recipe(optimiser, 6, **settings), data(source), noise=1)
     path = tmp_path / "run.state"
@@ -113,7 +113,7 @@ def test_resuming_after_a_crash(optimiser: str, source: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("best", [True, False])
 def test_the_best_moment_may_lie_before_the_crash(best: bool, tmp_path: Path) -> None:
-    """A rate that only does harm: the best evidence is the first."""
+    """The learning rate is so large that training only does harm: the first evidence is the best."""
     settings = {"rate": 1.0, "last_rate": 1.0, "keep_best": best, "update": lw.tuners.Ascend(steps=5)}
     whole = run(recipe("sgd", 4, **settings), data("batches"))
     assert whole.history[0].log_evidence == max(epoch.log_evidence for epoch in whole.history)
@@ -187,7 +187,7 @@ def test_files_that_are_no_state(tmp_path: Path) -> None:
 
 
 def test_states_of_another_run() -> None:
-    """Another network, optimiser, prior or likelihood: each is told apart, and the model given stays as it was."""
+    """Another network, optimiser, prior or likelihood: each is recognised, and the given model is not changed."""
     state = run(recipe("adam", 1), data("batches")).state
     model = dropped()
 

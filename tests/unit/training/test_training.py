@@ -12,6 +12,7 @@ from torch import distributions as d
 
 import lapwing as lw
 from lapwing.core.trace import Trace
+from lapwing.priors.groups import PerLayer
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references.evidence import Linearised
@@ -22,7 +23,7 @@ LIKELIHOODS: dict[str, Any] = {"gaussian": lw.Gaussian(), "categorical": lw.Cate
 
 
 def log_likelihood(kind: str, f: Tensor, y: Tensor, phi: Tensor | float) -> Tensor:
-    """Without the normaliser of the noise, which does not depend on the weights."""
+    """Return the log-likelihood without the normaliser of the noise, which does not depend on the weights."""
     if kind == "gaussian":
         return -0.5 * (f - y).square().sum() / phi
     return (d.Categorical(logits=f) if kind == "categorical" else d.Bernoulli(logits=f)).log_prob(y).sum()
@@ -90,7 +91,7 @@ def test_training_is_a_plain_loop_on_that_objective(kind: str, optimiser: str) -
 
 
 def test_lbfgs_sees_all_batches_at_once() -> None:
-    """Cut or whole, the objective is the same, up to rounding that twenty steps of a line search blow up."""
+    """The objective does not depend on the batches, up to rounding that twenty line searches amplify."""
     x, y = arrays("gaussian")
     recipe = lambda: lw.recipes.classic(1, update=kept)
     whole = lw.train(mlp(), [(x, y)], "regression", recipe())
@@ -110,8 +111,8 @@ def wave() -> tuple[Tensor, Tensor]:
 def test_classic_ends_at_mackays_fixed_point() -> None:
     """Stationary weights, α = γ/|w|² and φ = SSE/(N - γ), all by dense matrices, each to 1e-5; noise near the truth.
 
-    The gradient of the mean loss starts at about one and is driven below 1e-4: torch's L-BFGS takes in no pair with
-    y·s below 1e-10, so that it may crawl once gradients are below 1e-5 or so. The noise is known to 1 part in √(2·110),
+    The gradient of the mean loss starts at about one and is driven below 1e-4: torch's L-BFGS skips updates with
+    y·s below 1e-10, so it may be slow once gradients are below 1e-5 or so. The noise is known to 1 part in √(2·110),
     0.014, and three times that is allowed.
     """
     x, y = wave()
@@ -152,7 +153,7 @@ def test_classic_by_layer() -> None:
 
 
 def test_online_learns_noise_and_precisions() -> None:
-    """Kronecker evidence on mini-batches: noise near the truth, precisions apart, evidence up."""
+    """Kronecker evidence on mini-batches: noise near the truth, different precisions, more evidence."""
     x, y = wave()
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
@@ -167,7 +168,7 @@ def test_online_learns_noise_and_precisions() -> None:
 
 @pytest.mark.parametrize("best", [True, False])
 def test_the_best_moment_or_the_last(best: bool) -> None:
-    """Precisions that get worse and worse: the first evidence is the best, the last is another."""
+    """The precisions get worse with every update: the first evidence is the best."""
     update = set_to(lambda number: torch.tensor(10.0 ** (number + 1), dtype=D))
     recipe = lw.recipes.online(4, prior=lw.isotropic(1.0), update=update, method=lw.Full(), keep_best=best, rate=1e-2)
     trained = lw.train(mlp(), shuffled("categorical"), "classification", recipe)
@@ -247,7 +248,7 @@ def training_data(name: str, kind: str) -> tuple[Any, Tensor]:
     ],
 )  # fmt: skip
 def test_networks_of_every_kind(name: str, kind: str, prior: str) -> None:
-    """The given one stays; the copy fits better; its evidence is the dense one at its own weights and precisions."""
+    """The given model is not changed; the copy fits better; its evidence is that of dense matrices."""
     x, y = training_data(name, kind)
     data = problems.split(x, y, (5, 3, 4))
     model = NETWORKS[name]()
@@ -355,7 +356,7 @@ def test_an_update_that_diverges_at_once() -> None:
 
 
 def test_a_precision_that_really_runs_away() -> None:
-    """Weights that hardly move from the prior mean, and targets without noise: no precision is high enough."""
+    """With weights near the prior mean and targets without noise, the evidence rises with the precision without end."""
     x, y = arrays("gaussian")
     prior = lw.isotropic(1e4, mean=flat(mlp()))
     recipe = lw.recipes.online(
@@ -370,7 +371,7 @@ def test_a_precision_that_really_runs_away() -> None:
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam", "lbfgs"])
 def test_a_loss_that_is_no_number(optimiser: str) -> None:
-    """Overflow in single precision, in the loss or in the last step; the model given is none the worse."""
+    """Overflow in single precision, in the loss or in the last step; the given model is not changed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     x, y = arrays("gaussian")
@@ -391,7 +392,7 @@ def test_an_update_that_needs_data_gets_them() -> None:
 
 
 def test_single_precision_on_wrapped_models_and_under_autocast() -> None:
-    """What is trained is the plain module inside; autocast is left outside, as in fit."""
+    """The module inside a wrapper is trained; autocast has no effect, as in fit."""
     x, y = arrays("categorical")
     data = [(x.float(), y)]
     recipe = lambda: lw.recipes.online(2, rate=1e-2)
@@ -405,7 +406,7 @@ def test_single_precision_on_wrapped_models_and_under_autocast() -> None:
 
 
 def test_the_posterior_belongs_to_the_trained_model() -> None:
-    """It predicts with the copy, can be tuned and saved like any other, and refuses the copy once it moves on."""
+    """It predicts with the copy, can be tuned, and raises an error if the weights of the copy change."""
     x, _ = arrays("categorical")
     trained = lw.train(mlp(), shuffled("categorical"), "classification", lw.recipes.online(2, rate=1e-2))
     assert_close(trained.posterior.functions(x).mean, trained.model(x))
@@ -428,4 +429,4 @@ def test_default_recipe_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lapwing.api.online", lambda: lw.recipes.online(2))
     default = lw.train(nn.Linear(4, 3), [(x.float(), torch.randn(12, 3))], "regression")
     assert len(default.history) == 2
-    assert default.posterior.prior.kind == "per_layer"
+    assert isinstance(default.posterior.prior.given, PerLayer)

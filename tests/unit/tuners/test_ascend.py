@@ -1,4 +1,4 @@
-"""Steps on the evidence that end where they end."""
+"""A fixed number of Adam steps on the evidence."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def regression(method: Any = None, prior: Any = 2.0, **likelihood: Any) -> lw.Fi
 
 
 def at_its_mean(start: float) -> lw.Fitted:
-    """Weights at the prior mean and data without noise: the evidence rises with the precision as far as one goes."""
+    """Weights at the prior mean and data without noise: the evidence rises with the precision without end."""
     theta = torch.cat([p.detach().reshape(-1) for p in setting()[0].parameters()])
     return regression(prior=lw.isotropic(start, mean=theta), noise_std=1e-7)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_the_evidence_rises(name: str) -> None:
-    """By small steps from 2 in all three layers; at the end it is what the trace says, and above every step before."""
+    """Small steps from a precision of 2 in all layers raise the evidence; the last step of the trace is the result."""
     before = regression(METHODS[name], lw.per_layer(2.0))
     after = problems.unchanged(before.network.model, lambda: before.tuned(lw.tuners.Ascend(steps=40, rate=0.01)))
     assert after.trace is not None
@@ -99,7 +99,7 @@ def test_it_works_where_gradients_are_off() -> None:
 
 
 def test_a_precision_that_runs_away() -> None:
-    """With the way there and the last good value; e³² is the first power of e beyond what a precision may be."""
+    """The error has all steps and the last good posterior; e³² is the first power of e out of range."""
     with pytest.raises(
         lw.errors.DivergedError, match=r"no optimum: a prior precision ran to .* Give the prior"
     ) as error:
@@ -116,7 +116,7 @@ def test_a_precision_that_runs_away() -> None:
 
 @pytest.mark.parametrize("rate", [40.0, 1000.0])
 def test_the_last_step_is_looked_at_too(rate: float) -> None:
-    """e⁴⁰ is out of range, and e¹⁰⁰⁰ is no number at all."""
+    """e⁴⁰ is out of range, and e¹⁰⁰⁰ overflows."""
     with pytest.raises(lw.errors.DivergedError, match="no optimum") as error:
         at_its_mean(1.0).tuned(lw.tuners.Ascend(steps=1, rate=rate))
     assert len(error.value.trace.steps) == 2
@@ -128,7 +128,7 @@ def test_what_is_not_finite_ends_it() -> None:
     calls: list[int] = []
 
     class Failing(type(fitted.posterior)):  # type: ignore[misc]
-        """Good three times, then not a number."""
+        """A posterior whose evidence is finite three times and then NaN."""
 
         def log_evidence(self) -> Tensor:
             calls.append(1)

@@ -1,4 +1,4 @@
-"""MacKay's updates: where they end, that the evidence never falls on the way, and what happens when it runs away."""
+"""MacKay's updates: their fixed point, evidence that never falls, and what happens if a precision diverges."""
 
 from __future__ import annotations
 
@@ -123,8 +123,12 @@ def test_of_a_classifier(method: str, prior: str) -> None:
 
 
 def test_of_a_linear_model_at_its_optimum() -> None:
-    """At a weight vector that is the posterior mean under the precisions found, it is the exact evidence's optimum."""
-    x, y = torch.randn(30, 4, dtype=D), torch.randn(30, dtype=D)
+    """If the weights are the posterior mean under the result, the result is the optimum of the exact evidence.
+
+    The targets have a signal: for pure noise the evidence may have no optimum at a finite precision.
+    """
+    x = torch.randn(30, 4, dtype=D)
+    y = x @ torch.tensor([1.0, -2.0, 0.5, 1.0], dtype=D) + 0.5 * torch.randn(30, dtype=D)
     log_alpha, log_phi = torch.zeros((), dtype=D), torch.zeros((), dtype=D)
     for _ in range(300):  # the exact evidence, by its own fixed point
         exact = regress(x, y, log_alpha.exp().expand(4), log_phi.exp().expand(30))
@@ -149,7 +153,7 @@ def test_from_anywhere_to_the_same_place(start: float) -> None:
 
 @pytest.mark.parametrize("method", ["diagonal", "kron"])
 def test_where_a_structure_counts_more_weights_than_data(method: str) -> None:
-    """Blocks that ignore each other may decide more than N C = 9 numbers; SSE / (N C - γ) would be negative."""
+    """γ of a structure that ignores correlations may exceed N C = 9; SSE / (N C - γ) would be negative."""
     x, y = MLP.batch(3), targets()[:3]
     start = lw.fit(MLP.build(), [(x, y)], lw.Gaussian(), method=METHODS[method], prior=1e-4)
     assert start.effective_parameters().total > 9
@@ -225,7 +229,7 @@ def test_as_the_tuner_of_a_fit() -> None:
 
 
 def unbiased() -> lw.Fitted:
-    """Biases that are all zero: no precision is high enough for them, and the evidence rises for ever."""
+    """Return a network with zero biases: the evidence rises with their precision without end."""
     model = nn.Linear(4, 3).double()
     nn.init.zeros_(model.bias)
     prior = lw.grouped({"weight": 1.0, "bias": 1.0})
@@ -256,7 +260,7 @@ def test_a_precision_that_runs_away_is_refused_with_the_last_good_value() -> Non
 
 
 def failing(good: int, change: float) -> Any:
-    """A posterior whose evidence is fine so many times and then not a number."""
+    """Return a posterior whose evidence is finite a number of times and then NaN."""
     fitted = regression(lw.Full(), 3.0)
     calls: list[int] = []
 
@@ -334,7 +338,7 @@ def test_samples_end_where_their_own_gamma_says(prior: str) -> None:
 
 
 def test_samples_need_not_climb() -> None:
-    """Their evidence, an estimate of its own, peaks elsewhere than where γ stands still."""
+    """Evidence and γ are estimated independently, so the evidence is not largest at the fixed point."""
     torch.manual_seed(5)
     x = torch.randn(60, 3)
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))

@@ -11,6 +11,7 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.priors.single import GPrior
 from lapwing.tuners.grid import PRECISIONS
 from lapwing.tuners.temperature import TEMPERATURES
 from tests.tolerances import assert_close
@@ -63,7 +64,7 @@ def test_grid_for_every_likelihood(name: str) -> None:
 
 
 def test_the_best_value_depends_on_the_data() -> None:
-    """Sure to be a search and not a constant: data from the network itself ask for narrow bars, noise for wide ones."""
+    """The network's own outputs as targets need narrow error bars, other targets wide ones."""
     fitted, _ = setting(prior=1.0)
     x = MLP.batch(7, seed=21)
     f = MLP.build()(x).detach()
@@ -87,7 +88,7 @@ def test_groups_keep_their_ratios() -> None:
 @pytest.mark.parametrize("prior", [lw.priors.g_prior(2.0), lw.isotropic(1.0, 0.4)], ids=["g", "about a mean"])
 def test_grid_of_other_priors(prior: Any) -> None:
     fitted, held = setting(method=lw.Kron(), prior=prior)
-    again = {"g": lw.priors.g_prior, "isotropic": lambda v: lw.isotropic(v, 0.4)}[prior.kind]
+    again = lw.priors.g_prior if isinstance(prior, GPrior) else lambda v: lw.isotropic(v, 0.4)
     for data, score in ((held, 1), (None, -1)):
         found = fitted.tuned(lw.tuners.Grid(data, VALUES))
         tried = [fitted.with_prior(again(v)) for v in VALUES]
@@ -106,7 +107,7 @@ def test_grid_of_some_weights(weights: Any) -> None:
 
 
 def test_grid_of_a_metric_of_ones_own() -> None:
-    """Its weighted mean over batches, whatever it is; here the width of an interval where it fails to cover."""
+    """The score is the weighted mean over batches; here interval width plus a penalty for missed targets."""
     fitted, held = setting()
 
     def metric(predictive: Any, y: Tensor) -> float:
@@ -145,7 +146,7 @@ def test_ignored_data_do_not_count() -> None:
 
 
 def test_labels_of_which_some_are_unknown_are_refused() -> None:
-    """A wrong score would be silent: the log density takes a label of -1 for a number."""
+    """Without the error the log density would use the label -1 as a number."""
     x = MLP.batch(6)
     y = torch.tensor([[0, 1, -1]]).expand(6, 3)
     fitted = lw.fit(MLP.build(), [(x, y)], lw.Bernoulli(ignore_index=-1), prior=1.0)
@@ -154,7 +155,7 @@ def test_labels_of_which_some_are_unknown_are_refused() -> None:
 
 
 def test_the_evidence_of_a_grid_keeps_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a noise for each output every candidate sums up a curvature of its own."""
+    """With a noise for each output every candidate computes its own curvature, which must be freed."""
     fitted, _ = setting("noise for each output")
     alive, seen = results_of(PerOutputCurvature, "at", monkeypatch), []
     plain = WeightPosterior.log_evidence

@@ -32,7 +32,7 @@ HELD_OUT: Any = [(torch.zeros(2, 4, dtype=D), torch.zeros(2, 3, dtype=D))]
 
 
 class Counted(nn.Module):
-    """A network that knows how often it was called, and with how many inputs."""
+    """A network that records the number of inputs of every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_the_data_are_passed_over_once() -> None:
 
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])
 def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two factorisations of 83 weights fit, three do not: seven values take four passes, and score the same."""
+    """Two factorisations of 83 weights fit in memory, three do not: seven values take four passes; scores are equal."""
     train, held = split(MLP, LIKELIHOODS["classification"][2])
     model = Counted().double().eval()
     fitted = lw.fit(model, train, "classification", method=lw.Full(), prior=1.0)

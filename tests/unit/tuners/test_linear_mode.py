@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.data import Data
+from lapwing.priors.single import Isotropic
 from lapwing.tangent import model as tangent_model
 from lapwing.tuners.mode_solver import ModeSolver
 from tests import problems
@@ -41,7 +42,7 @@ def features(count: int = 30) -> tuple[Tensor, Tensor]:
 
 
 def linear(weights: str) -> nn.Module:
-    """A linear model with weights that are no optimum of anything."""
+    """Return a linear model whose weights are not at an optimum."""
     gen = torch.Generator().manual_seed(6)
     model = nn.Linear(5, 1, bias=False).double()
     scale = {"zero": 0.0, "small": 0.1, "wild": 300.0}[weights]
@@ -55,7 +56,7 @@ def linear_data() -> list[Any]:
 
 
 def golden(of: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function of one number is largest, by golden sections."""
+    """Return the maximiser of a function of one number, by golden sections."""
     ratio = (math.sqrt(5) - 1) / 2
     a, b = high - ratio * (high - low), low + ratio * (high - low)
     fa, fb = of(a), of(b)
@@ -90,7 +91,7 @@ def relative(a: Tensor | float, b: Tensor | float) -> float:
     ],
 )
 def test_the_evidence_of_a_gaussian_process(method: str, weights: str) -> None:
-    """To ten digits at the precision that was found, which is the best there is."""
+    """The evidence is exact to ten digits, and the precision is its optimum."""
     phi, y = features()
     noise = torch.full((30,), 0.09, dtype=D)
     fitted = lw.fit(
@@ -105,7 +106,7 @@ def test_the_evidence_of_a_gaussian_process(method: str, weights: str) -> None:
 
 
 def test_the_naive_evidence_is_another() -> None:
-    """At weights that are no optimum: less evidence, another precision."""
+    """If the weights are not an optimum, the uncorrected evidence is lower and has another optimum."""
     naive = lw.fit(linear("small"), linear_data(), lw.Gaussian(noise_std=0.3), method=lw.Full(), prior=1.0)
     corrected = naive.tuned(lw.tuners.LinearMode(linear_data()))
     kept = naive.with_prior(float(corrected.prior.values))
@@ -115,7 +116,7 @@ def test_the_naive_evidence_is_another() -> None:
 
 @pytest.mark.parametrize("weights", ["zero", "wild"])
 def test_a_precision_for_each_of_two_groups(weights: str) -> None:
-    """The exact evidence has no slope in either, and bends downwards."""
+    """The exact evidence has zero slope in both and is concave."""
     phi, y = features()
     model = Wrapped(lambda m, x: m.one(x[:, :2]) + m.two(x[:, 2:]),
                     one=nn.Linear(2, 1, bias=False), two=nn.Linear(3, 1, bias=False)).double()  # fmt: skip
@@ -221,7 +222,7 @@ SIZES = (11, 1, 8)
 
 @cache
 def labels(kind: str) -> Tensor:
-    """Drawn from the tangent model at weights some way from w̃, so that there is something to find."""
+    """Return targets drawn from the tangent model at weights that differ from w̃."""
     gen = torch.Generator().manual_seed(3)
     blank = Tangent.of("gaussian", MLP.build(), MLP.batch(20), torch.zeros(20, 3))
     h = blank.h(blank.w + 0.5 * torch.randn(83, dtype=D, generator=gen))
@@ -327,7 +328,7 @@ def test_the_g_prior() -> None:
 
 @pytest.mark.parametrize("kind", list(LIKELIHOODS))
 def test_more_evidence_than_at_the_trained_weights(kind: str) -> None:
-    """θ* is the best point for its own precision, so that no other has more evidence there."""
+    """θ* is the optimum under the learned precision, so no other weights have more evidence."""
     fitted = tuned(kind)
     exact, vector, phi = reference(kind), fitted.prior.vector, float(fitted.likelihood.dispersion)
     ggn = exact.curvature(exact.w)
@@ -339,7 +340,7 @@ def test_more_evidence_than_at_the_trained_weights(kind: str) -> None:
 
 
 def test_a_small_promise_is_not_the_end() -> None:
-    """A steep direction fills the gradient and hides what a flat one has to gain, some 6e-6 nats: it is found."""
+    """A steep direction dominates the gradient, but a flat one can still gain 6e-6 nats, which the solver must find."""
     x, y = torch.diag(torch.tensor([1e4, 1.0], dtype=D)), torch.tensor([[1e-4], [5e-3]], dtype=D)
     model = nn.Linear(2, 1, bias=False).double()
     model.weight.data.zero_()
@@ -469,7 +470,7 @@ def test_refitting_needs_a_method_with_curvature() -> None:
 
 
 def two_groups() -> tuple[Any, list[Any], Tensor, Tensor]:
-    """One layer that made the data, and one that sees noise which has nothing to do with them."""
+    """Return a model with one layer that generated the data and one whose inputs are unrelated to them."""
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(40, 6, dtype=D, generator=gen)
     y = x[:, :2] @ torch.tensor([1.0, -2.0], dtype=D)
@@ -535,7 +536,7 @@ def test_a_group_that_the_data_do_not_see() -> None:
 
 
 def test_a_noise_far_below_the_residuals_is_refused() -> None:
-    """More features than data and noise that no prior explains: the precision falls for ever."""
+    """More features than data, and a noise far below the residuals: the precision falls without end."""
     gen = torch.Generator().manual_seed(0)
     x = torch.linspace(-1, 1, 12, dtype=D)[:, None]
     y = torch.randn(12, 1, dtype=D, generator=gen)
@@ -551,7 +552,7 @@ def test_fit_gives_its_own_data() -> None:
     data = network_data("categorical")
     fitted = lw.fit(MLP.build(), data, "classification", method=lw.Full(), tuner=lw.tuners.LinearMode())
     given = lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=1.0).tuned(lw.tuners.LinearMode(data))
-    assert fitted.prior.kind == "isotropic"
+    assert isinstance(fitted.prior.given, Isotropic)
     assert fitted.posterior.mode is not None
     assert float(fitted.prior.values.log()) == pytest.approx(float(given.prior.values.log()), abs=1e-3)
     assert_close(fitted.log_evidence(), given.log_evidence(), 0.4)
@@ -578,7 +579,7 @@ def test_data_given_to_the_tuner_come_first() -> None:
 
 
 def test_the_given_precisions_are_not_where_it_starts() -> None:
-    """From far below and far above: the same steps."""
+    """From much smaller and much larger precisions the steps are the same."""
     data = network_data("categorical")
     ends = [lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=lw.per_layer(start),
                    tuner=lw.tuners.LinearMode()) for start in (1e-6, 1.0, 1e6)]  # fmt: skip
@@ -677,7 +678,7 @@ def test_the_model_is_not_changed(mean: str, streamed: bool, monkeypatch: pytest
      ("categorical", "full", "network", True), ("categorical", "kron", "tangent", False)],
 )  # fmt: skip
 def test_float32_networks(kind: str, method: str, mean: str, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near the answer in float64: the evidence to rounding, its optimum to the root of it."""
+    """Near the result in float64: the evidence to rounding, its optimum to the square root of rounding."""
     wide = tuned(kind, method, mean=mean, tolerance=1e-5)
     if streamed:
         monkeypatch.setattr(tangent_model, "BYTES", 0)

@@ -1,4 +1,4 @@
-"""The lower bound of the evidence from blocks of data, and the tuner that climbs it."""
+"""The lower bound of the evidence from blocks of data, and the tuner that maximises it."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_prior_mean_counts() -> None:
 
 
 def test_ignored_tokens_do_not_count() -> None:
-    """A token with the ignored index is as good as absent."""
+    """A token with the ignored index has the same effect as no token."""
     case = BY_NAME["token_level"]
     model, x, y = problem(case, "categorical")
     reference = Linearised.of("categorical", model, x, y)
@@ -275,7 +275,7 @@ def test_a_block_times_their_number_is_unbiased(prior_kind: str) -> None:
 
 
 def test_the_tuner_uses_those_estimates() -> None:
-    """Standing still for one cycle, the mean of what it saw is the bound."""
+    """With a tiny learning rate, the mean of the estimates over one cycle is the bound."""
     posterior, reference, precision, data = fitted(BY_NAME["mlp"], "gaussian", "per_layer")
     trace = posterior.tuned(lw.tuners.MaximiseBound(data, block=2, steps=4, rate=1e-13)).trace
     assert trace is not None
@@ -310,7 +310,7 @@ def test_the_tuner_is_adam_on_single_blocks(learned: bool) -> None:
 
 @pytest.mark.parametrize(("kind", "learned"), [("isotropic", False), ("isotropic", True), ("per_layer", False)])
 def test_one_block_ends_where_the_evidence_does(kind: str, learned: bool) -> None:
-    """Adam's last steps are small, not none: a thousandth in the logarithm."""
+    """Adam ends within a thousandth of the optimum, in the logarithm."""
     case = BY_NAME["mlp"]
     model, x, y = problem(case, "gaussian")
     given = lw.isotropic(3.0) if kind == "isotropic" else lw.per_layer(3.0)
@@ -323,7 +323,7 @@ def test_one_block_ends_where_the_evidence_does(kind: str, learned: bool) -> Non
 
 
 def test_small_blocks_like_larger_precisions() -> None:
-    """And the end is the optimum of the bound itself: no precision on a line has more."""
+    """The result is also the optimum of the bound: no precision on a line has a larger one."""
     model, x, y = problem(BY_NAME["mlp"], "categorical", 12)
     posterior = lw.fit(model, [(x, y)], "classification", method=lw.Full(), prior=1.0)
     tuned = posterior.tuned(lw.tuners.MaximiseBound([(x, y)], block=2))
@@ -403,7 +403,7 @@ def test_single_precision_networks() -> None:
 
 
 def test_a_precision_that_runs_away() -> None:
-    """Weights at the prior mean: the bound rises with the precision for ever."""
+    """Weights at the prior mean: the bound rises with the precision without end."""
     model, x, y = problem(BY_NAME["mlp"], "gaussian")
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     prior = lw.isotropic(1.0, mean=theta)
@@ -458,7 +458,7 @@ def test_bad_input() -> None:
 
 
 def test_one_noise_for_each_output_is_not_learned_block_by_block() -> None:
-    """Its bound is right, its slope in those noises would not be."""
+    """The bound is right for a noise for each output, but its slope in those noises would be wrong."""
     model, x, y = problem(BY_NAME["mlp"], "gaussian", 12)
     posterior = lw.fit(model, [(x, y)], lw.Gaussian(per_output=True), method=lw.Full(), prior=1.0)
     assert_close(lw.tuners.evidence_bound(posterior, [(x, y)], 12), posterior.log_evidence())

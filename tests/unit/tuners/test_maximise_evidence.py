@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.priors.single import Isotropic
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
@@ -31,7 +32,7 @@ PRIORS = ["isotropic", "per_layer", "diagonal"]
 
 
 def supported(method: str, prior: str) -> bool:
-    """A Kronecker block holds no precision for each weight."""
+    """Return whether the method supports the prior: a Kronecker block has no separate precision for each weight."""
     return prior != "diagonal" or method in ("full", "diagonal", "low_rank")
 
 
@@ -142,7 +143,7 @@ def test_default_fit_ends_at_the_optimum(name: str, likelihood: str) -> None:
     else:
         case = BY_NAME["mlp"]
         fitted = lw.fit(case.build(), problems.batches(case), "classification", method=METHODS[name])
-    assert fitted.prior.kind == "isotropic"
+    assert isinstance(fitted.prior.given, Isotropic)
     best = fitted.log_evidence()
     at = fitted.prior.values.log()
     of = lambda p: fitted.with_prior(p.exp()).log_evidence().detach()
@@ -221,7 +222,7 @@ def test_optimum_is_that_of_the_gaussian_process() -> None:
 
 @pytest.mark.parametrize("prior", [1.0, lw.priors.g_prior(1.0)], ids=["isotropic", "g"])
 def test_full_uses_one_eigendecomposition_for_all_steps(prior: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no factorisation until the end."""
+    """Nothing is factorised during the search."""
     calls = {"eigvalsh": 0, "cholesky_ex": 0}
 
     def counting(name: str) -> Callable[..., Any]:
@@ -261,7 +262,7 @@ def test_what_is_not_finite_ends_it_with_the_trace_and_the_last_good_value() -> 
     calls: list[int] = []
 
     class Failing(type(fitted.posterior)):  # type: ignore[misc]
-        """Good twice, then not a number."""
+        """A posterior whose evidence is finite twice and then NaN."""
 
         def log_evidence(self) -> Tensor:
             calls.append(1)
@@ -279,7 +280,7 @@ def test_what_is_not_finite_ends_it_with_the_trace_and_the_last_good_value() -> 
 
 
 def test_zero_weights_have_no_optimum_but_an_answer() -> None:
-    """All weights zero: the evidence rises with the precision for ever; the answer is finite and the bars narrow."""
+    """All weights zero: the evidence rises with the precision without end; the result is finite."""
     model = nn.Linear(4, 3).double()
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)

@@ -31,7 +31,7 @@ TIGHT: dict[str, Any] = {"tolerance": 1e-8, "solver_tolerance": 1e-16, "max_step
 
 @lru_cache
 def setting(classes: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    """A network near two curves, by some steps of training, and fifteen data; or so many classes."""
+    """Return a network after some training steps and fifteen data, for two outputs or this number of classes."""
     gen = torch.Generator().manual_seed(8)
     torch.manual_seed(8)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, classes or OUTPUTS)).double()
@@ -69,7 +69,7 @@ def with_rows(start: lw.Fitted, zeta: Tensor, eps: Tensor) -> lw.Fitted:
 
 
 def completed(start: lw.Fitted, classes: int = 0) -> lw.Fitted:
-    """With noise whose second moments are exact: γ from these samples is γ itself."""
+    """Return the posterior with noise whose second moments are exact, so that γ from its samples is exact."""
     exact = tangent(classes)
     x = ridge.design(exact.kind, exact.f, exact.jacobian)
     return with_rows(start, *ridge.complete(x, torch.Generator().manual_seed(2)))
@@ -233,7 +233,7 @@ def test_a_given_noise_is_kept() -> None:
 
 
 def test_few_samples_come_near() -> None:
-    """With a hundred samples γ is known to a few hundredths, and the precision to about as many."""
+    """With a hundred samples γ and the precision have relative errors of a few per cent."""
     alpha, _ = linear().optimum(0.09)
     method = lw.Sampled(num_samples=100, tolerance=1e-4)
     tuned = fitted(1.0, method=method, tuner=lw.tuners.SampleEM())  # with the data of the fit
@@ -293,7 +293,7 @@ def test_the_trace_has_every_step() -> None:
 
 
 def test_steps_that_run_out_are_refused() -> None:
-    """As by FixedPoint; a single one is asked for by whoever steps himself."""
+    """An error as from FixedPoint, except for a single step, which a caller may repeat."""
     start = completed(fitted(1e3))
     with pytest.raises(
         lw.errors.DivergedError, match=r"after 2 steps a logarithm moves by 2\..*Raise max_steps"
@@ -314,7 +314,7 @@ def test_numbers_that_are_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("prior", [1.0, lw.per_layer(1.0)], ids=["isotropic", "per_layer"])
 def test_the_same_noise_from_step_to_step(prior: Any) -> None:
-    """Two runs are identical, whatever was asked of the posterior in between."""
+    """Two runs are identical, also if the posterior was used in between."""
     start = fitted(prior, method=lw.Sampled(num_samples=40, tolerance=1e-6))
     tuner = lw.tuners.SampleEM(data(), max_steps=8)
     one = start.tuned(tuner)
@@ -337,7 +337,7 @@ def test_groups_say_how_well_they_are_known() -> None:
 
 
 def test_a_negative_gamma_of_a_group_is_refused() -> None:
-    """That of a group is no sum of squares: noise can be found for which it is negative in one, and positive in sum."""
+    """γ of a group is not a sum of squares: for some noise it is negative in one group and positive in total."""
     start = fitted(lw.per_layer(30.0))
     for seed in range(500):
         gen = torch.Generator().manual_seed(seed)

@@ -1,118 +1,29 @@
-"""A process with a kernel of its own around the network's outputs."""
+"""Settings and predictions of the fixed-mean process."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lapwing as lw
-from lapwing.likelihoods.energies import energy
-from lapwing.linalg.variational import Inducing
-from lapwing.losses import Statistics
-from lapwing.methods.fmgp import fmgp as module
-from lapwing.methods.fmgp.features import last_layer_network
-from lapwing.methods.fmgp.fmgp import Learning, State, Table
 from lapwing.methods.fmgp.kernels import FreeKernel
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
-from lapwing.problem import Problem
 from lapwing.registry import method_named
 from tests import problems
 from tests.cases import BY_NAME, CASES
-from tests.tolerances import SOLVED, assert_close, assert_within
-from tests.unit.methods import sine
+from tests.tolerances import assert_close, assert_within
+from tests.unit.methods.fmgp.tasks import classes, confident, curve, fitted, learned, model
 from tests.unit.methods.sine import NOISE
 
 D = torch.float64
+
+
 MLP = BY_NAME["mlp"]
-
-
-def curve(count: int = 60, seed: int = 0, place: float = 0.0) -> tuple[Tensor, Tensor]:
-    return sine.curve(count, seed, place)
-
-
-def model(place: float = 0.0) -> nn.Module:
-    """Fitted to a sine."""
-    found = sine.model(60)
-    found[2].bias.data += place
-    return found
-
-
-def fitted(method: Any, likelihood: Any = "regression", **options: Any) -> lw.Fitted:
-    data = options.pop("data", None) or [curve()]
-    return lw.fit(options.pop("model", None) or model(), data, likelihood, method=method, **options)
-
-
-@cache
-def classes(count: int = 60, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Three clouds that overlap."""
-    gen = torch.Generator().manual_seed(seed)
-    y = torch.arange(count) % 3
-    places = torch.tensor([[1.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]], dtype=D)
-    return places[y] + torch.randn(count, 2, dtype=D, generator=gen), y
-
-
-@cache
-def confident() -> nn.Module:
-    """Trained on few data until it is sure of them."""
-    torch.manual_seed(0)
-    network, (x, y) = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).double(), classes()
-    optimiser = torch.optim.Adam(network.parameters(), 0.05)
-    with torch.enable_grad():
-        for _ in range(300):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(network(x), y).backward()
-            optimiser.step()
-    network.zero_grad(set_to_none=True)
-    return network
-
-
-# Exact Gaussian process regression.
-
-
-@pytest.mark.parametrize("kind", ["rbf", "features"])
-def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
-    """With given kernel and noise, and what the points know in closed form: textbook covariances (M = n C)."""
-    torch.manual_seed(3)
-    network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    x, new = torch.randn(8, 2, dtype=D), torch.randn(4, 2, dtype=D)
-    noise = torch.tensor(0.3, dtype=D)
-    problem = lw.fit(
-        network, [(x, network(x).detach() + 1)], lw.Gaussian(), method=lw.baselines.MapOnly(), prior=1.0
-    ).problem
-    whole = problem.network
-    sight = Sight(whole, last_layer_network(whole, x) if kind == "features" else None)
-    lengths = torch.tensor([0.7, 1.3], dtype=D) if kind == "rbf" else torch.tensor([0.4], dtype=D)
-    kernel = FreeKernel(kind, lengths.log(), torch.tensor([[1.2, 0.0], [0.9, 0.4]], dtype=D))
-    seen, _ = sight(x)
-    numbers = torch.tensor([0, 1]).repeat(8)
-    points = seen.repeat_interleave(2, 0)
-    state = State(kernel, points, numbers, torch.zeros(16, dtype=D), noise.log(), Inducing(torch.eye(16, dtype=D)))
-    _, rows = state.whitened(Table(seen, seen, seen))
-    flat = rows.flatten(0, 1)
-    known = replace(state, inducing=state.inducing.updated(flat.T @ flat / noise, 1.0))
-    found = module._finished(problem, sight, known, Statistics(0.0, 8, 2), ())
-    joint = kernel.joint(torch.cat([seen, sight(new)[0]])).reshape(24, 24)
-    expected = joint[16:, 16:] - joint[16:, :16] @ torch.linalg.solve(
-        joint[:16, :16] + noise * torch.eye(16, dtype=D), joint[:16, 16:]
-    )
-    assert_close(found(new, joint=True).cov.reshape(8, 8), expected, 0.25)  # but for what keeps a kernel definite
-    assert_close(found(new).mean, network(new))
-    assert float(found.problem.likelihood.dispersion) == pytest.approx(0.3)
-
-
-# What is learned.
-
-
-@cache
-def learned() -> lw.Fitted:
-    return fitted(lw.FMGP(20, steps=250))
 
 
 def test_far_from_the_data_the_variance_is_the_priors() -> None:
@@ -147,7 +58,7 @@ def test_held_out_regression_is_better_than_the_plain_network() -> None:
     assert near[0] > near[1] - 0.05
 
 
-@pytest.mark.parametrize("kernel", [None, "features", "rbf"])
+@pytest.mark.parametrize("kernel", [None, "rbf"])
 def test_held_out_classes_are_better_than_the_plain_network(kernel: str | None) -> None:
     x, y = classes(300, 7)
     found = lw.fit(confident(), [classes()], "classification", method=lw.FMGP(20, kernel=kernel, steps=120))
@@ -166,238 +77,10 @@ def test_other_likelihoods(likelihood: Any) -> None:
     assert float(found.predict(x).log_prob(targets).mean()) > float(plain.predict(x).log_prob(targets).mean())
 
 
-def test_a_noise_for_each_output() -> None:
-    """Their ratios are those of the residuals; what they share starts there and is learned."""
-    x, _ = classes()
-    stds = torch.tensor([0.1, 1.0, 4.0], dtype=D)
-    with torch.no_grad():
-        f = confident()(x)
-    y = f + stds * torch.randn(60, 3, dtype=D, generator=torch.Generator().manual_seed(1))
-    found = lw.fit(confident(), [(x, y)], lw.Gaussian(per_output=True), method=lw.FMGP(9, steps=40))
-    residual = (f - y).square().mean(0)
-    noise = found.likelihood.noise_variance
-    assert_close(noise / noise.sum(), residual / residual.sum())
-    assert found.trace is not None
-    assert found.trace.steps[0].noise[0] == pytest.approx(1.0, rel=0.05)
-    assert float(noise[1]) != pytest.approx(float(residual[1]), rel=1e-3)
-
-
-def test_the_objective_rises() -> None:
-    found = fitted(lw.FMGP(10, steps=200))
-    assert found.trace is not None
-    scores = torch.tensor([step.score for step in found.trace.steps], dtype=D)
-    assert (found.trace.tuner, found.trace.score, len(scores)) == ("FMGP", "objective", 200)
-    assert float(scores[-20:].mean()) > float(scores[:20].mean())
-
-
-def test_the_noise_is_learned_or_kept() -> None:
-    free, given = fitted(lw.FMGP(10, steps=50)), fitted(lw.FMGP(10, steps=50), lw.Gaussian(noise_std=0.7))
-    residual = (model()(curve()[0]) - curve()[1]).detach().square().mean()
-    assert float(free.likelihood.dispersion) != pytest.approx(float(residual), rel=1e-3)
-    assert free.trace is not None
-    assert free.trace.steps[0].noise[0] == pytest.approx(float(residual), rel=0.05)
-    assert float(given.likelihood.dispersion) == pytest.approx(0.49)
-    assert given.trace is not None
-    assert given.trace.steps[-1].noise == ()
-
-
-@pytest.mark.parametrize("likelihood", [lw.Gaussian(), lw.Gaussian(noise_std=NOISE)], ids=["learned", "given"])
-def test_where_the_targets_lie_does_not_matter(likelihood: Any) -> None:
-    """The second process starts from the mean of the outputs, whether or not the noise is given."""
-    x = torch.linspace(-4, 4, 9, dtype=D)[:, None]
-    one = fitted(lw.FMGP(10, steps=50), likelihood).functions(x)
-    moved = fitted(lw.FMGP(10, steps=50), likelihood, model=model(100.0), data=[curve(place=100.0)]).functions(x)
-    assert_close(moved.cov, one.cov, 0.35)
-
-
-# The state that is kept.
-
-
-class Columns(nn.Module):
-    """The sine in the first column, in whatever units; others are not looked at."""
-
-    def __init__(self, size: float, place: float) -> None:
-        super().__init__()
-        self.inner, self.size, self.place = model(), size, place
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner((x[:, :1] - self.place) / self.size)
-        return found
-
-
-@pytest.mark.parametrize(("size", "place"), [(1e-4, 0.0), (1e4, 0.0), (1.0, 1e6)])
-def test_the_units_of_an_input_do_not_matter(size: float, place: float) -> None:
-    """Nor do those of one matter to what is learned about another."""
-    x, y = curve()
-    other = torch.randn(60, 1, dtype=D, generator=torch.Generator().manual_seed(3))
-    found = []
-    for unit, zero in ((1.0, 0.0), (size, place)):
-        inputs = torch.cat([unit * x + zero, other], 1)
-        method = lw.FMGP(10, steps=20)
-        found.append(lw.fit(Columns(unit, zero), [(inputs, y)], "regression", method=method).functions(inputs).cov)
-    assert float((found[1] - found[0]).abs().max()) < 1e-4 * float(found[0].abs().max())
-
-
-class Scaled(nn.Module):
-    """The sine in other units."""
-
-    def __init__(self, unit: float) -> None:
-        super().__init__()
-        self.inner, self.unit = model(), unit
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.unit * self.inner(x)
-        return found
-
-
-@pytest.mark.parametrize("unit", [1e-8, 1e-4, 1e4])
-def test_the_units_of_the_targets_do_not_matter(unit: float) -> None:
-    (x, y), q = curve(), torch.linspace(-4, 4, 9, dtype=D)[:, None]
-    fit = lambda u: lw.fit(Scaled(u), [(x, u * y)], "regression", method=lw.FMGP(10, steps=30))
-    one, other = fit(1.0), fit(unit)
-    assert_close(other.functions(q).cov / unit**2, one.functions(q).cov, 0.35)
-    assert_close(other.likelihood.dispersion / unit**2, one.likelihood.dispersion, 0.35)
-
-
-@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e3])
-def test_an_output_that_is_constant_has_the_scale_of_its_targets(unit: float) -> None:
-    y = unit * curve()[1]
-    spread = float(y.std(correction=0))
-    constant = torch.full((60, 1), 0.1 * unit, dtype=D)
-    assert float(module.scale(lw.Gaussian(), Table(y, constant, y))) == pytest.approx(spread)
-    assert float(module.scale(lw.Gaussian(), Table(y, 0.3 * y, y))) == pytest.approx(0.3 * spread)
-    assert float(module.scale(lw.Gaussian(), Table(y, 0.3 * y, constant))) == pytest.approx(0.3 * spread)
-    assert float(module.scale(lw.Gaussian(), Table(y, constant, constant))) == 1
-    assert float(module.scale(lw.Poisson(), Table(y, 0.3 * y / unit, 1e6 * y))) == pytest.approx(0.3 * spread / unit)
-
-
-@pytest.mark.parametrize("value", [0.3, math.pi, 1e5 + 0.1])
-def test_nor_is_one_whose_mean_is_rounded(value: float) -> None:
-    """Or that is constant but for rounding; no length is learned for it."""
-    x, y = curve()
-    fit = lambda c: lw.fit(
-        Columns(1.0, 0.0), [(torch.cat([x, c.expand_as(x)], 1), y)], "regression", method=lw.FMGP(10, steps=200)
-    )
-    rounded = torch.full((60, 1), value, dtype=D)
-    rounded[::2] *= 1 + 1e-13
-    kernels = [
-        fit(c).posterior.kernel for c in (torch.zeros(60, 1, dtype=D), torch.full((1,), value, dtype=D), rounded)
-    ]
-    for kernel in kernels[1:]:
-        assert_close(kernel.log_lengths, kernels[0].log_lengths, SOLVED)
-
-
-@pytest.mark.parametrize("value", [0.0, 7.0])
-def test_a_constant_input_is_no_hindrance(value: float) -> None:
-    """The points stay on it, and the variance is small among the data and large away from them, as without it."""
-    x, y = curve()
-    wide = lambda t: torch.cat([t, torch.full_like(t, value)], 1)
-    found = lw.fit(Columns(1.0, 0.0), [(wide(x), y)], "regression", method=lw.FMGP(20))
-    assert torch.equal(found.posterior.points[:, 1], torch.full((20,), value, dtype=D))
-    among, away = (found.functions(wide(torch.tensor([[t]], dtype=D))).variance for t in (0.0, 20.0))
-    assert float(away) > 5 * float(among)
-
-
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[State]:
-    states: list[State] = []
-    original = module._finished
-
-    def noted(problem: Problem, sight: Sight, state: State, *rest: Any) -> FunctionPosterior:
-        states.append(state)
-        return original(problem, sight, state, *rest)
-
-    monkeypatch.setattr(module, "_finished", noted)
-    return states
-
-
-@pytest.mark.parametrize("count", [10, 60])
-@pytest.mark.parametrize("kernel", ["rbf", "features"])
-def test_the_posterior_is_the_state_that_was_learned(kernel: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However near to singular the kernel of the points is."""
-    states = kept(monkeypatch)
-    found = fitted(lw.FMGP(count, kernel=kernel, steps=40))
-    x = torch.linspace(-5, 5, 21, dtype=D)[:, None]
-    seen, f = found.posterior.sight(x)
-    with torch.no_grad():
-        before, rows = states[0].whitened(Table(seen, f, f))
-        expected = states[0].inducing.left(before, rows)
-    assert_close(found.functions(x).cov, expected, SOLVED)
-    joint = found.functions(x, joint=True).cov.reshape(21, 21)
-    assert float(torch.linalg.eigvalsh(joint).min()) > -1e-8 * float(joint.diagonal().max())
-
-
-def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both processes count: 2 KL less the energies of the one with the network's mean and the one with its own."""
-    x, y = curve()
-    with torch.no_grad():
-        table = Table(x, model()(x), y)
-    monkeypatch.setattr(module, "uniform", lambda shape, *_: (torch.arange(shape[0], dtype=D) + 0.5) / shape[0])
-    likelihood = lw.Gaussian(noise_std=2.0)
-    method = lw.FMGP(6, batch_size=60)
-    learning = Learning.of(method, likelihood, "rbf", table, None, torch.Generator().manual_seed(0))
-    still = torch.optim.SGD(learning.state.free, lr=0.0)
-    for _ in range(80):
-        learning._step(still, 0.3)
-    state = learning.state
-    precision = state.inducing.precision.clone().requires_grad_()
-    before, rows = (t.detach() for t in state.whitened(learning.table))
-    cov = Inducing(precision).left(before, rows)
-    energies = sum(energy(likelihood, 1.0, mean, cov, y).sum() for mean in (table.f, learning.shift.expand(60, 1)))
-    divergence = 2 * Inducing(precision).divergence()
-    parts = [torch.autograd.grad(part, precision, retain_graph=True)[0] for part in (divergence, energies)]
-    assert float(parts[0].abs().max()) > 1e-3
-    assert_close(parts[0], parts[1], SOLVED)
-
-
-@pytest.mark.parametrize(("gap", "first"), [(3.0, False), (0.0, True)])
-def test_the_best_state_on_validation_data_is_kept(gap: float, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training data leave much unexplained; validation data at the outputs like no state as much as the first."""
-    looks: list[float] = []
-    original = Learning._held_out
-
-    def noted(self: Learning) -> float:
-        looks.append(original(self))
-        return looks[-1]
-
-    monkeypatch.setattr(Learning, "_held_out", noted)
-    (x, _), gen = curve(), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        f = model()(x)
-    held = [(x[::2], f[::2] + gap * torch.randn(30, 1, dtype=D, generator=gen).sign())]
-    far = f + 3 * torch.randn(60, 1, dtype=D, generator=gen).sign()
-    method = lw.FMGP(10, steps=100, learning_rate=0.05, validation=held, patience=3)
-    found = fitted(method, lw.Gaussian(noise_std=0.5), data=[(x, far)])
-    score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
-    assert score == pytest.approx(max(looks), abs=1e-8)
-    assert found.trace is not None
-    if first:
-        assert looks.index(max(looks)) == 0
-        assert len(looks) == 7  # after 1, 2 and 4 steps, the first after that, and three that try its patience
-        assert len(found.trace.steps) == 20
-    else:
-        assert looks.index(max(looks)) > 5
-        assert score > looks[0] + 0.5
-
-
-@pytest.mark.parametrize("likelihood", ["labels", "classes"])
-def test_ignored_validation_targets_are_refused(likelihood: str) -> None:
-    """They would be scored as if they were known."""
-    x, y = classes()
-    targets = (x[:, :1] + torch.arange(3) > 0).double() if likelihood == "labels" else y
-    chosen = lw.Bernoulli(ignore_index=-1) if likelihood == "labels" else lw.Categorical(ignore_index=-1)
-    held = targets.clone()
-    held[4] = -1
-    with pytest.raises(lw.errors.DataError, match="some validation targets are ignored ones"):
-        lw.fit(confident(), [(x, targets)], chosen, method=lw.FMGP(6, steps=3, validation=[(x, held)]))
-
-
 @pytest.mark.parametrize("likelihood", [lw.Categorical(class_weights=(3.0, 1.0, 1.0)), lw.Categorical(temperature=0.1)])
 def test_weights_that_would_have_no_say_are_refused(likelihood: Any) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"of Categorical is .* Use VaLLA\(alpha=0\)"):
         lw.fit(confident(), [classes()], likelihood, method=lw.FMGP(6, steps=3))
-
-
-# What it costs.
 
 
 def test_the_network_runs_once_over_the_data() -> None:
@@ -412,9 +95,6 @@ def test_the_network_runs_once_over_the_data() -> None:
     network.register_forward_pre_hook(lambda _, args: before.__setitem__(0, before[0] + len(args[0])))
     fitted(lw.baselines.MapOnly(), model=network)  # one pass too
     assert counts[0] == counts[1] == before[0]
-
-
-# The same as for every method.
 
 
 def test_joint_beliefs_and_samples(generator: torch.Generator) -> None:
@@ -495,23 +175,6 @@ def test_few_data_and_many_points(count: int) -> None:
         assert bool(torch.isfinite(found.functions(x).cov).all())
 
 
-FLAT = {"features": (2, 8, 2.0), "one feature": (1, 1, 2.0), "large": (1, 1, 2000.0), "noughts": (1, 1, 0.0)}
-
-
-@pytest.mark.parametrize("kind", FLAT)
-@pytest.mark.parametrize("count", [1, 20])
-def test_features_without_spread_have_a_unit(kind: str, count: int) -> None:
-    """One datum, or the same again and again: error bars of the targets' own size, and not hundreds of times that."""
-    torch.manual_seed(0)
-    inputs, width, value = FLAT[kind]
-    last = nn.Linear(width, 1)
-    network = (last if width == 1 else nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), last)).double()
-    x, y = torch.full((count, inputs), value, dtype=D), torch.randn(count, 1, dtype=D)
-    method, noise = lw.FMGP(20, kernel="features", steps=100), lw.Gaussian(noise_std=0.1)
-    found = lw.fit(network, [(x, y)], noise, method=method)
-    assert float(found.functions(x[:1]).std) < 3
-
-
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_surroundings_without_gradients(around: Any) -> None:
     x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
@@ -553,9 +216,6 @@ def test_the_prior_over_weights_has_no_say() -> None:
     assert torch.equal(one, other)
 
 
-# Refused.
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -567,8 +227,8 @@ def test_the_prior_over_weights_has_no_say() -> None:
         ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive, finite number"),
         ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
         ({"patience": 0}, "patience is 0; expected at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a positive number"),
-        ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive number"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a positive, finite number"),
+        ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive, finite number"),
         ({"kernel": "matern"}, "kernel is 'matern'; expected one of rbf, features"),
     ],
 )
@@ -594,17 +254,12 @@ def test_distances_need_numbers(name: str) -> None:
 
 def test_draws_and_ignored_targets_are_refused() -> None:
     x, y = classes()
-    with pytest.raises(lw.errors.UnsupportedError, match="no slope to learn by"):
+    with pytest.raises(lw.errors.UnsupportedError, match="no gradient to learn by"):
         lw.fit(confident(), [(x, y)], lw.Categorical(link="mc"), method=lw.FMGP())
     some = y.clone()
     some[3] = -100
     with pytest.raises(lw.errors.DataError, match="some targets are ignored ones"):
         lw.fit(confident(), [(x, some)], "classification", method=lw.FMGP(steps=3))
-
-
-def test_an_objective_that_runs_away() -> None:
-    with pytest.raises(lw.errors.NumericalError, match=r"FMGP: the objective is \S+ at step \d+.* Lower learning_rate"):
-        fitted(lw.FMGP(6, learning_rate=1e6, steps=100))
 
 
 def test_it_is_no_laplace_posterior() -> None:
@@ -623,27 +278,6 @@ def test_it_is_no_laplace_posterior() -> None:
 
 def test_the_methods_name() -> None:
     assert method_named("fmgp") == lw.FMGP()
-
-
-def test_samples_without_a_batch_are_refused() -> None:
-    x = torch.randn(30, 3)
-    network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
-    data = torch.utils.data.TensorDataset(x, x[:, :1])
-    with pytest.raises(lw.errors.DataError, match="3 inputs with 1 targets"):
-        lw.fit(network, data, "regression", method=lw.FMGP(5, steps=3))
-    with pytest.raises(lw.errors.DataError, match="3 inputs with 1 targets"):
-        lw.fit(network, [(x, x[:, :1])], "regression", method=lw.FMGP(5, steps=3, validation=data))
-
-
-def test_inputs_of_another_size_are_refused() -> None:
-    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 1))
-    small, large = (torch.randn(10, 1, n, n) for n in (6, 8))
-    y = torch.randn(10, 1)
-    with pytest.raises(lw.errors.DataError, match="inputs of 36 and of 64 numbers; expected as many in all"):
-        lw.fit(network, [(small, y), (large, y)], "regression", method=lw.FMGP(5, steps=3))
-    found = lw.fit(network, [(small, y)], "regression", method=lw.FMGP(5, steps=3))
-    with pytest.raises(lw.errors.DataError, match="inputs of 64 numbers; the kernel was learned on 36"):
-        found.functions(large)
 
 
 def test_data_that_ask_for_gradients() -> None:

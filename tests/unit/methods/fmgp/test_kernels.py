@@ -45,7 +45,7 @@ def test_entries(kind: str, each: bool) -> None:
     expected = torch.tensor(joint, dtype=D)
     assert_close(kernel.joint(u), expected)
     own = torch.stack([expected[i, :, i] for i in range(B)])
-    assert_close(kernel.own(u).contiguous(), own)
+    assert_close(kernel.marginal(u).contiguous(), own)
     across = [[[entry(kernel, u[i], z[m], c, int(NUMBERS[m])) for m in range(M)] for c in range(OUTPUTS)]
               for i in range(B)]  # fmt: skip
     assert_close(kernel.between(u, z, NUMBERS), torch.tensor(across, dtype=D))
@@ -55,7 +55,7 @@ def test_entries(kind: str, each: bool) -> None:
 
 @pytest.mark.parametrize("kind", KERNELS)
 def test_it_is_a_covariance(kind: str) -> None:
-    """Of outputs and points together: no eigenvalue below nought."""
+    """Of outputs and points together: no eigenvalue below zero."""
     kernel, u, z = made(kind), inputs(B, 0), inputs(M, 1)
     size = B * OUTPUTS
     across = kernel.between(u, z, NUMBERS).reshape(size, M)
@@ -68,8 +68,8 @@ def test_rbf_forgets_with_distance_and_features_grow_with_it() -> None:
     near, far = inputs(1, 0), 1e3 * inputs(1, 0)
     rbf, features = made("rbf"), made("features")
     assert float(rbf.between(far, near, NUMBERS[:1]).abs().max()) == 0
-    assert_close(rbf.own(far).contiguous(), rbf.own(near).contiguous())
-    assert float(features.own(far)[0, 0, 0]) > 1e4 * float(features.own(near)[0, 0, 0])
+    assert_close(rbf.marginal(far).contiguous(), rbf.marginal(near).contiguous())
+    assert float(features.marginal(far)[0, 0, 0]) > 1e4 * float(features.marginal(near)[0, 0, 0])
 
 
 def test_features_are_a_linear_layer_with_a_bias() -> None:
@@ -85,7 +85,7 @@ def test_slopes_in_everything_that_is_learned(kind: str) -> None:
 
     def found(lengths: Tensor, mixing: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kernel, u = FreeKernel(kind, lengths, mixing), inputs(B, 0)
-        return kernel.points(z, NUMBERS), kernel.between(u, z, NUMBERS), kernel.own(u).contiguous()
+        return kernel.points(z, NUMBERS), kernel.between(u, z, NUMBERS), kernel.marginal(u).contiguous()
 
     leaves = (start.log_lengths, start.mixing, inputs(M, 1))
     assert torch.autograd.gradcheck(found, tuple(t.clone().requires_grad_() for t in leaves), fast_mode=True)

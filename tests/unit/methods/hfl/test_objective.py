@@ -38,10 +38,10 @@ def test_gradients_and_curvature(kind: str, outputs: int) -> None:
     objective, d = built(energy), steps(energy)
     expected = torch.stack([energy.gradient(energy.theta + row) for row in d])
     assert_close(objective.gradient(d), expected)
-    assert_close(objective.curved(d), d @ energy.hessian())
-    moved = objective.moved(d[0])
+    assert_close(objective.hessian_product(d), d @ energy.hessian())
+    moved = objective.recentred(d[0])
     assert_close(moved.gradient(d), torch.stack([energy.gradient(energy.theta + d[0] + row) for row in d]))
-    assert_close(moved.curved(d), d @ energy.hessian(energy.theta + d[0]))
+    assert_close(moved.hessian_product(d), d @ energy.hessian(energy.theta + d[0]))
     values = torch.tensor([objective.value(row) - objective.value(0 * row) for row in d], dtype=D)
     constants = torch.stack([energy(energy.theta + row) - energy(energy.theta) for row in d]).detach()
     assert_close(values, constants)  # up to what does not depend on the weights
@@ -71,7 +71,7 @@ def test_some_weights() -> None:
     objective = built(energy, weights=lw.subnetwork(index))
     d = steps(energy)
     assert_close(objective.gradient(d), torch.stack([energy.gradient(energy.theta + row) for row in d]))
-    assert_close(objective.curved(d), d @ energy.hessian())
+    assert_close(objective.hessian_product(d), d @ energy.hessian())
     named = objective.weights(d[0])
     expected = energy.named(energy.theta + d[0])
     assert set(named) == {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -107,9 +107,11 @@ def test_chunks_of_rows_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> N
     energy = small("categorical", 3)
     d = steps(energy, 7)
     whole = built(energy)
-    expected = whole.gradient(d), whole.curved(d), whole.outputs(d, energy.x)
+    expected = whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)
     monkeypatch.setattr("lapwing.methods.hfl.objective.BYTES", 1)
-    for found, wanted in zip((whole.gradient(d), whole.curved(d), whole.outputs(d, energy.x)), expected, strict=True):
+    for found, wanted in zip(
+        (whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)), expected, strict=True
+    ):
         assert_close(found, wanted)
 
 
@@ -167,5 +169,5 @@ def test_the_copy_keeps_no_graph() -> None:
     objective = built(small())
     assert not any(p.requires_grad for p in objective.model.parameters())
     d = steps(small())
-    for found in (objective.gradient(d), objective.curved(d), objective.outputs(d, small().x)):
+    for found in (objective.gradient(d), objective.hessian_product(d), objective.outputs(d, small().x)):
         assert not found.requires_grad

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.inducing.anchors import AnchoredCurvature, AnchoredRows, Anchors
+from lapwing.methods.inducing.anchored import AnchoredCurvature, AnchoredRows
+from lapwing.methods.inducing.anchors import Anchors
 from lapwing.networks import budget
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME
@@ -125,7 +126,7 @@ def test_the_precision_is_that_of_the_matrix(name: str, kind: str) -> None:
     v = torch.randn(2, len(matrix), dtype=D)
     assert_close(found.solve(v), v @ covariance)
     assert_close(found.variances(), covariance.diagonal())
-    assert_close(curvature.shown, matrix.diagonal())
+    assert_close(curvature.anchored_diagonal, matrix.diagonal())
     assert_close(curvature.values, torch.linalg.eigvalsh(matrix)[-RANK:], SOLVED)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool, class_labels
-from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.placement import STARTS, every_output, landmarks, placed
 from lapwing.networks.network import Network
 from tests import problems
@@ -106,23 +105,23 @@ def test_greedy_takes_the_largest_variance_left(prior: str) -> None:
     assert len(chosen) == 7
 
 
-def test_greedy_looks_at_so_many_candidates() -> None:
-    """And at no fewer than there are points to place."""
+def test_greedy_chooses_among_the_candidates() -> None:
+    """There are at least as many candidates as points, so one candidate and twelve points give all twelve."""
     x = torch.randn(30, 2, dtype=D)
     network, prior, pool = setting(x, torch.zeros(30, dtype=torch.long))
-    few = placed(network, prior, pool, 5, "greedy", 1, generator())
-    assert len(few) == 5
-    best = placed(network, prior, pool, 5, "greedy", 1000, generator())
-    left = lambda anchors: float(remaining(network, anchors, x, prior))
-    assert left(best) < left(few)
+    rows = dense.jacobian(network.model, x, 30).flatten(0, 1)
+    variances = inducing.kernel(rows, rows, prior.vector).diagonal()
 
+    def chosen(count: int, candidates: int) -> list[int]:
+        anchors = placed(network, prior, pool, count, "greedy", candidates, generator())
+        return [3 * i + c for i, c in zip(numbers(anchors.inputs, x), anchors.outputs.tolist(), strict=True)]
 
-def remaining(network: Network, anchors: Anchors, x: Tensor, prior: Any) -> Tensor:
-    rows = dense.jacobian(network.model, x, len(x)).flatten(0, 1)
-    z = torch.stack([rows[3 * n + c] for n, c in zip(numbers(anchors.inputs, x), anchors.outputs.tolist())])
-    across = inducing.kernel(rows, z, prior.vector)
-    told = across @ torch.linalg.solve(inducing.kernel(z, z, prior.vector), across.T)
-    return (inducing.kernel(rows, rows, prior.vector) - told).trace()
+    among, some, every = chosen(12, 1), chosen(5, 12), chosen(5, 1000)
+    assert len(set(among)) == 12
+    assert len(set(some)) == len(set(every)) == 5
+    assert set(some) < set(among)
+    assert some[0] == max(among, key=lambda number: float(variances[number]))
+    assert every[0] == int(variances.argmax())
 
 
 def test_greedy_stops_where_outputs_have_nothing_more_to_say() -> None:

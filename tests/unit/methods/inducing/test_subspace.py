@@ -117,7 +117,7 @@ def test_all_directions_are_the_full_posterior() -> None:
     jacobians = network().linearise(CASE.batch(4, seed=2)).jacobians()
     assert_close(found.cross(jacobians), dense.joint_covariance(jac, exact))
     assert_close(found.logdet(), -torch.linalg.slogdet(exact)[1])
-    assert_close(whole.shown, ggn.diagonal())
+    assert_close(whole.inner_diagonal, ggn.diagonal())
 
 
 def test_the_basis_of_the_span_does_not_matter() -> None:
@@ -129,14 +129,14 @@ def test_the_basis_of_the_span_does_not_matter() -> None:
     jacobians = network().linearise(CASE.batch(4, seed=2)).jacobians()
     assert_close(other.precision(phi, prior).cross(jacobians), one.precision(phi, prior).cross(jacobians))
     assert_close(other.logdet(phi, prior), one.logdet(phi, prior))
-    assert_close(other.shown, one.shown)
+    assert_close(other.inner_diagonal, one.inner_diagonal)
 
 
 def test_the_diagonal_is_that_within_the_span() -> None:
     d, (_, ggn) = directions(), data()
     projector = d.T @ torch.linalg.inv(d @ d.T) @ d
     expected = (projector @ ggn @ projector).diagonal()
-    assert_close(curvature().shown, expected)
+    assert_close(curvature().inner_diagonal, expected)
     found = curvature().diagonal()
     assert bool((found >= expected - 1e-12).all())
     assert float(found.min()) > 0

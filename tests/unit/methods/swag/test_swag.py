@@ -145,11 +145,13 @@ def test_the_spread_on_a_quadratic_is_that_of_the_theory() -> None:
     model.weight.data.fill_(float(best))
     h, m = float(x.square().mean()), 0.5
     s = float((x * (x * best - y)).var()) / 10
-    for rate in (0.1, 0.4):
-        method = lw.baselines.SWAG(500, 2, learning_rate=rate, momentum=m, steps_between=int(1.6 / rate), batch_size=10)
+    for rate in (0.2, 0.4):
+        method = lw.baselines.SWAG(
+            500, 2, learning_rate=rate, momentum=m, steps_between=round(1.2 / rate), batch_size=10
+        )
         found = lw.fit(model, Fresh(x, y), lw.Gaussian(noise_std=0.5), method=method)
         theory = rate * s * (1 + m) / (h * (1 - m) * (2 * (1 + m) - rate * h))
-        # The standard error of a variance from 500 independent snapshots is 6 %.
+        # The standard error of a variance from 500 independent snapshots is 6 %; their correlation is 0.03.
         assert float(found.posterior.draws.variance) == pytest.approx(theory, rel=0.3)
 
 
@@ -161,10 +163,10 @@ def test_draws_have_the_stated_mean_and_covariance() -> None:
     found = fitted(model, snapshots=7, rank=5)
     draws = found.posterior.draws
     expected = 0.5 * torch.diag(draws.variance) + 0.5 * sum(torch.outer(d, d) for d in draws.deviations) / 4
-    samples = found.weight_samples(20_000, torch.Generator().manual_seed(0))
+    samples = found.weight_samples(5_000, torch.Generator().manual_seed(0))
     centre = found.network.theta() + draws.mean
     gap = samples - centre
-    assert float((gap.mean(0).abs() / (gap.std(0) / 20_000**0.5)).max()) < 5
+    assert float((gap.mean(0).abs() / (gap.std(0) / 5_000**0.5)).max()) < 5
     assert_within(torch.einsum("ni,nj->nij", gap, gap), expected)
 
 
@@ -392,7 +394,7 @@ def test_a_rate_that_is_too_high() -> None:
 
 
 def test_a_strong_prior_raises_the_loss_and_not_the_objective() -> None:
-    """Weights fall to nought, which is far from the data and no divergence."""
+    """Weights fall to zero, which is far from the data and no divergence."""
     model = net()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(200):
@@ -407,7 +409,7 @@ def test_a_strong_prior_raises_the_loss_and_not_the_objective() -> None:
 
 def test_a_rate_that_cannot_be_found() -> None:
     with pytest.raises(
-        lw.errors.NumericalError, match=r"even at a rate of 9\.5e-08; expected one at which it stays near"
+        lw.errors.NumericalError, match=r"even at a learning rate of 9\.5e-08; expected one at which it stays near"
     ):
         fitted(net(), learning_rate=None, weight_decay=1e12)
 
@@ -437,10 +439,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"rank": 1}, "rank is 1; expected at least 2"),
     "samples": ({"samples": 0}, "samples is 0; expected at least 2"),
     "more": ({"snapshots": 5, "rank": 6}, "rank is 6 and snapshots 5; expected no more deviations than snapshots"),
-    "rate": ({"learning_rate": 0.0}, r"learning_rate is 0\.0; expected a positive number"),
-    "no rate": ({"learning_rate": float("nan")}, "learning_rate is nan; expected a positive number"),
-    "momentum": ({"momentum": 1.0}, r"momentum is 1\.0; expected a number from 0 up to, but not, 1"),
-    "decay": ({"weight_decay": -1.0}, r"weight_decay is -1\.0; expected a number from 0 on, or None"),
+    "rate": ({"learning_rate": 0.0}, r"learning_rate is 0\.0; expected a positive, finite number"),
+    "no rate": ({"learning_rate": float("nan")}, "learning_rate is nan; expected a positive, finite number"),
+    "momentum": ({"momentum": 1.0}, r"momentum is 1\.0; expected a number of at least 0 and below 1"),
+    "decay": ({"weight_decay": -1.0}, r"weight_decay is -1\.0; expected a finite number of at least 0, or None"),
     "epochs": ({"epochs_between": 0}, "epochs_between is 0; expected at least 1"),
     "steps": ({"steps_between": 0}, "steps_between is 0; expected at least 1"),
     "batch": ({"batch_size": 0}, "batch_size is 0; expected at least 1"),

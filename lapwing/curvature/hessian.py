@@ -1,0 +1,66 @@
+"""The Hessian of the loss."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lapwing.core.data import Data, check_finite
+from lapwing.curvature.full import FullCurvature
+from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.linalg.gram import symmetrise
+from lapwing.losses import Statistics, checked_count
+from lapwing.networks import products
+from lapwing.networks.backward import seed_by_seed
+from lapwing.networks.budget import near
+from lapwing.networks.forward import raw_output, recording, shaped
+from lapwing.networks.graph import read
+from lapwing.networks.network import Network
+
+
+def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:
+    """Return the Hessian of the loss in the weights, by double backward for many rows at once, summed in float64."""
+    if network.shift is not None:
+        raise UnsupportedError("the Hessian exists at the trained weights only; use curvature='ggn'.")
+    selection = network.selection
+    tensors = dict(network.model.named_parameters())
+    chosen = [tensors[name] for name in selection.names]
+    total = torch.zeros(selection.size, selection.size, dtype=torch.float64, device=network.device)
+    loss_sum, count = 0.0, 0
+    for batch in data.batches("Hessian"):
+        with sdpa_kernel(SDPBackend.MATH), recording(tensors, selection.names, network.plain):
+            raw = raw_output(network.model, batch.inputs)
+            f = shaped(raw)
+            check_finite(f.detach(), "outputs of the network")
+            y = likelihood.targets(f.detach(), batch.targets)
+            loss = likelihood.loss(f, y).sum()
+            grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
+            gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
+            if gradient.requires_grad:
+                looped = seed_by_seed(read(raw, raw.shape[0]), raw, network.recurrent)
+                _add_slopes(total, gradient, network, raw.shape[0], looped)
+        loss_sum += float(loss.detach())
+        count += int(likelihood.count(f.detach(), y))
+    symmetrise(total)
+    return FullCurvature(total, selection, definite=False), Statistics(
+        loss_sum, checked_count(count), network.output_shape[-1]
+    )
+
+
+def _add_slopes(total: Tensor, gradient: Tensor, network: Network, batch: int, looped: bool) -> None:
+    """Add ∂ gradient / ∂ θ to ``total``, as many rows at once as fit the byte budget; one by one if ``looped``."""
+    size, width = len(gradient), 4 * batch * network.footprint.width  # forward, backward, and the gradients of both
+    step = max(1, near(network.device) // (gradient.element_size() * (2 * size + width)))
+    rows = partial(products.vjp, network.model, network.selection, gradient)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        seeds = torch.nn.functional.one_hot(torch.arange(start, stop, device=gradient.device), size)
+        try:
+            slopes = rows(seeds, looped)
+        except (RuntimeError, NotImplementedError):  # an operation without a batching rule
+            slopes = rows(seeds, True)
+        total[start:stop] += slopes.double()

@@ -1,0 +1,222 @@
+"""The contract of a method: how it is fitted, what it costs, when ``Auto`` may pick it, and where it is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from lapwing.core.data import Data
+from lapwing.posteriors.protocols import Posterior
+from lapwing.problem import Problem
+
+
+@runtime_checkable
+class Method(Protocol):
+    """A way to compute the posterior: a frozen dataclass of settings."""
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior: ...
+
+
+@runtime_checkable
+class NeedsPrior(Protocol):
+    """A method that may have no evidence to learn a prior with; ``fit`` then learns one beforehand.
+
+    Where ``needs_prior`` is False, the method is fitted like the others.
+    """
+
+    @property
+    def needs_prior(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """The sizes of one block of parameters."""
+
+    size: int
+    positions: int = 1  # T: pixels, tokens or time steps that share the weight
+    form: tuple[int, int, int] | None = None  # (groups, d_out, d_in) of a linear map; None for other parameters
+
+    @property
+    def product(self) -> int:
+        """Multiplications of the linear map for one datum."""
+        return 0 if self.form is None else self.positions * self.size
+
+    @property
+    def factors(self) -> int:
+        """Numbers in the two Kronecker factors of a linear map."""
+        if self.form is None:
+            return 0
+        groups, d_out, d_in = self.form
+        return groups * (d_in**2 + d_out**2)
+
+    @property
+    def gradient(self) -> int:
+        """Numbers kept of the gradient of one output: the two factors of a linear map, or the row itself if shared."""
+        if self.form is None or self.positions > 1:
+            return self.size
+        groups, d_out, d_in = self.form
+        return groups * (d_in + d_out)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network and its data in numbers, from which a method computes its cost. Work is counted in multiplications."""
+
+    blocks: tuple[BlockWork, ...]
+    weights: int  # P, the chosen weights
+    parameters: int  # of the whole model
+    output_shape: tuple[int, ...]  # (C,) or (T, C)
+    input_size: int  # numbers in one input
+    data: int
+    itemsize: int  # bytes of a number in the dtype of the network
+    width: int  # numbers that a backward pass holds for one datum and one output
+    single: bool = False  # weights are chosen one by one, so they have no Kronecker structure
+    dropout: bool = False  # the model has a dropout layer
+
+    @property
+    def outputs(self) -> int:
+        """Numbers in the output for one input: C, or T C with an output for each token."""
+        return torch.Size(self.output_shape).numel()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the Jacobian over all data: n C."""
+        return self.data * self.outputs
+
+    @property
+    def forward(self) -> int:
+        """Work of a forward pass for one datum."""
+        return sum(block.product for block in self.blocks)
+
+    @property
+    def backward(self) -> int:
+        """Work of a backward pass for one datum, without gradients of the weights and of the first layer's input."""
+        products = [block.product for block in self.blocks if block.product]
+        return sum(products[1:])
+
+    @property
+    def training(self) -> int:
+        """Work of a plain training step for one datum: a forward and a backward pass, and the weights' gradients."""
+        return max(1, 2 * self.forward + self.backward)
+
+    @property
+    def all_outputs(self) -> int:
+        """Work of a forward pass and a backward pass for each output, for one datum."""
+        return self.forward + self.outputs * self.backward
+
+    @property
+    def gradient(self) -> int:
+        """Numbers kept of the gradient of one output; also the work for one entry of the tangent kernel."""
+        return sum(block.gradient for block in self.blocks)
+
+    @property
+    def squares(self) -> int:
+        """Work to sum the squared gradients of all outputs for one datum."""
+        once = lambda block: block.form is not None and block.positions == 1
+        return sum(block.size if once(block) else self.outputs * block.positions * block.size for block in self.blocks)
+
+    @property
+    def factors(self) -> int:
+        """Numbers in the Kronecker factors of all linear maps."""
+        return sum(block.factors for block in self.blocks)
+
+    @property
+    def factor_work(self) -> int:
+        """Work of the Gram matrices of all linear maps for one datum."""
+        forms = [(block.positions, *block.form) for block in self.blocks if block.form is not None]
+        return sum(t * groups * (d_in**2 + self.outputs * d_out**2) for t, groups, d_out, d_in in forms)
+
+    def other_blocks(self, full_limit: int) -> int:
+        """Numbers for the blocks that are no linear map: a matrix up to ``full_limit`` entries, a diagonal above."""
+        sizes = [block.size for block in self.blocks if block.form is None]
+        return sum(size**2 if size <= full_limit else size for size in sizes)
+
+    def kernel(self, points: int) -> int:
+        """Work to compute the gradient of one output at each of ``points`` inputs, and the kernel of all of them."""
+        return points * (self.forward + self.backward) + points**2 * self.gradient
+
+    def cost(self, stored: int, work: float, note: str = "", supported: bool = True) -> Cost:
+        """Return the cost of a fit with this ``work`` for each datum."""
+        return Cost(stored, work / self.training, note, supported)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a fit, before anything is fitted."""
+
+    stored: int  # bytes that the posterior keeps
+    fit_epochs: float  # work of the fit over that of one plain forward and backward pass over the same data
+    note: str = ""
+    supported: bool = True
+
+
+@runtime_checkable
+class HasCost(Protocol):
+    """A method that knows its cost; ``check`` prints "cost unknown" for others."""
+
+    def cost(self, workload: Workload) -> Cost: ...
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The problem that ``Auto`` looks for a method for, and its limits."""
+
+    weights: int  # P
+    rows: int  # n C
+    memory: float  # bytes
+    num_samples: int  # for methods that draw samples
+    single: bool = False  # weights are chosen one by one
+    learn_prior: bool = False  # the prior precision is still to be learned
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A method for one problem, and what it would take. Where ``kind`` is empty, it is used whatever it takes."""
+
+    method: Method
+    tier: int  # lower ones are tried first: 0 exact, 1 samples of the exact posterior, 2 by layers, 3 by weights
+    memory: float = 0.0  # bytes held at the peak, besides one chunk of a pass
+    work: float = 0.0  # multiplications
+    kind: str = ""  # what it computes, in words
+
+
+@runtime_checkable
+class AutoCandidate(Protocol):
+    """A method that ``Auto`` may pick."""
+
+    @classmethod
+    def offer(cls, budget: Budget) -> Offer | None:
+        """Return the method with settings for this problem; None if it does not apply."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Settings at which a method is exact. tests/conformance holds the method to it.
+
+    ``scope``: "network", equal to the dense GGN posterior of any network; "linear", to Bayesian regression for one
+    linear layer; "orthogonal", the same if the inputs have orthogonal columns.
+    """
+
+    settings: Callable[[int, int], Method]  # from P weights and n C rows
+    scope: Literal["network", "linear", "orthogonal"]
+    name: str = ""  # tells several entries of one method apart
+    prior: Literal["weight", "input", "layer"] = "weight"  # the finest prior that it takes; others it refuses
+    iterative: bool = False  # solved to half of the digits
+    no_laws: str = ""  # why the laws of exact methods are not tried on the named networks, if they are not
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """How tests/conformance tries a method, as its class attribute ``conformance``.
+
+    Without one, a method is tried with its defaults, and held to the laws for every method.
+    """
+
+    exact: tuple[Exactness, ...] = ()
+    never_exact: str = ""  # why, where ``exact`` is empty
+    small: Callable[[nn.Module], Mapping[str, Method]] | None = None  # quick settings for some ten data, by name

@@ -1,0 +1,194 @@
+"""Laws that hold for every registered method, whatever it computes and with or without a declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.posteriors.protocols import HasFunctionSamples, HasWeightSamples
+from lapwing.registry import METHODS
+from tests import problems
+from tests.cases import BY_NAME, CASES
+from tests.conformance.declared import LAWFUL, SMALL, lawful_entries, small_method
+from tests.tolerances import SOLVED, assert_close
+
+D = torch.float64
+TOTAL, INPUTS, CLASSES = 10, 4, 3
+X = torch.randn(TOTAL, INPUTS, dtype=D, generator=torch.Generator().manual_seed(1))
+NEW = torch.randn(5, INPUTS, dtype=D, generator=torch.Generator().manual_seed(2))
+Y = torch.randint(0, CLASSES, (TOTAL,), generator=torch.Generator().manual_seed(3))
+CUTS = [(10,), (4, 6), (1, 2, 3, 4)]
+
+
+def net() -> nn.Module:
+    """A network that every method takes: one of them needs a dropout layer."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(INPUTS, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, CLASSES)).double().eval()
+
+
+def fitted(name: str, cut: tuple[int, ...] = (10,), model: nn.Module | None = None, seed: int = 7) -> lw.Fitted:
+    """A strong prior, so that the weights are near a minimum of the regularised loss."""
+    model = net() if model is None else model
+    generator = torch.Generator().manual_seed(seed)
+    data = problems.split(X, Y, cut)
+    method = small_method(name, model)
+    return lw.fit(model, data, "classification", method=method, prior=1e3, generator=generator)
+
+
+@pytest.fixture(params=SMALL)
+def name(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+def same(one: lw.Fitted, other: lw.Fitted) -> None:
+    for joint in (False, True):
+        a, b = one.functions(NEW, joint=joint), other.functions(NEW, joint=joint)
+        assert_close(a.mean, b.mean)
+        assert_close(a.cov, b.cov, SOLVED)
+    assert_close(one.predict(NEW).probs, other.predict(NEW).probs, SOLVED)
+
+
+def everything(posterior: lw.Fitted, x: Any, generator: torch.Generator) -> list[Tensor]:
+    """Ask a posterior for all that it has, and check that it refuses the rest."""
+    belief, joint = posterior.functions(x), posterior.functions(x, joint=True)
+    results = [belief.mean, belief.cov, belief.std, joint.cov, posterior.predict(x).probs]
+    if isinstance(posterior.posterior, HasFunctionSamples):
+        results.append(posterior.function_samples(x, 2, generator))
+    else:
+        with pytest.raises(lw.errors.UnsupportedError, match="has no function samples"):
+            posterior.function_samples(x, 2, generator)
+    if isinstance(posterior.posterior, HasWeightSamples):
+        results += [posterior.weight_samples(2, generator), posterior.network_samples(x, 2, generator)]
+    else:
+        with pytest.raises(lw.errors.UnsupportedError, match="has no weight samples"):
+            posterior.network_samples(x, 2, generator)
+    return results
+
+
+@pytest.mark.parametrize("cut", CUTS[1:])
+def test_batches_may_be_cut_in_any_way(name: str, cut: tuple[int, ...]) -> None:
+    same(fitted(name, cut), fitted(name))
+
+
+def test_equal_seeds_give_equal_results(name: str) -> None:
+    model = net()
+    one, two = (everything(fitted(name, model=model), NEW, torch.Generator().manual_seed(5)) for _ in range(2))
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_shapes(name: str) -> None:
+    posterior = fitted(name)
+    belief, joint = posterior.functions(NEW), posterior.functions(NEW, joint=True)
+    assert belief.mean.shape == belief.variance.shape == belief.std.shape == (5, CLASSES)
+    assert belief.cov.shape == (5, CLASSES, CLASSES)
+    assert joint.cov.shape == (5, CLASSES, 5, CLASSES)
+    assert posterior.predict(NEW).probs.shape == (5, CLASSES)
+    size = sum(p.numel() for p in net().parameters())
+    shapes = [tuple(t.shape) for t in everything(posterior, NEW, torch.Generator().manual_seed(5))[5:]]
+    assert set(shapes) <= {(2, 5, CLASSES), (2, size)}
+    for result in everything(posterior, NEW, torch.Generator().manual_seed(5)):
+        assert result.dtype == D
+        assert bool(torch.isfinite(result).all())
+        assert not result.requires_grad
+
+
+def test_predictions_do_not_depend_on_the_batch_they_are_asked_in(name: str) -> None:
+    posterior = fitted(name)
+    together = posterior.functions(NEW)
+    alone = [posterior.functions(NEW[b : b + 1]) for b in range(len(NEW))]
+    assert_close(torch.cat([each.mean for each in alone]), together.mean)
+    assert_close(torch.cat([each.cov for each in alone]), together.cov, SOLVED)
+
+
+def test_a_file_gives_the_same_posterior_or_is_refused(name: str, tmp_path: Path) -> None:
+    model = net()
+    posterior, path = fitted(name, model=model), tmp_path / "posterior.lapwing"
+    try:
+        posterior.save(path)
+    except lw.errors.UnsupportedError as error:
+        assert "fit" in str(error)  # noqa: PT017
+        assert not path.exists()
+    else:
+        loaded = problems.unchanged(model, lambda: lw.load(path, model))
+        same(loaded, posterior)
+        one, two = (everything(p, NEW, torch.Generator().manual_seed(5)) for p in (loaded, posterior))
+        for a, b in zip(one, two, strict=True):
+            assert_close(a, b, SOLVED)
+
+
+def test_the_model_and_the_global_generator_are_unchanged(name: str) -> None:
+    model = net()
+    model.register_forward_hook(lambda *_: None)
+    before, random = problems.state(model), torch.get_rng_state()
+    posterior = fitted(name, (4, 6), model)
+    problems.assert_unchanged(before, model)
+    everything(posterior, NEW, torch.Generator().manual_seed(5))
+    problems.assert_unchanged(before, model)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+MOST = 400  # more than the weights, and than the rows, of any named network with six data
+VARIANTS: dict[str, Any] = {
+    "hessian": lw.Full(curvature="hessian"), "fisher": lw.Diagonal(curvature="fisher_mc"),
+    "plain network": lw.baselines.MapOnly(),
+}  # fmt: skip
+SOME = ["mlp", "cnn", "attention", "lstm", "token_level", "dict_input"]  # where the other methods are tried as well
+
+
+def methods_for(case: str, model: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield methods by name that take every network, and then, on some networks, those that may refuse it."""
+    for name, entry in lawful_entries().items():
+        yield name, lambda entry=entry: entry.settings(MOST, MOST)
+    for name, method in VARIANTS.items():
+        yield name, lambda method=method: method
+    for name in SMALL if case in SOME else []:
+        if name not in LAWFUL:
+            yield name, lambda name=name: small_method(name, model)
+
+
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+def test_every_call_leaves_the_model_bit_identical(case: str) -> None:
+    """Where a method refuses a network, too."""
+    chosen = BY_NAME[case]
+    model = chosen.build()
+    next(iter(model.modules())).register_forward_hook(lambda *_: None)
+    inputs, data, likelihood = chosen.batch(3, seed=1), problems.batches(chosen), problems.likelihood(chosen)
+    random, before = torch.get_rng_state(), problems.state(model)
+    generator, refused = torch.Generator().manual_seed(1), []
+    for name, make in methods_for(case, model):
+        prior = None if name in LAWFUL and name != "full" else 1e3  # learned with the evidence, or given
+        weights = lw.last_layer if name == "hessian" else None  # all weights would be slow
+        try:
+            options = {"method": make(), "weights": weights, "prior": prior, "generator": generator}
+            posterior = lw.fit(model, data, likelihood, **options)
+            problems.assert_unchanged(before, model)
+            everything(posterior, inputs, generator)
+        except lw.LapwingError:
+            refused.append(name)
+        problems.assert_unchanged(before, model)
+    assert not {*LAWFUL, *VARIANTS} & set(refused)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+SETTINGS = [
+    (name, field.name)
+    for name, kind in METHODS.items()
+    for field in fields(kind)
+    if field.init and field.repr and (field.default is not MISSING or field.default_factory is not MISSING)
+]
+
+
+@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+def test_a_setting_that_makes_no_sense_is_refused(name: str, setting: str) -> None:
+    """When the method is made; data and networks, which are not part of its repr, are checked in the fit."""
+    with pytest.raises(lw.errors.UnsupportedError, match=rf"{setting} is .*nonsense.*; expected"):
+        METHODS[name](**{setting: "nonsense"})
