@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-import lapwing.networks.ops.table  # noqa: F401  fills the table of operations
 from lapwing.networks.forms import Use
 from lapwing.networks.nodes import LEAF, Node, leaf_name, output_shape
-from lapwing.networks.ops.operation import operation, operation_named
+from lapwing.networks.ops.entry import operation, operation_named
 
 
 @dataclass(frozen=True, eq=False)

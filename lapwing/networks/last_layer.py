@@ -10,7 +10,7 @@ from torch import nn
 from lapwing.errors import ModelError
 from lapwing.networks.graph import Graph, Uses
 from lapwing.networks.nodes import Node, leaf_name
-from lapwing.networks.ops.operation import operation
+from lapwing.networks.ops.entry import operation
 from lapwing.networks.selection import Selection, float_parameters, selected
 
 

@@ -10,7 +10,7 @@ from lapwing.networks.budget import Footprint
 from lapwing.networks.forms import Use
 from lapwing.networks.graph import Graph, Uses
 from lapwing.networks.nodes import Node, Shape, output_shape
-from lapwing.networks.ops.operation import operation
+from lapwing.networks.ops.entry import operation
 from lapwing.networks.ownership import Patterns
 
 Layout = tuple[Block, ...]

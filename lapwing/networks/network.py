@@ -35,7 +35,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.graph import Graph, Uses, find_uses, read
 from lapwing.networks.layout import Layout, arranged, footprint
-from lapwing.networks.ops.operation import operation
+from lapwing.networks.ops.entry import operation
 from lapwing.networks.ownership import Patterns, find_patterns
 from lapwing.networks.samples import learn
 from lapwing.networks.selection import Selection, Weights

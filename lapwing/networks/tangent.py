@@ -23,7 +23,7 @@ from lapwing.networks.graph import Graph, Uses
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.nodes import Node, output_shape
-from lapwing.networks.ops.operation import operation
+from lapwing.networks.ops.entry import operation
 from lapwing.networks.ownership import Patterns
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Batch, Data, Inputs, batch_size, map_tensors
+from lapwing.core.data import Batch, Data, Inputs, map_tensors
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped
@@ -100,7 +100,7 @@ class Objective:
     def outputs(self, d: Tensor, inputs: Inputs) -> Tensor:
         """Return f for every row of d, (K, B, [T,] C)."""
         inputs = self.cast(inputs)
-        return self.each(lambda row: self.run(row, inputs), d, batch_size(inputs))
+        return self.each(lambda row: self.run(row, inputs), d, self.network.count(inputs))
 
     def cast(self, inputs: Inputs) -> Inputs:
         """Return the inputs with their real numbers in the dtype of the copy."""
@@ -121,7 +121,7 @@ class Objective:
         total = self._precision * (self.centre + d - self._mean)
         for batch in chosen:
             slope = torch.func.grad(lambda row, b=batch: self._loss(row, b.inputs, b.targets))
-            total = total + share * self.each(slope, d, batch_size(batch.inputs))
+            total = total + share * self.each(slope, d, batch.n_samples)
         return total
 
     def hessian_product(self, v: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Objective:
         for batch in self.batches:
             slope = torch.func.grad(lambda row, b=batch: self._loss(row, b.inputs, b.targets))
             product = lambda row, s=slope: torch.func.vjp(s, zero)[1](row)[0]  # the Hessian is symmetric
-            total = total + self.each(product, v, 2 * batch_size(batch.inputs))
+            total = total + self.each(product, v, 2 * batch.n_samples)
         return total
 
     def slopes(self, d: Tensor, inputs: Inputs, seeds: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, batch_size, check_finite, map_tensors
+from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.pool import Pool
 from lapwing.core.random import normal
+from lapwing.core.samples import SampleRows
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import DataError, LapwingError
 from lapwing.methods.hfl.objective import Objective
@@ -32,8 +33,8 @@ def evaluation_batches(given: Any, problem: Problem, data: Data, few: bool) -> l
 
 def check_evaluation(objective: Objective, batches: list[Inputs]) -> None:
     """Raise if evaluation inputs are empty, not finite, or do not fit the network."""
-    sizes = [batch_size(part) for part in batches]
-    if not sizes or min(sizes) == 0:
+    sizes = [SampleRows().count(part) for part in batches]
+    if not sizes or 0 in sizes:
         raise DataError(f"evaluation holds batches of {sizes} inputs; expected at least one batch, and inputs in each.")
     for part in batches:
         check_finite(part, "evaluation inputs")
@@ -52,15 +53,16 @@ def check_evaluation(objective: Objective, batches: list[Inputs]) -> None:
 def averaged(objective: Objective, batches: list[Inputs], absolute: bool) -> Push:
     """Return the gradient of the average over inputs of Σ_c f_c, or of Σ_c |f_c|, as a function of d (K, P)."""
     parts = [objective.cast(part) for part in batches]
-    total = sum(objective.network.count(part) for part in batches)
+    sizes = [objective.network.count(part) for part in batches]
+    total = sum(sizes)
 
     def push(d: Tensor) -> Tensor:
         gradient = torch.zeros_like(d)
-        for part in parts:
+        for part, n_samples in zip(parts, sizes, strict=True):
             size = lambda row, x=part: (
                 (objective.run(row, x).abs() if absolute else objective.run(row, x)).sum() / total
             )
-            gradient = gradient + objective.each(torch.func.grad(size), d, batch_size(part))
+            gradient = gradient + objective.each(torch.func.grad(size), d, n_samples)
         return gradient
 
     return push

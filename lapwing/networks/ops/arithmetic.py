@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.networks.forms import Elementwise, Use
 from lapwing.networks.nodes import Node
-from lapwing.networks.ops.operation import Sources
+from lapwing.networks.ops.entry import Sources
 from lapwing.networks.ops.parameters import elementwise
 
 

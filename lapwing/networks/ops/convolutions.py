@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lapwing.networks.forms import Convolution, Elementwise, Form, TransposedConvolution, Use
 from lapwing.networks.nodes import Node
+from lapwing.networks.ops.entry import Sources
 from lapwing.networks.ops.gradients import NoRuleError
-from lapwing.networks.ops.operation import Sources
 
 
 def pull_convolution(node: Node, grad: Tensor, operand: int) -> Tensor:

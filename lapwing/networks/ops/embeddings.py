@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lapwing.networks.forms import Lookup, Use
 from lapwing.networks.nodes import Node
-from lapwing.networks.ops.operation import Sources
+from lapwing.networks.ops.entry import Sources
 
 
 def use_table(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lapwing.networks.forms import Elementwise, Factor, Use
 from lapwing.networks.nodes import Node
+from lapwing.networks.ops.entry import NormStatistics, Sources
 from lapwing.networks.ops.gradients import NoRuleError
-from lapwing.networks.ops.operation import NormStatistics, Sources
 
 
 def pull_batch_norm(node: Node, grad: Tensor, operand: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from lapwing.networks.forms import Elementwise, Factor, Part
 from lapwing.networks.nodes import Node, output_shape
-from lapwing.networks.ops.operation import Sources, operation
+from lapwing.networks.ops.entry import Sources, operation
 
 
 def elementwise(

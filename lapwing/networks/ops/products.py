@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lapwing.networks.forms import Matmul, Use
 from lapwing.networks.nodes import Node, output_shape
+from lapwing.networks.ops.entry import Sources, operation
 from lapwing.networks.ops.gradients import NoRuleError
-from lapwing.networks.ops.operation import Sources, operation
 from lapwing.networks.ops.parameters import elementwise, used_rows
 
 

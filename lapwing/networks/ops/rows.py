@@ -8,7 +8,7 @@ that a probe must decide. Calling an operand mixed that is not costs a probe and
 from __future__ import annotations
 
 from lapwing.networks.nodes import Node, Shape, output_shape, signed
-from lapwing.networks.ops.operation import Keeps, Rows, n_rows
+from lapwing.networks.ops.entry import Keeps, Rows, n_rows
 
 
 def row_wise(node: Node, shape: Shape) -> Keeps | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lapwing.networks.ops import activations, arithmetic, convolutions, embeddings, norms, pooling, products, shapes
+from lapwing.networks.ops.entry import Operation, register
 from lapwing.networks.ops.gradients import Expanded, New, Slope, View
-from lapwing.networks.ops.operation import Operation, register
 from lapwing.networks.ops.rows import along, normalised_rows, permuted, reordered, row_wise
 
 # Operations that keep all entries in their order.

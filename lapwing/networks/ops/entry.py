@@ -133,8 +133,7 @@ def register(*operations: Operation) -> None:
     only slower. An entry is believed: check it against autograd.
 
     >>> import torch
-    >>> from lapwing.networks.ops.gradients import Slope
-    >>> from lapwing.networks.ops.rows import row_wise
+    >>> from lapwing.networks.ops import Operation, Slope, operation, register, row_wise
     >>> x = torch.ones(2, 3, requires_grad=True)
     >>> torch.sinh(x).grad_fn.name()
     'SinhBackward0'
