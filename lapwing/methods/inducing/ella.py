@@ -96,8 +96,8 @@ class ELLA:
         gram, statistics = within(problem, data, directions, squares)
         if squares is None:
             return WeightPosterior.fitted(problem, SubspaceCurvature(directions, gram, network.selection), statistics)
-        values, turn = torch.linalg.eigh(gram)
-        _, singular, vectors = torch.linalg.svd((turn * values.clamp_min(0).sqrt()).mT @ rows, full_matrices=False)
+        values, basis = torch.linalg.eigh(gram)
+        _, singular, vectors = torch.linalg.svd((basis * values.clamp_min(0).sqrt()).mT @ rows, full_matrices=False)
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
         curvature = BoundedCurvature(part, squares.diagonal())
         return WeightPosterior.fitted(problem, curvature, statistics)

@@ -138,10 +138,8 @@ class VaLLA:
                 return points.posterior(data)
             return self._learn_on_batches(points, data, generator)
         place = lambda start: placed(network, problem.prior, pool, self.num_inducing, start, self.candidates, generator)
-        anchors, optimiser = (
-            place(self.start or "greedy"),
-            self.optimiser or self.optimiser_for(network.footprint.width, rows),
-        )
+        anchors = place(self.start or "greedy")
+        optimiser = self.optimiser or self.optimiser_for(network.footprint.width, rows)
         movable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
         points = InducingPoints(problem, anchors, statistics, pool.total, movable)
         if optimiser == "lbfgs" and movable:
