@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from lapwing import files
 from lapwing.auto import Auto
-from lapwing.core.data import Data, Inputs, batch_size
+from lapwing.core.data import Data
 from lapwing.core.progress import shows_progress
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted, checked_prior, checked_tuner
@@ -118,9 +117,8 @@ def _problem(
     prior: Prior | float | None,
 ) -> Problem:
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
-    quiet = replace(data, progress=False)
-    first = next(iter(quiet.batches("first batch")))
-    network = Network.build(model, _several(quiet), weights_named(weights))
+    first, several = data.look()
+    network = Network.build(model, several.inputs, weights_named(weights))
     chosen = likelihood_named(likelihood, network.output_shape[-1])
     f = network(first.inputs)
     chosen.targets(f, first.targets)
@@ -181,8 +179,8 @@ def train(
     model: nn.Module,
     data: Iterable[Any],
     likelihood: Likelihood | str,
-    recipe: Recipe | None = None,
     *,
+    recipe: Recipe | None = None,
     weights: Weights | str | None = None,
     target_key: str | None = None,
     resume: State | str | Path | None = None,
@@ -221,7 +219,7 @@ def train(
     """
     device = _device(model)
     batches = Data(data, device, target_key)
-    inputs = _several(batches)
+    inputs = batches.look()[1].inputs
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
@@ -279,14 +277,3 @@ def _device(model: nn.Module) -> torch.device:
     for parameter in model.parameters():
         return parameter.device
     raise ModelError("the model has no parameters, so there is nothing to be uncertain about; expected at least one.")
-
-
-def _several(data: Data) -> Inputs:
-    """Return the first inputs with more than one sample: one alone does not show whether samples mix."""
-    inputs: Inputs = None
-    for batch in islice(data.batches("first batch"), 3):
-        if inputs is None or batch_size(batch.inputs) > 1:
-            inputs = batch.inputs
-        if batch_size(inputs) > 1:
-            break
-    return inputs

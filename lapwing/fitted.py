@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.core.data import Data, Inputs, batch_size, check_finite, map_tensors
+from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.moving import on_device
 from lapwing.core.progress import shows_progress
@@ -355,7 +355,7 @@ class Fitted:
         self._unchanged()
         device = self.network.device
         x = map_tensors(x, lambda t: t.to(device))
-        if batch_size(x) == 0:
+        if self.network.count(x) == 0:
             raise DataError("the batch is empty; expected at least one input.")
         check_finite(x, "inputs")
         return x

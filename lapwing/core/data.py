@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -60,19 +59,6 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
     elif isinstance(tree, tuple | list):
         for value in tree:
             yield from tensors_in(value)
-
-
-def batch_size(inputs: Inputs) -> int:
-    """Return the first dimension that most of the input tensors share; a guess. ``Network.count`` knows."""
-    if isinstance(inputs, Tensor) and inputs.ndim:
-        return inputs.shape[0]
-    sizes = Counter(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.ndim)
-    if sizes:
-        return sizes.most_common(1)[0][0]
-    raise DataError(
-        f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). Turn "
-        "arrays into tensors with torch.as_tensor, and give the batches of a loader one by one."
-    )
 
 
 def call(model: Callable[..., Any], inputs: Inputs) -> Any:

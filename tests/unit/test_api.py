@@ -372,9 +372,9 @@ def test_tuners_with_data_in_inference_mode(x: Tensor, y: Tensor) -> None:
 
 def test_training_in_inference_mode(x: Tensor, y: Tensor) -> None:
     recipe = lw.recipes.online(epochs=2)
-    expected = lw.train(net(), [(x, y)], "classification", recipe)
+    expected = lw.train(net(), [(x, y)], "classification", recipe=recipe)
     with torch.inference_mode():
-        found = lw.train(net(), [(x, y)], "classification", recipe)
+        found = lw.train(net(), [(x, y)], "classification", recipe=recipe)
     assert not any(p.is_inference() for p in found.model.parameters())
     assert torch.equal(found.posterior.network.theta(), expected.posterior.network.theta())
 

@@ -47,7 +47,7 @@ def test_masks_seed_no_gpu(layer: nn.Module) -> None:
 def test_training_seeds_no_gpu() -> None:
     x = torch.linspace(-1, 1, 12).unsqueeze(1)
     data: Any = [(x, x.sin())]
-    lw.train(nn.Linear(1, 1), data, "regression", lw.recipes.online(epochs=2))
+    lw.train(nn.Linear(1, 1), data, "regression", recipe=lw.recipes.online(epochs=2))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -79,7 +79,7 @@ def test_the_rate_falls_by_a_cosine() -> None:
 def test_what_is_refused(recipe: Any, likelihood: Any, error: Any, message: str) -> None:
     model = mlp()
     with pytest.raises(error, match=message):
-        problems.unchanged(model, lambda: lw.train(model, [arrays("categorical")], likelihood, recipe))
+        problems.unchanged(model, lambda: lw.train(model, [arrays("categorical")], likelihood, recipe=recipe))
 
 
 def test_bad_models_and_data() -> None:
@@ -103,13 +103,13 @@ def recipe() -> recipes.Recipe:
 
 
 def test_the_bar_shows_loss_evidence_and_precisions(capsys: pytest.CaptureFixture[str]) -> None:
-    trained = lw.train(mlp(), [arrays("categorical")], "classification", recipe(), progress=True)
+    trained = lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipe(), progress=True)
     shown = capsys.readouterr().err
     assert "training: 100%" in shown
     assert "4/4" in shown
     last = trained.history[-1]
     assert f"loss {last.loss:.4g}, log evidence {last.log_evidence:.6g}, precision 0.12..4" in shown
-    lw.train(mlp(), [arrays("categorical")], "classification", recipe(), progress=False)
+    lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipe(), progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -118,7 +118,7 @@ def test_what_the_bar_is_told_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ProgressBar, "show_text", lambda bar, text: told.append(text))
     settings = {"prior": lw.isotropic(0.5), "update": kept, "burn_in": 2}
     history = lw.train(
-        mlp(), [arrays("categorical")], "classification", recipes.online(4, **settings), progress=True
+        mlp(), [arrays("categorical")], "classification", recipe=recipes.online(4, **settings), progress=True
     ).history
     assert told[:2] == [f"loss {epoch.loss:.4g}" for epoch in history[:2]]  # nothing is known of the evidence yet
     expected = [f"loss {e.loss:.4g}, log evidence {e.log_evidence:.6g}, precision 0.5" for e in history[2:]]
@@ -127,14 +127,15 @@ def test_what_the_bar_is_told_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_resumed_bar_starts_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     data = [arrays("categorical")]
-    state = lw.train(mlp(), data, "classification", recipes.online(3), progress=False).state
-    lw.train(mlp(), data, "classification", recipes.online(4), resume=state, progress=True)
+    state = lw.train(mlp(), data, "classification", recipe=recipes.online(3), progress=False).state
+    lw.train(mlp(), data, "classification", recipe=recipes.online(4), resume=state, progress=True)
     assert "3/4" in capsys.readouterr().err
 
 
 def test_no_bar_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     assert (
-        len(lw.train(mlp(), [arrays("categorical")], "classification", recipes.online(2), progress=True).history) == 2
+        len(lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipes.online(2), progress=True).history)
+        == 2
     )
     assert capsys.readouterr().err == ""

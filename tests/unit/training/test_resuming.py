@@ -49,7 +49,7 @@ def run(
     """Train, starting with the global generator in an arbitrary state."""
     model = dropped() if model is None else model
     torch.manual_seed(noise)
-    return lw.train(model, source, "regression", recipe, **settings)
+    return lw.train(model, source, "regression", recipe=recipe, **settings)
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
@@ -74,7 +74,7 @@ def test_random_numbers_of_the_caller_are_left_alone() -> None:
     expected = torch.rand(3)
     model, source = dropped(), data("batches")
     torch.manual_seed(5)
-    lw.train(model, source, "regression", recipe("adam", 2))
+    lw.train(model, source, "regression", recipe=recipe("adam", 2))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -196,7 +196,7 @@ def test_states_of_another_run() -> None:
         with pytest.raises(
             lw.errors.DataError, match="this training state belongs to another model or recipe"
         ) as error:
-            problems.unchanged(net, lambda: lw.train(net, [arrays(kind)], likelihood, recipe, resume=state))
+            problems.unchanged(net, lambda: lw.train(net, [arrays(kind)], likelihood, recipe=recipe, resume=state))
         seen.append(str(error.value))
 
     seen: list[str] = []

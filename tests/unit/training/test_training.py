@@ -44,7 +44,7 @@ def test_a_full_batch_follows_the_gradient_of_the_posterior(kind: str) -> None:
     x, y = arrays(kind)
     prior = lw.per_layer({"0": 0.5, "2": 3.0, "4": 7.0}, mean=0.2)
     recipe = lw.recipes.online(1, prior=prior, update=kept, optimiser="sgd", rate=1e-2, last_rate=1e-2)
-    trained = lw.train(mlp(), [(x, y)], LIKELIHOODS[kind], recipe)
+    trained = lw.train(mlp(), [(x, y)], LIKELIHOODS[kind], recipe=recipe)
     start = mlp()
     precision = torch.tensor([0.5, 3.0, 7.0], dtype=D)[LAYERS]
     value = regularised(start, kind, x, y, precision, 1.0, mean=0.2)
@@ -65,7 +65,7 @@ def test_training_is_a_plain_loop_on_that_objective(kind: str, optimiser: str) -
     recipe = lw.recipes.online(
         3, prior=lw.per_layer(0.5), update=update, optimiser=optimiser, rate=0.02, last_rate=0.005, keep_best=False
     )
-    trained = lw.train(mlp(), data, LIKELIHOODS[kind], recipe)
+    trained = lw.train(mlp(), data, LIKELIHOODS[kind], recipe=recipe)
 
     model = mlp()
     make = {"adam": torch.optim.Adam, "sgd": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, nesterov=True)}
@@ -94,8 +94,8 @@ def test_lbfgs_sees_all_batches_at_once() -> None:
     """The objective does not depend on the batches, up to rounding that twenty line searches amplify."""
     x, y = arrays("gaussian")
     recipe = lambda: lw.recipes.classic(1, update=kept)
-    whole = lw.train(mlp(), [(x, y)], "regression", recipe())
-    cut = lw.train(mlp(), problems.split(x, y, CUTS), "regression", recipe())
+    whole = lw.train(mlp(), [(x, y)], "regression", recipe=recipe())
+    cut = lw.train(mlp(), problems.split(x, y, CUTS), "regression", recipe=recipe())
     assert cut.history[0].loss == pytest.approx(whole.history[0].loss, rel=1e-12)
     assert_close(flat(cut.model), flat(whole.model), 0.25)
     assert float((flat(whole.model) - flat(mlp())).abs().max()) > 0.1
@@ -118,7 +118,7 @@ def test_classic_ends_at_mackays_fixed_point() -> None:
     x, y = wave()
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
-    trained = lw.train(net, problems.split(x, y, (50, 37, 33)), "regression", lw.recipes.classic(35))
+    trained = lw.train(net, problems.split(x, y, (50, 37, 33)), "regression", recipe=lw.recipes.classic(35))
     model, alpha, phi = trained.model, trained.posterior.prior.values, trained.posterior.likelihood.dispersion
     reference = Linearised.of("gaussian", model, x, y)
     theta = flat(model)
@@ -140,7 +140,7 @@ def test_classic_by_layer() -> None:
     x, y = wave()
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
-    trained = lw.train(net, [(x, y)], "regression", lw.recipes.classic(25, prior=lw.per_layer(1.0)))
+    trained = lw.train(net, [(x, y)], "regression", recipe=lw.recipes.classic(25, prior=lw.per_layer(1.0)))
     phi, values = trained.posterior.likelihood.dispersion, trained.posterior.prior.values
     owner = torch.tensor([0] * 12 + [1] * 7)
     reference = Linearised.of("gaussian", trained.model, x, y)
@@ -158,7 +158,7 @@ def test_online_learns_noise_and_precisions() -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
     recipe = lw.recipes.online(150, rate=0.05, update=lw.tuners.Ascend(steps=10), frequency=5)
-    trained = lw.train(net, problems.split(x, y, (50, 37, 33)), "regression", recipe)
+    trained = lw.train(net, problems.split(x, y, (50, 37, 33)), "regression", recipe=recipe)
     assert float(trained.posterior.likelihood.dispersion.sqrt()) == pytest.approx(0.2, abs=0.05)
     asked = [e for e in trained.history if e.log_evidence is not None]
     assert asked[-1].log_evidence > asked[0].log_evidence + 50
@@ -171,7 +171,7 @@ def test_the_best_moment_or_the_last(best: bool) -> None:
     """The precisions get worse with every update: the first evidence is the best."""
     update = set_to(lambda number: torch.tensor(10.0 ** (number + 1), dtype=D))
     recipe = lw.recipes.online(4, prior=lw.isotropic(1.0), update=update, method=lw.Full(), keep_best=best, rate=1e-2)
-    trained = lw.train(mlp(), shuffled("categorical"), "classification", recipe)
+    trained = lw.train(mlp(), shuffled("categorical"), "classification", recipe=recipe)
     evidences = [epoch.log_evidence for epoch in trained.history]
     assert max(evidences) == evidences[0] > evidences[-1] + 1
     expected = evidences[0] if best else evidences[-1]
@@ -202,7 +202,7 @@ def test_when_the_evidence_is_asked(settings: dict[str, Any], expected: list[int
 
     data = [arrays("categorical")]
     recipe = lw.recipes.online(8, update=update, method=lw.Diagonal(), **settings)
-    history = lw.train(mlp(), data, "classification", recipe).history
+    history = lw.train(mlp(), data, "classification", recipe=recipe).history
     assert [epoch.number for epoch in history] == list(range(8))
     assert [epoch.number for epoch in history if epoch.log_evidence is not None] == expected
     assert [epoch.number for epoch in history if epoch.precisions] == expected
@@ -253,7 +253,7 @@ def test_networks_of_every_kind(name: str, kind: str, prior: str) -> None:
     data = problems.split(x, y, (5, 3, 4))
     model = NETWORKS[name]()
     recipe = lw.recipes.online(3, method=lw.Full(), prior=PRIORS[prior], update=lw.tuners.Ascend(steps=4), rate=0.02)
-    trained = problems.unchanged(model, lambda: lw.train(model, data, LIKELIHOODS[kind], recipe))
+    trained = problems.unchanged(model, lambda: lw.train(model, data, LIKELIHOODS[kind], recipe=recipe))
     assert all(not epoch.finding for epoch in trained.history)
     assert not any(module.training for module in trained.model.modules())
     before, after = (Linearised.of(kind, net, x, y) for net in (model, trained.model))
@@ -281,7 +281,7 @@ def test_running_statistics_are_those_of_training() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).to(D)  # in training mode, as it is made
     x, y = arrays("categorical")
     data, recipe = problems.split(x, y, CUTS), lw.recipes.online(2, keep_best=False)
-    trained = problems.unchanged(model, lambda: lw.train(model, data, "classification", recipe))
+    trained = problems.unchanged(model, lambda: lw.train(model, data, "classification", recipe=recipe))
     mean = torch.zeros(4, dtype=D)
     for inputs, _ in data * 2:
         mean = 0.9 * mean + 0.1 * inputs.mean(0)
@@ -291,7 +291,7 @@ def test_running_statistics_are_those_of_training() -> None:
 
 def test_frozen_weights_stay() -> None:
     model = BY_NAME["frozen_weight"].build()
-    trained = lw.train(model, [arrays("categorical")], "classification", lw.recipes.online(2, rate=0.1))
+    trained = lw.train(model, [arrays("categorical")], "classification", recipe=lw.recipes.online(2, rate=0.1))
     assert torch.equal(trained.model[2].weight, model[2].weight)
     assert not trained.model[2].weight.requires_grad
     assert not torch.equal(trained.model[2].bias, model[2].bias)
@@ -302,7 +302,7 @@ def test_some_weights_uncertain_all_trained() -> None:
     """The prior covers what is selected; the rest is trained without a penalty."""
     x, y = arrays("categorical")
     recipe = lw.recipes.online(1, update=kept, prior=lw.isotropic(5.0), optimiser="sgd", rate=1e-2, last_rate=1e-2)
-    trained = lw.train(mlp(), [(x, y)], "classification", recipe, weights="last_layer")
+    trained = lw.train(mlp(), [(x, y)], "classification", recipe=recipe, weights="last_layer")
     start = mlp()
     precision = torch.where(LAYERS == 2, 5.0, 0.0).to(D)
     value = regularised(start, "categorical", x, y, precision, 1.0)
@@ -316,8 +316,8 @@ def test_ignored_targets_do_not_count() -> None:
     x, y = arrays("categorical")
     keep = torch.arange(SIZE) % 4 != 0
     recipe = lambda: lw.recipes.online(2, prior=lw.isotropic(5.0), update=kept, rate=1e-2)
-    hidden = lw.train(mlp(), [(x, y.masked_fill(~keep, -100))], "classification", recipe())
-    without = lw.train(mlp(), [(x[keep], y[keep])], "classification", recipe())
+    hidden = lw.train(mlp(), [(x, y.masked_fill(~keep, -100))], "classification", recipe=recipe())
+    without = lw.train(mlp(), [(x[keep], y[keep])], "classification", recipe=recipe())
     assert_close(flat(hidden.model), flat(without.model))
 
 
@@ -336,7 +336,7 @@ def test_an_update_that_diverges_is_reported() -> None:
         return set_to(lambda _: torch.tensor(float(len(calls)), dtype=D), lambda _: 0.5 + len(calls))(posterior)
 
     recipe = lw.recipes.online(4, prior=lw.isotropic(9.0), update=update, method=lw.Full(), keep_best=False)
-    trained = lw.train(mlp(), [arrays("gaussian")], "regression", recipe)
+    trained = lw.train(mlp(), [arrays("gaussian")], "regression", recipe=recipe)
     assert [epoch.precisions for epoch in trained.history] == [(1.0,), (1.0,), (1.0,), (4.0,)]
     assert [epoch.noise for epoch in trained.history] == [(1.5,), (1.5,), (1.5,), (4.5,)]
     assert [bool(epoch.finding) for epoch in trained.history] == [False, True, True, False]
@@ -349,7 +349,7 @@ def test_an_update_that_diverges_is_reported() -> None:
 def test_an_update_that_diverges_at_once() -> None:
     """The prior stays as given, and the noise is the residual's."""
     recipe = lw.recipes.online(1, prior=lw.isotropic(9.0), update=raising, method=lw.Full())
-    trained = lw.train(mlp(), [arrays("gaussian")], "regression", recipe)
+    trained = lw.train(mlp(), [arrays("gaussian")], "regression", recipe=recipe)
     x, y = arrays("gaussian")
     assert trained.history[0].precisions == (9.0,)
     assert trained.history[0].noise[0] == pytest.approx((trained.model(x) - y).square().mean().item(), rel=1e-9)
@@ -362,7 +362,7 @@ def test_a_precision_that_really_runs_away() -> None:
     recipe = lw.recipes.online(
         2, prior=prior, update=lw.tuners.Ascend(steps=40, rate=1.0), method=lw.Full(), rate=1e-12, last_rate=1e-12
     )
-    trained = lw.train(mlp(), [(x, y)], lw.Gaussian(noise_std=1e-7), recipe)
+    trained = lw.train(mlp(), [(x, y)], lw.Gaussian(noise_std=1e-7), recipe=recipe)
     for epoch in trained.history:
         assert epoch.precisions == (1e4,)
         assert "prior and noise kept: the evidence has no optimum: a prior precision ran to" in epoch.finding
@@ -380,13 +380,13 @@ def test_a_loss_that_is_no_number(optimiser: str) -> None:
     remedy = "Scale inputs and targets" if optimiser == "lbfgs" else r"Lower the rate \(1e\+15\)"
     message = rf"the (training loss|sum of the weights) is -?(nan|inf) in epoch \d; expected a finite number. {remedy}"
     with pytest.raises(lw.errors.NumericalError, match=message):
-        problems.unchanged(model, lambda: lw.train(model, data, "regression", recipe))
+        problems.unchanged(model, lambda: lw.train(model, data, "regression", recipe=recipe))
 
 
 def test_an_update_that_needs_data_gets_them() -> None:
     data = [arrays("categorical")]
     given, own = (lw.tuners.MaximiseBound(d, block=5, steps=4) for d in (data, None))
-    one, two = (lw.train(mlp(), data, "classification", lw.recipes.online(2, update=u)) for u in (given, own))
+    one, two = (lw.train(mlp(), data, "classification", recipe=lw.recipes.online(2, update=u)) for u in (given, own))
     assert one.history == two.history
     assert one.history[0].precisions != (1.0, 1.0, 1.0)
 
@@ -396,19 +396,19 @@ def test_single_precision_on_wrapped_models_and_under_autocast() -> None:
     x, y = arrays("categorical")
     data = [(x.float(), y)]
     recipe = lambda: lw.recipes.online(2, rate=1e-2)
-    plain = lw.train(mlp().float(), data, "classification", recipe())
-    wrapped = lw.train(nn.DataParallel(mlp().float()), data, "classification", recipe())
+    plain = lw.train(mlp().float(), data, "classification", recipe=recipe())
+    wrapped = lw.train(nn.DataParallel(mlp().float()), data, "classification", recipe=recipe())
     assert list(wrapped.model.state_dict()) == list(mlp().state_dict())
     assert torch.equal(flat(wrapped.model), flat(plain.model))
     with torch.autocast("cpu"):
-        assert lw.train(mlp().float(), data, "classification", recipe()).history == plain.history
+        assert lw.train(mlp().float(), data, "classification", recipe=recipe()).history == plain.history
     assert {p.dtype for p in wrapped.model.parameters()} == {torch.float32}
 
 
 def test_the_posterior_belongs_to_the_trained_model() -> None:
     """It predicts with the copy, can be tuned, and raises an error if the weights of the copy change."""
     x, _ = arrays("categorical")
-    trained = lw.train(mlp(), shuffled("categorical"), "classification", lw.recipes.online(2, rate=1e-2))
+    trained = lw.train(mlp(), shuffled("categorical"), "classification", recipe=lw.recipes.online(2, rate=1e-2))
     assert_close(trained.posterior.functions(x).mean, trained.model(x))
     assert trained.posterior.network.model is trained.model
     assert float(trained.posterior.tuned().log_evidence()) >= float(trained.posterior.log_evidence())
@@ -422,7 +422,7 @@ def test_default_recipe_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     x = BY_NAME["squeezed"].batch(12)
     y = problems.targets(BY_NAME["squeezed"], 12)
     short = lw.recipes.online(2)
-    trained = lw.train(BY_NAME["squeezed"].build(), [(x, y)], "classification", short)
+    trained = lw.train(BY_NAME["squeezed"].build(), [(x, y)], "classification", recipe=short)
     assert isinstance(trained.posterior.likelihood, lw.Bernoulli)
     assert isinstance(short.method, lw.Kron)
     assert lw.recipes.online().epochs == 100

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,7 +102,8 @@ def test_the_dtype_is_the_networks(kind: str) -> None:
     assert_close(posterior(x).cov, wide.cov, 0.5)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("rbf", False), ("features", True)])
-def test_settings_for_a_file(kind: str, expected: bool) -> None:
-    settings: dict[str, Any] = made(kind).settings
-    assert settings == {"kind": kind, "features": expected}
+@pytest.mark.parametrize(("kind", "parts"), [("rbf", []), ("features", ["last"])])
+def test_the_state_for_a_file(kind: str, parts: list[str]) -> None:
+    state = made(kind).state()
+    assert state.settings["kernel"] == kind
+    assert list(state.parts) == parts
