@@ -1,1 +1,4 @@
-"""Values and checks that all layers use: data, beliefs, random numbers, settings, traces. No networks or methods."""
+"""Values and checks that all layers use: data, beliefs, random numbers, settings, traces, states for files.
+
+No network, likelihood, prior or method lives here.
+"""

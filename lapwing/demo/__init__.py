@@ -1,5 +1,5 @@
-"""The demo behind ``lapwing run``: digits, diabetes patients and a curve with a gap, all on embedded data.
+"""The demo behind ``lapwing run``: digits, diabetes patients and a curve with a gap, all without a data folder.
 
-Here live the three demo experiments and the parts that the experiments of the repository share with them: results,
-tables, training, figures. The library itself imports nothing from here.
+Results, tables, training and figures live here too, because ``experiments/`` uses them. The library imports nothing
+from here.
 """

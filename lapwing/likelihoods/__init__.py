@@ -1,5 +1,5 @@
-"""Likelihoods: how targets depend on the outputs of a network.
+"""Likelihoods: how targets depend on the outputs of a network. One file each; ``protocol.py`` has the contract.
 
-``protocol.py`` has the contract; every other file is one likelihood, and ``energies.py`` what methods that learn by
-predicting need of them. Predictive distributions live in ``lapwing.predictives``.
+``energies.py`` has the objectives of methods that learn by predicting. Predictive distributions are in
+``lapwing.predictives``.
 """

@@ -1,4 +1,4 @@
-"""Predictive distributions of targets y, each from a Gaussian belief about the outputs f.
+"""Predictive distributions of targets y, each computed from a Gaussian belief about the outputs f.
 
-A likelihood's ``predict`` returns one of them. They know neither networks nor posteriors.
+The ``predict`` of a likelihood returns one of them. No network and no posterior is used here.
 """

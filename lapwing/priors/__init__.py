@@ -1,4 +1,7 @@
-"""Gaussian priors over the weights, and the kernel that a prior gives the outputs. A precision is 1 / variance."""
+"""Gaussian priors over the weights (``lw.priors``), and the kernel that a prior gives the outputs.
+
+A number given to a prior is a precision, 1 / variance. Tuners, which learn precisions, are in ``lapwing.tuners``.
+"""
 
 from lapwing.priors.groups import grouped, per_layer, per_normalised_group
 from lapwing.priors.single import g_prior, isotropic

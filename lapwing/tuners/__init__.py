@@ -1,7 +1,7 @@
-"""Tuners: each returns a posterior under better hyperparameters. The evidence itself is a method of the posteriors.
+"""Tuners (``lw.tuners``): each turns a posterior into one with better hyperparameters.
 
-One class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint())`` or ``posterior.tuned(...)``.
-``evidence_bound`` is the lower bound that ``MaximiseBound`` maximises.
+There is one class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint())`` or ``posterior.tuned(...)``.
+``evidence_bound`` is the lower bound that ``MaximiseBound`` maximises. The evidence itself is a method of posteriors.
 """
 
 from lapwing.tuners.ascend import Ascend

@@ -1,4 +1,4 @@
-"""Methods that describe the posterior by a few inducing points: VaLLA and ELLA.
+"""VaLLA and ELLA: methods that describe the posterior by a few inducing points or landmarks.
 
-Their points (anchors), the placement of these and the curvatures in their span live here and nowhere else.
+The points, their placement and the curvatures in their span live here. Kernels of priors are in ``lapwing.priors``.
 """

@@ -1,7 +1,7 @@
 """Autograd operations: one entry for each in ``table.py``, and the functions that the entries name.
 
-``entry.py`` says what an entry holds. ``rows.py`` has the ways in which rows of samples pass through an operation,
-``gradients.py`` the ways to pull gradients back; the other files have the functions by topic. No graph is walked here.
+``entry.py`` defines an entry. ``rows.py`` describes how rows of samples pass through an operation, ``gradients.py``
+how gradients are pulled back; the other files have functions by topic. No graph is walked here.
 """
 
 from lapwing.networks.ops import table  # first: an entry that a user registers must not be replaced by a built-in one
