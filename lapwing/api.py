@@ -71,11 +71,11 @@ def fit(
             ``lw.named(pattern)``, ``lw.subnetwork(index)``; "all" and "last_layer" are accepted as names.
         prior: The Gaussian prior over the weights: an object such as ``lw.per_layer()``, or a number for an isotropic
             precision. Used as given. None learns an isotropic precision with ``tuner``.
-        tuner: What learns the precision if no prior is given: an object from ``lw.tuners``, by default
+        tuner: Learns the precision if no prior is given: an object from ``lw.tuners``, by default
             ``MaximiseEvidence()`` (about ten factorisations, no data), or ``SampleEM()`` for ``lw.Sampled()``. With a
             given prior, a tuner that is given runs all the same, from that prior.
         target_key: The key of the target in batches that are mappings; "labels", "label", "targets", "target" and "y"
-            are found without it.
+            are recognised without it.
         generator: The source of randomness for methods that draw; a fixed seed if None, so equal calls give equal
             results.
         progress: Whether to show progress bars (needs tqdm); None shows them on a terminal.

@@ -1,4 +1,4 @@
-"""What users hold: a fitted posterior."""
+"""The fitted posterior that users hold: the result of ``fit``, ``train`` and ``load``."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class Fitted:
 
     @property
     def trace(self) -> Trace | None:
-        """What the tuner did: every value it tried, with its evidence or score."""
+        """The steps of the tuner: every value that it tried, with its evidence or score."""
         return getattr(self.posterior, "trace", None)
 
     @property
@@ -293,12 +293,12 @@ class Fitted:
             prior: A prior, or a number for an isotropic precision.
 
         Raises:
-            UnsupportedError: If the method has no prior over weights, or its mean was found for its own prior
+            UnsupportedError: If the method has no prior over weights, or its mean belongs to its prior
                 (``LinearMode(mean="tangent")``).
         """
         if self.network.shift is not None:
             raise UnsupportedError(
-                "the mean of this posterior was found for its prior (LinearMode with mean='tangent'); fit again, or "
+                "the mean of this posterior was computed for its prior (LinearMode with mean='tangent'); fit again, or "
                 "tune the posterior that it came from."
             )
         if not isinstance(self.posterior, Reweightable):

@@ -30,7 +30,7 @@ class Statistics:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Statistics:
-        """Return the statistics from what ``dataclasses.asdict`` gave, after a passage through JSON."""
+        """Return the statistics from a mapping that ``dataclasses.asdict`` made and JSON stored."""
         return cls(**{**settings, "losses": tuple(settings["losses"])})
 
 

@@ -1,4 +1,4 @@
-"""Names to objects, for the front door and the command line only."""
+"""Names such as "full" or "regression", and the objects that they stand for. Only the front door uses them."""
 
 from __future__ import annotations
 
@@ -45,39 +45,41 @@ WEIGHTS = {"all": all_weights, "all_weights": all_weights, "last_layer": last_la
 
 
 def likelihood_named(name: str | Likelihood, outputs: int) -> Likelihood:
-    """A likelihood, or the one a name stands for; "classification" with one output is Bernoulli."""
+    """Return the likelihood, or the one that a name stands for; "classification" with one output is Bernoulli."""
     if not isinstance(name, str):
         return _instance(name, "likelihood")
     if name == "classification" and outputs == 1:
         return Bernoulli()
-    found: Likelihood = _found(name, LIKELIHOODS, "likelihood")()
-    return found
+    likelihood: Likelihood = _looked_up(name, LIKELIHOODS, "likelihood")()
+    return likelihood
 
 
 def method_named(name: str | Method | None) -> Method:
-    """A method, or the one a name stands for with its usual settings; ``Kron`` where None."""
+    """Return the method, or the one that a name stands for, with its default settings; ``Kron()`` if None."""
     if name is None:
         return Kron()
     if not isinstance(name, str):
         return _instance(name, "method")
-    found: Method = _found(name, METHODS, "method", "auto")()
-    return found
+    method: Method = _looked_up(name, METHODS, "method", "auto")()
+    return method
 
 
 def weights_named(name: str | Weights | None) -> Weights:
-    """A choice of weights, or the one a name stands for; all of them where None."""
+    """Return the rule that selects weights, or the one that a name stands for; ``all_weights`` if None."""
     if name is None:
         return all_weights
-    return _found(name, WEIGHTS, "weights") if isinstance(name, str) else name
+    return _looked_up(name, WEIGHTS, "weights") if isinstance(name, str) else name
 
 
 def _instance(given: Any, what: str) -> Any:
+    """Return the object; raise if it is a class."""
     if isinstance(given, type):
         raise UnsupportedError(f"{what} is the class {given.__name__}; expected an object: {given.__name__}().")
     return given
 
 
-def _found(name: str, table: Mapping[str, Any], what: str, *more: str) -> Any:
+def _looked_up(name: str, table: Mapping[str, Any], what: str, *more: str) -> Any:
+    """Return the entry of this name; raise if there is none. ``more`` are further names that the caller accepts."""
     if name not in table:
         raise UnsupportedError(f"{what} is {name!r}; expected one of {', '.join([*table, *more])}, or an object.")
     return table[name]

@@ -20,7 +20,7 @@ class Latest(Generic[K, V]):
 
     A frozen dataclass holds one as a ``cached_property``: ``dataclasses.replace`` then starts with an empty one, so
     that a changed value never returns the result of the old value. It is a dataclass itself, so that ``on_device``
-    moves what it holds.
+    moves its contents.
 
     >>> latest = Latest[int, str]()
     >>> latest.at(1, lambda: "computed"), latest.at(1, lambda: "not computed"), latest.at(2, lambda: "again")

@@ -17,7 +17,7 @@ T = TypeVar("T")
 def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> T:
     """Return the value with every tensor in it on the device; the value itself is not changed.
 
-    Goes through dataclasses (what they have cached included), mappings, tuples, lists and partial functions. Modules
+    Goes through dataclasses (also their cached values), mappings, tuples, lists and partial functions. Modules
     are copied, except ``keep``, which its owner moves. A value that is reached twice is moved once.
 
     >>> on_device({"a": torch.ones(2), "b": (1, "text")}, torch.device("meta"))["a"].device

@@ -44,7 +44,7 @@ def n_rows(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """What earlier batches showed about each tensor: whether it has a row for each sample.
+    """The knowledge from earlier batches about each tensor: whether it has a row for each sample.
 
     ``known`` maps places (see ``placed``) to answers. A tensor of one row shows nothing: it may be shared in some
     batches and have a row for each sample in others.
@@ -97,7 +97,7 @@ class SampleRows:
                 )
 
     def learned(self, inputs: Inputs, n_samples: int) -> SampleRows:
-        """Return what is known after a batch of this many samples."""
+        """Return the knowledge after a batch of this many samples."""
         flags = self.per_sample(inputs, n_samples)
         answers = {key: flag for flag, (key, t) in zip(flags, placed(inputs), strict=True) if n_rows(t) != 1}
         return SampleRows({**self.known, **answers})

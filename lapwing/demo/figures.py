@@ -1,4 +1,4 @@
-"""What all pictures share: colours, figures without a window, axes and legends."""
+"""Parts that all pictures share: colours, figures without a window, axes and legends."""
 
 from __future__ import annotations
 

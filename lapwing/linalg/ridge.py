@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RidgeCache:
-    """What is known so far about the Gram matrix of one ``Ridge``; mutable, and never shared between ridges.
+    """Computed facts about the Gram matrix of one ``Ridge``; mutable, and never shared between ridges.
 
-    It depends on nothing but the fields of that ridge: a Krylov basis, which grows when a solve needs it to, the
-    spectra that were estimated, by probes and steps, and the last ridge with another scale that was asked for.
+    They depend only on the fields of that ridge: a Krylov basis, which grows when a solve needs it to, the estimated
+    spectra by number of probes and steps, and the last ridge that was returned for another scale.
     """
 
     basis: BlockKrylov | None = None

@@ -131,12 +131,12 @@ class Workload:
         return sum(t * groups * (d_in**2 + self.outputs * d_out**2) for t, groups, d_out, d_in in forms)
 
     def other_blocks(self, full_limit: int) -> int:
-        """Numbers for the blocks that are no linear map: a matrix up to ``full_limit`` entries, a diagonal above."""
+        """Return the size of blocks that are no linear map: a matrix up to ``full_limit`` entries, a diagonal above."""
         sizes = [block.size for block in self.blocks if block.form is None]
         return sum(size**2 if size <= full_limit else size for size in sizes)
 
     def kernel(self, points: int) -> int:
-        """Work to compute the gradient of one output at each of ``points`` inputs, and the kernel of all of them."""
+        """Return the work for the gradient of one output at each of ``points`` inputs, and for their kernel."""
         return points * (self.forward + self.backward) + points**2 * self.gradient
 
     def cost(self, stored: int, work: float, note: str = "", supported: bool = True) -> Cost:
@@ -175,7 +175,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Offer:
-    """A method for one problem, and what it would take. Where ``kind`` is empty, it is used whatever it takes."""
+    """A method for one problem, with its memory and work. If ``kind`` is empty, no limit applies to it."""
 
     method: Method
     tier: int  # lower ones are tried first: 0 exact, 1 samples of the exact posterior, 2 by layers, 3 by weights
@@ -212,7 +212,7 @@ class Exactness:
 
 @dataclass(frozen=True)
 class Conformance:
-    """How tests/conformance tries a method, as its class attribute ``conformance``.
+    """The settings with which tests/conformance tries a method; its class attribute ``conformance``.
 
     Without one, a method is tried with its defaults, and held to the laws for every method.
     """

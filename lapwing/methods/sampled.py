@@ -59,7 +59,7 @@ class Sampled:
         batch: For "sgd" and "sdd": the number of data in a step.
         epochs: For "sgd" and "sdd": the number of passes over the data, for every precision.
         memory: The bytes that a fit and its solves may take, besides what a pass of the network holds for one chunk of
-            data. What the samples leave goes to factors that are kept between products and to a larger basis. None
+            data. Memory that the samples do not need is used for factors, kept between products, and a larger basis. None
             stands for 2 GiB of factors and 4 GiB of basis, or on a GPU a third of the free memory for each.
 
     Raises:
@@ -196,7 +196,7 @@ class Sampled:
 
 @dataclass(frozen=True, eq=False)
 class RidgeSolver:
-    """Solves for the samples of a problem, and estimates its log-determinant."""
+    """A solver for the samples of a problem, which also estimates its log-determinant."""
 
     settings: Sampled
     ridge: Ridge

@@ -87,7 +87,7 @@ def _unsqueezed(sample: Inputs, dims: Inputs) -> Inputs:
 
 
 def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tensor]) -> Tensor:
-    """Run with other values for some parameters; the model has its own again afterwards, whatever happens."""
+    """Run with other values for some parameters; the model has its own again afterwards, also after an error."""
 
     class Call(nn.Module):
         def __init__(self) -> None:

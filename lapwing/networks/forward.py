@@ -55,7 +55,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def outside_autocast(call: Call) -> Call:
-    """Decorate a function to run without autocast: that is for training; sums and factors must keep their dtype."""
+    """Decorate a function to run without autocast, which is for training: sums and factors must keep their dtype."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_changes(model: nn.Module) -> Iterator[None]:
-    """Restore weights and buffers that running the model changes, and raise; an error of the run itself goes first."""
+    """Restore weights and buffers that the model changes when it runs, and raise; errors of the run have priority."""
     buffers = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
     copies = [(t, t.detach().clone()) for t in (*model.parameters(), *(b for _, _, b in buffers if b is not None))]
     try:

@@ -1,8 +1,8 @@
 """Walking an autograd graph: where each parameter is used, and which rows belong to which sample.
 
 The network runs as it is. Afterwards the graph that autograd built is walked from the output: a product whose weight
-operand leads to a parameter is one use of that parameter, and what the node saved is its input. Nothing is hooked,
-patched or registered in the model, so functional code, attention and tied weights are read like any layer.
+operand leads to a parameter is one use of that parameter, and the tensor that the node saved is its input. Nothing is
+hooked, patched or registered in the model, so functional code, attention and tied weights are read like any layer.
 """
 
 from __future__ import annotations

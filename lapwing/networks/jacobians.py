@@ -27,7 +27,7 @@ class LayerJacobians:
     tokens: int = 1
 
     def __iter__(self) -> Iterator[tuple[Block, BlockJacobian]]:
-        """Yield block by block: each is formed when its turn comes and dropped after, so memory follows the largest.
+        """Yield block by block. Each is formed when it is reached and dropped afterwards, so only one is in memory.
 
         Blocks without a rule are formed together and stay in memory.
         """

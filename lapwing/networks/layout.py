@@ -94,7 +94,7 @@ def _following_bias(
 
 
 def footprint(layout: Layout, uses: Uses, shapes: Mapping[str, Shape], batch: int, outputs: int) -> Footprint:
-    """Return what one sample takes, measured on a batch of this size with this many outputs for each sample."""
+    """Return the memory of one sample, measured on a batch of this size with this many outputs for each sample."""
     nodes = {use.node for use in uses.uses}
     width = sum(math.prod(output_shape(node)) for node in nodes) // batch
     patches = [use.form.patch_size(output_shape(use.node), shapes[use.name], use.groups) // batch for use in uses.uses]

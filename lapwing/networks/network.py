@@ -59,7 +59,7 @@ class Network:
 
     @classmethod
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
-        """Look at the model once, with one batch, and raise if it cannot be handled.
+        """Build the network from a model and one batch; raise if the model cannot be handled.
 
         Cost: six forward passes, two over the whole batch, one over each half and two over a few samples; some more
         if there are several inputs, and a few backward passes if a probe must decide which rows belong to which

@@ -160,7 +160,7 @@ def _slopes(raw: Tensor, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tolerance(network: Network, base: _Trial) -> float:
-    """Return what doubling may change through eps.
+    """Return the change of an output by doubling that eps may explain.
 
     x / sqrt(var + eps) changes by 3/8 eps / var; layers after it may enlarge that, hence the factor of ten.
     """

@@ -24,7 +24,7 @@ from lapwing.networks.forward import (
 
 
 def learn(model: nn.Module, inputs: Inputs, raw: Tensor, rows: SampleRows, copied: bool = False) -> SampleRows:
-    """Return what is known after this batch, with the outputs ``raw``; raise if samples mix.
+    """Return the knowledge after this batch, with the outputs ``raw``; raise if samples mix.
 
     A batch that is one sample ``copied`` shows nothing new.
     """

@@ -1,1 +1,1 @@
-"""Posteriors that several methods return, and the contracts of all. A posterior of one method lives with that method."""
+"""Posteriors that several methods return, and the contracts of all. The posterior of a single method lives with it."""

@@ -18,7 +18,7 @@ from lapwing.problem import Problem
 
 
 class Solver(Protocol):
-    """Samples of a posterior and its log-determinant, for any prior and noise."""
+    """A solver for samples of a posterior, its log-determinant and γ, for any prior and noise."""
 
     def solved(self, problem: Problem, start: Tensor | None = None) -> Solution: ...
 
@@ -28,7 +28,7 @@ class Solver(Protocol):
 
 
 class Posterior(Protocol):
-    """A fitted belief: what every method returns."""
+    """A fitted belief, the result of every method."""
 
     @property
     def problem(self) -> Problem: ...
@@ -38,14 +38,14 @@ class Posterior(Protocol):
 
 @runtime_checkable
 class Reweightable(Protocol):
-    """Takes a new prior or noise without touching the data."""
+    """A posterior that takes a new prior or noise without a pass over the data."""
 
     def with_problem(self, problem: Problem) -> Posterior: ...
 
 
 @runtime_checkable
 class Tunable(Protocol):
-    """Takes other noise without touching the data, and remembers what a tuner did."""
+    """A posterior that takes another noise without a pass over the data, and keeps the trace of its tuner."""
 
     @property
     def noise(self) -> Tensor | None: ...
@@ -75,24 +75,23 @@ class HasUnseenGamma(Protocol):
     """A posterior whose evidence may be a bound, with a term for the curvature that its structure leaves out."""
 
     def unseen_gamma(self) -> Tensor | None:
-        """Return what that term adds to γ of each weight, (P,), or None if the evidence has no such term."""
+        """Return the contribution of that term to γ of each weight, (P,), or None if the evidence has no such term."""
         ...
 
 
 @runtime_checkable
-@runtime_checkable
 class HasVarianceOf(Protocol):
-    """Knows how far a scalar function of the weights is undecided, or with inputs one of the outputs there."""
+    """A posterior with variances of scalar functions of the weights, or of the outputs at given inputs."""
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor: ...
 
 
 @runtime_checkable
 class Linearised(Protocol):
-    """A belief about the weights, which the Jacobian takes to outputs; another prior or noise costs no data."""
+    """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
-        """Of the outputs that the Jacobian belongs to, (B, S, C, C)."""
+        """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
         ...
 
     def with_problem(self, problem: Problem) -> Posterior: ...
@@ -100,20 +99,20 @@ class Linearised(Protocol):
 
 @runtime_checkable
 class HasEvidence(Protocol):
-    """Knows the log marginal likelihood of its data, for a tuner to raise and to compare models by."""
+    """A posterior with a log marginal likelihood, which tuners maximise and ``compare`` ranks models by."""
 
     def log_evidence(self) -> Tensor: ...
 
 
 @runtime_checkable
 class HasWeightSamples(Protocol):
-    """Draws weights: (n, P), in the order of ``network.theta()``."""
+    """A posterior that draws weights, (n, P), in the order of ``network.theta()``."""
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
 
 
 @runtime_checkable
 class HasFunctionSamples(Protocol):
-    """Draws functions and gives their outputs at x, (n, B, [T,] C): each draw is one function at all inputs."""
+    """A posterior that draws functions, evaluated at x: (n, B, [T,] C). Each draw is one function at all inputs."""
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor: ...

@@ -30,9 +30,10 @@ from lapwing.problem import Problem
 class SampledPosterior:
     """K samples theta = w̃ + z_j with z_j ~ N(0, Λ⁻¹) of the full GGN, each the solution of one linear system.
 
-    The noise of the samples is fixed, so they change smoothly with the prior and the noise variance, and so does what
-    is learned from them. Mean, variance, covariance and function samples come from the same K vectors; predictions
-    cost one product with the Jacobian for all of them. ``solution`` holds the residuals of the systems.
+    The noise of the samples is fixed, so they change smoothly with the prior and the noise variance, and so do the
+    hyperparameters that are learned from them. Mean, variance, covariance and function samples come from the same K
+    vectors; predictions cost one product with the Jacobian for all of them. ``solution`` holds the residuals of the
+    systems.
     """
 
     problem: Problem

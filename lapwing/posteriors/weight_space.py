@@ -1,4 +1,4 @@
-"""A Gaussian belief about the weights and what it says about the outputs."""
+"""A Gaussian belief about the weights, and the belief about outputs that follows from it."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class WeightPosterior:
             return self.current.precision(self._phi.detach(), _detached(self.problem).prior)
 
     def unseen_gamma(self) -> Tensor | None:
-        """Return what a bound on the evidence adds to γ of each weight, (P,), or None if the evidence is no bound."""
+        """Return the contribution of a bound on the evidence to γ of each weight, (P,), or None if it is no bound."""
         if not isinstance(self.curvature, BoundsLogdet):
             return None
         return self.curvature.unseen(self._phi, self.problem.prior)
@@ -182,7 +182,7 @@ class WeightPosterior:
         return -self.loss / phi - self.statistics.data * normaliser
 
     def log_occam(self) -> Tensor:
-        r"""Return the Occam factor: what flexibility costs in the evidence. Never positive for a GGN.
+        r"""Return the Occam factor, the cost of flexibility in the evidence. Never positive for a GGN.
 
         $$ -\tfrac12 \|\tilde w - \mu\|_A^2 - \tfrac12 \log\det (A^{-1} \Lambda) $$
         """

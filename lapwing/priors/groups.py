@@ -54,7 +54,7 @@ class Grouped:
         return bind(self, SharedByGroup(selection, members), self.precision, like)
 
     def with_precision(self, precision: Tensor) -> Grouped:
-        """Refuse: without a selection the precisions have no patterns."""
+        """Raise: without a selection it is not known which precision belongs to which pattern."""
         raise UnsupportedError("this prior by patterns belongs to other weights already; give grouped({...}) itself.")
 
     @classmethod

@@ -17,7 +17,7 @@ from lapwing.networks.selection import Selection
 
 
 class Sharing(Protocol):
-    """How the weights of a selection share precisions: ``values`` are (), (groups,) or (P,)."""
+    """A rule by which the weights of a selection share precisions: ``values`` are (), (groups,) or (P,)."""
 
     @property
     def selection(self) -> Selection: ...

@@ -24,7 +24,7 @@ from lapwing.tuners.protocol import Tuner
 
 @dataclass(frozen=True)
 class Optimiser:
-    """How to build one of PyTorch's optimisers, and what the training loop must know about it."""
+    """One of PyTorch's optimisers: how to build it, and the facts about it that the training loop needs."""
 
     build: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
     setting: str  # the name of a setting that no other optimiser has
@@ -62,7 +62,7 @@ class Recipe:
         prior: The prior to start from, such as ``per_layer()``.
         update: A tuner, such as ``lw.tuners.Ascend()``.
         burn_in: The first epoch (from 0) after which prior and noise are updated.
-        frequency: Update after every so many epochs from then on; always after the last.
+        frequency: The number of epochs between updates from then on; always after the last.
         optimiser: "adam", "sgd" or "lbfgs" (all data in one step).
         rate: The first learning rate; it falls to ``last_rate`` by a cosine. Not used by L-BFGS.
         last_rate: The last learning rate.

@@ -1,4 +1,4 @@
-"""What a tuner is, and how it gets the training data."""
+"""The contract of a tuner, and how it gets the training data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tuning starts: the default tuner of a posterior, and precisions near the optimum."""
+"""The start of tuning: the default tuner of a posterior, and initial precisions near the optimum."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class CholeskyPrecision:
 @saved
 @dataclass(frozen=True, eq=False)
 class FullBlock:
-    """All of H for one block, (p, p)."""
+    """The whole H of one block, (p, p)."""
 
     matrix: Tensor
 

@@ -44,7 +44,7 @@ class BlockPrecision(Protocol):
 
 
 class BlockCurvature(Protocol):
-    """H of one block at unit dispersion. Class method ``from_state(state, network)`` reads what ``state`` returns."""
+    """H of one block at unit dispersion. Its class method ``from_state(state, network)`` builds it from a state."""
 
     @property
     def only_diagonal(self) -> Tensor | None:

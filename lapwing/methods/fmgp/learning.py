@@ -23,7 +23,7 @@ from lapwing.methods.fmgp.table import Table, output_level
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to learn."""
+    """The number of steps, the learning rate and the batches of the learning."""
 
     steps: int
     learning_rate: float
@@ -33,7 +33,7 @@ class Schedule:
 
 @dataclass(eq=False)
 class Learning:
-    """Maximises the predictive log-likelihood of two processes with one covariance, less their divergences.
+    """Maximisation of the predictive log-likelihood of two processes with one covariance, minus their divergences.
 
     One process has the network's mean, the other a mean in the span of the points; see docs/methods/fmgp.md.
     """
@@ -74,7 +74,7 @@ class Learning:
         return self.state.copied() if stopping is None else stopping.best_state, tuple(steps)
 
     def _optimiser(self) -> torch.optim.Optimizer:
-        """Return Adam with steps in the units of what they change."""
+        """Return Adam, with a step for the mixing matrix that is proportional to its size."""
         rate, state = self.schedule.learning_rate, self.state
         size = state.kernel.mixing.detach().diagonal().abs().mean()
         rest = [t for t in state.free if t is not state.points and t is not state.kernel.mixing]

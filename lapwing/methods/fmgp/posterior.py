@@ -23,7 +23,7 @@ WIDE = 32  # number of outputs above which covariances are built only when neede
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What a kernel sees of an input: the flattened input, or the input of the network's last layer."""
+    """The features on which a kernel works: the flattened input, or the input of the network's last layer."""
 
     network: Network
     last: Network | None = None  # the network with only its last layer selected, for features

@@ -1,4 +1,4 @@
-"""What is learned: kernel, inducing points, noise, and the distribution of the process at the points."""
+"""The learned quantities: kernel, inducing points, noise, and the distribution of the process at the points."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lapwing.problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Everything that is learned."""
+    """All learned quantities."""
 
     kernel: FreeKernel
     points: Tensor  # (M, D)

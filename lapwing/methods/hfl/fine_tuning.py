@@ -27,7 +27,7 @@ class Adam:
 
 @dataclass(frozen=True, eq=False)
 class FineTuner:
-    """Fine-tunes copies that are pushed up, pushed down and not pushed (the twin), on the same mini-batches.
+    """Fine-tuning of copies that are pushed up, pushed down and not pushed (the twin), on the same mini-batches.
 
     A second run of half as many steps shows how much of the response is still missing. The twin shows where the weights
     would have gone without a push, which tells a bent response from a drift of all copies.
@@ -99,5 +99,5 @@ class FineTuner:
         return d
 
     def _readings(self, read: Read, d: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is read at the weights that were pushed up, pushed down and at the twin."""
+        """Return the readings at the weights that were pushed up, at those pushed down, and at the twin."""
         return read(d[:count]), read(d[count : 2 * count]), read(d[-1:])

@@ -29,7 +29,7 @@ class Hessian:
 
     A minimum may be flat in some directions: the weights of an attention head can rotate without any change of the
     outputs. There ``flat`` times the prior precision is added, so that H can be inverted. A push of outputs has no
-    component in these directions; ``flat_variance`` bounds what they contribute to a variance.
+    component in these directions; ``flat_variance`` bounds their contribution to a variance.
     """
 
     objective: Objective
@@ -86,7 +86,7 @@ class Hessian:
         return solution.x.to(rows)
 
     def flat_variance(self, solved: Tensor) -> Tensor:
-        """Return an upper bound on what flat directions contribute to rᵀ H⁻¹ r, (K,), given H⁻¹ r (K, P)."""
+        """Return an upper bound on the contribution of flat directions to rᵀ H⁻¹ r, (K,), given H⁻¹ r (K, P)."""
         return (self._ridge * solved.square()).sum(1)
 
 

@@ -61,7 +61,7 @@ class HFL:
         batch_size: Mini-batch of Adam.
         dtype: torch.float64 or torch.float32 for the computation; None takes float64 up to a million weights.
         drift: How many posterior standard deviations the weights may be from the minimum. Adam measures it by how far
-            an unpushed copy of the network moves what is pushed.
+            an unpushed copy of the network moves the pushed quantity.
         variant: What "pretrained" pushes: "mean" (the average output), "absolute" (the average absolute output) or
             "random" (``pushes`` random directions, which estimate variances). None takes "absolute" for classes, else
             "mean".
@@ -193,7 +193,7 @@ class HFL:
         return (self.solver or ("newton" if weights <= EXACT else "adam")) == "adam"
 
     def _responder(self, objective: Objective) -> tuple[Responder, tuple[str, ...]]:
-        """Return what pushes by Newton steps, centred at the minimum; raise if that is too far away."""
+        """Return a responder that pushes by Newton steps, centred at the minimum; raise if that is too far away."""
         minimum, decrements = nearest_minimum(objective)
         distance = math.sqrt(max(decrements[0], 0.0))
         if decrements[-1] > 1e-10 * max(1.0, decrements[0]) and decrements[-1] > 1e-12:

@@ -19,7 +19,7 @@ Value = Callable[[Tensor], Tensor]  # g_k as a linear function of reading k, (K,
 
 @dataclass(frozen=True, eq=False)
 class Pushes:
-    """K functions g_k: their gradients, what is read after a push, and both before any push."""
+    """K functions g_k to push: their gradients, the values that are read after a push, and both before any push."""
 
     push: Push
     read: Read
@@ -51,7 +51,7 @@ def central_difference(up: Tensor, down: Tensor, lam: Tensor) -> Tensor:
 
 
 class Responds(Protocol):
-    """Re-optimises the network under pushes: ``Responder`` by Newton steps, ``FineTuner`` by Adam."""
+    """A way to re-optimise the network under pushes: ``Responder`` by Newton steps, ``FineTuner`` by Adam."""
 
     @property
     def objective(self) -> Objective: ...

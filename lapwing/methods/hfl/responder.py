@@ -30,7 +30,7 @@ class Ends:
 
 @dataclass(frozen=True, eq=False)
 class Responder:
-    """Pushes the minimum of an objective up and down and takes the difference (g(θ_λ) - g(θ_-λ)) / 2λ."""
+    """Pushes of the minimum of an objective, up and down, and the difference (g(θ_λ) - g(θ_-λ)) / 2λ."""
 
     objective: Objective
     hessian: Hessian
@@ -136,7 +136,7 @@ class Responder:
         return response
 
     def _common_strength(self, push: Push, count: int) -> float:
-        """Return a λ that moves what is pushed by a small part of its standard deviation.
+        """Return a λ that moves the pushed functions by a small part of their standard deviation.
 
         Scores are one-sided differences, off by a share that falls with λ; single precision leaves a hundredth.
         """

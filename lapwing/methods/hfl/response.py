@@ -24,7 +24,7 @@ TWIN = ", measured by how far an unpushed twin moves what is pushed"
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """Responses to K pushes: covariances of the pushed functions with what was read, and how accurate they are."""
+    """Responses to K pushes: covariances of the pushed functions with the values that were read, and their accuracy."""
 
     cov: Tensor  # of function k with its reading, (K, ...)
     strength: Tensor  # λ, (K,)

@@ -40,7 +40,7 @@ class BoundedCurvature:
         return self.part.values @ self.part.vectors.square()
 
     def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
-        """Return what each weight adds to the log-determinant, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
+        """Return the contribution of each weight to the log-determinant, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
         missing = self.exact_diagonal.double() - self._part_diagonal
         return missing / (prior.vector * phi.to(self.part.values))
 

@@ -1,4 +1,4 @@
-"""Inducing points together with what has been learned about them."""
+"""Inducing points together with the quantities that have been learned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lapwing.problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class InducingPoints:
-    """Inducing points and what has been learned: locations, prior variance, noise and, with alpha above 0, covariance.
+    """Inducing points and the learned quantities: locations, prior variance, noise and, with alpha above 0, covariance.
 
     Kernels are computed under the prior of ``problem`` and multiplied by exp(``log_scale``): a change of the prior
     variance needs no new kernel.

@@ -106,7 +106,7 @@ class Stochastic:
         return self.moves is None and not self.log_scale.requires_grad and self.log_noise is None
 
     def run(self) -> InducingPoints:
-        """Take all steps and return what was learned."""
+        """Take all steps and return the learned points."""
         settings, optimiser = self.settings, self._optimiser()
         total = settings.steps or STEPS["natural" if optimiser is None else "adam"]
         validation = self._validation()

@@ -24,7 +24,7 @@ ROUNDS = 8  # rounds of FINE at most, each around the best factor of the last: f
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Everything that is learned, as it was after one step."""
+    """All learned quantities as they were after one step."""
 
     z: Any  # inputs of the points
     log_scale: Tensor

@@ -53,7 +53,7 @@ class VaLLA:
         steps: The largest number of steps. None is 300 for L-BFGS, 500 for Adam and 200 if only the covariance is
             learned.
         learning_rate: Step size of Adam, for locations in units of their standard deviation.
-        batch_size: Rows of a batch of Adam, whatever the batches of the data are.
+        batch_size: Rows in a batch of Adam; it does not depend on the batches of the data.
         validation: Held-out data for Adam. The locations, prior and noise with the highest validation log-likelihood
             are kept.
         patience: Validation checks without improvement after which learning stops.

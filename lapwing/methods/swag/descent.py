@@ -20,7 +20,7 @@ from lapwing.problem import Problem
 
 @dataclass(frozen=True)
 class Schedule:
-    """How SGD runs and when a snapshot is taken."""
+    """Settings of SGD, and the steps after which snapshots are taken."""
 
     snapshots: int
     rank: int  # number of last snapshots whose deviations are kept
