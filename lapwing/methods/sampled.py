@@ -59,8 +59,8 @@ class Sampled:
         batch: For "sgd" and "sdd": the number of data in a step.
         epochs: For "sgd" and "sdd": the number of passes over the data, for every precision.
         memory: The bytes that a fit and its solves may take, besides what a pass of the network holds for one chunk of
-            data. Memory that the samples do not need is used for factors, kept between products, and a larger basis. None
-            stands for 2 GiB of factors and 4 GiB of basis, or on a GPU a third of the free memory for each.
+            data. Memory that the samples do not need is used to keep factors between products, and for a larger basis.
+            None stands for 2 GiB of factors and 4 GiB of basis, or on a GPU a third of the free memory for each.
 
     Raises:
         UnsupportedError: If a setting is not one of the above, or ``fit`` needs more than ``memory``.
