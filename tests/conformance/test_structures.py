@@ -91,7 +91,7 @@ def test_nothing_that_is_kept_holds_a_graph(case: Case, method: str) -> None:
     chosen = METHODS.get(method, lw.Full())
     posterior = lw.fit(case.build(), problems.batches(case), problems.likelihood(case), method=chosen)
     inputs, curvature = case.batch(2), posterior.curvature
-    own = {"mix": curvature.mix, "own": curvature.ggn_diagonal} if hasattr(curvature, "anchors") else curvature.tensors()
+    own = curvature.state().tensors if not hasattr(curvature, "anchors") else {"mix": curvature.mix}
     kept = {
         **own, "theta": posterior.posterior.theta, "prior": posterior.prior.values,
         "noise": posterior.likelihood.dispersion, "mean": posterior.functions(inputs).mean,
