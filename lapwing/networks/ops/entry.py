@@ -130,7 +130,7 @@ def register(*operations: Operation) -> None:
         operations: the facts about each operation.
 
     Names are those of nodes in the graph, ``output.grad_fn.name()``. Without an entry a network gives the same numbers,
-    only slower. An entry is believed: check it against autograd.
+    only slower. An entry is not checked: compare it with autograd.
 
     >>> import torch
     >>> from lapwing.networks.ops import Operation, Slope, operation, register, row_wise
