@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lapwing.networks.forms import Use
-from lapwing.networks.nodes import LEAF, Node, leaf_name, output_shape
-from lapwing.networks.ops.entry import operation, operation_named
+from lapwing.networks.forms import Node, Use, output_shape
+from lapwing.networks.ops.operation import LEAF, operation, operation_named
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +95,11 @@ def find_uses(graph: Graph, parameters: Mapping[int, str], tensors: Mapping[str,
                 without_rule.setdefault(parameter, node.name())
                 nodes_without_rule[node] = (*nodes_without_rule.get(node, ()), parameter)
     return Uses(tuple(uses), without_rule, nodes_without_rule)
+
+
+def leaf_name(node: Node, parameters: Mapping[int, str]) -> str | None:
+    """Return the name of the parameter that this node stands for, or None. ``parameters`` maps ``id`` to name."""
+    return parameters.get(id(node.variable)) if node.name() == LEAF else None
 
 
 def _carried_parameters(graph: Graph, parameters: Mapping[int, str]) -> dict[Node, tuple[str, tuple[Node, ...]]]:

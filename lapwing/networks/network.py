@@ -35,12 +35,11 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.graph import Graph, Uses, find_uses, read
 from lapwing.networks.layout import Layout, arranged, footprint
-from lapwing.networks.ops.entry import operation
+from lapwing.networks.ops.operation import operation
 from lapwing.networks.ownership import Patterns, find_patterns
 from lapwing.networks.samples import learn
-from lapwing.networks.selection import Selection, Weights
+from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
-from lapwing.networks.weights import all_weights
 
 
 @dataclass(frozen=True, eq=False)

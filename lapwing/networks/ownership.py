@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lapwing.networks.forms import Pattern
+from lapwing.networks.forms import Node, Pattern
 from lapwing.networks.graph import Graph, Uses
-from lapwing.networks.nodes import Node
 
 Patterns = Mapping[Node, Pattern | None]
 
