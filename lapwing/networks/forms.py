@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.blocks import BlockJacobian
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.lookup_jacobian import LookupJacobian

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from lapwing.networks.blocks import Block
 from lapwing.networks.budget import Footprint
 from lapwing.networks.forms import Node, Shape, Use, output_shape
-from lapwing.networks.graph import Graph, Uses
+from lapwing.networks.graph import Graph, Patterns, Uses
 from lapwing.networks.ops.operation import operation
-from lapwing.networks.ownership import Patterns
 
 Layout = tuple[Block, ...]
 
