@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
+from lapwing.core.state import State
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case
 from tests.references import dense
@@ -85,13 +86,22 @@ def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method
     assert_close(diagonal.reshape(belief.variance.shape), belief.variance)
 
 
+def stored(state: State, name: str = "") -> dict[str, Tensor]:
+    """Every tensor of a state and its parts."""
+    found = {f"{name}.{key}": tensor for key, tensor in state.tensors.items()}
+    for key, part in state.parts.items():
+        found.update(stored(part, f"{name}.{key}"))
+    return found
+
+
 @pytest.mark.parametrize("method", ["full", *METHODS])
 def test_nothing_that_is_kept_holds_a_graph(case: Case, method: str) -> None:
     """A curvature that requires a gradient would keep the activations of every batch alive."""
     chosen = METHODS.get(method, lw.Full())
     posterior = lw.fit(case.build(), problems.batches(case), problems.likelihood(case), method=chosen)
     inputs, curvature = case.batch(2), posterior.curvature
-    own = {"mix": curvature.mix, "own": curvature.own} if hasattr(curvature, "anchors") else curvature.tensors()
+    own = {"mix": curvature.mix} if hasattr(curvature, "anchors") else stored(curvature.state())
+    assert own
     kept = {
         **own, "theta": posterior.posterior.theta, "prior": posterior.prior.values,
         "noise": posterior.likelihood.dispersion, "mean": posterior.functions(inputs).mean,

@@ -274,7 +274,7 @@ def test_a_loaded_posterior_still_tells(kept: bool, tmp_path: Path, monkeypatch:
     expected = found.functions((x[:ROWS], context)).variance
     if not kept:
         state = Network.state
-        drop = lambda network: replace(s := state(network), settings={**s.settings, "known": {}})
+        drop = lambda net: replace(state(net), settings={**state(net).settings, "known": {}})
         monkeypatch.setattr(Network, "state", drop)
     found.save(tmp_path / "a.lapwing")
     loaded = lw.load(tmp_path / "a.lapwing", model)
