@@ -11,8 +11,7 @@ from torch import Tensor
 from lapwing.core.state import State, saved
 from lapwing.curvature.floors import floored
 from lapwing.errors import UnsupportedError
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 

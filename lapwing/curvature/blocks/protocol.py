@@ -8,8 +8,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from lapwing.core.state import State
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.priors.bound import BlockPrior
 
 S = TypeVar("S")

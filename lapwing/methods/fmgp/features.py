@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.errors import ModelError
+from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network
-from lapwing.networks.weights import last_layer
 
 
 def last_layer_network(network: Network, inputs: Inputs) -> Network:
