@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing import files
 from lapwing.core.data import Data
 from lapwing.core.pool import shuffled
 from lapwing.methods.hfl.objective import Objective
@@ -274,9 +273,9 @@ def test_a_loaded_posterior_still_tells(kept: bool, tmp_path: Path, monkeypatch:
     found = lw.fit(model, data, GIVEN, method=lw.Full(), prior=1.0)
     expected = found.functions((x[:ROWS], context)).variance
     if not kept:
-        described = files._described
-        drop = lambda net: (d := described(net)) | {"network": {k: v for k, v in d["network"].items() if k != "known"}}
-        monkeypatch.setattr(files, "_described", drop)
+        state = Network.state
+        drop = lambda net: replace(state(net), settings={**state(net).settings, "known": {}})
+        monkeypatch.setattr(Network, "state", drop)
     found.save(tmp_path / "a.lapwing")
     loaded = lw.load(tmp_path / "a.lapwing", model)
     if not kept:
