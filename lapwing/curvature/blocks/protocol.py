@@ -64,10 +64,6 @@ class BlockCurvature(Protocol):
         """Return the weighted sum of this block and the others, differentiable in the weights (1 + others,)."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the block consists of, by name."""
-        ...
-
     def state(self) -> State: ...
 
     def dense(self) -> Tensor:
