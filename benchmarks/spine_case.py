@@ -15,7 +15,7 @@ import lapwing as lw
 from benchmarks import clock, models
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.tuners.maximise_evidence import MaximiseEvidence
-from lapwing.tuners.start import start_near_optimum
+from lapwing.tuners.search import start_near_optimum
 
 Figures = dict[str, Any]
 ROUNDS = 5

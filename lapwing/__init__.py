@@ -28,7 +28,8 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.sampled import Sampled
-from lapwing.networks.weights import all_weights, last_layer, named, subnetwork
+from lapwing.networks.last_layer import last_layer
+from lapwing.networks.selection import all_weights, named, subnetwork
 from lapwing.priors import grouped, isotropic, per_layer
 
 __version__ = "0.1.0"

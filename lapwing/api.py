@@ -27,7 +27,7 @@ from lapwing.networks.forward import outside_autocast, raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.protocols import HasEvidence
+from lapwing.posteriors.protocols import HasEvidence, SamplesGamma, trace_of
 from lapwing.priors import isotropic
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
@@ -35,8 +35,10 @@ from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
+from lapwing.tuners.maximise_evidence import MaximiseEvidence
 from lapwing.tuners.protocol import Tuner
-from lapwing.tuners.start import default_tuner, start_near_optimum
+from lapwing.tuners.sample_em import SampleEM
+from lapwing.tuners.search import start_near_optimum
 
 
 @outside_autocast
@@ -153,8 +155,9 @@ def _with_learned_prior(
 
 def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """Return the posterior with its prior learned, starting near the optimum."""
-    tuned = checked_tuner(tuner or default_tuner(posterior), data)(start_near_optimum(posterior))
-    before, after = getattr(posterior, "trace", None), getattr(tuned, "trace", None)
+    default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
+    tuned = checked_tuner(tuner or default, data)(start_near_optimum(posterior))
+    before, after = trace_of(posterior), trace_of(tuned)
     if before is None or after is None or not before.findings:
         return tuned
     return tuned.with_trace(replace(after, findings=(*before.findings, *after.findings)))

@@ -11,8 +11,7 @@ from torch import nn
 from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors, tensors_in
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.forward import has_dropout
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups

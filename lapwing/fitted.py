@@ -18,19 +18,22 @@ from lapwing.core.progress import shows_progress
 from lapwing.core.settings import require_integer
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
 from lapwing.posteriors.protocols import (
+    EstimatesEvidence,
+    HasCurvature,
     HasEvidence,
     HasFunctionSamples,
     HasVarianceOf,
     HasWeightSamples,
     Posterior,
     Reweightable,
+    trace_of,
 )
 from lapwing.priors import isotropic
 from lapwing.priors.bound import BoundPrior, Prior
@@ -55,12 +58,9 @@ class Fitted:
     why: str = ""  # the reason for the method, if ``Auto`` chose it
 
     def __repr__(self) -> str:
-        problem = self.posterior.problem
-        numbers = {
-            "precision": problem.prior.values,
-            "noise variance": getattr(problem.likelihood, "noise_variance", None),
-        }
-        listed = [f"{name} {_first_three(values)}" for name, values in numbers.items() if values is not None]
+        listed = [f"precision {_first_three(self.prior.values)}"]
+        if isinstance(self.likelihood, AdditiveNoise):
+            listed.append(f"noise variance {_first_three(self.likelihood.noise_variance)}")
         return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {', '.join(listed)}>"
 
     def __call__(self, x: Inputs) -> Any:
@@ -177,7 +177,7 @@ class Fitted:
     def evidence_error(self) -> float:
         """The standard error of ``log_evidence``; zero where it is computed and not estimated."""
         self._unchanged()
-        return float(getattr(self.posterior, "evidence_error", 0.0))
+        return self.posterior.evidence_error if isinstance(self.posterior, EstimatesEvidence) else 0.0
 
     @outside_autocast
     @torch.inference_mode(False)  # as for fit
@@ -260,7 +260,7 @@ class Fitted:
     @property
     def trace(self) -> Trace | None:
         """The steps of the tuner: every value that it tried, with its evidence or score."""
-        return getattr(self.posterior, "trace", None)
+        return trace_of(self.posterior)
 
     @property
     def problem(self) -> Problem:
@@ -284,7 +284,7 @@ class Fitted:
     @property
     def curvature(self) -> Any:
         """H at unit dispersion, for methods in weight space."""
-        return getattr(self.posterior, "curvature", None)
+        return self.posterior.curvature if isinstance(self.posterior, HasCurvature) else None
 
     def with_prior(self, prior: Prior | float) -> Fitted:
         """Return the same posterior under another prior; no data are touched.
@@ -305,12 +305,9 @@ class Fitted:
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
         given = checked_prior(prior)
         bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
-        if bound.needs_curvature and self.curvature is not None:
-            bound = bound.scaled(self.posterior.current.diagonal())  # type: ignore[attr-defined]
-        moved = self.posterior.with_problem(self.problem.with_prior(bound))
-        if getattr(moved, "mode", None) is not None:
-            moved = replace(moved, mode=None)  # type: ignore[type-var]
-        return replace(self, posterior=moved)
+        if isinstance(self.posterior, HasCurvature):
+            return replace(self, posterior=self.posterior.with_prior(bound))
+        return replace(self, posterior=self.posterior.with_problem(self.problem.with_prior(bound)))
 
     def to(self, device: torch.device | str) -> Fitted:
         """Return the posterior on another device. Its model is moved there too, as ``model.to`` does.

@@ -28,8 +28,8 @@ from lapwing.methods.map_only import MapOnly
 from lapwing.methods.protocol import Method
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag.swag import SWAG
-from lapwing.networks.selection import Weights
-from lapwing.networks.weights import all_weights, last_layer
+from lapwing.networks.last_layer import last_layer
+from lapwing.networks.selection import Weights, all_weights
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,

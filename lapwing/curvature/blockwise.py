@@ -122,9 +122,6 @@ class BlockwiseCurvature:
         parts = [block.diagonal() for block in self.blocks]
         return in_order(parts, self.layout, self.selection)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"{i}.{key}": t for i, block in enumerate(self.blocks) for key, t in block.tensors().items()}
-
     def state(self) -> State:
         return State("BlockwiseCurvature", parts={str(i): block.state() for i, block in enumerate(self.blocks)})
 

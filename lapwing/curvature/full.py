@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lapwing.core.latest import Latest
 from lapwing.core.state import State, saved
-from lapwing.curvature.floors import floored_by_layer
-from lapwing.curvature.weighted_sum import weighted_sum
+from lapwing.curvature.protocols import floored_by_layer, weighted_sum
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.networks.blocks import Block
@@ -174,11 +173,8 @@ class FullCurvature:
     def diagonal(self) -> Tensor:
         return floored_by_layer(self.matrix.diagonal().double(), self.selection)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"matrix": self.matrix}
-
     def state(self) -> State:
-        return State("FullCurvature", {"definite": self.definite}, self.tensors())
+        return State("FullCurvature", {"definite": self.definite}, {"matrix": self.matrix})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> FullCurvature:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.core.state import State, saved
 from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
-from lapwing.curvature.floors import floored_by_layer
+from lapwing.curvature.protocols import floored_by_layer
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.blocks import Block
@@ -209,12 +209,9 @@ class LowRankCurvature:
         nonzero = diagonal > torch.finfo(diagonal.dtype).eps * diagonal.max()  # a dead layer has rounding, not zeros
         return floored_by_layer(torch.where(nonzero, diagonal, 0), self.selection)
 
-    def tensors(self) -> dict[str, Tensor]:
-        residual = torch.tensor(self.residual, dtype=torch.float64)
-        return {"values": self.values, "vectors": self.vectors, "residual": residual}
-
     def state(self) -> State:
-        return State("LowRankCurvature", tensors=self.tensors())
+        residual = torch.tensor(self.residual, dtype=torch.float64)
+        return State("LowRankCurvature", tensors={"values": self.values, "vectors": self.vectors, "residual": residual})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> LowRankCurvature:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lapwing.core.state import State, class_named, saved
 from lapwing.curvature.protocols import Curvature
-from lapwing.likelihoods.gaussian import Gaussian
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.protocol import Likelihood, NoisePerOutput
 from lapwing.losses import Statistics
 from lapwing.networks.network import Network
 
@@ -24,8 +23,6 @@ class MixableCurvature(Curvature, Protocol):
     def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
         """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
         ...
-
-    def state(self) -> State: ...
 
 
 @saved
@@ -43,10 +40,6 @@ class PerOutputCurvature:
     def at(self, ratios: Tensor) -> Curvature:
         """Return the curvature under these ratios (C,), differentiable in them."""
         return self.parts[0].mixed(self.parts[1:], self.start.to(ratios) / ratios)
-
-    def tensors(self) -> dict[str, Tensor]:
-        tensors = {f"{i}.{key}": t for i, part in enumerate(self.parts) for key, t in part.tensors().items()}
-        return {**tensors, "start": self.start}
 
     def state(self) -> State:
         parts = {str(i): part.state() for i, part in enumerate(self.parts)}
@@ -67,7 +60,7 @@ def by_output(
     ``compute`` makes a pass for one output, or for all of them together. Cost: as many backward passes as one pass
     over all outputs, and C forward passes instead of one.
     """
-    if not (isinstance(likelihood, Gaussian) and likelihood.per_output and likelihood.learns_dispersion):
+    if not (isinstance(likelihood, NoisePerOutput) and likelihood.learns_ratios):
         return compute(None)
     assert likelihood.ratios is not None
     passes = [compute(output) for output in range(len(likelihood.ratios))]

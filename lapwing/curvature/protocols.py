@@ -1,12 +1,16 @@
-"""The contracts of curvatures and of the precisions that they give."""
+"""The contracts of curvatures and of the precisions that they give, and what all structures share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from lapwing.core.state import State
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior
 
 
@@ -57,8 +61,8 @@ class Curvature(Protocol):
         """Return the diagonal of H, (P,), no entry below a thousandth of the median of its layer."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the curvature consists of, by name."""
+    def state(self) -> State:
+        """Return the curvature as plain data, for a file."""
         ...
 
 
@@ -89,3 +93,35 @@ class Preconditions(Protocol):
 
     @property
     def preconditions(self) -> bool: ...
+
+
+def floored(values: Tensor) -> Tensor:
+    """Raise values to at least a thousandth of their median, or of their mean if the median is zero.
+
+    If all values are zero, return ones.
+    """
+    typical = values.median()
+    typical = typical if float(typical) > 0 else values.mean()
+    return values.clamp_min(float(1e-3 * typical) or 1.0)
+
+
+def floored_by_layer(values: Tensor, selection: Selection) -> Tensor:
+    """Apply ``floored`` to each layer separately: values (P,) in the order of theta, selected weights only."""
+    names = selection.layer_of()
+    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    numbers = torch.tensor([order[name] for name in names]).repeat_interleave(torch.tensor(selection.sizes))
+    numbers = selection.picked(numbers).to(values.device)
+    raised = values.clone()
+    for number in range(len(order)):
+        in_layer = numbers == number
+        raised[in_layer] = floored(values[in_layer])
+    return raised
+
+
+def weighted_sum(tensors: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Return Σ_c weights_c tensors_c, differentiable in the weights. Memory: one tensor more."""
+    weights = weights.to(tensors[0])
+    total = weights[0] * tensors[0]
+    for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
+        total.addcmul_(weight, tensor)
+    return total

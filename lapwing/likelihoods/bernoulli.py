@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +130,3 @@ class Bernoulli:
     def from_state(cls, state: State) -> Bernoulli:
         """Build the likelihood from its state."""
         return cls(**with_tuples(state.settings), temperature=state.tensors["dispersion"])
-
-    def settings(self) -> dict[str, Any]:
-        return dict(self.state().settings)

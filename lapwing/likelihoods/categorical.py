@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -183,6 +182,3 @@ class Categorical:
     def from_state(cls, state: State) -> Categorical:
         """Build the likelihood from its state."""
         return cls(**with_tuples(state.settings), temperature=state.tensors["dispersion"])
-
-    def settings(self) -> dict[str, Any]:
-        return dict(self.state().settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +72,13 @@ class Gaussian:
         return replace(self, phi=phi)
 
     @property
+    def learns_ratios(self) -> bool:
+        return self.per_output and self.learns_dispersion
+
+    def with_noise_variances(self, variances: Tensor) -> Gaussian:
+        return replace(self, phi=torch.ones_like(variances[0]), ratios=variances)
+
+    @property
     def needs_residuals(self) -> bool:
         return self.per_output and self.ratios is None
 
@@ -127,6 +133,3 @@ class Gaussian:
     def from_state(cls, state: State) -> Gaussian:
         """Build the likelihood from its state."""
         return cls(**with_tuples(state.settings), phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
-
-    def settings(self) -> dict[str, Any]:
-        return dict(self.state().settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +86,3 @@ class HeteroscedasticGaussian:
     def from_state(cls, state: State) -> HeteroscedasticGaussian:
         """Build the likelihood from its state."""
         return cls()
-
-    def settings(self) -> dict[str, Any]:
-        return dict(self.state().settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +75,3 @@ class Poisson:
     def from_state(cls, state: State) -> Poisson:
         """Build the likelihood from its state."""
         return cls()
-
-    def settings(self) -> dict[str, Any]:
-        return dict(self.state().settings)

@@ -58,10 +58,6 @@ class Likelihood(Protocol):
         """Return the predictive distribution of y, for each input by itself."""
         ...
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that a file needs to build the likelihood again."""
-        ...
-
 
 @runtime_checkable
 class NeedsResiduals(Protocol):
@@ -92,6 +88,25 @@ class AdditiveNoise(Protocol):
     @property
     def noise_variance(self) -> Tensor:
         """The variance of the noise, () or (C,)."""
+        ...
+
+
+@runtime_checkable
+class NoisePerOutput(Protocol):
+    """A likelihood whose outputs may have different noise variances."""
+
+    @property
+    def ratios(self) -> Tensor | None:
+        """The noise variance of each output over the dispersion, (C,); None if all outputs have the same."""
+        ...
+
+    @property
+    def learns_ratios(self) -> bool:
+        """Whether fitting may set each noise variance by itself."""
+        ...
+
+    def with_noise_variances(self, variances: Tensor) -> Likelihood:
+        """Return the likelihood with these noise variances (C,)."""
         ...
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from lapwing.errors import NumericalError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.operators import Product, applied, identity, refuse_asymmetric_images
 from lapwing.linalg.orthogonal import orthonormal_rows
-from lapwing.linalg.residuals import (
+from lapwing.linalg.solution import (
     ADVICE,
     CHECK_EVERY,
     DRIFT,
@@ -18,11 +20,12 @@ from lapwing.linalg.residuals import (
     SINGULAR,
     TINY,
     ResidualMonitor,
+    Solution,
     not_positive_definite,
 )
-from lapwing.linalg.solution import Solution
 
 TRANSPOSE = 1e-3  # relative difference by rounding that is tolerated between a root and its transpose
+LEAST = 1e-12  # relative residuals of samples below this are rounding
 
 
 def block_conjugate_gradients(
@@ -172,3 +175,33 @@ def _refuse_no_adjoint(s: Tensor, root_s: Tensor, b: Tensor, adjoint_b: Tensor) 
             "transposes; give both root and adjoint, such as precision.sample and precision.adjoint, or a symmetric "
             "root alone."
         )
+
+
+def solve_samples(
+    apply: Product,
+    rhs: Tensor,
+    noise: Tensor,
+    tolerance: float,
+    hint: str,
+    start: Tensor | None,
+    root: Product | None = None,
+) -> Solution:
+    """Solve for samples (K, P) by block conjugate gradients; raise if one does not reach the tolerance.
+
+    ``apply`` multiplies by the precision, ``noise`` (K, P) is the prior's part of the right-hand sides, ``start`` are
+    initial values where samples nearby are known, ``root`` is that of a preconditioner and ``hint`` ends the advice of
+    the error.
+    """
+    advice = f"Raise the prior precision or the tolerance of the samples{hint}."
+    left = rhs if start is None else rhs - apply(start)
+    sizes = residual_sizes(noise, rhs, tolerance)
+    rest = block_conjugate_gradients(apply, left, root=root, tolerance=tolerance, sizes=sizes, advice=advice)
+    return rest if start is None else replace(rest, x=start + rest.x)
+
+
+def residual_sizes(noise: Tensor, rhs: Tensor, tolerance: float) -> Tensor:
+    """Return the lengths (K,) that residuals of samples are relative to: those of the prior's part ``noise`` (K, P).
+
+    They are raised where the tolerance would ask for a residual below the rounding of float64.
+    """
+    return torch.maximum(noise.norm(dim=1), LEAST / tolerance * rhs.norm(dim=1))

@@ -7,8 +7,15 @@ from torch import Tensor
 
 from lapwing.core.data import check_finite
 from lapwing.linalg.operators import Product, applied, identity, refuse_asymmetric_images
-from lapwing.linalg.residuals import ADVICE, CHECK_EVERY, SINGULAR, TINY, ResidualMonitor, not_positive_definite
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.solution import (
+    ADVICE,
+    CHECK_EVERY,
+    SINGULAR,
+    TINY,
+    ResidualMonitor,
+    Solution,
+    not_positive_definite,
+)
 
 
 def conjugate_gradients(

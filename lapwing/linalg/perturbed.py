@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg.design import Design, Part, back_product, gram_product, located_parts
-from lapwing.linalg.residuals import TINY
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.solution import TINY, Solution
 
 OBJECTIVES = ("reduced", "classic")
 

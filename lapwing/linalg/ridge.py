@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import derived_generator, normal, uniform
+from lapwing.linalg.block_cg import residual_sizes, solve_samples
 from lapwing.linalg.design import Design, ScaledDesign, back_product, gram_product
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
 from lapwing.linalg.logdet import DeflatedSpectrum, Logdet
 from lapwing.linalg.perturbed import Perturbed
 from lapwing.linalg.quadrature import random_signs
-from lapwing.linalg.sample_solve import residual_sizes, solve_samples
 from lapwing.linalg.solution import Solution
 
 OUTSIDE = 1e-5  # relative part of a row outside the basis that counts as rounding, in single precision

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lapwing.networks.forms import Node, output_shape
 from lapwing.networks.forward import quiet
 from lapwing.networks.graph import Graph
-from lapwing.networks.nodes import Node, output_shape
-from lapwing.networks.ops.entry import operation
-from lapwing.networks.ops.gradients import NoRuleError
+from lapwing.networks.ops.operation import NoRuleError, operation
 
 
 def gradients(raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool) -> list[Tensor]:

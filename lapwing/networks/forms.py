@@ -8,20 +8,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lapwing.networks.block_jacobian import BlockJacobian
+from lapwing.networks.blocks import BlockJacobian
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.lookup_jacobian import LookupJacobian
-from lapwing.networks.nodes import Node, Shape, output_shape, saved
 
+Node = Any  # torch.autograd.graph.Node
+Shape = tuple[int, ...]
 Pattern = tuple[int, int, int]  # rows run over (outer, sample, inner)
 Part = tuple[int, int, int]  # first and last row of the parameter that is used, and how many rows it has
 Factor = Callable[[Node], Tensor]
+
+
+def output_shape(node: Node, number: int = 0) -> Shape:
+    """Return the shape of one of a node's outputs."""
+    return tuple(node._input_metadata[number].shape)
+
+
+def saved(node: Node, name: str) -> Tensor:
+    """Return a tensor that a node saved: part of the graph where gradients are recorded, otherwise detached."""
+    tensor: Tensor = getattr(node, name)
+    return tensor if torch.is_grad_enabled() else tensor.detach()
 
 
 class Form(Protocol):

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.selection import Selection
 
 

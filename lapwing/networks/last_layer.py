@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from lapwing.errors import ModelError
-from lapwing.networks.graph import Graph, Uses
-from lapwing.networks.nodes import Node, leaf_name
-from lapwing.networks.ops.entry import operation
+from lapwing.networks.forms import Node
+from lapwing.networks.graph import Graph, Uses, leaf_name
+from lapwing.networks.ops.operation import operation
 from lapwing.networks.selection import Selection, float_parameters, selected
 
 
@@ -49,6 +49,9 @@ class LastLayer:
         sums = _sums_after(graph, frontier)  # a bias that is added separately
         chosen |= {use.name for use in uses.uses if use.node in sums and use.form.kind == "dense"}
         return selected(model, tuple(name for name in names_of.values() if name in chosen))
+
+
+last_layer = LastLayer()
 
 
 def _linear_maps(graph: Graph, uses: Uses, names_of: Mapping[int, str]) -> dict[Node, tuple[str, ...]]:

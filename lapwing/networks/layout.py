@@ -7,11 +7,9 @@ from collections.abc import Mapping
 
 from lapwing.networks.blocks import Block
 from lapwing.networks.budget import Footprint
-from lapwing.networks.forms import Use
-from lapwing.networks.graph import Graph, Uses
-from lapwing.networks.nodes import Node, Shape, output_shape
-from lapwing.networks.ops.entry import operation
-from lapwing.networks.ownership import Patterns
+from lapwing.networks.forms import Node, Shape, Use, output_shape
+from lapwing.networks.graph import Graph, Patterns, Uses
+from lapwing.networks.ops.operation import operation
 
 Layout = tuple[Block, ...]
 

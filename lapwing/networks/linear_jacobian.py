@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.networks.block_jacobian import BlockJacobian, KroneckerRows, whole_between
+from lapwing.networks.blocks import BlockJacobian, KroneckerRows, whole_between
 from lapwing.networks.budget import temporary
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.halves import product, product_onto

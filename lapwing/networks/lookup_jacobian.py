@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.networks.block_jacobian import BlockJacobian, KroneckerRows, whole_between
+from lapwing.networks.blocks import BlockJacobian, KroneckerRows, whole_between
 
 if TYPE_CHECKING:
     from lapwing.networks.linear_jacobian import LinearJacobian

@@ -33,14 +33,20 @@ from lapwing.networks.forward import (
     unwrapped,
     working_dtype,
 )
-from lapwing.networks.graph import Graph, Uses, find_uses, read
+from lapwing.networks.graph import (
+    Graph,
+    Patterns,
+    Uses,
+    find_patterns,
+    find_uses,
+    forward_differs,
+    read,
+    refuse_wrong_gradients,
+)
 from lapwing.networks.layout import Layout, arranged, footprint
-from lapwing.networks.ops.entry import operation
-from lapwing.networks.ownership import Patterns, find_patterns
 from lapwing.networks.samples import learn
-from lapwing.networks.selection import Selection, Weights
+from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
-from lapwing.networks.weights import all_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +100,7 @@ class Network:
         shapes = dict(zip(selection.names, selection.shapes, strict=True))
         layout = arranged(graph, uses, patterns, shapes)
         sizes = footprint(layout, uses, shapes, raw.shape[0], f[0].numel())
-        forward_mode = not recurrent and not _forward_differs(graph)
+        forward_mode = not recurrent and not forward_differs(graph)
         return cls(model, selection, layout, tuple(f.shape[1:]), sizes, forward_mode, recurrent, known=rows.known)
 
     def state(self) -> State:
@@ -286,18 +292,3 @@ def _split(rows: slice, most: int | None) -> Iterator[slice]:
     runs = 1 if most is None else -(-count // most)
     for i in range(runs):
         yield slice(rows.start + i * count // runs, rows.start + (i + 1) * count // runs)
-
-
-def refuse_wrong_gradients(graph: Graph) -> None:
-    """Raise if the gradient of an operation is not its derivative."""
-    for node in graph.nodes:
-        rule = operation(node).not_derivative
-        reason = "" if rule is None else rule(node)
-        if reason:
-            raise ModelError(reason)
-
-
-def _forward_differs(graph: Graph) -> bool:
-    """Return whether forward mode disagrees with the gradient of an operation."""
-    rules = ((node, operation(node).forward_differs) for node in graph.nodes)
-    return any(rule is not None and rule(node) for node, rule in rules)

@@ -14,7 +14,7 @@ from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
-from lapwing.networks.ops.entry import operation
+from lapwing.networks.ops.operation import operation
 
 FACTOR = 2.0  # a power of two, so that only eps and a true dependence change the outputs, and not rounding
 REST = "rest"

@@ -13,18 +13,15 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.errors import ModelError
 from lapwing.networks.backward import differentiable_gradients, gradients
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.fallback import sample_jacobians
-from lapwing.networks.forms import Use
+from lapwing.networks.forms import Node, Use, output_shape
 from lapwing.networks.forward import plain_kernels, raw_output, recording, shaped
-from lapwing.networks.graph import Graph, Uses
+from lapwing.networks.graph import Graph, Patterns, Uses
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
-from lapwing.networks.nodes import Node, output_shape
-from lapwing.networks.ops.entry import operation
-from lapwing.networks.ownership import Patterns
+from lapwing.networks.ops.operation import operation
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.solution import Solution
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
 
@@ -105,6 +106,36 @@ class HasEvidence(Protocol):
 
 
 @runtime_checkable
+class EstimatesEvidence(Protocol):
+    """A posterior whose evidence is an estimate."""
+
+    @property
+    def evidence_error(self) -> float:
+        """The standard error of ``log_evidence``."""
+        ...
+
+
+@runtime_checkable
+class HasTrace(Protocol):
+    """A posterior that holds the trace of the tuner that it came from."""
+
+    @property
+    def trace(self) -> Trace | None: ...
+
+
+@runtime_checkable
+class HasCurvature(Protocol):
+    """A posterior with a curvature H in weight space, at unit dispersion."""
+
+    @property
+    def curvature(self) -> Any: ...
+
+    def with_prior(self, prior: BoundPrior) -> Posterior:
+        """Return the same curvature under another prior, which takes its scale from the curvature if it needs one."""
+        ...
+
+
+@runtime_checkable
 class HasWeightSamples(Protocol):
     """A posterior that draws weights, (n, P), in the order of ``network.theta()``."""
 
@@ -116,3 +147,8 @@ class HasFunctionSamples(Protocol):
     """A posterior that draws functions, evaluated at x: (n, B, [T,] C). Each draw is one function at all inputs."""
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+
+
+def trace_of(posterior: Posterior) -> Trace | None:
+    """Return the trace that a posterior holds; None if it holds none."""
+    return posterior.trace if isinstance(posterior, HasTrace) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,11 @@ from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision
+from lapwing.likelihoods.protocol import NoisePerOutput
 from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
@@ -56,13 +57,8 @@ class WeightPosterior:
 
         A noise that is left open is the mean squared residual at w̃; a g-prior takes its scale from the curvature.
         """
-        network = problem.network
         problem = problem.with_residual_noise(statistics)
-        posterior = cls(problem, curvature, statistics, network.theta())
-        if problem.prior.needs_curvature:
-            scaled = problem.prior.scaled(posterior.current.diagonal())
-            return replace(posterior, problem=problem.with_prior(scaled))
-        return posterior
+        return cls(problem, curvature, statistics, problem.network.theta()).with_prior(problem.prior)
 
     @cached_property
     def current(self) -> Curvature:
@@ -74,7 +70,8 @@ class WeightPosterior:
 
     @property
     def _ratios(self) -> Tensor | None:
-        return getattr(self.problem.likelihood, "ratios", None)
+        likelihood = self.problem.likelihood
+        return likelihood.ratios if isinstance(likelihood, NoisePerOutput) else None
 
     @cached_property
     def precision(self) -> Precision:
@@ -87,6 +84,14 @@ class WeightPosterior:
     def with_problem(self, problem: Problem) -> WeightPosterior:
         """Return the same curvature under another prior or noise. The mode stays as it is."""
         return replace(self, problem=problem)
+
+    def with_prior(self, prior: BoundPrior) -> WeightPosterior:
+        """Return the same curvature under another prior, without the mode, which belongs to the old one.
+
+        A g-prior takes its scale from the curvature.
+        """
+        prior = prior.scaled(self.current.diagonal()) if prior.needs_curvature else prior
+        return replace(self, problem=self.problem.with_prior(prior), mode=None)
 
     def with_trace(self, trace: Trace) -> WeightPosterior:
         return replace(self, trace=trace)
@@ -110,8 +115,8 @@ class WeightPosterior:
         likelihood = self.problem.likelihood
         if noise.ndim == 0:
             return replace(self, problem=self.problem.with_likelihood(likelihood.with_dispersion(noise)))
-        changed = replace(likelihood.with_dispersion(torch.ones_like(noise[0])), ratios=noise)  # type: ignore[type-var]
-        return replace(self, problem=self.problem.with_likelihood(changed))
+        assert isinstance(likelihood, NoisePerOutput)
+        return replace(self, problem=self.problem.with_likelihood(likelihood.with_noise_variances(noise)))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
@@ -232,10 +237,9 @@ class WeightPosterior:
         return torch.cat(parts, 1)
 
     def state(self) -> State:
-        curvature: Any = self.curvature
         tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
         settings = {"statistics": asdict(self.statistics), "mode_loss": None if self.mode is None else self.mode.loss}
-        return State("WeightPosterior", settings, tensors, {"curvature": curvature.state()})
+        return State("WeightPosterior", settings, tensors, {"curvature": self.curvature.state()})
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> WeightPosterior:

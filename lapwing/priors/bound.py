@@ -16,6 +16,7 @@ from lapwing.networks.selection import Selection
 from lapwing.priors.sharing import Sharing
 
 Precisions = float | Tensor | Mapping[str, float]
+STARTS = (1e-6, 1e8)  # range of starting precisions, for weights that are very large or all at the prior mean
 
 
 @runtime_checkable
@@ -239,3 +240,33 @@ def _values(precision: Precisions, sharing: Sharing, like: Tensor, name: str) ->
             + (f", one for each of {', '.join(sharing.groups)}." if sharing.groups else ".")
         )
     return values.reshape(-1).expand(size).reshape(sharing.shape)
+
+
+def starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
+    """Return precisions near the optimum of the evidence, where a search for better ones starts.
+
+    They are γ / |w|² with γ at half of its largest value, in the shape of ``prior.values``. ``theta`` (P,) are the
+    trained weights and ``rows`` is the number of data times the number of outputs.
+    """
+    if prior.values.numel() == theta.numel():  # one for each weight: a single square says nothing
+        return single_starting_precision(theta, rows).to(prior.values).expand(prior.values.shape).clone()
+    return group_starting_precisions(prior, theta, rows).clamp(*STARTS)
+
+
+def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
+    """Return one precision for each group from its own weights alone; infinite for weights at the prior mean.
+
+    A group whose weights are k times as large gets a precision k² times as small.
+    """
+    guess = _share(theta, rows) * prior.counts / prior.squares(theta.double())
+    return guess.reshape(prior.values.shape)
+
+
+def single_starting_precision(theta: Tensor, rows: int) -> Tensor:
+    """Return one precision for all weights, ()."""
+    return (_share(theta, rows) * theta.numel() / theta.double().square().sum()).clamp(*STARTS)
+
+
+def _share(theta: Tensor, rows: int) -> float:
+    """Return half of the largest share of the weights that the data can determine."""
+    return 0.5 * min(1.0, rows / theta.numel())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data, tensors_in
 from lapwing.core.random import generator_or_default, normal
-from lapwing.curvature.floors import floored_by_layer
+from lapwing.curvature.protocols import floored_by_layer
 from lapwing.curvature.sweep import Seeds, SquaredSum, Sweep
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood

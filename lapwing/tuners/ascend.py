@@ -10,8 +10,7 @@ import torch
 
 from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.core.trace import Step, Trace
-from lapwing.tuners.coordinates import Coordinates
-from lapwing.tuners.divergence import refuse_not_finite, refuse_runaway
+from lapwing.tuners.search import Coordinates, refuse_not_finite, refuse_runaway
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DivergedError
 from lapwing.posteriors.effective import effective_parameters
 from lapwing.posteriors.protocols import HasUnseenGamma, SamplesGamma
-from lapwing.tuners.coordinates import Coordinates
-from lapwing.tuners.divergence import refuse_not_finite, refuse_runaway
+from lapwing.tuners.search import Coordinates, refuse_not_finite, refuse_runaway
 
 LARGEST_CHANGE = 10.0  # of a logarithm in one step: far from the fixed point the update overshoots
 

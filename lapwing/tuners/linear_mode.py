@@ -18,13 +18,11 @@ from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.linalg.operators import Product
 from lapwing.methods.protocol import Method
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
-from lapwing.priors.start import group_starting_precisions
+from lapwing.priors.bound import group_starting_precisions
 from lapwing.tangent.model import TangentModel, tangent_model
-from lapwing.tuners.coordinates import Coordinates
-from lapwing.tuners.divergence import refuse_not_finite
-from lapwing.tuners.minimise import minimise
 from lapwing.tuners.mode_solver import ModeSolver
 from lapwing.tuners.protocol import required_data
+from lapwing.tuners.search import Coordinates, minimise, refuse_not_finite
 
 MEANS = ("network", "tangent")
 # Precisions in units of the typical curvature of their group: below, the prior has no effect; above, the weights.

@@ -20,9 +20,8 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.priors.kernel import prior_kernel
 from lapwing.problem import Problem
-from lapwing.tuners.coordinates import Coordinates
-from lapwing.tuners.divergence import refuse_not_finite, refuse_runaway
 from lapwing.tuners.protocol import as_data, required_data
+from lapwing.tuners.search import Coordinates, refuse_not_finite, refuse_runaway
 
 
 @runtime_checkable

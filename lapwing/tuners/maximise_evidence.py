@@ -9,9 +9,7 @@ from torch import Tensor
 
 from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.core.trace import Step, Trace
-from lapwing.tuners.coordinates import Coordinates
-from lapwing.tuners.divergence import raise_diverged, refuse_not_finite, refuse_runaway
-from lapwing.tuners.minimise import minimise
+from lapwing.tuners.search import Coordinates, minimise, raise_diverged, refuse_not_finite, refuse_runaway
 
 LARGEST_SLOPE = 1e-3  # per weight; above it the search has not converged
 

@@ -17,9 +17,9 @@ from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.protocols import SamplesGamma
 from lapwing.problem import Problem
 from lapwing.tangent.model import tangent_model
-from lapwing.tuners.divergence import in_range
 from lapwing.tuners.mode_solver import ModeSolver
 from lapwing.tuners.protocol import required_data
+from lapwing.tuners.search import in_range
 
 MODES = ("tangent", "network")
 

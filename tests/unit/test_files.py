@@ -114,7 +114,7 @@ def test_round_trip_of_every_likelihood(name: str, tmp_path: Path) -> None:
     assert_close(two.mean, one.mean)
     known = y.clamp_min(0)
     assert_close(two.log_prob(known), one.log_prob(known))
-    settings, before = again.likelihood.settings(), posterior.likelihood.settings()
+    settings, before = again.likelihood.state().settings, posterior.likelihood.state().settings
     assert json.dumps(settings) == json.dumps(before)
 
 

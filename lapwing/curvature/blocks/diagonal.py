@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.state import State, saved
-from lapwing.curvature.floors import floored
-from lapwing.curvature.weighted_sum import weighted_sum
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.curvature.protocols import floored, weighted_sum
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 
@@ -60,11 +58,8 @@ class DiagonalBlock:
     def mixed(self, others: Sequence[DiagonalBlock], weights: Tensor) -> DiagonalBlock:
         return DiagonalBlock(weighted_sum([self.values, *(block.values for block in others)], weights))
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"values": self.values}
-
     def state(self) -> State:
-        return State("DiagonalBlock", tensors=self.tensors())
+        return State("DiagonalBlock", tensors={"values": self.values})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> DiagonalBlock:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from lapwing.core.state import State, saved
-from lapwing.curvature.floors import floored
+from lapwing.curvature.protocols import floored
 from lapwing.errors import UnsupportedError
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 
@@ -80,12 +79,9 @@ class EigenBlock:
             "use Kron(), Diagonal() or Full()."
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        tensors = {"out": self.out, "values": self.values}
-        return tensors if self.inp is None else {**tensors, "inp": self.inp}
-
     def state(self) -> State:
-        return State("EigenBlock", tensors=self.tensors())
+        tensors = {"out": self.out, "values": self.values}
+        return State("EigenBlock", tensors=tensors if self.inp is None else {**tensors, "inp": self.inp})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> EigenBlock:

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from lapwing.core.state import State, saved
-from lapwing.curvature.floors import floored
-from lapwing.curvature.weighted_sum import weighted_sum
+from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.linalg.cholesky import cholesky
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 
@@ -75,11 +73,8 @@ class FullBlock:
     def mixed(self, others: Sequence[FullBlock], weights: Tensor) -> FullBlock:
         return FullBlock(weighted_sum([self.matrix, *(block.matrix for block in others)], weights))
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"matrix": self.matrix}
-
     def state(self) -> State:
-        return State("FullBlock", tensors=self.tensors())
+        return State("FullBlock", tensors={"matrix": self.matrix})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> FullBlock:

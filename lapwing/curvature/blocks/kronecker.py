@@ -13,8 +13,7 @@ from torch import Tensor
 from lapwing.core.latest import Latest
 from lapwing.core.state import State, saved
 from lapwing.curvature.blocks.eigen import EigenPrecision
-from lapwing.curvature.floors import floored
-from lapwing.curvature.weighted_sum import weighted_sum
+from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.network import Network
@@ -54,11 +53,9 @@ class KroneckerBlock:
         """Weight the output factors; all blocks have the same input factor."""
         return replace(self, out=weighted_sum([self.out, *(block.out for block in others)], weights))
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"inp": self.inp, "out": self.out, "rows": torch.tensor(self.rows, dtype=torch.float64)}
-
     def state(self) -> State:
-        return State("KroneckerBlock", tensors=self.tensors())
+        rows = torch.tensor(self.rows, dtype=torch.float64)
+        return State("KroneckerBlock", tensors={"inp": self.inp, "out": self.out, "rows": rows})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> KroneckerBlock:

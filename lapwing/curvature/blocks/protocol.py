@@ -8,8 +8,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from lapwing.core.state import State
-from lapwing.networks.block_jacobian import BlockJacobian
-from lapwing.networks.blocks import Block
+from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.priors.bound import BlockPrior
 
 S = TypeVar("S")
@@ -63,10 +62,6 @@ class BlockCurvature(Protocol):
 
     def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
         """Return the weighted sum of this block and the others, differentiable in the weights (1 + others,)."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the block consists of, by name."""
         ...
 
     def state(self) -> State: ...

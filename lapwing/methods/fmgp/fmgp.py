@@ -13,10 +13,9 @@ from lapwing.core.settings import require_integer, require_positive
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy, refuse_ignored
 from lapwing.likelihoods.protocol import Logits
-from lapwing.methods.fmgp.features import last_layer_network
 from lapwing.methods.fmgp.kernels import KERNELS
 from lapwing.methods.fmgp.learning import Learning, Schedule
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
+from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight, last_layer_network
 from lapwing.methods.fmgp.state import State
 from lapwing.methods.fmgp.table import Table, Units
 from lapwing.methods.protocol import Conformance, Cost, Workload

@@ -104,7 +104,3 @@ class FreeKernel:
     def joint(self, u: Tensor) -> Tensor:
         """Return the covariance of all outputs at all inputs, (B, C, B, C)."""
         return torch.einsum("ij,cd->icjd", self._base(u, u), self.outputs)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters by name, for files."""
-        return {"log_lengths": self.log_lengths, "mixing": self.mixing}

@@ -11,10 +11,10 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
-from lapwing.errors import UnsupportedError
+from lapwing.errors import ModelError, UnsupportedError
 from lapwing.losses import Statistics
-from lapwing.methods.fmgp.features import features
 from lapwing.methods.fmgp.kernels import FreeKernel
+from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 
@@ -78,10 +78,13 @@ class FunctionPosterior:
         return self(x, joint=True).sample(n, generator)
 
     def state(self) -> State:
-        tensors = {"theta": self.theta, "points": self.points, "numbers": self.numbers, "mix": self.mix}
+        tensors = {
+            "theta": self.theta, "points": self.points, "numbers": self.numbers, "mix": self.mix,
+            "log_lengths": self.kernel.log_lengths, "mixing": self.kernel.mixing,
+        }  # fmt: skip
         parts = {} if self.sight.last is None else {"last": self.sight.last.state()}
         settings = {"statistics": asdict(self.statistics), "kernel": self.kernel.kind}
-        return State("FunctionPosterior", settings, {**tensors, **self.kernel.tensors()}, parts)
+        return State("FunctionPosterior", settings, tensors, parts)
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> FunctionPosterior:
@@ -92,3 +95,24 @@ class FunctionPosterior:
             problem, Sight(network, last), kernel, tensors["points"], tensors["numbers"], tensors["mix"],
             Statistics.from_settings(settings["statistics"]), tensors["theta"].to(network.dtype),
         )  # fmt: skip
+
+
+def last_layer_network(network: Network, inputs: Inputs) -> Network:
+    """Return the network with only its last layer selected; raise if that is not a single linear map."""
+    last = Network.build(network.model, inputs, last_layer)
+    if len(last.layout) != 1 or not last.layout[0].linear or last.layout[0].groups != 1:
+        raise ModelError("the last layer is no single linear map, so it has no features; use kernel='rbf'.")
+    return last
+
+
+def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
+    tangent = network.linearise(inputs)
+    seeds = torch.zeros_like(tangent.network_output)[None]
+    for block, part in tangent.jacobians(seeds):
+        single = part.single_map()
+        if single is None:
+            raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
+        a = single.a[0, :, 0]
+        return (a[:, :-1] if block.bias is not None else a), tangent.f
+    raise AssertionError("a last layer has one block")

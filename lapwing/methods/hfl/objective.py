@@ -157,7 +157,8 @@ class Objective:
         """Return the function of every row: vectorised over chunks of rows, or row by row if vmap cannot."""
         width = 4 * samples * self.network.footprint.width * self.centre.element_size()
         chunk = min(max(1, BYTES // max(width, 1)), len(rows))
-        with quiet(), plain_kernels(self.network.plain), sdpa_kernel(SDPBackend.MATH):
+        # Some versions of torch.func differentiate to zero while gradients are off.
+        with torch.enable_grad(), quiet(), plain_kernels(self.network.plain), sdpa_kernel(SDPBackend.MATH):
             try:
                 return torch.func.vmap(function, chunk_size=chunk)(rows, *others).detach()
             except (RuntimeError, NotImplementedError, ValueError):  # an operation has no batching rule
@@ -166,5 +167,6 @@ class Objective:
 
 def flat_gradient(objective: Objective, function: Callable[[Weights], Any], d: Tensor) -> Tensor:
     """Return the gradient of a scalar function of the weights at one d, (P,)."""
-    slope: Tensor = torch.func.grad(lambda row: scalar(function(objective.weights(row))))(d)
+    with torch.enable_grad():
+        slope: Tensor = torch.func.grad(lambda row: scalar(function(objective.weights(row))))(d)
     return slope.detach()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.state import State, saved
-from lapwing.curvature.floors import floored_by_layer
 from lapwing.curvature.low_rank import LowRankPrecision
+from lapwing.curvature.protocols import floored_by_layer
 from lapwing.errors import UnsupportedError
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.networks.blocks import Block
@@ -110,14 +110,13 @@ class AnchoredCurvature:
         diagonal = self.anchored_diagonal if self.ggn_diagonal is None else self.ggn_diagonal.double()
         return floored_by_layer(diagonal, self.selection)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         if not isinstance(self.anchors.inputs, Tensor):
             raise UnsupportedError("inducing points of several tensors have no file form; fit again where needed.")
         tensors = {"inputs": self.anchors.inputs, "outputs": self.anchors.outputs, "mix": self.mix}
-        return tensors if self.ggn_diagonal is None else {**tensors, "own": self.ggn_diagonal}
-
-    def state(self) -> State:
-        return State("AnchoredCurvature", tensors=self.tensors())
+        if self.ggn_diagonal is not None:
+            tensors["own"] = self.ggn_diagonal
+        return State("AnchoredCurvature", tensors=tensors)
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> AnchoredCurvature:

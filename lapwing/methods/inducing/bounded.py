@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from lapwing.core.state import State, saved
-from lapwing.curvature.floors import floored_by_layer
 from lapwing.curvature.low_rank import LowRankCurvature, LowRankPrecision
+from lapwing.curvature.protocols import floored_by_layer
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
 
@@ -49,9 +49,6 @@ class BoundedCurvature:
 
     def diagonal(self) -> Tensor:
         return floored_by_layer(self.exact_diagonal.double(), self.part.selection)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {**self.part.tensors(), "own": self.exact_diagonal}
 
     def state(self) -> State:
         return State("BoundedCurvature", tensors={"own": self.exact_diagonal}, parts={"part": self.part.state()})

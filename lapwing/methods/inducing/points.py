@@ -9,15 +9,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
+from lapwing.core.data import Batch, Data
 from lapwing.core.trace import Step, Trace
+from lapwing.curvature.blockwise import prior_precision
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening, whitening
 from lapwing.losses import Statistics
 from lapwing.methods.inducing.anchored import AnchoredCurvature
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.priors.kernel import prior_kernel
 from lapwing.problem import Problem
 
 
@@ -124,3 +127,24 @@ def _information(problem: Problem, data: Data, anchors: Anchors, white: Tensor) 
         information += rows.mT @ rows
         squares.add(jacobians)
     return information, squares.diagonal()
+
+
+def whitened_rows(
+    problem: Problem, batch: Batch, anchors: tuple[LayerJacobians, ...], white: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return outputs, checked targets, prior covariance and whitened rows of a batch, in float64.
+
+    Shapes: (B, [T,] C); those of the targets; (B, [T,] C, C); (B, [T,] C, r). ``anchors`` are the rows J_Z in parts and
+    ``white`` (M, r) whitens their kernel. Cost: the work of C backward passes over the batch and its kernel with J_Z.
+    """
+    network = problem.network
+    precision = prior_precision(problem.prior, network.layout, network.selection)
+    outputs, covariances, rows = [], [], []
+    for _, tangent in network.tangents(batch.inputs):
+        jacobians = tangent.jacobians().double()
+        outputs.append(tangent.f.double())
+        covariances.append(precision.quadratic(jacobians).reshape(*tangent.f.shape, -1))
+        rows.append(torch.cat([prior_kernel(jacobians, problem.prior, part) for part in anchors], 1) @ white)
+    f = torch.cat(outputs)
+    y = problem.likelihood.targets(f, batch.targets)
+    return f, y, torch.cat(covariances), torch.cat(rows).reshape(*f.shape, -1)

@@ -21,8 +21,7 @@ from lapwing.likelihoods.energies import energy
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
-from lapwing.methods.inducing.points import InducingPoints
-from lapwing.methods.inducing.rows import whitened_rows
+from lapwing.methods.inducing.points import InducingPoints, whitened_rows
 from lapwing.methods.inducing.validation import Snapshot, Validation
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.kernel import prior_kernel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.state import State, saved
-from lapwing.curvature.floors import floored_by_layer
+from lapwing.curvature.protocols import floored_by_layer
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
@@ -117,11 +117,8 @@ class SubspaceCurvature:
     def diagonal(self) -> Tensor:
         return floored_by_layer(self.inner_diagonal.clamp_min(0), self.selection)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"directions": self.directions, "gram": self.gram}
-
     def state(self) -> State:
-        return State("SubspaceCurvature", tensors=self.tensors())
+        return State("SubspaceCurvature", tensors={"directions": self.directions, "gram": self.gram})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> SubspaceCurvature:

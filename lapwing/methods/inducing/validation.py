@@ -14,8 +14,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.likelihoods.energies import refuse_ignored
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
-from lapwing.methods.inducing.points import InducingPoints
-from lapwing.methods.inducing.rows import whitened_rows
+from lapwing.methods.inducing.points import InducingPoints, whitened_rows
 
 COARSE = tuple(math.exp(k) for k in range(-6, 7))  # factors on the prior variance that every check tries
 FINE = tuple(math.exp(k / 8) for k in range(-12, 13))  # factors that are tried for the best state at the end

@@ -23,7 +23,7 @@ from lapwing.methods.inducing.points import InducingPoints
 from lapwing.methods.inducing.stochastic import StochasticSettings, learn_stochastic
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.start import starting_precisions
+from lapwing.priors.bound import starting_precisions
 from lapwing.problem import Problem
 
 OPTIMISERS = ("lbfgs", "adam", "none")

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lapwing.networks.forms import Elementwise, Factor, Use
-from lapwing.networks.nodes import Node
-from lapwing.networks.ops.entry import NormStatistics, Sources
-from lapwing.networks.ops.gradients import NoRuleError
+from lapwing.networks.forms import Elementwise, Factor, Node, Use
+from lapwing.networks.ops.operation import NormStatistics, NoRuleError, Sources
 
 
 def pull_batch_norm(node: Node, grad: Tensor, operand: int) -> Tensor:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from lapwing.networks.ops import activations, arithmetic, convolutions, embeddings, norms, pooling, products, shapes
-from lapwing.networks.ops.entry import Operation, register
-from lapwing.networks.ops.gradients import Expanded, New, Slope, View
-from lapwing.networks.ops.rows import along, normalised_rows, permuted, reordered, row_wise
+from lapwing.networks.ops import elementwise, linear, norms, shapes
+from lapwing.networks.ops.operation import (
+    Expanded,
+    New,
+    Operation,
+    Slope,
+    View,
+    along,
+    normalised_rows,
+    permuted,
+    register,
+    reordered,
+    row_wise,
+)
 
 # Operations that keep all entries in their order.
 register(
@@ -48,30 +58,30 @@ register(
 
 # Products with a weight.
 register(
-    Operation("MmBackward0", data_operand=0, gradient=New(products.pull_mm), uses=products.use_mm),
-    Operation("AddmmBackward0", data_operand=1, gradient=New(products.pull_addmm), uses=products.use_addmm),
+    Operation("MmBackward0", data_operand=0, gradient=New(linear.pull_mm), uses=linear.use_mm),
+    Operation("AddmmBackward0", data_operand=1, gradient=New(linear.pull_addmm), uses=linear.use_addmm),
     Operation("LinearBackward0", data_operand=0),
     Operation(
         "ConvolutionBackward0",
         data_operand=0,
-        gradient=New(convolutions.pull_convolution),
-        uses=convolutions.use_convolution,
-        seed_by_seed=convolutions.seed_by_seed,
+        gradient=New(linear.pull_convolution),
+        uses=linear.use_convolution,
+        seed_by_seed=linear.convolution_seed_by_seed,
     ),
     Operation("MkldnnConvolutionBackward0", rows=row_wise),
     Operation("CudnnConvolutionBackward0", rows=row_wise),
     Operation(
         "EmbeddingBackward0",
         rows=row_wise,
-        uses=embeddings.use_table,
-        seed_by_seed=embeddings.seed_by_seed,
-        not_derivative=embeddings.not_derivative,
-        forward_differs=embeddings.forward_differs,
+        uses=linear.use_embedding,
+        seed_by_seed=linear.embedding_seed_by_seed,
+        not_derivative=linear.embedding_not_derivative,
+        forward_differs=linear.embedding_forward_differs,
     ),
     Operation("BmmBackward0", rows=reordered),
     Operation("BaddbmmBackward0", rows=reordered),
-    Operation("ThnnFusedLstmCellBackward0", rows=reordered, uses=arithmetic.use_fused_cell),
-    Operation("ThnnFusedGruCellBackward0", rows=reordered, uses=arithmetic.use_fused_cell),
+    Operation("ThnnFusedLstmCellBackward0", rows=reordered, uses=elementwise.use_fused_cell),
+    Operation("ThnnFusedGruCellBackward0", rows=reordered, uses=elementwise.use_fused_cell),
 )
 
 # Attention in one kernel, which autograd takes one seed at a time.
@@ -113,18 +123,18 @@ register(
 
 # Activations with a slope.
 register(
-    Operation("ReluBackward0", rows=row_wise, gradient=Slope(activations.relu)),
-    Operation("TanhBackward0", rows=row_wise, gradient=Slope(activations.tanh)),
-    Operation("SigmoidBackward0", rows=row_wise, gradient=Slope(activations.sigmoid)),
-    Operation("GeluBackward0", rows=row_wise, gradient=Slope(activations.gelu)),
-    Operation("SiluBackward0", rows=row_wise, gradient=Slope(activations.silu)),
-    Operation("LeakyReluBackward0", rows=row_wise, gradient=Slope(activations.leaky_relu)),
+    Operation("ReluBackward0", rows=row_wise, gradient=Slope(elementwise.relu)),
+    Operation("TanhBackward0", rows=row_wise, gradient=Slope(elementwise.tanh)),
+    Operation("SigmoidBackward0", rows=row_wise, gradient=Slope(elementwise.sigmoid)),
+    Operation("GeluBackward0", rows=row_wise, gradient=Slope(elementwise.gelu)),
+    Operation("SiluBackward0", rows=row_wise, gradient=Slope(elementwise.silu)),
+    Operation("LeakyReluBackward0", rows=row_wise, gradient=Slope(elementwise.leaky_relu)),
 )
 
 # Sums, products and other functions of each entry or of each row.
 register(
-    Operation("AddBackward0", adds=True, rows=row_wise, gradient=View(arithmetic.pull_add), uses=arithmetic.use_add),
-    Operation("MulBackward0", rows=row_wise, gradient=New(arithmetic.pull_mul), uses=arithmetic.use_mul),
+    Operation("AddBackward0", adds=True, rows=row_wise, gradient=View(elementwise.pull_add), uses=elementwise.use_add),
+    Operation("MulBackward0", rows=row_wise, gradient=New(elementwise.pull_mul), uses=elementwise.use_mul),
     *(
         Operation(f"{name}Backward{digit}", rows=row_wise)
         for digit, names in (
@@ -139,9 +149,9 @@ register(
 
 # Pooling, sums and other reductions.
 register(
-    Operation("MaxPool2DWithIndicesBackward0", rows=row_wise, gradient=New(pooling.max_pool)),
-    Operation("AdaptiveAvgPool2DBackward0", rows=row_wise, gradient=New(pooling.adaptive_pool)),
-    Operation("AvgPool2DBackward0", rows=row_wise, gradient=New(pooling.average_pool)),
+    Operation("MaxPool2DWithIndicesBackward0", rows=row_wise, gradient=New(shapes.max_pool)),
+    Operation("AdaptiveAvgPool2DBackward0", rows=row_wise, gradient=New(shapes.adaptive_pool)),
+    Operation("AvgPool2DBackward0", rows=row_wise, gradient=New(shapes.average_pool)),
     Operation("MaxPool3DWithIndicesBackward0", rows=row_wise),
     Operation("AvgPool3DBackward0", rows=row_wise),
     Operation("AdaptiveMaxPool2DBackward0", rows=row_wise),

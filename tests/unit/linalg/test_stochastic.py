@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lapwing.errors import NumericalError
 from lapwing.linalg.design import MatrixDesign, MatrixPart, OperatorDesign, Part, back_product
-from lapwing.linalg.passes import Passes
 from lapwing.linalg.perturbed import Perturbed, gradient_variance
 from lapwing.linalg.solution import Solution
-from lapwing.linalg.stochastic import dual_descent, sdd, sgd
+from lapwing.linalg.stochastic import Passes, dual_descent, sdd, sgd
 from tests.tolerances import SOLVED, assert_close, assert_within
 
 D = torch.float64

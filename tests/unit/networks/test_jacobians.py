@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lapwing.errors import ModelError
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
-from lapwing.networks.weights import named, subnetwork
+from lapwing.networks.selection import named, subnetwork
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, Wrapped, cast
 from tests.references import dense

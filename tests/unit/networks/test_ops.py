@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from lapwing.networks import backward
 from lapwing.networks.network import Network
 from lapwing.networks.ops import Operation, Slope, entries, operation, register, row_wise
-from lapwing.networks.ops.gradients import NoRuleError
+from lapwing.networks.ops.operation import NoRuleError
 from tests.cases import Wrapped
 from tests.tolerances import assert_close
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lapwing.errors import ModelError
+from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network
-from lapwing.networks.selection import Selection
-from lapwing.networks.weights import all_weights, last_layer, named, subnetwork
+from lapwing.networks.selection import Selection, all_weights, named, subnetwork
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense

@@ -13,10 +13,9 @@ import lapwing as lw
 from lapwing.likelihoods.energies import energy
 from lapwing.linalg.variational import Inducing
 from lapwing.losses import Statistics
-from lapwing.methods.fmgp.features import last_layer_network
 from lapwing.methods.fmgp.kernels import FreeKernel
 from lapwing.methods.fmgp.learning import Learning, Schedule
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
+from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight, last_layer_network
 from lapwing.methods.fmgp.state import State
 from lapwing.methods.fmgp.table import Table
 from tests.tolerances import SOLVED, assert_close

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.losses import Statistics
 from lapwing.methods.fmgp import posterior as function_space
-from lapwing.methods.fmgp.features import last_layer_network
 from lapwing.methods.fmgp.kernels import KERNELS, FreeKernel
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight
+from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight, last_layer_network
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 from tests.cases import BY_NAME

@@ -210,5 +210,5 @@ def test_rows_follow_the_mix() -> None:
 
 def test_points_of_several_tensors_have_no_file_form() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match="inducing points of several tensors have no file form"):
-        AnchoredCurvature(setting("dict_input"), mix()).tensors()
-    assert set(AnchoredCurvature(setting("mlp"), mix()).tensors()) == {"inputs", "outputs", "mix"}
+        AnchoredCurvature(setting("dict_input"), mix()).state()
+    assert set(AnchoredCurvature(setting("mlp"), mix()).state().tensors) == {"inputs", "outputs", "mix"}

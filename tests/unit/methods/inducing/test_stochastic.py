@@ -18,8 +18,7 @@ from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.collapsed import learn_collapsed
-from lapwing.methods.inducing.points import InducingPoints
-from lapwing.methods.inducing.rows import whitened_rows
+from lapwing.methods.inducing.points import InducingPoints, whitened_rows
 from lapwing.methods.inducing.stochastic import Stochastic, StochasticSettings, learn_stochastic
 from tests import problems
 from tests.cases import BY_NAME

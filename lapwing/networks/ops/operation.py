@@ -13,14 +13,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lapwing.networks.forms import Use
-from lapwing.networks.nodes import LEAF, Node, Shape, output_shape
+from lapwing.networks.forms import Node, Shape, Use, output_shape
 
+LEAF = "torch::autograd::AccumulateGrad"  # the name of a node that stands for a tensor, not for an operation
 Keeps = Callable[[int, Node, int], bool]  # (operand, its node, which output of that node) -> rows are in the same order
 Rows = Callable[[Node, Shape], Keeps | None]  # (node, output shape) -> which operands keep the order of the rows
 # Operands that are parameters: number of the operand -> (name, nodes on the way to it, edge of the graph)
 Sources = Mapping[int, tuple[str, tuple[Node, ...], tuple[Node, int]]]
 UseRule = Callable[[Node, Sources, Mapping[str, Tensor]], Iterator[tuple[int, Use]]]
+Pull = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), operand) -> gradient (K, *operand)
 
 
 class Gradient(Protocol):
@@ -56,8 +57,8 @@ class Operation:
         casts: it changes the dtype alone.
         adds: it adds its two operands.
         data_operand: the only operand whose rows belong to samples (the input of a product with a weight).
-        rows: which operands have their rows in the order of the output's rows; see ``rows.py``.
-        gradient: how the gradients of K seeds are pulled back; see ``gradients.py``.
+        rows: which operands have their rows in the order of the output's rows, such as ``row_wise``.
+        gradient: how the gradients of K seeds are pulled back: ``Slope``, ``New``, ``View`` or ``Expanded``.
         uses: how it uses the parameters among its operands.
         norm: the statistics of a normalisation.
         seed_by_seed: whether autograd must take one seed at a time here, given the node and whether it is on a CPU.
@@ -93,7 +94,7 @@ class Operation:
     def keeps(self, node: Node, shape: Shape, batch: int) -> Keeps | None:
         """Return which operands are batch-major if the output, of ``shape``, is; None if none is known to be."""
         if self.reshapes:
-            return _always
+            return _any_operand
         if not shape or shape[0] % batch:
             return None
         if self.data_operand is not None:
@@ -149,5 +150,121 @@ def entries() -> Mapping[str, Operation]:
     return dict(_TABLE)
 
 
-def _always(operand: int, node: Node, number: int) -> bool:
+# How the rows of samples pass through an operation. A node's output is batch-major where sample b owns the b-th
+# contiguous share of its rows. Each rule takes a node with a batch-major output and says which of its operands are
+# batch-major too; None means that none is known to be, and that a probe must decide. Calling an operand mixed that is
+# not costs a probe and never gives a wrong number.
+
+
+def row_wise(node: Node, shape: Shape) -> Keeps | None:
+    """Keep operands with as many rows and dimensions: each entry, or each row, is handled without the others.
+
+    An operand with fewer dimensions was broadcast over the batch.
+    """
+    return lambda operand, child, number: (
+        n_rows(child, number) == shape[0] and len(output_shape(child, number)) == len(shape)
+    )
+
+
+def along(*fields: str) -> Rows:
+    """Return the rule of an operation that works along the dimensions that a node saved in these fields."""
+
+    def rule(node: Node, shape: Shape) -> Keeps | None:
+        if 0 in _dimensions(node, fields, len(shape)):
+            return None
+        return lambda operand, child, number: n_rows(child, number) == shape[0]
+
+    return rule
+
+
+def permuted(node: Node, shape: Shape) -> Keeps | None:
+    """Keep the operand if the first dimension stays the first."""
+    return _any_operand if signed(node._saved_dims[0]) in (0, -len(shape)) else None
+
+
+def normalised_rows(node: Node, shape: Shape) -> Keeps | None:
+    """Keep the data of a LayerNorm that does not normalise over the first dimension."""
+    return _first_operand if len(node._saved_normalized_shape) < len(shape) else None
+
+
+def reordered(node: Node, shape: Shape) -> Keeps | None:
+    """Keep nothing: rows are moved, but in a way that depends on shapes and not on numbers."""
+    return None
+
+
+def _any_operand(operand: int, child: Node, number: int) -> bool:
     return True
+
+
+def _first_operand(operand: int, child: Node, number: int) -> bool:
+    return operand == 0
+
+
+def _dimensions(node: Node, fields: tuple[str, ...], ndim: int) -> set[int]:
+    dimensions: set[int] = set()
+    for field in fields:
+        value = getattr(node, "_saved_" + field)
+        for unsigned in value if isinstance(value, tuple | list) else (value,):
+            dim = signed(unsigned)
+            # A dimension that the node removes counts from the larger shape, so a negative one is read against both.
+            dimensions |= {dim} if dim >= 0 else {dim + ndim, dim + ndim + 1}
+    return dimensions
+
+
+def signed(value: int) -> int:
+    """Return a dimension as a signed number: autograd saves negative ones as unsigned 64-bit numbers.
+
+    >>> signed(2**64 - 1), signed(3)
+    (-1, 3)
+    """
+    return value - 2**64 if value >= 2**63 else value
+
+
+# Ways to pull the gradients of K seeds back through a node: four leaves of ``Gradient``. They differ in who holds the
+# tensor that they return. A gradient that nobody else holds is multiplied in place: at these sizes a new tensor costs
+# more than the product.
+
+
+class NoRuleError(Exception):
+    """A node that must be left to autograd."""
+
+
+@dataclass(frozen=True)
+class Slope:
+    """An operation on each entry: its slope, shaped like the output and the same for every seed."""
+
+    slope: Callable[[Node], Tensor]
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        slope = self.slope(node)
+        return (grad.mul_(slope) if owned else grad * slope), True
+
+
+@dataclass(frozen=True)
+class New:
+    """A function that returns a new tensor."""
+
+    function: Pull
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        return self.function(node, grad, operand), True
+
+
+@dataclass(frozen=True)
+class View:
+    """A function that may return the tensor it was given, or a view of it."""
+
+    function: Pull
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        return self.function(node, grad, operand), owned and len(node.next_functions) == 1
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A function that returns a view in which several entries share memory: never to be changed in place."""
+
+    function: Pull
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        return self.function(node, grad, operand), False
