@@ -245,7 +245,7 @@ def _bands(task: Task, settings: Inducing, published: State) -> dict[str, list[f
         "exact": (task.exact, None),
         f"Nyström, {count} landmarks": (task.variance(ella), landmarks(task, count, seed)),
         f"VaLLA as published, {settings.published_drawn:,} iterations": (published.variance, published.points),
-        f"VaLLA({count})": (task.variance(valla), valla.curvature.anchors.inputs),
+        f"VaLLA({count})": (task.variance(valla), valla.posterior.curvature.anchors.inputs),
     }
     arrays = {"x": task.x, "y": task.y, "grid": task.grid, "mean": task.mean}
     for name, (variance, points) in bands.items():

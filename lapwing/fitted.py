@@ -37,7 +37,6 @@ from lapwing.posteriors.protocols import (
 )
 from lapwing.priors import isotropic
 from lapwing.priors.bound import BoundPrior, Prior
-from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
 from lapwing.tuners.maximise_evidence import MaximiseEvidence
@@ -263,28 +262,19 @@ class Fitted:
         return trace_of(self.posterior)
 
     @property
-    def problem(self) -> Problem:
-        return self.posterior.problem
-
-    @property
     def prior(self) -> BoundPrior:
         """The prior over the weights, with its learned precisions in ``prior.values``."""
-        return self.problem.prior
+        return self.posterior.problem.prior
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, with its learned noise."""
-        return self.problem.likelihood
+        return self.posterior.problem.likelihood
 
     @property
     def network(self) -> Network:
         """The network as Lapwing sees it: the selected weights, outputs, Jacobians."""
-        return self.problem.network
-
-    @property
-    def curvature(self) -> Any:
-        """H at unit dispersion, for methods in weight space."""
-        return self.posterior.curvature if isinstance(self.posterior, HasCurvature) else None
+        return self.posterior.problem.network
 
     def with_prior(self, prior: Prior | float) -> Fitted:
         """Return the same posterior under another prior; no data are touched.
@@ -307,7 +297,7 @@ class Fitted:
         bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if isinstance(self.posterior, HasCurvature):
             return replace(self, posterior=self.posterior.with_prior(bound))
-        return replace(self, posterior=self.posterior.with_problem(self.problem.with_prior(bound)))
+        return replace(self, posterior=self.posterior.with_problem(self.posterior.problem.with_prior(bound)))
 
     def to(self, device: torch.device | str) -> Fitted:
         """Return the posterior on another device. Its model is moved there too, as ``model.to`` does.

@@ -72,9 +72,9 @@ def test_the_matrices_of_full_and_low_rank(case: Case) -> None:
     model = case.build()
     expected, _ = reference(case.name)
     options = {"likelihood": problems.likelihood(case), "prior": PRECISION}
-    full = lw.fit(model, problems.batches(case), method=lw.Full(), **options).curvature
+    full = lw.fit(model, problems.batches(case), method=lw.Full(), **options).posterior.curvature
     assert_close(full.matrix, expected)
-    thin = lw.fit(model, problems.batches(case), method=lw.LowRank(rank=len(expected)), **options).curvature
+    thin = lw.fit(model, problems.batches(case), method=lw.LowRank(rank=len(expected)), **options).posterior.curvature
     assert_close(thin.vectors.T @ torch.diag(thin.values) @ thin.vectors, expected)
 
 
@@ -85,7 +85,7 @@ def test_diagonal(case: Case) -> None:
         model,
         lambda: lw.fit(model, problems.batches(case), problems.likelihood(case), method=lw.Diagonal(), prior=PRECISION),
     )
-    matrix = assembled(posterior.curvature)
+    matrix = assembled(posterior.posterior.curvature)
     assert torch.equal(matrix, torch.diag(matrix.diagonal()))
     assert_close(matrix.diagonal(), expected.diagonal())
     inputs = case.batch(4, seed=1)
@@ -108,7 +108,7 @@ def test_low_rank_at_the_rank_of_the_ggn(name: str) -> None:
     posterior = lw.fit(
         model, problems.batches(case), problems.likelihood(case), method=lw.LowRank(rank=rank), prior=1.0
     )
-    curvature = posterior.curvature
+    curvature = posterior.posterior.curvature
     assert_close(curvature.vectors.T @ torch.diag(curvature.values) @ curvature.vectors, expected)
 
 

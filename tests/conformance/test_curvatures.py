@@ -44,7 +44,7 @@ def test_sampled_fisher_is_unbiased(make: Any) -> None:
         gen = torch.Generator().manual_seed(seed)
         posterior = lw.fit(model, [(x[:3], y[:3]), (x[3:], y[3:])], "classification", prior=1.0,
                            method=make(curvature="fisher_mc"), generator=gen)  # fmt: skip
-        curvature = posterior.curvature
+        curvature = posterior.posterior.curvature
         if make is lw.Full:
             draws.append(curvature.matrix)
         elif make is lw.Diagonal:
@@ -56,7 +56,7 @@ def test_sampled_fisher_is_unbiased(make: Any) -> None:
     expected = {
         lw.Full: lambda: exact,
         lw.Diagonal: lambda: exact.diagonal(),
-        lw.Kron: lambda: torch.cat([block.out.reshape(-1) for block in plain.curvature.blocks]),
+        lw.Kron: lambda: torch.cat([block.out.reshape(-1) for block in plain.posterior.curvature.blocks]),
         lw.EKron: lambda: torch.stack([exact[:9, :9].trace(), exact[9:, 9:].trace()]),
     }[make]()
     assert_within(torch.stack(draws), expected)
@@ -86,7 +86,7 @@ def test_sampled_fisher_of_tokens_draws_every_token_by_itself() -> None:
     )
     draws = torch.stack([
         lw.fit(model, [(x, y)], "classification", method=lw.Full(curvature="fisher_mc"), prior=1.0,
-               generator=torch.Generator().manual_seed(seed)).curvature.matrix
+               generator=torch.Generator().manual_seed(seed)).posterior.curvature.matrix
         for seed in range(300)
     ])  # fmt: skip
     assert_within(draws, exact)
@@ -126,11 +126,11 @@ def test_hessian_is_autograds(likelihood: str) -> None:
         lambda: lw.fit(model, [(x[:2], targets[:2]), (x[2:], targets[2:])], chosen, prior=1e3,
                        method=lw.Full(curvature="hessian")),
     )  # fmt: skip
-    assert_close(posterior.curvature.matrix, expected)
+    assert_close(posterior.posterior.curvature.matrix, expected)
     assert float(torch.linalg.eigvalsh(expected).min()) < 0  # the case that a GGN would hide
     covariance = torch.linalg.inv(expected + 1e3 * torch.eye(len(expected), dtype=D))
     assert_close(posterior.functions(x).cov, dense.output_covariance(dense.jacobian(model, x, 5), covariance))
-    assert_close(posterior.curvature.logdet(torch.tensor(1.0, dtype=D), posterior.prior),
+    assert_close(posterior.posterior.curvature.logdet(torch.tensor(1.0, dtype=D), posterior.prior),
                  -torch.linalg.slogdet(covariance)[1])  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_hessian_of_some_weights(weights: Any) -> None:
     index = {9: torch.arange(9), 16: torch.arange(9, 25), 4: torch.tensor([0, 7, 11, 20])}[
         posterior.network.selection.size
     ]
-    assert_close(posterior.curvature.matrix, whole[index][:, index])
+    assert_close(posterior.posterior.curvature.matrix, whole[index][:, index])
 
 
 @pytest.mark.parametrize("name", ["lstm", "embedding", "attention", "token_level"])
@@ -155,7 +155,7 @@ def test_hessian_of_a_linear_head_is_its_ggn(name: str) -> None:
     model, data = case.build(), problems.batches(case)
     one, two = (lw.fit(model, data, "classification", method=lw.Full(curvature=c), weights="last_layer", prior=1.0)
                 for c in ("hessian", "ggn"))  # fmt: skip
-    assert_close(one.curvature.matrix, two.curvature.matrix)
+    assert_close(one.posterior.curvature.matrix, two.posterior.curvature.matrix)
 
 
 @pytest.mark.parametrize("name", ["lstm", "embedding", "attention", "token_level", "cnn", "norms"])
@@ -164,7 +164,7 @@ def test_hessian_runs_on_every_kind_of_network(name: str) -> None:
     model, data = case.build(), problems.batches(case)
     weights = lw.named("hh_l0|bias_ih_l1") if name == "lstm" else lw.all_weights  # some are enough for a slow one
     method = lw.Full(curvature="hessian")
-    curvature = lw.fit(model, data, "classification", method=method, weights=weights, prior=1e3).curvature
+    curvature = lw.fit(model, data, "classification", method=method, weights=weights, prior=1e3).posterior.curvature
     assert_close(curvature.matrix, curvature.matrix.T)
     assert not curvature.definite
 

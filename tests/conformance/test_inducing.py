@@ -160,7 +160,7 @@ def test_a_subspace_of_all_weights_is_exact_everywhere(residual: bool) -> None:
     fit = lambda m: lw.fit(model, [(x, y)], lw.Gaussian(noise_std=0.7), method=m, prior=0.6)
     assert_same(fit(lw.ELLA(num_landmarks=51, rank=15, residual=residual)), fit(lw.Full()), new)
     posterior = fit(lw.ELLA(num_landmarks=51, rank=400))
-    assert len(posterior.curvature.directions) == 15
+    assert len(posterior.posterior.curvature.directions) == 15
 
 
 def test_ignored_data_are_no_trouble() -> None:
@@ -179,7 +179,7 @@ def test_ignored_data_are_no_trouble() -> None:
 def shared(name: str, prior: Any = None) -> tuple[Setting, Problem, Data, Anchors]:
     """Five points that are no data, with outputs in turn."""
     setting = SETTINGS[name]
-    problem = setting.fit(lw.Full(), 0.8 if prior is None else prior).problem
+    problem = setting.fit(lw.Full(), 0.8 if prior is None else prior).posterior.problem
     inputs = torch.randn(5, 2, dtype=D, generator=torch.Generator().manual_seed(7))
     anchors = Anchors(problem.network, inputs, torch.arange(5) % setting.outputs)
     return setting, problem, training(setting), anchors
@@ -221,7 +221,7 @@ def test_inducing_points_are_the_subspace_and_the_prior_outside(name: str, prior
 def test_covariance_and_bound_are_the_formulas(name: str, start: str) -> None:
     setting = SETTINGS[name]
     posterior = setting.fit(lw.VaLLA(num_inducing=6, start=start, optimiser="none"))
-    anchors = posterior.curvature.anchors
+    anchors = posterior.posterior.curvature.anchors
     each = dense.jacobian(setting.model, anchors.inputs, len(anchors))
     z = each[torch.arange(len(anchors)), anchors.outputs]
     jac, curvature, w, tangent = setting.dense()
@@ -325,7 +325,7 @@ def test_equal_data_are_no_trouble(method: str) -> None:
     posterior = setting.fit(chosen, data=data)
     assert_same(posterior, exact, setting.x if method == "ella" else setting.new)
     if method == "ella":
-        assert len(posterior.curvature.directions) == int(torch.linalg.matrix_rank(setting.dense()[0]))
+        assert len(posterior.posterior.curvature.directions) == int(torch.linalg.matrix_rank(setting.dense()[0]))
 
 
 @pytest.mark.parametrize("noise", [False, True])

@@ -72,7 +72,7 @@ def compare(model: nn.Module, data: list[Any], root: Any, sharing: str, likeliho
     expected = kfac.factors(model, torch.cat([x for x, _ in data]), root, sharing)
     assert [block.weight for block in posterior.network.layout] == [name + ".weight" for name in expected]
     for block, structure, factors in zip(
-        posterior.network.layout, posterior.curvature.blocks, expected.values(), strict=True
+        posterior.network.layout, posterior.posterior.curvature.blocks, expected.values(), strict=True
     ):
         assert structure.rows == factors.rows
         assert_close(structure.inp, factors.inp)
@@ -110,7 +110,7 @@ def test_eigenvalues_are_the_ggns_diagonal_in_the_kronecker_basis(name: str, sha
     ggn = dense.ggn(dense.jacobian(model, x, 6), dense.softmax_hessian(model(x).detach()))
     factors = kfac.factors(model, x, softmax_root, sharing)
     where = places(posterior.network.selection.names, posterior.network.selection.shapes)
-    for block, structure in zip(posterior.network.layout, posterior.curvature.blocks, strict=True):
+    for block, structure in zip(posterior.network.layout, posterior.posterior.curvature.blocks, strict=True):
         index = order(block, where)
         mine = ggn[index][:, index]
         each = factors[block.weight.removesuffix(".weight")]
@@ -148,7 +148,7 @@ def test_one_datum_is_exact_within_each_block(name: str, method: Any) -> None:
     model = case.build()
     _, ggn = problems.dense_ggn(case, model, 1)
     posterior = lw.fit(model, problems.batches(case, (1,)), problems.likelihood(case), method=method, prior=1.0)
-    assert_close(assembled(posterior.curvature), block_by_block(ggn, posterior))
+    assert_close(assembled(posterior.posterior.curvature), block_by_block(ggn, posterior))
 
 
 @pytest.mark.parametrize("method", [lw.Kron(), lw.Kron(sharing="reduce"), lw.EKron(), lw.EKron(sharing="reduce")])
@@ -160,7 +160,7 @@ def test_one_token_of_an_embedding_is_exact(method: Any) -> None:
     posterior = lw.fit(model, [(tokens, torch.tensor([1]))], "classification", method=method, prior=1.0)
     assert posterior.network.layout[0].kind == "columns"
     ggn = dense.ggn(dense.jacobian(model, tokens, 1), dense.softmax_hessian(model(tokens).detach()))
-    assert_close(assembled(posterior.curvature), block_by_block(ggn, posterior))
+    assert_close(assembled(posterior.posterior.curvature), block_by_block(ggn, posterior))
 
 
 @pytest.mark.parametrize("method", [lw.Kron, lw.EKron])
@@ -171,9 +171,9 @@ def test_reduce_is_exact_for_a_mean_over_positions(method: Any) -> None:
     ggn = dense.ggn(dense.jacobian(model, x, 6), torch.eye(3, dtype=D).expand(6, 3, 3))
     data, likelihood = problems.split(x, y, (3, 1, 2)), lw.Gaussian(noise_std=1.0)
     reduced = lw.fit(model, data, likelihood, method=method(sharing="reduce"), prior=1.0)
-    assert_close(assembled(reduced.curvature), ggn)
+    assert_close(assembled(reduced.posterior.curvature), ggn)
     expanded = lw.fit(model, data, likelihood, method=method(), prior=1.0)
-    gap = (assembled(expanded.curvature) - ggn).abs().max() / ggn.abs().max()
+    gap = (assembled(expanded.posterior.curvature) - ggn).abs().max() / ggn.abs().max()
     assert float(gap) > 0.01  # positions are no data of their own here
 
 
@@ -186,7 +186,7 @@ def test_expand_is_exact_for_token_level_outputs(method: Any) -> None:
     ggn = dense.ggn(jac, torch.eye(3, dtype=D).expand(30, 3, 3))
     data, likelihood = problems.split(x, y, (3, 1, 2)), lw.Gaussian(noise_std=1.0)
     posterior = lw.fit(model, data, likelihood, method=method(), prior=1.0)
-    assert_close(assembled(posterior.curvature), ggn)
+    assert_close(assembled(posterior.posterior.curvature), ggn)
     assert posterior.posterior.statistics.data == 30
 
 
@@ -200,7 +200,7 @@ def test_the_bias_of_a_shared_layer_adds_its_positions_before_squaring(sharing: 
     hidden = model[0](x).detach().requires_grad_()
     (g,) = torch.autograd.grad(model[1:](hidden).sum(), hidden)
     g = g[0].reshape(3, -1)
-    matrix = assembled(posterior.curvature)
+    matrix = assembled(posterior.posterior.curvature)
     bias = slice(2 * 3 * 4, 2 * 3 * 4 + 3)
     assert posterior.network.selection.names[1] == "0.bias"
     if sharing == "reduce":
@@ -215,7 +215,7 @@ def test_the_bias_of_a_shared_layer_adds_its_positions_before_squaring(sharing: 
 def test_an_embedding_keeps_counts_and_no_input_matrix() -> None:
     case = BY_NAME["embedding"]
     posterior = lw.fit(case.build(), problems.batches(case), "classification", method=lw.Kron(), prior=1.0)
-    (block,) = [b for b, layout in zip(posterior.curvature.blocks, posterior.network.layout, strict=True)
+    (block,) = [b for b, layout in zip(posterior.posterior.curvature.blocks, posterior.network.layout, strict=True)
                 if layout.weight == "table.weight"]  # fmt: skip
     tokens = case.batch(6).reshape(-1)
     assert int((tokens == 0).sum()) > 0  # padding, which gets no gradient and does not count

@@ -112,7 +112,7 @@ def test_another_noise_equals_refitting(name: str, method: Any, near: float) -> 
     inputs, y = case.batch(6), torch.randn(6, *case.outputs, dtype=D)
     data = problems.split(inputs, y, (3, 1, 2))
     first, second = (lw.fit(case.build(), data, lw.Gaussian(noise_std=s), method=method, prior=1.5) for s in (0.5, 2.0))
-    noisier = first.problem.with_likelihood(first.likelihood.with_dispersion(torch.tensor(4.0, dtype=D)))
+    noisier = first.posterior.problem.with_likelihood(first.likelihood.with_dispersion(torch.tensor(4.0, dtype=D)))
     again = lw.Fitted(first.posterior.with_problem(noisier), first.fingerprint)
     same(again, second, case.batch(3, seed=1), near)
 
@@ -261,7 +261,7 @@ def test_curvatures_of_two_data_sets_add_up(case: Case, kind: str) -> None:
     inputs, y = case.batch(6), problems.targets(case, 6)
     data = problems.split(inputs, y, (4, 2))
     first, second, both = (fit(case, method, part) for part in (data[:1], data[1:], data))
-    assert_close(matrix(first.curvature + second.curvature), matrix(both.curvature))
+    assert_close(matrix(first.posterior.curvature + second.posterior.curvature), matrix(both.posterior.curvature))
 
 
 def test_low_rank_curvatures_add_up_beyond_the_rank_of_either() -> None:
@@ -270,7 +270,7 @@ def test_low_rank_curvatures_add_up_beyond_the_rank_of_either() -> None:
     x, y = torch.randn(40, 9, dtype=D), torch.randn(40, 1, dtype=D)
     options = {"method": lw.LowRank(rank=100), "prior": 1.0}
     first, second = (
-        lw.fit(model, [(x[part], y[part])], lw.Gaussian(noise_std=1.0), **options).curvature
+        lw.fit(model, [(x[part], y[part])], lw.Gaussian(noise_std=1.0), **options).posterior.curvature
         for part in (slice(0, 20), slice(20, 40))
     )
     total = first + second
@@ -283,7 +283,7 @@ def test_eigenvalue_corrected_curvatures_do_not_add() -> None:
     case = BY_NAME["mlp"]
     posterior = fit(case, lw.EKron(), problems.batches(case))
     with pytest.raises(lw.errors.UnsupportedError, match=r"do not add; add Kron\(\) curvatures"):
-        _ = posterior.curvature + posterior.curvature
+        _ = posterior.posterior.curvature + posterior.posterior.curvature
 
 
 @pytest.mark.parametrize("kind", ["full", "diagonal", "kron", "low_rank"])
@@ -291,7 +291,7 @@ def test_curvatures_of_different_networks_do_not_add(kind: str) -> None:
     mlp, other = BY_NAME["mlp"], BY_NAME["norms"]
     one, two = (fit(c, ADDITIVE[kind][0], problems.batches(c)) for c in (mlp, other))
     with pytest.raises(lw.errors.UnsupportedError, match="different networks or weights and do not add"):
-        _ = one.curvature + two.curvature
+        _ = one.posterior.curvature + two.posterior.curvature
 
 
 def test_low_rank_prior_variance_is_never_undercut(case: Case) -> None:

@@ -36,7 +36,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def own_matrix(posterior: lw.Fitted) -> Tensor:
-    curvature = getattr(posterior.curvature, "part", posterior.curvature)  # of ELLA with its residual
+    curvature = getattr(
+        posterior.posterior.curvature, "part", posterior.posterior.curvature
+    )  # of ELLA with its residual
     if hasattr(curvature, "anchors"):
         rows = curvature.anchors.combined(curvature.mix.T)
         return rows.T @ rows
@@ -76,9 +78,11 @@ def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method
     precision = posterior.posterior.precision
     assert_close(precision.logdet(), torch.linalg.slogdet(expected)[1])
     # Where directions are left out, the evidence is charged the trace of what they hold.
-    unseen = getattr(posterior.curvature, "unseen", lambda phi, prior: torch.zeros(1, dtype=D))
+    unseen = getattr(posterior.posterior.curvature, "unseen", lambda phi, prior: torch.zeros(1, dtype=D))
     charged = unseen(torch.tensor(phi, dtype=D), posterior.prior).sum().clamp_min(0)
-    assert_close(posterior.curvature.logdet(torch.tensor(phi, dtype=D), posterior.prior), precision.logdet() + charged)
+    assert_close(
+        posterior.posterior.curvature.logdet(torch.tensor(phi, dtype=D), posterior.prior), precision.logdet() + charged
+    )
     rows = precision.sample(torch.eye(len(matrix), dtype=D))
     assert_close(rows.T @ rows, covariance)
     jacobians = posterior.network.linearise(inputs).jacobians()
@@ -95,7 +99,7 @@ def test_nothing_that_is_kept_holds_a_graph(case: Case, method: str) -> None:
     """A curvature that requires a gradient would keep the activations of every batch alive."""
     chosen = METHODS.get(method, lw.Full())
     posterior = lw.fit(case.build(), problems.batches(case), problems.likelihood(case), method=chosen)
-    inputs, curvature = case.batch(2), posterior.curvature
+    inputs, curvature = case.batch(2), posterior.posterior.curvature
     anchored = hasattr(curvature, "anchors")  # whose inputs have no file form if they are several tensors
     parts = [curvature.mix, curvature.ggn_diagonal] if anchored else stored(curvature.state())
     kept = {
@@ -115,11 +119,11 @@ def test_every_block_keeps_the_trace_of_the_ggn(case: Case, sharing: str) -> Non
     _, ggn = problems.dense_ggn(case, model)
     method = lw.EKron(sharing=sharing)
     posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=method, prior=1.0)
-    matrix = assembled(posterior.curvature)
+    matrix = assembled(posterior.posterior.curvature)
     assert_close(matrix.trace(), ggn.trace())
     kron = lw.fit(model, problems.batches(case), problems.likelihood(case), method=lw.Kron(sharing=sharing), prior=1.0)
     # The best diagonal in the Kronecker basis is no further from the GGN than the Kronecker product itself.
-    near, far = (float((m - ggn).detach().norm()) for m in (matrix, assembled(kron.curvature)))
+    near, far = (float((m - ggn).detach().norm()) for m in (matrix, assembled(kron.posterior.curvature)))
     assert near <= far * (1 + 1e-12)
 
 
@@ -128,13 +132,13 @@ def test_parameters_that_are_no_linear_map_get_their_own_exact_block(case: Case,
     model = case.build()
     _, ggn = problems.dense_ggn(case, model)
     posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=METHODS[method], prior=1.0)
-    matrix = assembled(posterior.curvature)
+    matrix = assembled(posterior.posterior.curvature)
     start = 0
     offsets = {}
     for name, size in zip(posterior.network.selection.names, posterior.network.selection.sizes, strict=True):
         offsets[name] = slice(start, start + size)
         start += size
-    structures = posterior.curvature.structures()
+    structures = posterior.posterior.curvature.structures()
     assert len(structures) == len(posterior.network.layout)
     for structure, block in zip(structures, posterior.network.layout, strict=True):
         linear = {"kron_expand": "KroneckerBlock", "ekron_expand": "EigenBlock"}[method]
@@ -149,9 +153,11 @@ def test_large_blocks_that_are_no_linear_map_are_diagonal() -> None:
     model = case.build()
     _, ggn = problems.dense_ggn(case, model)
     posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(full_limit=8), prior=1.0)
-    structures = dict(zip([b.weight for b in posterior.network.layout], posterior.curvature.structures(), strict=True))
+    structures = dict(
+        zip([b.weight for b in posterior.network.layout], posterior.posterior.curvature.structures(), strict=True)
+    )
     assert structures["place"] == "DiagonalBlock"  # 32 entries
     assert structures["layer.norm1.weight"] == "FullBlock"  # 8 entries
-    part = assembled(posterior.curvature)[:32, :32]
+    part = assembled(posterior.posterior.curvature)[:32, :32]
     assert posterior.network.selection.names[0] == "place"
     assert_close(part, torch.diag(ggn.diagonal()[:32]))

@@ -68,7 +68,7 @@ def test_the_divergence_is_that_of_normals() -> None:
 def test_the_published_form_at_its_optimum_is_the_closed_form(task: Task) -> None:
     """With L Lᵀ = K⁻¹ K_ZX K_XZ K⁻¹ / σ² variance and bound are those of VaLLA at the same points."""
     fitted, _ = task.fit(lw.VaLLA(4, optimiser="none"), seed=0)
-    points: Anchors = fitted.curvature.anchors
+    points: Anchors = fitted.posterior.curvature.anchors
     data = Anchors(task.full.network, task.x, torch.zeros(len(task.x), dtype=torch.long))
     cross = torch.cat([points.against(part, task.full.prior) for part in data.parts])
     told = torch.linalg.solve(points.kernel(task.full.prior), cross.mT)
@@ -173,7 +173,7 @@ def test_the_landmarks_drawn_are_those_of_ella(task: Task) -> None:
     found = inducing.landmarks(task, 3, seed=5)
     every = torch.cat([found, task.x])
     jacobian = fitted.network.linearise(every).jacobians()
-    directions = fitted.curvature.directions
+    directions = fitted.posterior.curvature.directions
     whole = prior_kernel(jacobian, fitted.prior).diagonal()
     held = jacobian.jvp(directions)[:, :, 0].square().sum(0)
     missing = 1 - held / whole

@@ -399,9 +399,9 @@ def test_pieces_are_at_hand(x: Tensor, y: Tensor) -> None:
     model = net()
     posterior = fit(model, [(x, y)])
     assert posterior.network.model is model
-    assert posterior.problem.prior is posterior.prior
+    assert posterior.posterior.problem.prior is posterior.prior
     assert isinstance(posterior.likelihood, lw.Categorical)
-    assert posterior.curvature.matrix.shape == (43, 43)
+    assert posterior.posterior.curvature.matrix.shape == (43, 43)
 
 
 # Stale weights

@@ -141,7 +141,7 @@ def test_the_posterior_is_that_of_the_method(name: str) -> None:
     assert posterior.why.startswith(f"{name}: {3 * inputs + 3} weights, {3 * count} rows")
     assert other.why == ""
     assert type(posterior.posterior) is type(other.posterior)
-    assert type(posterior.curvature) is type(other.curvature)
+    assert type(posterior.posterior.curvature) is type(other.posterior.curvature)
     assert torch.equal(posterior.functions(x[:5]).cov, other.functions(x[:5]).cov)
     assert torch.equal(posterior.prior.values, other.prior.values)
     assert torch.equal(posterior.log_evidence(), other.log_evidence())

@@ -68,7 +68,9 @@ def test_kernel_space() -> None:
 
 def test_kernel_space_stores_what_was_counted() -> None:
     x, model = inputs(4).double(), small().double()
-    vectors = lw.fit(model, [(x, x[:, :2])], "regression", method=lw.KernelSpace(), prior=1.0).curvature.vectors
+    vectors = lw.fit(
+        model, [(x, x[:, :2])], "regression", method=lw.KernelSpace(), prior=1.0
+    ).posterior.curvature.vectors
     assert vectors.numel() * vectors.element_size() == costs(4)["KernelSpace"].stored
 
 
@@ -88,7 +90,9 @@ def test_ella() -> None:
     assert cost.fit_epochs == pytest.approx((once / 10 + SEEDED + 2 * 20 * FORWARD) / EPOCH)
     assert costs(10_000)["ELLA"].note == "rank 20, 2000 landmarks"
     x, model = inputs(4).double(), small().double()
-    directions = lw.fit(model, [(x, x[:, :2])], "regression", method=lw.ELLA(), prior=1.0).curvature.directions
+    directions = lw.fit(
+        model, [(x, x[:, :2])], "regression", method=lw.ELLA(), prior=1.0
+    ).posterior.curvature.directions
     assert directions.numel() * directions.element_size() == costs(4)["ELLA"].stored
 
 

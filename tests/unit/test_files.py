@@ -80,7 +80,7 @@ def test_round_trip_of_every_network(case: str, method: str, tmp_path: Path) -> 
     again = lw.load(tmp_path / "net", BY_NAME[case].build())  # another object with the same weights
     assert_same(posterior, again, BY_NAME[case].batch(3, seed=1))
     assert again.network.layout == posterior.network.layout
-    assert again.curvature.structures() == posterior.curvature.structures()
+    assert again.posterior.curvature.structures() == posterior.posterior.curvature.structures()
 
 
 LIKELIHOODS: dict[str, tuple[Any, Tensor]] = {

@@ -145,8 +145,18 @@ class KroneckerBlock:
 
 
 def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, negative ones set to zero, and eigenvectors of a positive semidefinite matrix."""
+    """Return eigenvalues, negative ones set to zero, and eigenvectors of a positive semidefinite matrix.
+
+    Single-precision LAPACK returns NaN for some finite matrices of low rank; those are decomposed in float64.
+    """
     if not bool(torch.isfinite(matrix).all()):
         raise NumericalError("a curvature factor is not finite; check the data and the network for overflow.")
     values, vectors = torch.linalg.eigh(matrix)
+    if not bool(torch.isfinite(vectors).all()):
+        values, vectors = (t.to(matrix.dtype) for t in torch.linalg.eigh(matrix.double()))
+    if not bool(torch.isfinite(vectors).all()):
+        raise NumericalError(
+            f"the eigenvectors of a curvature factor {tuple(matrix.shape)} are not finite; expected finite numbers. "
+            "Scale the inputs of the network, or use method=Diagonal()."
+        )
     return values.clamp_min(0), vectors

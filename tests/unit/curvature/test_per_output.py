@@ -87,11 +87,11 @@ def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-4) -> Ten
 @pytest.mark.parametrize(("case", "method"), CASES)
 def test_other_noise_is_a_fresh_fit(case: str, method: str) -> None:
     found, noise = fitted(METHODS[method], case), noises(case)
-    assert isinstance(found.curvature, PerOutputCurvature)
+    assert isinstance(found.posterior.curvature, PerOutputCurvature)
     assert_close(found.likelihood.noise_variance, residuals(case).square().mean(0))
     given = lw.Gaussian(noise_std=tuple(noise.sqrt().tolist()))
     moved, fresh = found.posterior.with_noise(noise), fitted(METHODS[method], case, likelihood=given)
-    assert not isinstance(fresh.curvature, PerOutputCurvature)
+    assert not isinstance(fresh.posterior.curvature, PerOutputCurvature)
     assert_close(moved.log_evidence(), fresh.log_evidence())
     assert_close(moved.log_likelihood(), fresh.posterior.log_likelihood())
     inputs = BY_NAME[case].batch(4, seed=1)
@@ -252,7 +252,7 @@ def test_at_the_tangent_models_optimum_the_common_scale_is_learned() -> None:
 def test_given_noises_are_kept(tuner: Any, per_output: bool) -> None:
     given = lw.Gaussian(noise_std=(0.5, 0.1, 2.0), per_output=per_output)
     found = fitted(lw.Full(), likelihood=given)
-    assert not isinstance(found.curvature, PerOutputCurvature)
+    assert not isinstance(found.posterior.curvature, PerOutputCurvature)
     assert found.posterior.noise is None
     tuned = found.tuned(tuner)
     assert_close(tuned.likelihood.noise_variance, torch.tensor([0.25, 0.01, 4.0], dtype=D))
@@ -302,7 +302,7 @@ def test_round_trip_through_a_file(method: str, tmp_path: Path) -> None:
         again = lw.load(tmp_path / "one", model)
         again.save(tmp_path / "two")
         again = lw.load(tmp_path / "two", model)
-        assert type(again.curvature) is type(first.curvature)
+        assert type(again.posterior.curvature) is type(first.posterior.curvature)
         assert_close(again.likelihood.noise_variance, first.likelihood.noise_variance)
         assert_close(again.log_evidence(), first.log_evidence())
         inputs = BY_NAME["mlp"].batch(4, seed=1)

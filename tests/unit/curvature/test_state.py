@@ -32,9 +32,9 @@ def assert_same(one: State, two: State) -> None:
 
 
 def assert_restored(posterior: lw.Fitted) -> None:
-    state = posterior.curvature.state()
+    state = posterior.posterior.curvature.state()
     again = class_named(state.name).from_state(state, posterior.network)
-    assert type(again) is type(posterior.curvature)
+    assert type(again) is type(posterior.posterior.curvature)
     assert_same(again.state(), state)
 
 
@@ -54,7 +54,7 @@ def test_one_curvature_for_each_output_comes_back(method: str) -> None:
 
 def test_blocks_of_different_structures_do_not_add() -> None:
     kron, mixed = (
-        lw.fit(CASE.build(), problems.batches(CASE), "classification", method=method, prior=1.0).curvature
+        lw.fit(CASE.build(), problems.batches(CASE), "classification", method=method, prior=1.0).posterior.curvature
         for method in (lw.Kron(), lw.Diagonal())
     )
     with pytest.raises(lw.errors.UnsupportedError, match="do not add; expected the same structures"):

@@ -24,7 +24,7 @@ def fitted(method: Any) -> lw.Fitted:
 
 def test_a_changed_matrix_has_another_log_determinant() -> None:
     posterior = fitted(lw.Full())
-    curvature, prior = posterior.curvature, posterior.prior
+    curvature, prior = posterior.posterior.curvature, posterior.prior
     curvature.logdet(PHI, prior)
     changed = replace(curvature, matrix=10 * curvature.matrix)
     assert_close(changed.logdet(PHI, prior), changed.precision(PHI, prior).logdet())
@@ -32,7 +32,7 @@ def test_a_changed_matrix_has_another_log_determinant() -> None:
 
 def test_changed_kronecker_factors_have_another_precision() -> None:
     posterior = fitted(lw.Kron())
-    curvature, prior = posterior.curvature, posterior.prior
+    curvature, prior = posterior.posterior.curvature, posterior.prior
     curvature.logdet(PHI, prior)
     blocks = tuple(replace(block, out=10 * block.out) for block in curvature.blocks)
     changed, rescaled = replace(curvature, blocks=blocks), PHI / 10
@@ -52,7 +52,7 @@ def test_a_changed_factor_has_other_output_covariances() -> None:
 @pytest.mark.parametrize("method", [lw.Full(), lw.Kron()])
 def test_decompositions_are_computed_once_for_all_g(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     posterior = fitted(method)
-    curvature, prior = posterior.curvature, posterior.prior
+    curvature, prior = posterior.posterior.curvature, posterior.prior
     curvature.logdet(PHI, prior)
 
     def refuse(*_: Any, **__: Any) -> None:

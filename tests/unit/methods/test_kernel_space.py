@@ -122,7 +122,7 @@ def test_more_data_than_weights() -> None:
     x, y = torch.randn(17, 4, dtype=D), torch.randn(17, 3, dtype=D)
     likelihood = lw.Gaussian(noise_std=0.7)
     one, full = (lw.fit(model, [(x, y)], likelihood, method=m, prior=0.6) for m in (lw.KernelSpace(), lw.Full()))
-    assert one.curvature.values.shape == (15,)
+    assert one.posterior.curvature.values.shape == (15,)
     assert_same(one, full, torch.randn(5, 4, dtype=D))
 
 
@@ -141,7 +141,7 @@ def test_other_priors_and_noise_without_data(name: str) -> None:
     options: dict[str, Any] = {"data": regression(case), "likelihood": lw.Gaussian()}
     for prior in (20.0, by_layer(case.build()), lw.priors.g_prior(0.3)):
         assert_same(start.with_prior(prior), fitted(case, lw.Full(), prior, **dict(options)), case.batch(3, seed=1))
-    noisy = start.problem.with_likelihood(start.likelihood.with_dispersion(torch.tensor(4.0, dtype=D)))
+    noisy = start.posterior.problem.with_likelihood(start.likelihood.with_dispersion(torch.tensor(4.0, dtype=D)))
     moved = lw.Fitted(start.posterior.with_problem(noisy), start.fingerprint)
     options["likelihood"] = lw.Gaussian(noise_std=2.0)
     assert_close(
@@ -171,7 +171,7 @@ def test_the_evidence_has_the_same_slope(kind: str) -> None:
     for method in (lw.KernelSpace(), lw.Full()):
         start = fitted(case, method, PRIORS[kind])
         leaf = start.prior.values.detach().log().clone().requires_grad_()
-        moved = start.problem.with_prior(start.prior.with_precision(leaf.exp()))
+        moved = start.posterior.problem.with_prior(start.prior.with_precision(leaf.exp()))
         start.posterior.with_problem(moved).log_evidence().backward()
         slopes.append(leaf.grad)
     assert_close(slopes[0], slopes[1], SOLVED)
@@ -183,7 +183,9 @@ def test_too_many_rows_are_refused() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"over 12 rows .* the limit is 11. Use Full\(\), Kron\(\)"):
         fitted(case, lw.KernelSpace(limit=11), 1.0)
     _, ggn = problems.dense_ggn(case, case.build())
-    assert len(fitted(case, lw.KernelSpace(limit=12), 1.0).curvature.values) == int(torch.linalg.matrix_rank(ggn))
+    assert len(fitted(case, lw.KernelSpace(limit=12), 1.0).posterior.curvature.values) == int(
+        torch.linalg.matrix_rank(ggn)
+    )
 
 
 @pytest.mark.parametrize("curvature", ["hessian", "fisher_mc", "none"])
@@ -278,7 +280,9 @@ def test_columns_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_eigenvectors_are_orthonormal() -> None:
     model, x, y = smooth()
-    curvature = lw.fit(model, [(x, y)], lw.Gaussian(noise_std=0.1), method=lw.KernelSpace(), prior=1.0).curvature
+    curvature = lw.fit(
+        model, [(x, y)], lw.Gaussian(noise_std=0.1), method=lw.KernelSpace(), prior=1.0
+    ).posterior.curvature
     # Singular values down to 1e-8 of the largest.
     known = curvature.vectors[curvature.values > 1e-16 * curvature.values[0]]
     assert len(known) > 20

@@ -112,7 +112,9 @@ def with_noise(fitted: lw.Fitted, zeta: Tensor, eps: Tensor) -> lw.Fitted:
 def moved(fitted: lw.Fitted, phi: float) -> lw.Fitted:
     """Under another dispersion."""
     changed = fitted.likelihood.with_dispersion(torch.tensor(phi, dtype=D))
-    return lw.Fitted(fitted.posterior.with_problem(fitted.problem.with_likelihood(changed)), fitted.fingerprint)
+    return lw.Fitted(
+        fitted.posterior.with_problem(fitted.posterior.problem.with_likelihood(changed)), fitted.fingerprint
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

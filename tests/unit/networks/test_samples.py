@@ -130,7 +130,7 @@ def test_points_as_many_as_the_context_has_rows() -> None:
     """The kernel of VaLLA's points."""
     model, (x, y, context) = pooling("sum"), numbers("sum")
     data = [((a, context), b) for a, b in problems.split(x, y, (7, 9))]
-    anchors = lw.fit(model, data, GIVEN, method=METHODS["as many points"], prior=1.0).curvature.anchors
+    anchors = lw.fit(model, data, GIVEN, method=METHODS["as many points"], prior=1.0).posterior.curvature.anchors
     j = reference(model, anchors.inputs[0], context)[torch.arange(ROWS), anchors.outputs]
     prior = lw.isotropic(1.0).bound(anchors.network.selection, anchors.network.theta())
     assert_close(anchors.kernel(prior), j @ j.mT)

@@ -58,7 +58,7 @@ def matrix_of(method: str, found: lw.Fitted) -> Tensor:
     """At a lower rank than the GGN's, what the eigenpairs span; that they are the leading ones is tested elsewhere."""
     if method != "low_rank_3":
         return curvatures()[method]
-    values, vectors = found.curvature.values, found.curvature.vectors
+    values, vectors = found.posterior.curvature.values, found.posterior.curvature.vectors
     assert len(values) == 3
     return vectors.T @ torch.diag(values) @ vectors
 
@@ -153,7 +153,7 @@ def test_gamma_is_the_slope_of_the_log_determinant(method: str) -> None:
     """d log det Λ / d log φ = -γ, whatever the structure."""
     fitted = regression(METHODS[method], 0.6)
     phi, step = torch.tensor(NOISE, dtype=D), 1e-4
-    high, low = (fitted.curvature.logdet(phi * math.exp(s * step), fitted.prior) for s in (1, -1))
+    high, low = (fitted.posterior.curvature.logdet(phi * math.exp(s * step), fitted.prior) for s in (1, -1))
     assert fitted.effective_parameters().total == pytest.approx(-float(high - low) / (2 * step), rel=1e-6)
 
 
@@ -271,7 +271,7 @@ def test_solves_and_variances_of_other_blocks(case: str, method: str) -> None:
     fitted = lw.fit(chosen.build(), problems.batches(chosen), problems.likelihood(chosen), method=METHODS[method],
                     prior=lw.per_layer(0.6))  # fmt: skip
     fitted = fitted.with_prior(lw.per_layer(torch.linspace(0.2, 2, len(fitted.prior.values), dtype=D)))
-    precision = assembled(fitted.curvature) + torch.diag(fitted.prior.vector)
+    precision = assembled(fitted.posterior.curvature) + torch.diag(fitted.prior.vector)
     assert_inverse(fitted.posterior.precision, precision)
 
 

@@ -60,7 +60,7 @@ def test_nothing_of_inference_mode_is_remembered(what: str) -> None:
         ASKED[what](asked)
     assert not asked.posterior.samples.is_inference()
     prior = asked.prior.with_precision(torch.tensor(2.0, dtype=torch.float64, requires_grad=True))
-    moved = asked.posterior.with_problem(asked.problem.with_prior(prior))
+    moved = asked.posterior.with_problem(asked.posterior.problem.with_prior(prior))
     (slope,) = torch.autograd.grad(moved.log_evidence(), prior.values)
     assert bool(slope.isfinite())
     assert float(asked.tuned().prior.values) == pytest.approx(float(fitted().tuned().prior.values), rel=1e-3)
@@ -69,7 +69,7 @@ def test_nothing_of_inference_mode_is_remembered(what: str) -> None:
 def test_no_grad_stays() -> None:
     asked = fitted()
     prior = asked.prior.with_precision(torch.tensor(2.0, dtype=torch.float64, requires_grad=True))
-    moved = asked.posterior.with_problem(asked.problem.with_prior(prior))
+    moved = asked.posterior.with_problem(asked.posterior.problem.with_prior(prior))
     assert moved.log_evidence().requires_grad
     with torch.no_grad():
         assert not moved.log_evidence().requires_grad

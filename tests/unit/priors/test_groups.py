@@ -230,7 +230,7 @@ def test_g_prior_of_a_classifier_is_dense(method: str) -> None:
     _, ggn = problems.dense_ggn(case, model)
     matrix = {"full": ggn, "diagonal": structures.diagonal(ggn)}.get(method)
     if matrix is None:
-        matrix = assembled(found.curvature)
+        matrix = assembled(found.posterior.curvature)
     where = structures.layers(model)
     scale = (structures.scale_by_factor if method == "kron" else structures.scale_by_layer)(matrix.diagonal(), where)
     covariance = torch.linalg.inv(matrix + 0.4 * torch.diag(scale))
@@ -244,9 +244,9 @@ def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
     case = BY_NAME["embedding"]
     model = case.build()
     found = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.priors.g_prior(0.4))
-    kinds = dict(zip((b.weight for b in found.network.layout), found.curvature.structures(), strict=True))
+    kinds = dict(zip((b.weight for b in found.network.layout), found.posterior.curvature.structures(), strict=True))
     assert kinds["table.weight"] == "KroneckerBlock"
-    matrix = assembled(found.curvature)
+    matrix = assembled(found.posterior.curvature)
     where = places(found.network.selection.names, found.network.selection.shapes)
     blocks = {b.weight: order(b, where).reshape(b.form[1:] if b.linear else (-1,)) for b in found.network.layout}
     assert blocks["table.weight"].shape == (6, 7)

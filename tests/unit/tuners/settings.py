@@ -61,7 +61,9 @@ def setting(name: str = "regression", method: Any = None, prior: Any = 1.0) -> t
 
 def with_temperature(fitted: lw.Fitted, factor: float) -> lw.Fitted:
     likelihood = fitted.likelihood.with_dispersion(fitted.likelihood.dispersion * factor)
-    return lw.Fitted(fitted.posterior.with_problem(fitted.problem.with_likelihood(likelihood)), fitted.fingerprint)
+    return lw.Fitted(
+        fitted.posterior.with_problem(fitted.posterior.problem.with_likelihood(likelihood)), fitted.fingerprint
+    )
 
 
 def log_densities(fitted: lw.Fitted, held: list[Any]) -> Tensor:

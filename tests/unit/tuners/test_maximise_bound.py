@@ -92,7 +92,7 @@ def fitted(case: Case, kind: str, prior_kind: str, **settings: Any) -> tuple[lw.
 def moved(posterior: lw.Fitted, log_values: Tensor, log_noise: Tensor | None = None) -> Any:
     """The posterior under exp of these precisions and this noise, with a graph to them."""
     prior = posterior.prior.with_precision(log_values.exp().reshape(posterior.prior.values.shape))
-    found = posterior.problem.with_prior(prior)
+    found = posterior.posterior.problem.with_prior(prior)
     if log_noise is not None:
         found = found.with_likelihood(found.likelihood.with_dispersion(log_noise.exp()))
     return posterior.posterior.with_problem(found)  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ def test_other_selections(weights: Any) -> None:
 def test_a_block_times_their_number_is_unbiased(prior_kind: str) -> None:
     """Blocks of 2, 1, 1 and 2: each is its dense term, and the mean of four times each is the bound, slopes too."""
     posterior, reference, precision, data = fitted(BY_NAME["mlp"], "gaussian", prior_kind)
-    found = list(terms(posterior.problem, Data(data, CPU), 2))
+    found = list(terms(posterior.posterior.problem, Data(data, CPU), 2))
     assert len(found) == len(BLOCKS) == 4
     leaf = posterior.prior.values.log().requires_grad_()
     estimates, slopes = [], []

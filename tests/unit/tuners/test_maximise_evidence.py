@@ -55,7 +55,7 @@ def posterior_at(fitted: lw.Fitted, kind: str, log_precision: Tensor, log_noise:
     like = torch.empty(0, dtype=D)
     prior = make(log_precision.exp()).bound(fitted.network.selection, like)
     likelihood = fitted.likelihood.with_dispersion(log_noise.exp())
-    return fitted.posterior.with_problem(fitted.problem.with_prior(prior).with_likelihood(likelihood))
+    return fitted.posterior.with_problem(fitted.posterior.problem.with_prior(prior).with_likelihood(likelihood))
 
 
 def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-4) -> Tensor:

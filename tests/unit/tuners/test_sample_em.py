@@ -330,7 +330,7 @@ def test_the_same_noise_from_step_to_step(prior: Any) -> None:
 def test_groups_say_how_well_they_are_known() -> None:
     found = fitted(lw.per_layer(1.0), method=lw.Sampled(num_samples=400, tolerance=1e-4))
     tuned = found.tuned(lw.tuners.SampleEM(data(), max_steps=1))
-    each = found.posterior.solver.gamma(found.problem, found.posterior.samples)
+    each = found.posterior.solver.gamma(found.posterior.problem, found.posterior.samples)
     layers = torch.stack([each[:, group].sum(1) for group in LAYERS], 1)
     worst = float((layers.std(0) / 20 / layers.mean(0)).max())
     assert f"of a group ± {worst:.0%} of it or less" in tuned.trace.findings[0]

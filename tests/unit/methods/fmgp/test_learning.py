@@ -33,7 +33,7 @@ def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
     noise = torch.tensor(0.3, dtype=D)
     problem = lw.fit(
         network, [(x, network(x).detach() + 1)], lw.Gaussian(), method=lw.baselines.MapOnly(), prior=1.0
-    ).problem
+    ).posterior.problem
     whole = problem.network
     sight = Sight(whole, last_layer_network(whole, x) if kind == "features" else None)
     lengths = torch.tensor([0.7, 1.3], dtype=D) if kind == "rbf" else torch.tensor([0.4], dtype=D)

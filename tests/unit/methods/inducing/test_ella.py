@@ -82,7 +82,7 @@ def test_a_rank_above_what_the_data_have() -> None:
     """Three data, each many times: nine rows, whatever is asked for."""
     x, y = MLP.batch(3).repeat(6, 1), problems.targets(MLP, 18)
     found = lw.fit(MLP.build(), [(x, y)], "classification", method=lw.ELLA(54, 54), prior=0.8)
-    assert len(found.curvature.directions) == 9
+    assert len(found.posterior.curvature.directions) == 9
     assert bool(torch.isfinite(found.functions(MLP.batch(3, seed=1)).cov).all())
     exact = lw.fit(MLP.build(), [(x, y)], "classification", method=lw.Full(), prior=0.8)
     assert_close(found.functions(x[:3]).cov, exact.functions(x[:3]).cov, SOLVED)
@@ -173,7 +173,7 @@ def test_more_rank_tells_more(residual: bool) -> None:
 def test_effective_parameters_are_those_of_the_subspace() -> None:
     """γ = Σ a_i (prior variance - posterior variance), both within the directions, layer by layer."""
     found = fitted(lw.ELLA(100, 4), prior=lw.per_layer(torch.tensor([0.3, 1.0, 4.0], dtype=D)))
-    precision, d = found.prior.vector, found.curvature.directions
+    precision, d = found.prior.vector, found.posterior.curvature.directions
     _, ggn = problems.dense_ggn(MLP, MLP.build())
     before, after = (inducing.within(d, m) for m in (torch.diag(precision), ggn + torch.diag(precision)))
     each = precision * (before - after).diagonal()
@@ -263,7 +263,7 @@ def test_a_prior_that_needs_the_curvature_first() -> None:
 def test_a_g_prior_afterwards() -> None:
     """From the diagonal within the directions."""
     found = fitted(lw.ELLA(100, 100), prior=1.0).with_prior(lw.priors.g_prior(0.5))
-    assert_close(found.prior.vector, 0.5 * found.curvature.diagonal())
+    assert_close(found.prior.vector, 0.5 * found.posterior.curvature.diagonal())
     assert bool(torch.isfinite(found.functions(MLP.batch(3)).cov).all())
 
 

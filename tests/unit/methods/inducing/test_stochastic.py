@@ -34,7 +34,7 @@ MLP = BY_NAME["mlp"]
 
 def fixed_points(prior: Any = 0.5, count: int = 6) -> tuple[InducingPoints, Data]:
     """Points away from the data."""
-    problem = replace(fitted(lw.Full(), prior=prior).problem, learn_prior=False)
+    problem = replace(fitted(lw.Full(), prior=prior).posterior.problem, learn_prior=False)
     anchors = Anchors(problem.network, torch.linspace(-2.5, 2.5, count, dtype=D)[:, None], torch.zeros(count).long())
     return InducingPoints(problem, anchors, exact().posterior.statistics, 40, False), Data([curve()], CPU)
 

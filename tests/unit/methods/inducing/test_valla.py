@@ -44,11 +44,11 @@ def test_the_initial_locations_are_kept_if_their_bound_is_higher(monkeypatch: py
     )
     initial = fitted(lw.VaLLA(4, optimiser="none"))
     back = fitted(lw.VaLLA(4, optimiser="adam"))
-    assert torch.equal(back.curvature.anchors.inputs, initial.curvature.anchors.inputs)
+    assert torch.equal(back.posterior.curvature.anchors.inputs, initial.posterior.curvature.anchors.inputs)
     assert back.trace is not None
     assert back.trace.findings == ("the initial locations have a higher bound than the learned ones and are kept",)
     wanted = fitted(lw.VaLLA(4, optimiser="adam", validation=[curve()]))
-    assert torch.equal(wanted.curvature.anchors.inputs, lost)
+    assert torch.equal(wanted.posterior.curvature.anchors.inputs, lost)
     assert wanted.log_evidence() < initial.log_evidence()
 
 

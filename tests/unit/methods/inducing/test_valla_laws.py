@@ -78,7 +78,7 @@ def test_fixed_points_learn_the_prior_too(alpha: float) -> None:
     found = lw.fit(case.build(), problems.batches(case), problems.likelihood(case),
                    method=lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=5))  # fmt: skip
     assert float(found.prior.values) != 1.0
-    assert not found.curvature.anchors.inputs.is_floating_point()
+    assert not found.posterior.curvature.anchors.inputs.is_floating_point()
 
 
 def test_a_network_without_rules_keeps_its_points_if_asked() -> None:
@@ -140,7 +140,7 @@ def test_draws_are_independent_of_data_of_the_same_seed(seed: int) -> None:
     x = torch.rand(500, 1, dtype=D, generator=torch.Generator().manual_seed(seed))
     given = None if seed == 0 else torch.Generator().manual_seed(seed)
     method = lw.VaLLA(20, start="random", optimiser="none", candidates=20)
-    points = fitted(method, data=[(x, x)], generator=given).curvature.anchors.inputs
+    points = fitted(method, data=[(x, x)], generator=given).posterior.curvature.anchors.inputs
     assert float(points.min()) < 0.3
     assert float(points.max()) > 0.7
 
@@ -151,7 +151,7 @@ def test_float32(way: str) -> None:
     single = fitted(lw.VaLLA(5, optimiser=way, steps=10), model=model().float(), data=data)
     x = torch.linspace(-2, 2, 9)[:, None]
     assert single.functions(x).cov.dtype == torch.float32
-    assert single.curvature.anchors.inputs.dtype == torch.float32
+    assert single.posterior.curvature.anchors.inputs.dtype == torch.float32
     wide = fitted(lw.VaLLA(5, optimiser=way, steps=10), model=model().float().double(),
                   data=[tuple(t.double() for t in data[0])])  # fmt: skip
     allowed = {"none": 1e-3, "lbfgs": 0.05, "adam": 0.05}[way]  # rounding changes the path of a search
@@ -198,11 +198,11 @@ def test_files(method: str, tmp_path: Path) -> None:
     found = lw.fit(MLP.build(), [(x, y)], "classification", method=METHODS[method])
     found.save(tmp_path / "it")
     again = lw.load(tmp_path / "it", MLP.build())
-    assert torch.equal(again.curvature.mix, found.curvature.mix)
-    assert torch.equal(again.curvature.anchors.inputs, found.curvature.anchors.inputs)
+    assert torch.equal(again.posterior.curvature.mix, found.posterior.curvature.mix)
+    assert torch.equal(again.posterior.curvature.anchors.inputs, found.posterior.curvature.anchors.inputs)
     assert_close(again.predict(x).probs, found.predict(x).probs)
     assert_close(again.functions(x, joint=True).cov, found.functions(x, joint=True).cov)
-    assert isinstance(again.curvature, AnchoredCurvature)
+    assert isinstance(again.posterior.curvature, AnchoredCurvature)
     if method != "predicting":
         assert_close(again.log_evidence(), found.log_evidence())
         assert_close(again.with_prior(3.0).functions(x).cov, found.with_prior(3.0).functions(x).cov)

@@ -136,7 +136,7 @@ def test_what_validation_data_chose_is_not_chosen_again(monkeypatch: pytest.Monk
     method = lw.VaLLA(5, optimiser="adam", steps=40, learning_rate=0.05, validation=held)
     found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
     assert float(found.predict(held[0][0]).log_prob(held[0][1]).mean()) > max(looks) - 0.05
-    assert not found.problem.learn_prior
+    assert not found.posterior.problem.learn_prior
     tuned = found.tuned(lw.tuners.MaximiseEvidence())
     assert float(tuned.predict(held[0][0]).log_prob(held[0][1]).mean()) < max(looks) - 0.5
 
@@ -144,7 +144,7 @@ def test_what_validation_data_chose_is_not_chosen_again(monkeypatch: pytest.Monk
 def test_validation_data_for_the_bound() -> None:
     """With alpha 0 they choose the locations; what the points know is in closed form all the same."""
     found = fitted(lw.VaLLA(5, steps=20, validation=[curve(20, 5)]))
-    anchors = found.curvature.anchors
+    anchors = found.posterior.curvature.anchors
     z = dense.jacobian(model(), anchors.inputs, 5).flatten(0, 1)
     jac = dense.jacobian(model(), curve()[0], 40).flatten(0, 1)
     x = torch.linspace(-3, 3, 7, dtype=D)[:, None]
