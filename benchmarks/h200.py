@@ -66,7 +66,7 @@ def measure(name: str, model: nn.Module, shape: tuple[int, ...], n: int, inputs:
     seconds, fit_gb, posterior = timed(fit, 2)
 
     def settle() -> None:
-        for block in getattr(posterior.curvature, "blocks", ()):
+        for block in getattr(posterior.posterior.curvature, "blocks", ()):
             if isinstance(block, KroneckerBlock):
                 block.__dict__.pop("eigen", None)
                 assert block.eigen is not None

@@ -31,7 +31,6 @@ from lapwing.posteriors.protocols import (
     HasFunctionSamples,
     HasVarianceOf,
     HasWeightSamples,
-    Posterior,
     Reweightable,
     trace_of,
 )
@@ -51,7 +50,7 @@ class Fitted:
     ``ModelError`` if not. ``posterior`` is the method's own result, for code that works below this interface.
     """
 
-    posterior: Posterior
+    posterior: Any  # the posterior of the method: a lapwing.posteriors.protocols.Posterior
     fingerprint: Fingerprint
     method: str = ""  # the name of the method that was used
     why: str = ""  # the reason for the method, if ``Auto`` chose it
