@@ -16,6 +16,7 @@ from lapwing.losses import Statistics
 from lapwing.methods.hfl.objective import flat_gradient
 from lapwing.methods.hfl.pushes import Responds
 from lapwing.methods.hfl.response import NO_FILE, Response
+from lapwing.networks.forward import outside_inference
 from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
 from lapwing.problem import Problem
 
@@ -51,6 +52,7 @@ class ResponsePosterior:
         cov = cov.reshape(len(f), size, size)
         return FunctionGaussian(f, _per_token(0.5 * (cov + cov.mT), f).to(f))
 
+    @outside_inference
     def respond(self, x: Inputs, joint: bool = False) -> Response:
         """Push every output at every input and return the responses of the outputs there, or at all inputs if joint.
 
@@ -83,6 +85,7 @@ class ResponsePosterior:
         response = self.respond_to(function, x).checked(self.responder.tolerance, self.drift)
         return response.cov.reshape(())
 
+    @outside_inference
     def respond_to(self, function: Functional, x: Inputs | None = None) -> Response:
         """Push a scalar function of the weights, or of the outputs at x, and return its response."""
         objective, first = self.responder.objective, lambda reading: reading[:, 0]

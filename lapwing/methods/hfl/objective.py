@@ -103,8 +103,9 @@ class Objective:
         return self.each(lambda row: self.run(row, inputs), d, self.network.count(inputs))
 
     def cast(self, inputs: Inputs) -> Inputs:
-        """Return the inputs with their real numbers in the dtype of the copy."""
-        return map_tensors(inputs, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+        """Return the inputs with their real numbers in the dtype of the copy, and able to take part in a gradient."""
+        differentiable = lambda t: t.clone() if t.is_inference() else t
+        return map_tensors(inputs, lambda t: differentiable(t).to(self.dtype) if t.is_floating_point() else t)
 
     def value(self, d: Tensor) -> float:
         """Return U at one d (P,)."""
