@@ -39,7 +39,7 @@ def sample_jacobians(
         jacobians, alone = _vectorised(model, forward, inputs, per_sample, names, seeds)
     except (RuntimeError, NotImplementedError, ValueError):  # no batching rule on the way: loop instead
         jacobians, alone = _looped(model, forward, inputs, per_sample, names, seeds)
-    gap, allowed = relative_gap(alone, f, f)
+    gap, allowed = relative_gap(model, alone, f, f)
     if len(per_sample) > 1 and not bool(gap < allowed):
         raise ModelError(
             f"the output for a sample changes by {gap.item():.2g} (relative) where it is alone, with what all samples "

@@ -226,9 +226,7 @@ def refuse_random(model: nn.Module, inputs: Inputs) -> None:
         some = map_tensors(inputs, lambda t: t[:FEW])
     with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
         first, second = raw_output(model, some), raw_output(model, some)
-    # A float64 head may sit on a float32 body: the coarsest of all decides.
-    dtypes = {first.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-    allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in dtypes)
+    allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
         if not bool(gap > allowed * scale):
@@ -243,10 +241,15 @@ def refuse_random(model: nn.Module, inputs: Inputs) -> None:
     )
 
 
-def relative_gap(alone: Tensor, within: Tensor, whole: Tensor) -> tuple[Tensor, float]:
+def relative_gap(model: nn.Module, alone: Tensor, within: Tensor, whole: Tensor) -> tuple[Tensor, float]:
     """Return how far outputs of some samples are from those within a batch, relative, and how far rounding may go."""
     gap = (alone.float() - within.float()).abs().max() / whole.float().abs().max().clamp_min(1e-6)
-    return gap, 1e3 * torch.finfo(whole.dtype).eps ** 0.75
+    return gap, 1e3 * max(torch.finfo(dtype).eps for dtype in _dtypes(model, whole)) ** 0.75
+
+
+def _dtypes(model: nn.Module, output: Tensor) -> set[torch.dtype]:
+    """Return the dtypes that a forward pass rounds in: a float64 head may sit on a float32 body."""
+    return {output.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
 
 
 def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor, per_sample: Sequence[bool]) -> None:
@@ -264,7 +267,7 @@ def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor, per_samp
             raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {count}: one for each sample.")
         if alone.shape[1:] != raw.shape[1:]:
             return  # dynamic padding: lengths follow the batch
-        half_gap, allowed = relative_gap(alone, raw[rows], raw)
+        half_gap, allowed = relative_gap(model, alone, raw[rows], raw)
         gap = torch.maximum(gap, half_gap)
     if not bool(gap < allowed):
         hint = f" If all samples share an input that has {batch} rows by chance, use another batch size."

@@ -92,7 +92,7 @@ def _refuse_pooled(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...
         whole, alone = _perturbed_output(model, inputs), _perturbed_output(model, take(inputs, per_sample, some))
     if alone.shape[1:] != whole.shape[1:]:
         return  # dynamic padding: lengths follow the batch
-    gap, allowed = relative_gap(alone, whole[some.to(whole.device)], whole)
+    gap, allowed = relative_gap(model, alone, whole[some.to(whole.device)], whole)
     if not bool(gap < allowed):
         keys = [key for key, _ in placed(inputs)]
         names = ", ".join(place_name(key) for key, flag in zip(keys, per_sample, strict=True) if flag)

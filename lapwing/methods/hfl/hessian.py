@@ -54,12 +54,13 @@ class Hessian:
 
     @cached_property
     def root(self) -> Tensor | None:
-        """L (P, P) with L Lᵀ = H; None if H is not formed, or not positive definite."""
+        """L (P, P) with L Lᵀ = H; None if H is not formed, not positive definite, or flat in some direction."""
         if self._matrix is None:
             return None
         factor, info = torch.linalg.cholesky_ex(self._matrix)
         pivots = factor.diagonal().square()
-        return factor if int(info) == 0 and float(pivots.min()) > 1e-13 * float(pivots.max()) else None
+        smallest = max(1e-13 * float(pivots.max()), float(self._ridge.min()))  # below it a direction is flat
+        return factor if int(info) == 0 and float(pivots.min()) > smallest else None
 
     @cached_property
     def _factor(self) -> Tensor | None:

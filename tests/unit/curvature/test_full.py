@@ -131,7 +131,7 @@ def test_a_hessian_is_summed_in_float64() -> None:
 
 def peak(run: Callable[[], Any]) -> int:
     """The most bytes that PyTorch holds at once, over what it holds at first."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         kept = run()
     del kept
     found = held = 0

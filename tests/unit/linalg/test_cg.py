@@ -96,7 +96,7 @@ def test_converged_rows_do_not_change() -> None:
     for row in range(3):
         alone = conjugate_gradients(product(matrix), rhs[row : row + 1], tolerance=1e-8)
         assert alone.iterations <= together.iterations
-        assert_close(together.x[row], alone.x[0])
+        assert_close(together.x[row], alone.x[0], SOLVED)  # products of one row round otherwise than those of three
     first = conjugate_gradients(product(matrix), rhs, tolerance=1e-8, max_iterations=2, truncated=True)
     assert torch.equal(first.x[0], together.x[0])
     assert not torch.equal(first.x[1], together.x[1])

@@ -82,7 +82,8 @@ def test_a_shift_for_each_row() -> None:
     for row, shift in enumerate(SHIFTS):
         alone = space.solve(weights[row : row + 1], shift, tolerance=1e-9)
         assert_close(together.x[row], alone.x[0])
-        assert_close(together.residuals[row : row + 1], alone.residuals)
+        # Residuals may be rounding of zero.
+        assert float((together.residuals[row] - alone.residuals[0]).abs()) <= 1e-2 * 1e-9
 
 
 def test_it_is_the_best_that_block_conjugate_gradients_find() -> None:

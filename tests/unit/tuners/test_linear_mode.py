@@ -457,7 +457,7 @@ def test_refitting_takes_the_curvature_at_the_optimum(kind: str, mean: str) -> N
 def test_rounds_end_where_curvature_and_optimum_agree() -> None:
     fitted, exact = tuned("categorical", refit=lw.Full(), rounds=12), reference("categorical")
     theta, vector = fitted.posterior.mode.theta, fitted.prior.vector
-    assert_close(fitted.posterior.curvature.matrix, exact.posterior.curvature(theta), 0.3)
+    assert_close(fitted.posterior.curvature.matrix, exact.curvature(theta), 0.3)
     assert_close(fitted.log_evidence(), exact.evidence(vector, exact.curvature(theta)), 0.4)
 
 
