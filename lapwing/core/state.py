@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lapwing.errors import FileError
+from lapwing.errors import FileError, UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +36,20 @@ _CLASSES: dict[str, Any] = {}
 def saved(cls: C) -> C:
     """Register a class that files may name, by its own name. A decorator.
 
+    Raises:
+        UnsupportedError: If another class has the name already: files of either would be read with the wrong one.
+
     >>> @saved
     ... class Example:
     ...     pass
     >>> class_named("Example") is Example
     True
     """
+    known = _CLASSES.get(cls.__name__, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise UnsupportedError(
+            f"files already know a class {cls.__name__!r}, from {known.__module__}; give this one another name."
+        )
     _CLASSES[cls.__name__] = cls
     return cls
 
