@@ -62,7 +62,7 @@ class Report:
         return "\n".join(lines)
 
 
-def check(model: nn.Module, batch: Inputs, weights: Weights | str | None = None, *, data: int | None = None) -> Report:
+def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = None, data: int | None = None) -> Report:
     """Report how Lapwing handles a model, and the memory and time of each registered method, without fitting one.
 
     Args:
