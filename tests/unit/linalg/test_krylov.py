@@ -61,15 +61,17 @@ def test_a_full_basis_solves_every_shift(spectrum: str, width: int) -> None:
 @pytest.mark.parametrize("steps", [1, 3, 8])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_the_residuals_are_the_true_ones(spectrum: str, steps: int) -> None:
-    """To twelve digits of the right-hand side; large ones to twelve of their digits."""
+    """Up to the rounding of A x in units of the right-hand side; large ones to eleven of their digits."""
     matrix, start = operator(SPECTRA[spectrum]), torch.randn(5, 120, dtype=D)
     space, weights = block_krylov(product(matrix), start, steps), torch.randn(4, 5, dtype=D)
     for shift in SHIFTS:
         solution = space.solve(weights, shift, truncated=True)
         true = true_residuals(matrix, shift, solution, weights @ start)
-        assert float((solution.residuals - true).abs().max()) < 1e-12
+        norm = float(SPECTRA[spectrum].max()) + shift
+        rounding = 1e2 * torch.finfo(D).eps * norm * solution.x.norm(dim=1) / (weights @ start).norm(dim=1)
+        assert bool(((solution.residuals - true).abs() < rounding + 1e-12).all())
         large = true > 1e-2
-        assert bool(((solution.residuals / true - 1)[large].abs() < 1e-12).all())
+        assert bool(((solution.residuals / true - 1)[large].abs() < rounding[large] + 1e-11).all())
 
 
 def test_a_shift_for_each_row() -> None:
