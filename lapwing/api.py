@@ -268,6 +268,15 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
         FileNotFoundError: If there is no such file.
         FileError: If the file is damaged, foreign, or belongs to a model with other weights.
         ModelError: If the model is in training mode.
+
+    >>> import tempfile
+    >>> x, net = torch.linspace(-1, 1, 40).unsqueeze(1), nn.Linear(1, 1)
+    >>> posterior = fit(net, [(x, x.sin())], "regression")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     posterior.save(f"{folder}/net.lapwing")
+    ...     again = load(f"{folder}/net.lapwing", net)
+    >>> torch.allclose(again.predict(x).std, posterior.predict(x).std)
+    True
     """
     posterior, fingerprint, method = files.load(path, model)
     return Fitted(posterior, fingerprint, method)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+__all__ = [
+    "LapwingError", "DataError", "ModelError", "NumericalError", "FileError", "UnsupportedError", "DivergedError",
+]  # fmt: skip
+
 
 class HasSteps(Protocol):
     """The trace of a tuner (``lapwing.core.trace.Trace``)."""

@@ -48,6 +48,11 @@ class Fitted:
 
     Every call first checks that the model still has the weights that the posterior was fitted to, and raises
     ``ModelError`` if not. ``posterior`` is the method's own result, for code that works below this interface.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> lw.fit(torch.nn.Linear(1, 1), [(x, x)], lw.Gaussian(noise_std=0.1), prior=2.0)
+    <Fitted: Kron, 2 weights, precision 2, noise variance 0.01>
     """
 
     posterior: Any  # the posterior of the method: a lapwing.posteriors.protocols.Posterior
