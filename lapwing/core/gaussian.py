@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +26,16 @@ class Deferred:
 
     variance: Callable[[], Tensor]
     cov: Callable[[], Tensor]
+    centred: Callable[[], Tensor] | None = None  # the variance of f_k - mean_j f_j; from the covariance if None
+
+    def times(self, factor: float) -> Deferred:
+        """Return the covariance times a number."""
+        centred = self.centred
+        return Deferred(
+            lambda: factor * self.variance(),
+            lambda: factor * self.cov(),
+            None if centred is None else lambda: factor * centred(),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +96,27 @@ class FunctionGaussian:
             size = self.mean.numel()
             return _without_negative_rounding(self.cov.reshape(size, size).diagonal().reshape(self.mean.shape))
         return _without_negative_rounding(self.cov.diagonal(dim1=-2, dim2=-1))
+
+    @cached_property
+    def centred_variance(self) -> Tensor:
+        """The variance of each output after the mean over outputs is taken off, (B, [T,] C)."""
+        covariance = self.covariance
+        if isinstance(covariance, Deferred) and covariance.centred is not None and "cov" not in self.__dict__:
+            return _without_negative_rounding(covariance.centred())
+        cov = self.marginal.cov
+        rows = cov.mean(-1)
+        centred = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
+        return _without_negative_rounding(centred)
+
+    def scaled(self, factor: float) -> FunctionGaussian:
+        """Return the belief about ``factor`` times the outputs."""
+        return self if factor == 1 else replace(self.widened(factor**2), mean=factor * self.mean)
+
+    def widened(self, factor: float) -> FunctionGaussian:
+        """Return the belief with its covariance times ``factor``, around the same mean."""
+        covariance = self.covariance
+        wide = covariance.times(factor) if isinstance(covariance, Deferred) else factor * covariance
+        return self if factor == 1 else replace(self, covariance=wide)
 
     @cached_property
     def marginal(self) -> FunctionGaussian:

@@ -26,9 +26,11 @@ class Bernoulli:
     Args:
         pos_weight: Weight of positive labels, one or (C,), as in ``nn.BCEWithLogitsLoss``.
         ignore_index: Value of labels that do not count; None if all do.
-        link: How Gaussian logits become probabilities: "probit" (closed form) or "quadrature" (to about 1e-9 for
-            logits with a standard deviation of up to 30).
+        link: How Gaussian logits become probabilities: "quadrature" (to about 1e-9 for logits with a standard
+            deviation of up to 30) or "probit" (closed form).
         temperature: Divides the curvature. Other than one it gives a tempered posterior, which has no normaliser.
+        link_temperature: Divides the logits in predictions, their standard deviations too, as temperature scaling
+            does. The posterior does not depend on it.
 
     Raises:
         DataError: The link is unknown, the temperature not positive, or ``pos_weight`` negative.
@@ -39,14 +41,17 @@ class Bernoulli:
 
     pos_weight: float | tuple[float, ...] | Tensor | None = None
     ignore_index: int | None = None
-    link: str = "probit"
+    link: str = "quadrature"
     temperature: float | Tensor = 1.0
+    link_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.link not in BINARY_LINKS:
             raise DataError(f"link is {self.link!r}; expected one of {', '.join(BINARY_LINKS)}.")
         if not positive(self.temperature):
             raise DataError(f"temperature is {self.temperature}; expected a positive number.")
+        if not positive(self.link_temperature):
+            raise DataError(f"link_temperature is {self.link_temperature}; expected a positive number.")
         if self.pos_weight is not None and not positive(self.pos_weight, zero=True):
             raise DataError(f"pos_weight is {self.pos_weight}; expected finite numbers that are not negative.")
 
@@ -113,7 +118,7 @@ class Bernoulli:
         return torch.zeros_like(phi)
 
     def predict(self, belief: FunctionGaussian) -> BinaryPredictive:
-        return BinaryPredictive(belief.marginal, self.link)
+        return BinaryPredictive(belief.marginal.scaled(1 / self.link_temperature), self.link)
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
@@ -123,7 +128,12 @@ class Bernoulli:
             if weight is None or isinstance(weight, float | int)
             else torch.as_tensor(weight, dtype=torch.float64).tolist()
         )
-        settings = {"pos_weight": plain, "ignore_index": self.ignore_index, "link": self.link}
+        settings = {
+            "pos_weight": plain,
+            "ignore_index": self.ignore_index,
+            "link": self.link,
+            "link_temperature": self.link_temperature,
+        }
         return State("Bernoulli", settings, {"dispersion": self.dispersion.detach()})
 
     @classmethod

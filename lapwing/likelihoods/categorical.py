@@ -24,11 +24,14 @@ class Categorical:
     Args:
         class_weights: Weight of each class (C,), as in ``nn.CrossEntropyLoss``.
         ignore_index: Target of data that do not count, as in ``nn.CrossEntropyLoss``.
-        link: How Gaussian logits become probabilities: "probit" (closed form), "bridge" (Laplace bridge to a
-            Dirichlet) or "mc" (the mean of ``samples`` softmax draws).
-        samples: Draws of logits for "mc", and for ``aleatoric`` and ``epistemic`` of the predictive.
+        link: How Gaussian logits become probabilities: "pairwise" (closed form, from the variances of differences of
+            logits), "probit" (closed form, from the variances alone), "bridge" (Laplace bridge to a Dirichlet) or
+            "mc" (the mean of ``samples`` softmax draws).
+        samples: Quasi-random draws of logits for "mc", and for ``aleatoric`` and ``epistemic`` of the predictive.
         seed: Seed of these draws.
         temperature: Divides the curvature. Other than one it gives a tempered posterior, which has no normaliser.
+        link_temperature: Divides the logits in predictions, their standard deviations too, as temperature scaling
+            does. The posterior does not depend on it.
 
     Raises:
         DataError: The link is unknown, the temperature not positive, or a class weight negative.
@@ -40,16 +43,19 @@ class Categorical:
 
     class_weights: Tensor | tuple[float, ...] | None = None
     ignore_index: int = -100
-    link: str = "probit"
-    samples: int = 256
+    link: str = "pairwise"
+    samples: int = 128
     seed: int = 0
     temperature: float | Tensor = 1.0
+    link_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise DataError(f"link is {self.link!r}; expected one of {', '.join(LINKS)}.")
         if not positive(self.temperature):
             raise DataError(f"temperature is {self.temperature}; expected a positive number.")
+        if not positive(self.link_temperature):
+            raise DataError(f"link_temperature is {self.link_temperature}; expected a positive number.")
         if self.class_weights is not None and not positive(self.class_weights, zero=True):
             raise DataError(f"class_weights is {self.class_weights}; expected finite numbers that are not negative.")
 
@@ -164,7 +170,8 @@ class Categorical:
         return torch.zeros_like(phi)
 
     def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
-        return SoftmaxPredictive(belief.marginal, self.link, self.samples, self.seed)
+        belief = belief.marginal.scaled(1 / self.link_temperature)
+        return SoftmaxPredictive(belief, self.link, self.samples, self.seed)
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
@@ -175,6 +182,7 @@ class Categorical:
             "link": self.link,
             "samples": self.samples,
             "seed": self.seed,
+            "link_temperature": self.link_temperature,
         }
         return State("Categorical", settings, {"dispersion": self.dispersion.detach()})
 

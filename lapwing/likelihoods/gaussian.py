@@ -14,6 +14,7 @@ from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import matched, with_tuples
 from lapwing.predictives.normal import NormalPredictive
+from lapwing.predictives.student import StudentPredictive
 
 
 @saved
@@ -27,6 +28,9 @@ class Gaussian:
         per_output: Estimate one noise for each output. Noise that differs between outputs changes the curvature
             itself: ``Full``, ``Kron`` and ``Diagonal`` keep one curvature for each output and learn each noise (C times
             the memory). For other methods the residuals fix the ratios, and only their common scale is learned.
+        degrees: Degrees of freedom of Student tails, an even number from 4; infinity, the default, is the normal
+            distribution. Tails change predictions, not the posterior's curvature.
+        tail_scale: Factor of the standard deviation that goes with Student tails.
         phi: The common noise variance. Fitting sets it.
         ratios: Noise variance of each output over ``phi``, (C,). Fitting sets it.
 
@@ -41,10 +45,16 @@ class Gaussian:
 
     noise_std: float | tuple[float, ...] | Tensor | None = None
     per_output: bool = False
+    degrees: float = math.inf
+    tail_scale: float = 1.0
     phi: Tensor | None = None
     ratios: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.degrees != math.inf and (self.degrees < 4 or self.degrees % 2):
+            raise DataError(f"degrees is {self.degrees}; expected an even number from 4, or infinity.")
+        if not 0 < self.tail_scale < math.inf:
+            raise DataError(f"tail_scale is {self.tail_scale}; expected a positive number.")
         if self.noise_std is None:
             return
         std = torch.as_tensor(self.noise_std, dtype=torch.float64)
@@ -118,8 +128,17 @@ class Gaussian:
         constant = noise.log().sum() + mean.shape[-1] * math.log(2 * math.pi)
         return -0.5 * (gap.square().sum(-1) + growth / alpha + constant)
 
-    def predict(self, belief: FunctionGaussian) -> NormalPredictive:
-        return NormalPredictive(belief.marginal, self.noise_variance.to(belief.mean).expand(belief.mean.shape))
+    @property
+    def widening(self) -> float:
+        """The variance of y over that of normal noise and a Gaussian belief; other than one with Student tails."""
+        return self.tail_scale**2 * (1.0 if self.degrees == math.inf else self.degrees / (self.degrees - 2))
+
+    def predict(self, belief: FunctionGaussian) -> NormalPredictive | StudentPredictive:
+        noise = self.noise_variance.to(belief.mean).expand(belief.mean.shape)
+        if self.degrees == math.inf:
+            scale = self.tail_scale**2
+            return NormalPredictive(belief.marginal.widened(scale), scale * noise)
+        return StudentPredictive(belief.marginal, noise, self.degrees, self.tail_scale)
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
@@ -127,9 +146,13 @@ class Gaussian:
         tensors = {"dispersion": self.dispersion.detach()}
         if self.ratios is not None:
             tensors["ratios"] = self.ratios
-        return State("Gaussian", {"noise_std": std, "per_output": self.per_output}, tensors)
+        degrees = None if self.degrees == math.inf else self.degrees  # JSON has no infinity
+        settings = {"noise_std": std, "per_output": self.per_output, "tail_scale": self.tail_scale}
+        return State("Gaussian", {**settings, "degrees": degrees}, tensors)
 
     @classmethod
     def from_state(cls, state: State) -> Gaussian:
         """Build the likelihood from its state."""
-        return cls(**with_tuples(state.settings), phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
+        settings = with_tuples(state.settings)
+        settings["degrees"] = math.inf if settings["degrees"] is None else settings["degrees"]
+        return cls(**settings, phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))

@@ -15,6 +15,7 @@ from torch.distributions import Distribution, Independent
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.settings import require_integer
+from lapwing.predictives.mixture import BinaryMixture
 from lapwing.predictives.quadrature import normal_nodes
 
 
@@ -27,7 +28,7 @@ class BinaryPredictive:
 
     Args:
         belief: The Gaussian belief about the logits (B, C).
-        link: "probit" (closed form) or "quadrature".
+        link: "quadrature" or "probit" (closed form).
 
     >>> p = BinaryPredictive(FunctionGaussian(torch.zeros(1, 1), torch.ones(1, 1, 1)))
     >>> p.probs
@@ -35,7 +36,12 @@ class BinaryPredictive:
     """
 
     belief: FunctionGaussian
-    link: str = "probit"
+    link: str = "quadrature"
+
+    @staticmethod
+    def mixed(components: tuple[BinaryPredictive, ...], weights: Tensor) -> BinaryMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return BinaryMixture(components, weights)
 
     @cached_property
     def _log_odds(self) -> tuple[Tensor, Tensor]:
@@ -91,9 +97,13 @@ class BinaryPredictive:
     @cached_property
     def mutual_information(self) -> Tensor:
         """The mutual information of labels and logits in nats, (B,): doubt that more data would remove."""
+        return (_entropy(self.integrated_probs).sum(-1) - self.aleatoric).clamp_min(0)
+
+    @cached_property
+    def integrated_probs(self) -> Tensor:
+        """The probability of label one by quadrature, whatever the link is, (B, C)."""
         nodes, weights = normal_nodes(self.belief)
-        exact = _entropy((nodes.sigmoid() * weights).sum(-1)).sum(-1)
-        return (exact - self.aleatoric).clamp_min(0)
+        return (nodes.sigmoid() * weights).sum(-1)
 
     @property
     def epistemic(self) -> Tensor:

@@ -13,6 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
 from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
+from lapwing.predictives.mixture import CountMixture, whole_quantile
 from lapwing.predictives.quadrature import normal_nodes
 
 
@@ -31,6 +32,11 @@ class CountPredictive:
     """
 
     belief: FunctionGaussian
+
+    @staticmethod
+    def mixed(components: tuple[CountPredictive, ...], weights: Tensor) -> CountMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return CountMixture(components, weights)
 
     @cached_property
     def mean(self) -> Tensor:
@@ -92,26 +98,17 @@ class CountPredictive:
         """
         if not 0 < level < 1:
             raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
-        return self._quantile(0.5 - 0.5 * level), self._quantile(0.5 + 0.5 * level)
+        low, high = (whole_quantile(self.cdf, 0.5 + sign * 0.5 * level, self.reach(20)) for sign in (-1, 1))
+        return low.to(self.mean), high.to(self.mean)
 
-    def _quantile(self, level: float) -> Tensor:
-        """Return the smallest counts whose cumulative probability reaches ``level``, by bisection."""
+    def cdf(self, y: Tensor | float) -> Tensor:
+        """Return the probability of at most y counts, for each output by itself, (B, C) in float64."""
         nodes, weights = normal_nodes(self.belief)
-        rate = nodes.double().exp()
+        count = torch.as_tensor(y, dtype=torch.float64, device=nodes.device).floor().expand(self.mean.shape)
+        each = torch.special.gammaincc(count.clamp_min(0).unsqueeze(-1) + 1, nodes.double().exp())
+        return torch.where(count < 0, 0.0, (each * weights.double()).sum(-1))
 
-        def reached(k: Tensor) -> Tensor:
-            return (torch.special.gammaincc(k.unsqueeze(-1) + 1, rate) * weights.double()).sum(-1) >= level
-
-        low = torch.zeros_like(self.mean, dtype=torch.float64)
-        high = self._reach(20).ceil()
-        for _ in range(int(high.max().log2().item()) + 2):
-            middle = ((low + high) / 2).floor()
-            enough = reached(middle)
-            high = torch.where(enough, middle, high)
-            low = torch.where(enough, low, middle + 1).minimum(high)
-        return high.to(self.mean)
-
-    def _reach(self, deviations: int) -> Tensor:
+    def reach(self, deviations: int) -> Tensor:
         """Return counts beyond which the probability is negligible, (B, C) in float64; raise if they overflow."""
         reach = (self.mean + deviations * self.std + 20).double()
         if not bool(torch.isfinite(reach).all()):
@@ -135,10 +132,13 @@ class CountPredictive:
         require_integer("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
 
-    def _log_probs(self) -> tuple[Tensor, Tensor]:
-        """Return log p(k | rate) for all likely counts k, (B, C, nodes, counts), and the weights of the nodes."""
+    def top_count(self) -> int:
+        """Return the largest count that is likely for one of the inputs."""
+        return int(self.reach(12).max().item())
+
+    def _log_probs(self, top: int) -> tuple[Tensor, Tensor]:
+        """Return log p(k | rate) for counts k up to ``top``, (B, C, nodes, counts), and the weights of the nodes."""
         nodes, weights = normal_nodes(self.belief, 64)
-        top = int(self._reach(12).max().item())
         if top * nodes.numel() > 2**28:
             raise NumericalError(
                 f"the counts run to {top}, too many to sum over; the log-rate has a standard deviation of up to "
@@ -151,13 +151,21 @@ class CountPredictive:
     @cached_property
     def entropy(self) -> Tensor:
         """The entropy of the counts in nats, summed over outputs, (B,); a sum over all likely counts."""
-        each, weights = self._log_probs()
-        log_p = torch.logsumexp(each + weights.log().unsqueeze(-1), -2)
+        log_p = self.log_probs_to(self.top_count())
         return -(log_p.exp() * log_p).sum((-1, -2)).to(self.mean)
+
+    def log_probs_to(self, top: int) -> Tensor:
+        """Return the log-probabilities of the counts from zero to ``top``, (B, C, top + 1) in float64."""
+        each, weights = self._log_probs(top)
+        return torch.logsumexp(each + weights.log().unsqueeze(-1), -2)
+
+    @cached_property
+    def expected_entropy(self) -> Tensor:
+        """The entropy of the counts in nats that is expected at a known rate, (B,) in float64."""
+        each, weights = self._log_probs(self.top_count())
+        return (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
 
     @cached_property
     def mutual_information(self) -> Tensor:
         """The mutual information of counts and rates in nats, (B,): entropy minus that expected at a known rate."""
-        each, weights = self._log_probs()
-        expected = (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
-        return (self.entropy - expected.to(self.mean)).clamp_min(0)
+        return (self.entropy - self.expected_entropy.to(self.mean)).clamp_min(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from torch.distributions import Distribution, Independent, MultivariateNormal, N
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.settings import require_integer
+from lapwing.predictives.mixture import DensityMixture
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,11 @@ class NormalPredictive:
 
     belief: FunctionGaussian
     noise: Tensor
+
+    @staticmethod
+    def mixed(components: tuple[NormalPredictive, ...], weights: Tensor) -> DensityMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return DensityMixture(components, weights)
 
     @property
     def mean(self) -> Tensor:
@@ -126,8 +133,11 @@ class NormalPredictive:
         return out
 
     @property
+    def noise_entropy(self) -> Tensor:
+        """The entropy of y in nats where f is known, (B,)."""
+        return 0.5 * (2 * math.pi * math.e * self.noise).log().sum(-1)
+
+    @property
     def mutual_information(self) -> Tensor:
         """The mutual information of y and f in nats, (B,): entropy minus the entropy of the noise."""
-        noise = Independent(Normal(self.mean, self.noise.sqrt(), validate_args=False), 1)
-        out: Tensor = self.entropy - noise.entropy()
-        return out
+        return self.entropy - self.noise_entropy

@@ -14,7 +14,8 @@ from torch.distributions import Categorical as CategoricalDistribution
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.settings import require_integer
-from lapwing.errors import DataError
+from lapwing.predictives.links import bridge, logit_draws, pairwise, probit
+from lapwing.predictives.mixture import ClassMixture, label_log_prob
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,11 +23,11 @@ class SoftmaxPredictive:
     """Predictive of a class with Gaussian logits.
 
     ``entropy`` is that of ``probs``. ``epistemic`` is the mutual information of label and logits, ``aleatoric`` the
-    expected entropy; both come from seeded draws of the logits whatever the link is.
+    expected entropy; both come from quasi-random draws of the logits whatever the link is.
 
     Args:
         belief: The Gaussian belief about the logits (B, C).
-        link: "probit", "bridge" or "mc".
+        link: "pairwise", "probit", "bridge" or "mc".
         samples: The number of draws.
         seed: The seed of the draws.
 
@@ -36,8 +37,8 @@ class SoftmaxPredictive:
     """
 
     belief: FunctionGaussian
-    link: str = "probit"
-    samples: int = 256
+    link: str = "pairwise"
+    samples: int = 128
     seed: int = 0
 
     @cached_property
@@ -52,9 +53,18 @@ class SoftmaxPredictive:
 
     @cached_property
     def logit_samples(self) -> Tensor:
-        """Draws of the logits, (S, B, C); equal seeds give equal draws."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return self.belief.sample(self.samples, generator)
+        """Draws of the logits up to a common shift, (S, B, C): Sobol points, so equal seeds give equal draws."""
+        return logit_draws(self.belief, self.samples, self.seed)
+
+    @cached_property
+    def sampled_probs(self) -> Tensor:
+        """The mean of the softmax over the draws, (B, C)."""
+        return self.logit_samples.softmax(-1).mean(0)
+
+    @staticmethod
+    def mixed(components: tuple[SoftmaxPredictive, ...], weights: Tensor) -> ClassMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return ClassMixture(components, weights)
 
     @property
     def mean(self) -> Tensor:
@@ -72,11 +82,7 @@ class SoftmaxPredictive:
         Raises:
             DataError: A label is not one of the classes.
         """
-        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < self.log_probs.shape[-1]:
-            raise DataError(
-                f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{self.log_probs.shape[-1] - 1}."
-            )
-        return self.log_probs.gather(-1, y.long().reshape(*self.log_probs.shape[:-1], 1)).squeeze(-1)
+        return label_log_prob(self.log_probs, y)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the targets, (n, B) class numbers; inputs are independent.
@@ -104,8 +110,7 @@ class SoftmaxPredictive:
     @cached_property
     def mutual_information(self) -> Tensor:
         """The mutual information of label and logits in nats, (B,): doubt that more data would remove."""
-        p = self.logit_samples.softmax(-1)
-        return (_entropy(p.mean(0)) - _entropy(p).mean(0)).clamp_min(0)
+        return (_entropy(self.sampled_probs) - self.aleatoric).clamp_min(0)
 
     @property
     def epistemic(self) -> Tensor:
@@ -113,30 +118,8 @@ class SoftmaxPredictive:
         return self.mutual_information
 
 
-def probit(belief: FunctionGaussian) -> Tensor:
-    """Return log softmax(m / sqrt(1 + π/8 var)), (B, C). It needs variances only."""
-    return (belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)).log_softmax(-1)
-
-
-def bridge(belief: FunctionGaussian) -> Tensor:
-    """Return the log mean (B, C) of the Dirichlet distribution matched to the logits (Hobbhahn et al. 2022).
-
-    Logits are defined up to a common shift, so mean and covariance are first projected to logits that sum to zero.
-    """
-    mean, cov = belief.mean - belief.mean.mean(-1, keepdim=True), belief.cov
-    count = mean.shape[-1]
-    rows = cov.mean(-1)
-    spread = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
-    floor = 1e3 * torch.finfo(mean.dtype).eps * (1 + cov.diagonal(dim1=-2, dim2=-1))
-    none = (spread <= floor).all(-1, keepdim=True)  # without variance there is nothing to match
-    variance = spread.maximum(floor)
-    # exp(m_k) Σ_l exp(-m_l) / C², in logs so that confident logits do not overflow
-    peak = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / count**2
-    alpha = (1 - 2 / count + peak) / variance
-    return torch.where(none, mean.log_softmax(-1), alpha.log() - alpha.sum(-1, keepdim=True).log())
-
-
 LINKS: dict[str, Callable[[SoftmaxPredictive], Tensor]] = {
+    "pairwise": lambda p: pairwise(p.belief),
     "probit": lambda p: probit(p.belief),
     "bridge": lambda p: bridge(p.belief),
     "mc": lambda p: torch.logsumexp(p.logit_samples.log_softmax(-1), 0) - math.log(p.samples),

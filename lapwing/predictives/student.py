@@ -1,0 +1,197 @@
+"""The predictive of regression with tails heavier than the normal distribution's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributions import StudentT
+
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.random import normal
+from lapwing.core.settings import require_integer
+from lapwing.predictives.mixture import DensityMixture, quantile
+
+
+@dataclass(frozen=True, eq=False)
+class StudentPredictive:
+    """Student predictive y ~ mean + scale · (cov of f + noise)^½ · t with ``degrees`` degrees of freedom.
+
+    The outputs of one input share one χ² variable, so they are jointly a multivariate Student distribution. The
+    variances of f and of the noise are multiplied alike by scale² degrees / (degrees - 2), so that their ratio stays.
+
+    Args:
+        belief: The Gaussian belief about the outputs f (B, C).
+        noise: Noise variances, in the shape of the mean.
+        degrees: The degrees of freedom ν, above two.
+        scale: The factor of the standard deviation.
+
+    >>> p = StudentPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1), 4.0)
+    >>> p.variance.item(), p.epistemic_variance.item(), p.aleatoric_variance.item()
+    (8.0, 6.0, 2.0)
+    """
+
+    belief: FunctionGaussian
+    noise: Tensor
+    degrees: float
+    scale: float = 1.0
+
+    @staticmethod
+    def mixed(components: tuple[StudentPredictive, ...], weights: Tensor) -> DensityMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return DensityMixture(components, weights)
+
+    @property
+    def mean(self) -> Tensor:
+        """The predicted mean, (B, C)."""
+        return self.belief.mean
+
+    @property
+    def widening(self) -> float:
+        """The variance over that of the normal distribution: scale² degrees / (degrees - 2)."""
+        return self.scale**2 * self.degrees / (self.degrees - 2)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """The part of the variance from f, which more data would lower, (B, C)."""
+        return self.widening * self.belief.variance
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """The part of the variance from the noise, which more data would not lower, (B, C)."""
+        return self.widening * self.noise
+
+    epistemic = epistemic_variance
+    aleatoric = aleatoric_variance
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of y, noise included, (B, C)."""
+        return self.epistemic_variance + self.aleatoric_variance
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of y, noise included, (B, C)."""
+        return self.variance.sqrt()
+
+    @property
+    def distribution(self) -> StudentT:
+        """The distribution of each output by itself, (B, C)."""
+        return StudentT(self.degrees, self.mean, self._width, validate_args=False)
+
+    @property
+    def _width(self) -> Tensor:
+        """The scale of the Student distribution of each output, (B, C)."""
+        return self.scale * (self.belief.variance + self.noise).sqrt()
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        """Return the probability of at most y, for each output by itself, (B, C).
+
+        Args:
+            y: One number, or (B, C).
+        """
+        return student_cdf((torch.as_tensor(y).to(self.mean) - self.mean) / self._width, self.degrees)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return (low, high), each (B, C), between which each output by itself lies with probability ``level``.
+
+        Raises:
+            ValueError: ``level`` is not between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
+        zero = torch.zeros((), dtype=torch.float64)
+        t = quantile(lambda y: student_cdf(y, self.degrees), 0.5 + 0.5 * level, zero, zero + 1).to(self.mean)
+        return self.mean - t * self._width, self.mean + t * self._width
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """Return the log-density of the targets, (B,), jointly over the outputs."""
+        y = y.to(self.mean).reshape(self.mean.shape)
+        outputs, nu = y.shape[-1], self.degrees
+        if outputs == 1:
+            width = self._width.squeeze(-1)
+            distance, log_det = ((y - self.mean).squeeze(-1) / width).square(), 2 * width.log()
+        else:
+            factor = torch.linalg.cholesky(self.scale**2 * (self.belief.cov + torch.diag_embed(self.noise)))
+            gap = torch.linalg.solve_triangular(factor, (y - self.mean).unsqueeze(-1), upper=False).squeeze(-1)
+            distance, log_det = gap.square().sum(-1), 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        constant = math.lgamma((nu + outputs) / 2) - math.lgamma(nu / 2) - outputs / 2 * math.log(nu * math.pi)
+        return constant - 0.5 * log_det - (nu + outputs) / 2 * torch.log1p(distance / nu)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of the targets, (n, B, C); inputs are independent.
+
+        Args:
+            n: The number of draws.
+            generator: Source of randomness; torch's global one if None.
+
+        Raises:
+            UnsupportedError: ``n`` is not a positive integer.
+        """
+        require_integer("n", n)
+        eps = normal((n, *self.mean.shape), generator, self.mean) * self.noise.sqrt()
+        deviation = self.belief.sample(n, generator) - self.mean + eps
+        return self.mean + self.scale * deviation / self._chi(n, generator).sqrt()
+
+    def _chi(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Return n draws of χ²/ν for each input, (n, B, [T,] 1): a gamma variable by Marsaglia and Tsang's method."""
+        shape = (n, *self.mean.shape[:-1], 1)
+        d = self.degrees / 2 - 1 / 3
+        out = torch.zeros(shape, dtype=self.mean.dtype, device=self.mean.device)
+        open_ = torch.ones(shape, dtype=torch.bool, device=self.mean.device)
+        while bool(open_.any()):
+            z = normal(shape, generator, self.mean)
+            u = torch.special.ndtr(normal(shape, generator, self.mean))
+            v = (1 + z / math.sqrt(9 * d)).pow(3)
+            good = (v > 0) & (u.log() < 0.5 * z.square() + d - d * v + d * v.clamp_min(1e-30).log())
+            out = torch.where(open_ & good, d * v, out)
+            open_ = open_ & ~good
+        return out / (self.degrees / 2)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats, (B,), jointly over the outputs."""
+        outputs = self.mean.shape[-1]
+        if outputs == 1:
+            log_det = 2 * self._width.squeeze(-1).log()
+        else:
+            log_det = torch.linalg.slogdet(self.scale**2 * (self.belief.cov + torch.diag_embed(self.noise)))[1]
+        return 0.5 * log_det + self._standard_entropy(outputs)
+
+    @property
+    def noise_entropy(self) -> Tensor:
+        """The entropy of y in nats where f is known, (B,)."""
+        outputs = self.mean.shape[-1]
+        return outputs * math.log(self.scale) + 0.5 * self.noise.log().sum(-1) + self._standard_entropy(outputs)
+
+    def _standard_entropy(self, outputs: int) -> float:
+        """Return the entropy of the multivariate Student distribution with unit scale."""
+        nu, half = self.degrees, (self.degrees + outputs) / 2
+        digamma = lambda value: float(torch.special.digamma(torch.tensor(value, dtype=torch.float64)))
+        constant = math.lgamma(nu / 2) - math.lgamma(half) + outputs / 2 * math.log(nu * math.pi)
+        return constant + half * (digamma(half) - digamma(nu / 2))
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """The mutual information of y and f in nats, (B,): entropy minus the entropy at a known f."""
+        return self.entropy - self.noise_entropy
+
+
+def student_cdf(t: Tensor, degrees: float) -> Tensor:
+    """Return the cumulative probability of the Student distribution, by the incomplete beta integral.
+
+    For an even number of degrees this is a finite sum; other degrees are not needed and refused.
+    """
+    if degrees % 2 or degrees < 2:
+        raise ValueError(f"degrees is {degrees}; expected an even number from 2.")
+    # With θ = arctan(t/√ν): P(|T| < t) = sin θ (1 + ½ cos²θ + (1·3)/(2·4) cos⁴θ + …), ν/2 terms.
+    value = t.double()
+    sine, cosine2 = value / (degrees + value.square()).sqrt(), degrees / (degrees + value.square())
+    term = total = torch.ones_like(value)
+    for k in range(1, int(degrees) // 2):
+        term = term * cosine2 * (2 * k - 1) / (2 * k)
+        total = total + term
+    return (0.5 + 0.5 * sine * total).to(t.dtype)
