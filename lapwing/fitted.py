@@ -24,11 +24,13 @@ from lapwing.networks.forward import outside_autocast, outside_inference, refuse
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
+from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.posteriors.protocols import (
     EstimatesEvidence,
     HasCurvature,
     HasEvidence,
     HasFunctionSamples,
+    HasPredictive,
     HasVarianceOf,
     HasWeightSamples,
     Reweightable,
@@ -104,6 +106,8 @@ class Fitted:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite.
         """
+        if isinstance(self.posterior, HasPredictive):
+            return self.posterior.predict(self._checked(x))
         return self.likelihood.predict(self.functions(x))
 
     @outside_autocast
@@ -194,7 +198,8 @@ class Fitted:
             DivergedError: If a hyperparameter has no optimum.
         """
         self._unchanged()
-        return replace(self, posterior=checked_tuner(tuner or MaximiseEvidence())(self.posterior))
+        posterior = self.posterior.bases[0] if isinstance(self.posterior, MixturePosterior) else self.posterior
+        return replace(self, posterior=checked_tuner(tuner or MaximiseEvidence())(posterior))
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:

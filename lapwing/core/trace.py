@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -40,9 +41,11 @@ class Trace:
     score: str = "log evidence"
     steps: tuple[Step, ...] = ()
     findings: tuple[str, ...] = field(default=())
+    scores: Mapping[str, float] = field(default_factory=dict)  # of the alternatives that were compared, by name
 
     def __str__(self) -> str:
         lines = [f"{self.tuner}: {self.score}", *(f"{i:4d}  {step}" for i, step in enumerate(self.steps))]
+        lines += [f"{score:10.4f}  {name}" for name, score in self.scores.items()]
         return "\n".join([*lines, *self.findings])
 
 

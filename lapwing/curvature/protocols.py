@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -63,6 +63,15 @@ class Curvature(Protocol):
 
     def state(self) -> State:
         """Return the curvature as plain data, for a file."""
+        ...
+
+
+@runtime_checkable
+class SharesRotation(Protocol):
+    """A precision whose costliest step on a Jacobian, the rotation into its basis, serves other precisions too."""
+
+    def quadratics(self, precisions: Sequence[Any], jacobian: LayerJacobians) -> list[Tensor]:
+        """Return ``quadratic(jacobian)`` of all precisions, which belong to one curvature."""
         ...
 
 

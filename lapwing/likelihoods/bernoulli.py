@@ -70,6 +70,9 @@ class Bernoulli:
     def with_dispersion(self, phi: Tensor) -> Bernoulli:
         return replace(self, temperature=phi)
 
+    def with_link_temperature(self, temperature: float) -> Bernoulli:
+        return replace(self, link_temperature=temperature)
+
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Bernoulli")
         known = ~self.ignored(y)

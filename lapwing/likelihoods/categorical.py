@@ -74,6 +74,9 @@ class Categorical:
     def with_dispersion(self, phi: Tensor) -> Categorical:
         return replace(self, temperature=phi)
 
+    def with_link_temperature(self, temperature: float) -> Categorical:
+        return replace(self, link_temperature=temperature)
+
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         count = f.shape[-1]
         if count == 1:

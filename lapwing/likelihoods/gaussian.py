@@ -81,6 +81,9 @@ class Gaussian:
     def with_dispersion(self, phi: Tensor) -> Gaussian:
         return replace(self, phi=phi)
 
+    def with_tails(self, degrees: float, scale: float) -> Gaussian:
+        return replace(self, degrees=degrees, tail_scale=scale)
+
     @property
     def learns_ratios(self) -> bool:
         return self.per_output and self.learns_dispersion

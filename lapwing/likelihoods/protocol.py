@@ -111,6 +111,28 @@ class NoisePerOutput(Protocol):
 
 
 @runtime_checkable
+class HasLinkTemperature(Protocol):
+    """A likelihood whose predictions may divide the logits by a temperature."""
+
+    @property
+    def link_temperature(self) -> float: ...
+
+    def with_link_temperature(self, temperature: float) -> Likelihood: ...
+
+
+@runtime_checkable
+class HasTails(Protocol):
+    """A likelihood whose predictions may have heavier tails than the normal distribution."""
+
+    @property
+    def widening(self) -> float:
+        """The variance of the targets over that without tails."""
+        ...
+
+    def with_tails(self, degrees: float, scale: float) -> Likelihood: ...
+
+
+@runtime_checkable
 class ChecksOutputs(Protocol):
     """A likelihood that can tell from the outputs of a network that they are of the wrong kind."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -96,6 +97,25 @@ class Linearised(Protocol):
         ...
 
     def with_problem(self, problem: Problem) -> Posterior: ...
+
+
+@runtime_checkable
+class SharesJacobian(Protocol):
+    """A linearised belief that computes the covariances of several priors and noises from one rotated Jacobian."""
+
+    @property
+    def curvature(self) -> Any: ...
+
+    def covariances(self, jacobian: LayerJacobians, members: Sequence[Any]) -> list[Tensor]:
+        """Return ``covariance(jacobian)`` of every member, posteriors with the same curvature as this one."""
+        ...
+
+
+@runtime_checkable
+class HasPredictive(Protocol):
+    """A posterior with a predictive of its own, which is not that of its mean and covariance alone."""
+
+    def predict(self, x: Inputs) -> Any: ...
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from lapwing.core.random import normal
 from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
 from lapwing.curvature.per_output import PerOutputCurvature
-from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision
+from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision, SharesRotation
 from lapwing.likelihoods.protocol import NoisePerOutput
 from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
@@ -152,6 +153,13 @@ class WeightPosterior:
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
         return self.fixed_precision.quadratic(jacobian, True)
+
+    def covariances(self, jacobian: LayerJacobians, members: Sequence[WeightPosterior]) -> list[Tensor]:
+        """Return J Λ⁻¹ Jᵀ of every member: the same curvature under other priors and noises."""
+        precisions = [each.fixed_precision for each in members]
+        if isinstance(precisions[0], SharesRotation):
+            return precisions[0].quadratics(precisions, jacobian)
+        return [precision.quadratic(jacobian, True) for precision in precisions]
 
     @cached_property
     def fixed_precision(self) -> Precision:

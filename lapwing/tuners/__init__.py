@@ -5,9 +5,11 @@ There is one class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint
 """
 
 from lapwing.tuners.ascend import Ascend
+from lapwing.tuners.budget import Budget
 from lapwing.tuners.cross_validated import CrossValidated
 from lapwing.tuners.fixed_point import FixedPoint
 from lapwing.tuners.grid import Grid
+from lapwing.tuners.integrate import Integrate
 from lapwing.tuners.linear_mode import LinearMode
 from lapwing.tuners.maximise_bound import MaximiseBound, evidence_bound
 from lapwing.tuners.maximise_evidence import MaximiseEvidence
@@ -15,6 +17,6 @@ from lapwing.tuners.sample_em import SampleEM
 from lapwing.tuners.temperature import Temperature
 
 __all__ = [
-    "Ascend", "CrossValidated", "FixedPoint", "Grid", "LinearMode", "MaximiseBound", "MaximiseEvidence", "SampleEM",
+    "Ascend", "Budget", "CrossValidated", "FixedPoint", "Grid", "Integrate", "LinearMode", "MaximiseBound", "MaximiseEvidence", "SampleEM",
     "Temperature", "evidence_bound",
 ]  # fmt: skip

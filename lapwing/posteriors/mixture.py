@@ -1,0 +1,294 @@
+"""A mixture of beliefs around one network: integration over hyperparameters in place of one choice of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Inputs
+from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.random import uniform
+from lapwing.core.state import State, class_named, saved
+from lapwing.core.trace import Trace
+from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.protocol import HasTails, Likelihood
+from lapwing.networks.functionals import Functional
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.protocols import (
+    HasEvidence,
+    HasFunctionSamples,
+    HasVarianceOf,
+    HasWeightSamples,
+    Linearised,
+    Posterior,
+    SharesJacobian,
+)
+from lapwing.problem import Problem
+
+NEGLIGIBLE = 1e-3  # weight below which a cell is dropped
+
+
+@dataclass(frozen=True, eq=False)
+class Belief:
+    """One belief of a mixture: a fitted posterior under these precisions of its prior; as it is, if they are None."""
+
+    base: int  # which of the mixture's posteriors
+    precisions: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One component of a mixture: f ~ N(mean, scale · V) of a belief, and the likelihood that predicts from it.
+
+    A scale of zero is the network without error bars. Cells with the same belief share its computation.
+    """
+
+    belief: int
+    likelihood: Likelihood
+    scale: float = 1.0
+
+    def predict(self, belief: FunctionGaussian) -> Any:
+        """Return the predictive distribution of y under this cell."""
+        return self.likelihood.predict(belief.widened(self.scale))
+
+    @property
+    def spread(self) -> float:
+        """The factor of V in the cell's covariance of f; Student tails widen f and the noise alike."""
+        return self.scale * (self.likelihood.widening if isinstance(self.likelihood, HasTails) else 1.0)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class MixturePosterior:
+    """A mixture of Gaussian beliefs about the outputs, with a predictive for each. The tuners of ``fit`` make it.
+
+    ``bases[0]`` is the posterior that was fitted, under the hyperparameters of the evidence; ``log_evidence`` and
+    ``prior`` are its. All cells share one pass of the network and one Jacobian.
+    """
+
+    bases: tuple[Posterior, ...]
+    beliefs: tuple[Belief, ...]
+    cells: tuple[Cell, ...]
+    weights: Tensor  # of the cells, float64; they sum to one
+    trace: Trace | None = None
+
+    @classmethod
+    def of(
+        cls, bases: Sequence[Posterior], beliefs: Sequence[Belief], cells: Sequence[Cell], weights: Tensor
+    ) -> MixturePosterior:
+        """Return the mixture without the cells of negligible weight and the beliefs that no cell uses any more."""
+        kept = [i for i, weight in enumerate(weights.tolist()) if weight >= NEGLIGIBLE * float(weights.max())]
+        used = sorted({cells[i].belief for i in kept})
+        cells = [replace(cells[i], belief=used.index(cells[i].belief)) for i in kept]
+        weights = weights[kept].double()
+        return cls(tuple(bases), tuple(beliefs[i] for i in used), tuple(cells), weights / weights.sum())
+
+    @property
+    def problem(self) -> Problem:
+        return self.bases[0].problem
+
+    @cached_property
+    def members(self) -> tuple[Any, ...]:
+        """The posterior of each belief."""
+        return tuple(member(self.bases, belief) for belief in self.beliefs)
+
+    def with_problem(self, problem: Problem) -> Posterior:
+        """Return the posterior that was fitted under another prior or noise; no longer a mixture."""
+        return self.bases[0].with_problem(problem)  # type: ignore[attr-defined, no-any-return]
+
+    def with_trace(self, trace: Trace) -> MixturePosterior:
+        return replace(self, trace=trace)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        """Return the mean and covariance of the mixture of beliefs: Σ w V, if they all have the mean f(x)."""
+        if joint:
+            beliefs = [each(x, joint=True) for each in self.members]
+        else:
+            beliefs = beliefs_at(self.members, x)
+        spreads = self._spreads
+        shares = self._shares.to(beliefs[0].mean)
+        mean = torch.einsum("k,k...->...", shares, torch.stack([belief.mean for belief in beliefs]))
+        gaps = [belief.mean - mean for belief in beliefs]
+        apart = any(not torch.equal(beliefs[0].mean, belief.mean) for belief in beliefs[1:])
+        if joint:
+            matrix = sum(float(s) * belief.cov.flatten() for s, belief in zip(spreads, beliefs, strict=True))
+            cov = torch.as_tensor(matrix).reshape(mean.numel(), mean.numel())
+            for share, gap in zip(shares, gaps, strict=True):
+                cov = cov + share * torch.outer(gap.flatten(), gap.flatten()) if apart else cov
+            return FunctionGaussian.across(mean, cov)
+
+        def variance() -> Tensor:
+            within = sum(float(s) * belief.variance for s, belief in zip(spreads, beliefs, strict=True))
+            between = sum(share * gap.square() for share, gap in zip(shares, gaps, strict=True)) if apart else 0.0
+            return torch.as_tensor(within + between)
+
+        def cov() -> Tensor:
+            within = sum(float(s) * belief.cov for s, belief in zip(spreads, beliefs, strict=True))
+            outer = lambda gap: gap.unsqueeze(-1) * gap.unsqueeze(-2)
+            between = sum(share * outer(gap) for share, gap in zip(shares, gaps, strict=True)) if apart else 0.0
+            return torch.as_tensor(within + between)
+
+        return FunctionGaussian(mean, Deferred(variance, cov))
+
+    @property
+    def _shares(self) -> Tensor:
+        """The weight of each belief, (K,)."""
+        return self._by_belief([1.0] * len(self.cells))
+
+    @property
+    def _spreads(self) -> Tensor:
+        """The factor of the covariance of each belief in that of the mixture, (K,)."""
+        return self._by_belief([cell.spread for cell in self.cells])
+
+    def _by_belief(self, values: list[float]) -> Tensor:
+        number = torch.tensor([cell.belief for cell in self.cells])
+        weighted = self.weights.cpu() * torch.tensor(values, dtype=torch.float64)
+        return torch.zeros(len(self.beliefs), dtype=torch.float64).index_add(0, number, weighted)
+
+    def predict(self, x: Inputs) -> Any:
+        """Return the predictive over targets: probabilities or densities of all cells, averaged."""
+        beliefs = beliefs_at(self.members, x)
+        components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
+        return type(components[0]).mixed(components, self.weights)
+
+    def log_evidence(self) -> Tensor:
+        """Return the log evidence of the posterior that was fitted, at the evidence's own hyperparameters."""
+        if not isinstance(self.bases[0], HasEvidence):
+            raise UnsupportedError(f"{type(self.bases[0]).__name__} has no evidence; choose a method that has.")
+        return self.bases[0].log_evidence()
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n functions, (n, B, [T,] C); each draws its cell first."""
+        mean = beliefs_at(self.members[:1], x)[0].mean
+        return self._drawn(
+            n,
+            generator,
+            HasFunctionSamples,
+            lambda each, count: each.function_samples(x, count, generator),
+            lambda each: beliefs_at([each], x)[0].mean,
+            mean,
+        )
+
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of the weights, (n, P); each draws its cell first."""
+        theta = self.problem.network.theta()
+        return self._drawn(
+            n, generator, HasWeightSamples, lambda each, count: each.weight_samples(count, generator),
+            lambda each: each.theta, theta,
+        )  # fmt: skip
+
+    def _drawn(
+        self, n: int, generator: torch.Generator | None, capability: Any, draws: Any, centre: Any, like: Tensor
+    ) -> Tensor:
+        """Return n draws, (n, *like.shape): cells by their weights, then draws of their belief, spread by the cell."""
+        edges = self.weights.cumsum(0)[:-1].contiguous()
+        chosen = torch.searchsorted(edges, uniform((n,), generator, like).to(edges), right=True)
+        out = torch.zeros((n, *like.shape), dtype=like.dtype, device=like.device)
+        for number, cell in enumerate(self.cells):
+            rows = (chosen == number).nonzero()[:, 0]
+            if not len(rows):
+                continue
+            each = self.members[cell.belief]
+            if not isinstance(each, capability):
+                raise UnsupportedError(f"{type(each).__name__} has no such samples; choose a method that has.")
+            middle = centre(each).to(like)
+            out[rows] = middle + cell.spread**0.5 * (draws(each, len(rows)).to(like) - middle)
+        return out
+
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Return the variance of a scalar function of the weights, or of the outputs at x: Σ w of the cells'."""
+        variances = []
+        for each in self.members:
+            if not isinstance(each, HasVarianceOf):
+                raise UnsupportedError(f"{type(each).__name__} has no variances of functions of the weights.")
+            variances.append(each.variance_of(function, x))
+        return torch.as_tensor(sum(float(s) * v for s, v in zip(self._spreads, variances, strict=True)))
+
+    def gammas(self) -> Tensor:
+        """Return γ of every weight under the posterior that was fitted, (P,)."""
+        return self.bases[0].gammas()  # type: ignore[attr-defined, no-any-return]
+
+    def state(self) -> State:
+        names = [type(base).__name__ for base in self.bases]
+        parts = {f"base{i}": base.state() for i, base in enumerate(self.bases)}  # type: ignore[attr-defined]
+        tensors = {"weights": self.weights}
+        for i, base in enumerate(self.bases):
+            tensors[f"precisions{i}"] = base.problem.prior.values
+            parts[f"likelihood{i}"] = base.problem.likelihood.state()
+        for i, belief in enumerate(self.beliefs):
+            if belief.precisions is not None:
+                tensors[f"belief{i}"] = belief.precisions
+        for i, cell in enumerate(self.cells):
+            parts[f"cell{i}"] = cell.likelihood.state()
+        settings = {
+            "bases": names,
+            "beliefs": [belief.base for belief in self.beliefs],
+            "cells": [[cell.belief, cell.scale] for cell in self.cells],
+        }
+        return State("MixturePosterior", settings, tensors, parts)
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> MixturePosterior:
+        restored = lambda part, *args: class_named(part.name).from_state(part, *args)
+        bases = []
+        for i in range(len(state.settings["bases"])):
+            prior = problem.prior.with_precision(state.tensors[f"precisions{i}"])
+            own = problem.with_prior(prior).with_likelihood(restored(state.parts[f"likelihood{i}"]))
+            bases.append(restored(state.parts[f"base{i}"], own))
+        beliefs = tuple(
+            Belief(base, state.tensors.get(f"belief{i}")) for i, base in enumerate(state.settings["beliefs"])
+        )
+        cells = tuple(
+            Cell(int(belief), restored(state.parts[f"cell{i}"]), float(scale))
+            for i, (belief, scale) in enumerate(state.settings["cells"])
+        )
+        return cls(tuple(bases), beliefs, cells, state.tensors["weights"])
+
+
+def member(bases: Sequence[Any], belief: Belief) -> Any:
+    """Return the posterior of a belief."""
+    base = bases[belief.base]
+    if belief.precisions is None:
+        return base
+    return base.with_problem(base.problem.with_prior(base.problem.prior.with_precision(belief.precisions)))
+
+
+def beliefs_at(members: Sequence[Any], x: Inputs) -> list[FunctionGaussian]:
+    """Return the belief of every posterior about the outputs at x, by one pass of the network for all of them."""
+    linearised = [each for each in members if isinstance(each, Linearised)]
+    network = members[0].problem.network
+    means: list[Tensor] = []
+    covs: list[list[Tensor]] = []
+    if linearised:
+        for _, tangent in network.tangents(x):
+            f = tangent.f.to(network.dtype)
+            means.append(f)
+            covs.append(covariances(linearised, f, tangent.jacobians()))
+    joined = iter(zip(*covs, strict=True))
+    return [
+        FunctionGaussian(torch.cat(means), torch.cat(next(joined))) if isinstance(each, Linearised) else each(x)
+        for each in members
+    ]
+
+
+def covariances(members: Sequence[Any], f: Tensor, jacobian: LayerJacobians) -> list[Tensor]:
+    """Return the covariance of the outputs f (B, [T,] C) under every posterior, from one Jacobian of them."""
+    groups: dict[int, list[int]] = {}
+    for i, each in enumerate(members):
+        key = id(each.curvature) if isinstance(each, SharesJacobian) else -1 - i
+        groups.setdefault(key, []).append(i)
+    out: list[Tensor] = [f] * len(members)
+    for numbers in groups.values():
+        first = members[numbers[0]]
+        if isinstance(first, SharesJacobian):
+            computed = first.covariances(jacobian, [members[i] for i in numbers])
+        else:
+            computed = [first.covariance(jacobian)]
+        for i, cov in zip(numbers, computed, strict=True):
+            out[i] = cov if f.ndim == 3 else cov.squeeze(1)
+    return out

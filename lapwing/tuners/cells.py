@@ -1,0 +1,166 @@
+"""The cells of a mixture: which hyperparameters are integrated over, and how they score on data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Batch, Data
+from lapwing.errors import DataError
+from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
+from lapwing.losses import sample_count
+from lapwing.posteriors.mixture import Belief, Cell, beliefs_at, member
+from lapwing.posteriors.protocols import Linearised, SamplesGamma
+
+PLAIN = 0.3  # prior probability of the network without error bars
+PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
+RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to the evidence's, for logits and rates
+NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
+SAMPLED_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
+SCALES = tuple(10.0 ** (k / 2) for k in range(-6, 3))  # of the covariance, for methods without a precision
+NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance to the residuals'
+TEMPERATURES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
+TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
+
+
+@dataclass(frozen=True, eq=False)
+class CellGrid:
+    """Cells with their prior probabilities. ``plain`` marks those without error bars."""
+
+    bases: tuple[Any, ...]
+    beliefs: tuple[Belief, ...]
+    cells: tuple[Cell, ...]
+    log_prior: Tensor  # (cells,)
+    plain: Tensor  # (cells,), bool
+    unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
+
+
+def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequence[float]) -> CellGrid:
+    """Return the cells for a fitted posterior.
+
+    ``ratios`` multiply the precisions of the prior, or divide the covariance where there is no precision to change. An
+    empty sequence keeps the posterior as it is; the plain network then has no prior probability, but is scored.
+    """
+    likelihood = posterior.problem.likelihood
+    learns_noise = isinstance(likelihood, HasTails) and likelihood.learns_dispersion
+    beliefs, spreads = _spreads(posterior, ratios, learns_noise)
+    plain_mass = 0.0 if ratios is not None and not len(ratios) else PLAIN_NOISE if learns_noise else PLAIN
+    cells: list[Cell] = []
+    mass: list[float] = []
+    for number, scale in [*spreads, (0, 0.0)]:
+        for variant, share in _variants(likelihood, temperatures, learns_noise):
+            noise = float(variant.dispersion / likelihood.dispersion) if learns_noise else 1.0
+            cells.append(Cell(number, variant, scale * noise))
+            mass.append(share * (plain_mass if scale == 0 else (1 - plain_mass) / len(spreads)))
+    plain = torch.tensor([cell.scale == 0 for cell in cells])
+    unchanged = next(i for i, cell in enumerate(cells) if cell.scale == 0 and _same_link(cell.likelihood, likelihood))
+    log_prior = torch.tensor(mass, dtype=torch.float64).log()
+    return CellGrid((posterior,), tuple(beliefs), tuple(cells), log_prior, plain, unchanged)
+
+
+def _same_link(one: Likelihood, other: Likelihood) -> bool:
+    """Return whether two likelihoods have the same link temperature and dispersion."""
+    if isinstance(one, HasLinkTemperature) and isinstance(other, HasLinkTemperature):
+        return one.link_temperature == other.link_temperature
+    return bool(torch.isclose(one.dispersion, other.dispersion, rtol=1e-6, atol=0.0))
+
+
+def _spreads(
+    posterior: Any, ratios: Sequence[float] | None, noise: bool
+) -> tuple[list[Belief], list[tuple[int, float]]]:
+    """Return the beliefs, and (belief, scale) of every spread of f."""
+    if ratios is not None and not len(ratios):
+        return [Belief(0)], [(0, 1.0)]
+    if not isinstance(posterior, Linearised):
+        scales = SCALES if ratios is None else [1 / ratio for ratio in ratios]
+        return [Belief(0)], [(0, scale) for scale in scales]
+    if ratios is None:
+        sampled = isinstance(posterior, SamplesGamma)
+        ratios = SAMPLED_RATIOS if sampled else NOISE_RATIOS if noise else RATIOS
+    values = posterior.problem.prior.values.detach()
+    beliefs = [Belief(0, values * ratio) for ratio in ratios]
+    return beliefs, [(i, 1.0) for i in range(len(beliefs))]
+
+
+def _variants(likelihood: Any, temperatures: Sequence[float], learns_noise: bool) -> list[tuple[Likelihood, float]]:
+    """Return the likelihoods of the cells with their prior probabilities."""
+    if isinstance(likelihood, HasLinkTemperature):
+        logs = torch.tensor(temperatures, dtype=torch.float64).log()
+        mass = (-0.5 * (logs / 0.5).square()).softmax(0).tolist()
+        start = likelihood.link_temperature
+        return [(likelihood.with_link_temperature(start * t), m) for t, m in zip(temperatures, mass, strict=True)]
+    if not learns_noise:
+        return [(likelihood, 1.0)]
+    return [(likelihood.with_dispersion(likelihood.dispersion * q), 1 / len(NOISES)) for q in NOISES]
+
+
+def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
+    """Return the grid with Student tails on the cells with the largest posterior weight.
+
+    A cell with tails shares the prior probability of its cell without.
+    """
+    order = (grid.log_prior + total).argsort(descending=True)[:best].tolist()
+    cells, log_prior, plain = list(grid.cells), grid.log_prior.tolist(), grid.plain.tolist()
+    share = -math.log(1 + len(TAILS))
+    for i in order:
+        cell = grid.cells[i]
+        assert isinstance(cell.likelihood, HasTails)
+        for degrees, scale in TAILS:
+            cells.append(Cell(cell.belief, cell.likelihood.with_tails(degrees, scale), cell.scale))
+            log_prior.append(log_prior[i] + share)
+            plain.append(plain[i])
+        log_prior[i] += share
+    prior = torch.tensor(log_prior, dtype=torch.float64)
+    return CellGrid(grid.bases, grid.beliefs, tuple(cells), prior, torch.tensor(plain), grid.unchanged)
+
+
+def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells) in float64.
+
+    One pass over the data for all cells; ``limit`` ends it after so many data. Data whose target is ignored are left
+    out.
+    """
+    rows: list[Tensor] = []
+    count = 0
+    members = [member(grid.bases, belief) for belief in grid.beliefs]
+    likelihood = grid.bases[0].problem.likelihood
+    with torch.no_grad():
+        for batch in _limited(grid.bases[0].problem.network, data, limit):
+            beliefs = beliefs_at(members, batch.inputs)
+            y = likelihood.targets(beliefs[0].mean, batch.targets)
+            each = [cell.predict(beliefs[cell.belief]).log_prob(y).double().flatten() for cell in grid.cells]
+            table = torch.stack(each, 1)
+            if isinstance(likelihood, IgnoresTargets):
+                ignored = likelihood.ignored(y)
+                table = table[~ignored.reshape(len(table), -1).any(1)]
+            rows.append(table)
+            count += len(table)
+    if not count:
+        raise DataError("no datum counts: every target is ignored; expected at least one that is not.")
+    scores = torch.cat(rows)[:limit]
+    if not bool(torch.isfinite(scores).all()):
+        raise DataError(
+            f"{int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; expected "
+            "finite ones. Check the targets, and the network for overflow."
+        )
+    return scores.cpu()
+
+
+def _limited(network: Any, data: Data, limit: int | None) -> Iterator[Batch]:
+    """Yield batches until ``limit`` samples have passed."""
+    count = 0
+    for batch in data.batches("validation data" if limit is None else "training data"):
+        count += sample_count(network, batch)
+        yield batch
+        if limit is not None and count >= limit:
+            return
+
+
+def mixture_weights(log_prior: Tensor, scores: Tensor) -> Tensor:
+    """Return the posterior probabilities of the cells after these data, (cells,)."""
+    return (log_prior + scores.sum(0)).softmax(0)
