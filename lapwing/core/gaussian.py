@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -77,6 +77,13 @@ class FunctionGaussian:
         variance = lambda: deviations.square().sum(0) / count
         cov = lambda: torch.einsum("k...c,k...d->...cd", deviations, deviations) / count
         return cls(mean, Deferred(variance, cov))
+
+    @classmethod
+    def stacked(cls, beliefs: Sequence[FunctionGaussian]) -> FunctionGaussian:
+        """Return the beliefs along a new first dimension."""
+        stack = lambda part: lambda: torch.stack([part(belief) for belief in beliefs])
+        deferred = Deferred(stack(lambda b: b.variance), stack(lambda b: b.cov), stack(lambda b: b.centred_variance))
+        return cls(torch.stack([belief.mean for belief in beliefs]), deferred)
 
     @cached_property
     def cov(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.core.state import State, class_named, saved
 from lapwing.curvature.blocks.diagonal import DiagonalPrecision
-from lapwing.curvature.blocks.protocol import BlockCurvature, BlockPrecision
+from lapwing.curvature.blocks.protocol import BlockCurvature, BlockPrecision, SharesBasis
 from lapwing.errors import UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
@@ -41,6 +41,19 @@ class BlockwisePrecision:
             total = covariance if total is None else total + covariance
         assert total is not None
         return total
+
+    def quadratics(self, precisions: Sequence[BlockwisePrecision], jacobian: LayerJacobians) -> list[Tensor]:
+        """Return ``quadratic`` of all precisions; every block is formed, and rotated into its basis, once."""
+        totals: list[Tensor] | None = None
+        for i, (_, part) in enumerate(jacobian):
+            blocks = [precision.blocks[i] for precision in precisions]
+            if isinstance(blocks[0], SharesBasis):
+                covariances = blocks[0].quadratics(blocks, part, jacobian.tokens)
+            else:
+                covariances = [block.quadratic(part, jacobian.tokens, True) for block in blocks]
+            totals = covariances if totals is None else [a + b for a, b in zip(totals, covariances, strict=True)]
+        assert totals is not None
+        return totals
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
         parts = [precision.cross(part) for precision, (_, part) in zip(self.blocks, jacobian, strict=True)]

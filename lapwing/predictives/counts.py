@@ -13,7 +13,8 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
 from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
-from lapwing.predictives.mixture import CountMixture, whole_quantile
+from lapwing.predictives.densities import whole_quantile
+from lapwing.predictives.mixture import CountMixture
 from lapwing.predictives.quadrature import normal_nodes
 
 

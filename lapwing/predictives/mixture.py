@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributions import Bernoulli, Categorical, Independent
 from lapwing.core.random import classes, uniform
 from lapwing.core.settings import require_integer
 from lapwing.errors import DataError
+from lapwing.predictives.densities import cdf, log_density, quantile, whole_quantile
 
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
 NODES = 512  # of the entropy's integral
@@ -25,7 +25,8 @@ class ClassMixture:
     """A mixture of predictives of a class.
 
     Args:
-        components: Predictives with ``log_probs`` (B, C), such as ``SoftmaxPredictive``.
+        components: Predictives with ``log_probs`` (K, B, C), such as ``SoftmaxPredictive``; together they have as many
+            leading entries as there are weights.
         weights: Their weights (K,), which sum to one.
     """
 
@@ -35,7 +36,7 @@ class ClassMixture:
     @cached_property
     def log_probs(self) -> Tensor:
         """Log-probabilities of the classes, (B, C)."""
-        return log_mixed(self.weights, [component.log_probs for component in self.components])
+        return log_mixed(self.weights, torch.cat([component.log_probs for component in self.components]))
 
     @cached_property
     def probs(self) -> Tensor:
@@ -81,12 +82,12 @@ class ClassMixture:
     @cached_property
     def aleatoric(self) -> Tensor:
         """The expected entropy given the logits in nats, (B,): doubt that more data would not remove."""
-        return mixed(self.weights, [component.aleatoric for component in self.components])
+        return mixed(self.weights, torch.cat([component.aleatoric for component in self.components]))
 
     @cached_property
     def mutual_information(self) -> Tensor:
         """The mutual information of label and logits in nats, (B,): doubt that more data would remove."""
-        probs = mixed(self.weights, [component.sampled_probs for component in self.components])
+        probs = mixed(self.weights, torch.cat([component.sampled_probs for component in self.components]))
         return (torch.special.entr(probs).sum(-1) - self.aleatoric).clamp_min(0)
 
     @property
@@ -112,7 +113,7 @@ class BinaryMixture:
     @cached_property
     def probs(self) -> Tensor:
         """The probability of label one, (B, C)."""
-        return mixed(self.weights, [component.probs for component in self.components])
+        return mixed(self.weights, torch.stack([component.probs for component in self.components]))
 
     @property
     def mean(self) -> Tensor:
@@ -126,7 +127,7 @@ class BinaryMixture:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-probability of the targets, (B,), jointly over labels."""
-        return log_mixed(self.weights, [component.log_prob(y) for component in self.components])
+        return log_mixed(self.weights, torch.stack([component.log_prob(y) for component in self.components]))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the targets, (n, B, C) zeros and ones; each draw takes one component for an input.
@@ -148,12 +149,12 @@ class BinaryMixture:
     @cached_property
     def aleatoric(self) -> Tensor:
         """The expected entropy given the logits in nats, (B,): doubt that more data would not remove."""
-        return mixed(self.weights, [component.aleatoric for component in self.components])
+        return mixed(self.weights, torch.stack([component.aleatoric for component in self.components]))
 
     @cached_property
     def mutual_information(self) -> Tensor:
         """The mutual information of labels and logits in nats, (B,): doubt that more data would remove."""
-        exact = mixed(self.weights, [component.integrated_probs for component in self.components])
+        exact = mixed(self.weights, torch.stack([component.integrated_probs for component in self.components]))
         return (_binary_entropy(exact).sum(-1) - self.aleatoric).clamp_min(0)
 
     @property
@@ -177,18 +178,20 @@ class DensityMixture:
     @cached_property
     def mean(self) -> Tensor:
         """The predicted mean, (B, C)."""
-        return mixed(self.weights, [component.mean for component in self.components])
+        return mixed(self.weights, torch.stack([component.mean for component in self.components]))
 
     @cached_property
     def epistemic_variance(self) -> Tensor:
         """The variance of f, which more data would lower, (B, C)."""
-        within = mixed(self.weights, [component.epistemic_variance for component in self.components])
-        return within + mixed(self.weights, [(component.mean - self.mean).square() for component in self.components])
+        within = mixed(self.weights, torch.stack([component.epistemic_variance for component in self.components]))
+        return within + mixed(
+            self.weights, torch.stack([(component.mean - self.mean).square() for component in self.components])
+        )
 
     @cached_property
     def aleatoric_variance(self) -> Tensor:
         """The expected variance of the noise, which more data would not lower, (B, C)."""
-        return mixed(self.weights, [component.aleatoric_variance for component in self.components])
+        return mixed(self.weights, torch.stack([component.aleatoric_variance for component in self.components]))
 
     @property
     def epistemic(self) -> Tensor:
@@ -210,9 +213,28 @@ class DensityMixture:
         """The standard deviation of y, noise included, (B, C)."""
         return self.variance.sqrt()
 
+    @cached_property
+    def _families(self) -> list[tuple[float, Tensor, Tensor, Tensor]]:
+        """Degrees, log-weights (k, 1, 1), means and widths (k, B, C) of the components with the same degrees."""
+        families = []
+        for degrees in dict.fromkeys(component.degrees for component in self.components):
+            chosen = [i for i, component in enumerate(self.components) if component.degrees == degrees]
+            means = torch.stack([self.components[i].mean for i in chosen])
+            widths = torch.stack([self.components[i].width for i in chosen])
+            log_weights = self.weights[chosen].log().to(means).reshape(-1, *[1] * (means.ndim - 1))
+            families.append((degrees, log_weights, means, widths))
+        return families
+
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-density of the targets, (B,), jointly over the outputs."""
-        return log_mixed(self.weights, [component.log_prob(y) for component in self.components])
+        if self.mean.shape[-1] > 1:
+            return log_mixed(self.weights, torch.stack([component.log_prob(y) for component in self.components]))
+        y = y.to(self.mean).reshape(self.mean.shape)
+        each = [
+            log_weights + log_density((y - means) / widths, degrees) - widths.log()
+            for degrees, log_weights, means, widths in self._families
+        ]
+        return torch.logsumexp(torch.cat(each), 0).squeeze(-1)
 
     def cdf(self, y: Tensor | float) -> Tensor:
         """Return the probability of at most y, for each output by itself, (B, C).
@@ -223,7 +245,11 @@ class DensityMixture:
         Raises:
             ValueError: ``y`` has another shape.
         """
-        return mixed(self.weights, [component.cdf(y) for component in self.components])
+        y = torch.as_tensor(y).to(self.mean)
+        if y.ndim and y.shape != self.mean.shape:
+            raise ValueError(f"y has the shape {tuple(y.shape)}; expected {tuple(self.mean.shape)}, or one number.")
+        each = [w.exp() * cdf((y - means) / widths, degrees) for degrees, w, means, widths in self._families]
+        return torch.cat(each).sum(0)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Return (low, high), each (B, C): the mixture's quantiles at (1 - level)/2 and (1 + level)/2.
@@ -264,7 +290,7 @@ class DensityMixture:
     @property
     def mutual_information(self) -> Tensor:
         """The mutual information of y and f in nats, (B,): entropy minus that expected at a known f."""
-        known = mixed(self.weights, [component.noise_entropy for component in self.components])
+        known = mixed(self.weights, torch.stack([component.noise_entropy for component in self.components]))
         return (self.entropy - known).clamp_min(0)
 
 
@@ -283,13 +309,15 @@ class CountMixture:
     @cached_property
     def mean(self) -> Tensor:
         """The expected count, (B, C)."""
-        return mixed(self.weights, [component.mean for component in self.components])
+        return mixed(self.weights, torch.stack([component.mean for component in self.components]))
 
     @cached_property
     def epistemic_variance(self) -> Tensor:
         """The variance of the rate, (B, C)."""
-        within = mixed(self.weights, [component.epistemic_variance for component in self.components])
-        return within + mixed(self.weights, [(component.mean - self.mean).square() for component in self.components])
+        within = mixed(self.weights, torch.stack([component.epistemic_variance for component in self.components]))
+        return within + mixed(
+            self.weights, torch.stack([(component.mean - self.mean).square() for component in self.components])
+        )
 
     @property
     def aleatoric_variance(self) -> Tensor:
@@ -318,11 +346,11 @@ class CountMixture:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-probability of the targets, (B,), jointly over outputs."""
-        return log_mixed(self.weights, [component.log_prob(y) for component in self.components])
+        return log_mixed(self.weights, torch.stack([component.log_prob(y) for component in self.components]))
 
     def cdf(self, y: Tensor | float) -> Tensor:
         """Return the probability of at most y counts, for each output by itself, (B, C)."""
-        return mixed(self.weights, [component.cdf(y) for component in self.components])
+        return mixed(self.weights, torch.stack([component.cdf(y) for component in self.components]))
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Return whole numbers (low, high), each (B, C): the quantiles at (1 - level)/2 and (1 + level)/2.
@@ -353,25 +381,24 @@ class CountMixture:
     def entropy(self) -> Tensor:
         """The entropy of the counts, each output by itself, in nats, summed over outputs, (B,)."""
         top = max(component.top_count() for component in self.components)
-        log_p = log_mixed(self.weights, [component.log_probs_to(top) for component in self.components])
+        log_p = log_mixed(self.weights, torch.stack([component.log_probs_to(top) for component in self.components]))
         return -(log_p.exp() * log_p).sum((-1, -2)).to(self.mean)
 
     @cached_property
     def mutual_information(self) -> Tensor:
         """The mutual information of counts and rates in nats, (B,): entropy minus that expected at a known rate."""
-        known = mixed(self.weights, [component.expected_entropy for component in self.components])
+        known = mixed(self.weights, torch.stack([component.expected_entropy for component in self.components]))
         return (self.entropy - known.to(self.mean)).clamp_min(0)
 
 
-def mixed(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """Return Σ w_k v_k."""
-    return torch.einsum("k,k...->...", weights.to(values[0]), torch.stack(list(values)))
+def mixed(weights: Tensor, values: Tensor) -> Tensor:
+    """Return Σ w_k v_k of values (K, ...)."""
+    return torch.einsum("k,k...->...", weights.to(values), values)
 
 
-def log_mixed(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """Return log Σ w_k exp(v_k)."""
-    stacked = torch.stack(list(values))
-    return torch.logsumexp(stacked + weights.log().to(stacked).reshape(-1, *[1] * (stacked.ndim - 1)), 0)
+def log_mixed(weights: Tensor, values: Tensor) -> Tensor:
+    """Return log Σ w_k exp(v_k) of values (K, ...)."""
+    return torch.logsumexp(values + weights.log().to(values).reshape(-1, *[1] * (values.ndim - 1)), 0)
 
 
 def label_log_prob(log_probs: Tensor, y: Tensor) -> Tensor:
@@ -395,33 +422,6 @@ def draw(mixture: BinaryMixture | DensityMixture | CountMixture, n: int, generat
         if bool(chosen.any()):
             out = torch.where(chosen.unsqueeze(-1), component.sample(n, generator), out)
     return out
-
-
-def quantile(cdf: Callable[[Tensor], Tensor], level: float, centre: Tensor, width: Tensor) -> Tensor:
-    """Return y with cdf(y) = level, by doubling a bracket around ``centre`` and then bisecting it to rounding."""
-    low, high = centre - width, centre + width
-    for _ in range(200):
-        short, long = cdf(low) > level, cdf(high) < level
-        if not bool((short | long).any()):
-            break
-        low = torch.where(short, centre - 2 * (centre - low), low)
-        high = torch.where(long, centre + 2 * (high - centre), high)
-    for _ in range(60 if centre.dtype == torch.float64 else 30):
-        middle = 0.5 * (low + high)
-        below = cdf(middle) < level
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return 0.5 * (low + high)
-
-
-def whole_quantile(cdf: Callable[[Tensor], Tensor], level: float, reach: Tensor) -> Tensor:
-    """Return the smallest whole numbers, up to ``reach``, whose cumulative probability is at least ``level``."""
-    low, high = torch.zeros_like(reach), reach.ceil()
-    for _ in range(int(high.max().log2().item()) + 2):
-        middle = ((low + high) / 2).floor()
-        enough = cdf(middle) >= level
-        high = torch.where(enough, middle, high)
-        low = torch.where(enough, low, middle + 1).minimum(high)
-    return high
 
 
 def _binary_entropy(p: Tensor) -> Tensor:

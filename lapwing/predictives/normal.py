@@ -62,6 +62,16 @@ class NormalPredictive:
         """The variance of the noise, which more data would not lower, (B, C)."""
         return self.noise
 
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom: infinite, as of a Student distribution that is normal."""
+        return math.inf
+
+    @property
+    def width(self) -> Tensor:
+        """The same as ``std``."""
+        return self.std
+
     epistemic = epistemic_variance
     aleatoric = aleatoric_variance
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,8 @@ from lapwing.core.random import classes
 from lapwing.core.settings import require_integer
 from lapwing.predictives.links import bridge, logit_draws, pairwise, probit
 from lapwing.predictives.mixture import ClassMixture, label_log_prob
+
+TOGETHER = 32  # classes up to which the predictives of a mixture are computed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,7 @@ class SoftmaxPredictive:
     @staticmethod
     def mixed(components: tuple[SoftmaxPredictive, ...], weights: Tensor) -> ClassMixture:
         """Return the mixture of predictives of the same inputs."""
-        return ClassMixture(components, weights)
+        return ClassMixture(tuple(_stacked(components)), weights)
 
     @property
     def mean(self) -> Tensor:
@@ -124,6 +126,15 @@ LINKS: dict[str, Callable[[SoftmaxPredictive], Tensor]] = {
     "bridge": lambda p: bridge(p.belief),
     "mc": lambda p: torch.logsumexp(p.logit_samples.log_softmax(-1), 0) - math.log(p.samples),
 }
+
+
+def _stacked(components: Sequence[SoftmaxPredictive]) -> Iterator[SoftmaxPredictive]:
+    """Yield the predictives with a leading dimension: all at once where their covariances are small."""
+    outputs = components[0].belief.mean.shape[-1]
+    step = len(components) if outputs <= TOGETHER else 1
+    for start in range(0, len(components), step):
+        group = components[start : start + step]
+        yield replace(group[0], belief=FunctionGaussian.stacked([component.belief for component in group]))
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch.distributions import StudentT
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.settings import require_integer
-from lapwing.predictives.mixture import DensityMixture, quantile
+from lapwing.predictives.densities import cdf, quantile
+from lapwing.predictives.mixture import DensityMixture
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +81,11 @@ class StudentPredictive:
     @property
     def distribution(self) -> StudentT:
         """The distribution of each output by itself, (B, C)."""
-        return StudentT(self.degrees, self.mean, self._width, validate_args=False)
+        return StudentT(self.degrees, self.mean, self.width, validate_args=False)
 
-    @property
-    def _width(self) -> Tensor:
-        """The scale of the Student distribution of each output, (B, C)."""
+    @cached_property
+    def width(self) -> Tensor:
+        """The scale of the Student distribution of each output, (B, C); less than ``std``."""
         return self.scale * (self.belief.variance + self.noise).sqrt()
 
     def cdf(self, y: Tensor | float) -> Tensor:
@@ -93,7 +94,7 @@ class StudentPredictive:
         Args:
             y: One number, or (B, C).
         """
-        return student_cdf((torch.as_tensor(y).to(self.mean) - self.mean) / self._width, self.degrees)
+        return cdf((torch.as_tensor(y).to(self.mean) - self.mean) / self.width, self.degrees)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Return (low, high), each (B, C), between which each output by itself lies with probability ``level``.
@@ -104,15 +105,15 @@ class StudentPredictive:
         if not 0 < level < 1:
             raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
         zero = torch.zeros((), dtype=torch.float64)
-        t = quantile(lambda y: student_cdf(y, self.degrees), 0.5 + 0.5 * level, zero, zero + 1).to(self.mean)
-        return self.mean - t * self._width, self.mean + t * self._width
+        t = quantile(lambda y: cdf(y, self.degrees), 0.5 + 0.5 * level, zero, zero + 1).to(self.mean)
+        return self.mean - t * self.width, self.mean + t * self.width
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-density of the targets, (B,), jointly over the outputs."""
         y = y.to(self.mean).reshape(self.mean.shape)
         outputs, nu = y.shape[-1], self.degrees
         if outputs == 1:
-            width = self._width.squeeze(-1)
+            width = self.width.squeeze(-1)
             distance, log_det = ((y - self.mean).squeeze(-1) / width).square(), 2 * width.log()
         else:
             factor = torch.linalg.cholesky(self.scale**2 * (self.belief.cov + torch.diag_embed(self.noise)))
@@ -156,7 +157,7 @@ class StudentPredictive:
         """The entropy of y in nats, (B,), jointly over the outputs."""
         outputs = self.mean.shape[-1]
         if outputs == 1:
-            log_det = 2 * self._width.squeeze(-1).log()
+            log_det = 2 * self.width.squeeze(-1).log()
         else:
             log_det = torch.linalg.slogdet(self.scale**2 * (self.belief.cov + torch.diag_embed(self.noise)))[1]
         return 0.5 * log_det + self._standard_entropy(outputs)
@@ -178,20 +179,3 @@ class StudentPredictive:
     def mutual_information(self) -> Tensor:
         """The mutual information of y and f in nats, (B,): entropy minus the entropy at a known f."""
         return self.entropy - self.noise_entropy
-
-
-def student_cdf(t: Tensor, degrees: float) -> Tensor:
-    """Return the cumulative probability of the Student distribution, by the incomplete beta integral.
-
-    For an even number of degrees this is a finite sum; other degrees are not needed and refused.
-    """
-    if degrees % 2 or degrees < 2:
-        raise ValueError(f"degrees is {degrees}; expected an even number from 2.")
-    # With θ = arctan(t/√ν): P(|T| < t) = sin θ (1 + ½ cos²θ + (1·3)/(2·4) cos⁴θ + …), ν/2 terms.
-    value = t.double()
-    sine, cosine2 = value / (degrees + value.square()).sqrt(), degrees / (degrees + value.square())
-    term = total = torch.ones_like(value)
-    for k in range(1, int(degrees) // 2):
-        term = term * cosine2 * (2 * k - 1) / (2 * k)
-        total = total + term
-    return (0.5 + 0.5 * sine * total).to(t.dtype)

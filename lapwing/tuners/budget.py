@@ -17,6 +17,7 @@ from lapwing.likelihoods.protocol import HasTails
 from lapwing.losses import checked_targets
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.posteriors.protocols import Linearised
+from lapwing.predictives.densities import log_density
 from lapwing.tuners.cells import CellGrid, log_scores
 from lapwing.tuners.held_out import require_positive_values
 from lapwing.tuners.protocol import required_data
@@ -141,15 +142,8 @@ def fitted_tails(z: Tensor) -> tuple[float, float]:
     for degrees in DEGREES:
         scales = [1.0] if degrees == math.inf else [0.4 + 0.025 * k for k in range(29)]
         for scale in scales:
-            score = float(_log_density(z / scale, degrees).sum()) - len(z) * math.log(scale)
+            score = float(log_density(z / scale, degrees).sum()) - len(z) * math.log(scale)
             score -= 0.0 if degrees == math.inf else GAIN
             if score > best_score:
                 best, best_score = (degrees, scale), score
     return best
-
-
-def _log_density(z: Tensor, degrees: float) -> Tensor:
-    if degrees == math.inf:
-        return -0.5 * (z.square() + math.log(2 * math.pi))
-    constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
-    return constant - (degrees + 1) / 2 * torch.log1p(z.square() / degrees)

@@ -35,6 +35,12 @@ class EigenPrecision:
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
         return self._rotated(jacobian).weighted(self.inverse.to(self.out.dtype), tokens, full)
 
+    def quadratics(self, precisions: Sequence[EigenPrecision], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+        if any(each.out is not self.out or each.inp is not self.inp for each in precisions):
+            return [each.quadratic(jacobian, tokens, True) for each in precisions]
+        rotated = self._rotated(jacobian)
+        return [rotated.weighted(each.inverse.to(self.out.dtype), tokens, True) for each in precisions]
+
     def cross(self, jacobian: BlockJacobian) -> Tensor:
         return self._rotated(jacobian).cross(self.inverse.to(self.out.dtype))
 

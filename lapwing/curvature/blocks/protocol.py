@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -39,6 +39,15 @@ class BlockPrecision(Protocol):
 
     def variances(self) -> Tensor:
         """Return the diagonal of Λ⁻¹, in the block's form."""
+        ...
+
+
+@runtime_checkable
+class SharesBasis(Protocol):
+    """A block precision with a basis that others of the same curvature may have too."""
+
+    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+        """Return J Λ⁻¹ Jᵀ of all precisions, (B, S, C, C) each; the Jacobian is rotated once for each basis."""
         ...
 
 
