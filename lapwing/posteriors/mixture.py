@@ -30,7 +30,8 @@ from lapwing.posteriors.protocols import (
 )
 from lapwing.problem import Problem
 
-NEGLIGIBLE = 1e-3  # weight below which a cell is dropped
+NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
+RARE = 1e-2  # weight below which a belief is dropped: each costs a product with the Jacobian at every prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +82,17 @@ class MixturePosterior:
     def of(
         cls, bases: Sequence[Posterior], beliefs: Sequence[Belief], cells: Sequence[Cell], weights: Tensor
     ) -> MixturePosterior:
-        """Return the mixture without the cells of negligible weight and the beliefs that no cell uses any more."""
-        kept = [i for i, weight in enumerate(weights.tolist()) if weight >= NEGLIGIBLE * float(weights.max())]
-        used = sorted({cells[i].belief for i in kept})
-        cells = [replace(cells[i], belief=used.index(cells[i].belief)) for i in kept]
+        """Return the mixture without the beliefs and cells of negligible weight."""
+        share = torch.zeros(len(beliefs), dtype=torch.float64)
+        share.index_add_(0, torch.tensor([cell.belief for cell in cells]), weights.double())
+        kept = [
+            i
+            for i, weight in enumerate(weights.tolist())
+            if weight >= NEGLIGIBLE * float(weights.max()) and (cells[i].scale == 0 or share[cells[i].belief] >= RARE)
+        ]
+        used = sorted({cells[i].belief for i in kept if cells[i].scale > 0}) or [cells[kept[0]].belief]
+        place = {belief: i for i, belief in enumerate(used)}
+        cells = [replace(cells[i], belief=place.get(cells[i].belief, 0)) for i in kept]
         weights = weights[kept].double()
         return cls(tuple(bases), tuple(beliefs[i] for i in used), tuple(cells), weights / weights.sum())
 

@@ -19,10 +19,10 @@ from lapwing.posteriors.protocols import Linearised, SamplesGamma
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
-RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to the evidence's, for logits and rates
-NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
+RATIOS = tuple(10.0**k for k in range(-1, 6))  # of the precision to the evidence's, for logits and rates
+NOISE_RATIOS = tuple(10.0**k for k in range(-3, 5))  # the same for Gaussian noise
 SAMPLED_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
-SCALES = tuple(10.0 ** (k / 2) for k in range(-6, 3))  # of the covariance, for methods without a precision
+SCALES = tuple(10.0**k for k in range(-3, 2))  # of the covariance, for methods without a precision
 NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance to the residuals'
 TEMPERATURES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
 TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
