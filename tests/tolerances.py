@@ -25,6 +25,13 @@ def assert_close(actual: Tensor, expected: Tensor, power: float = EXACT, dtype: 
     assert gap <= limit * scale, f"off by {gap / max(scale, 1e-300):.2e} of the largest entry; allowed {limit:.2e}"
 
 
+def assert_near(actual: Tensor, expected: Tensor, limit: float) -> None:
+    """Same shape, and no entry further off than ``limit``, an absolute error that the caller derives."""
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)} is not {tuple(expected.shape)}"
+    gap = (actual.detach().double() - expected.detach().double()).abs().max().item()
+    assert gap <= limit, f"off by {gap:.2e}; allowed {limit:.2e}"
+
+
 def assert_within(samples: Tensor, expected: Tensor, errors: float = 5.0) -> None:
     """The mean of the first dimension agrees with what is expected within so many standard errors of its own.
 

@@ -1,0 +1,169 @@
+"""Mixtures of posteriors against brute force: every cell by itself, averaged."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
+from tests.tolerances import SOLVED, assert_close, assert_near
+
+D = torch.float64
+WEIGHTS = torch.tensor([0.4, 0.25, 0.2, 0.15], dtype=D)
+
+
+def network(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs)).double().eval()
+
+
+def fitted(kind: str, method: Any = None) -> tuple[lw.Fitted, Tensor]:
+    """Return a posterior whose prior is given, and inputs."""
+    torch.manual_seed(1)
+    x = torch.randn(30, 3, dtype=D)
+    targets = {
+        "classification": torch.randint(0, 3, (30,)),
+        "multilabel": torch.randint(0, 2, (30, 3)).to(D),
+        "regression": torch.randn(30, 3, dtype=D),
+        "counts": torch.randint(0, 4, (30, 3)).to(D),
+    }
+    return lw.fit(network(3), (x, targets[kind]), kind, method=method or lw.Kron(), prior=2.0), x[:6]
+
+
+def variants(likelihood: Any) -> list[Any]:
+    """Return a likelihood for each of four cells."""
+    if isinstance(likelihood, lw.Gaussian):
+        phi = likelihood.dispersion
+        return [
+            likelihood.with_dispersion(phi * 2),
+            likelihood,
+            likelihood.with_tails(4.0, 0.8),
+            likelihood.with_dispersion(phi / 2),
+        ]
+    if isinstance(likelihood, lw.Poisson):
+        return [likelihood] * 4
+    return [likelihood.with_link_temperature(t) for t in (0.7, 1.0, 2.0, 4.0)]
+
+
+def mixture(posterior: lw.Fitted) -> tuple[lw.Fitted, list[tuple[lw.Fitted, Any, float]]]:
+    """Return a mixture of three precisions and the plain network, and its cells one by one."""
+    base = posterior.posterior
+    precisions = [base.problem.prior.values * ratio for ratio in (0.3, 5.0)]
+    beliefs = [Belief(0, precisions[0]), Belief(0, precisions[1])]
+    likelihoods = variants(posterior.likelihood)
+    places = [(0, 1.0), (1, 1.0), (1, 2.0), (0, 0.0)]
+    cells = [Cell(number, each, scale) for (number, scale), each in zip(places, likelihoods, strict=True)]
+    mixed = MixturePosterior.of([base], beliefs, cells, WEIGHTS)
+    from dataclasses import replace
+
+    alone = [
+        (posterior.with_prior(float(precisions[number])), each, scale)
+        for (number, scale), each in zip(places, likelihoods, strict=True)
+    ]
+    return replace(posterior, posterior=mixed), alone
+
+
+def widened(belief: lw.FunctionGaussian, scale: float) -> lw.FunctionGaussian:
+    return lw.FunctionGaussian(belief.mean, scale * belief.cov)
+
+
+KINDS = ("classification", "multilabel", "regression", "counts")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", [lw.Kron(), lw.EKron(), lw.Diagonal(), lw.Full(), lw.KernelSpace(), lw.LowRank(20)])
+def test_predictions_average_those_of_the_cells(kind: str, method: Any) -> None:
+    mixed, alone = mixture(fitted(kind, method)[0])
+    x = fitted(kind, method)[1]
+    y = {"classification": torch.randint(0, 3, (6,))}.get(kind, torch.randint(0, 2, (6, 3)).to(D))
+    each = [cell.predict(widened(one.functions(x), scale)) for one, cell, scale in alone]
+    expected = torch.logsumexp(torch.stack([p.log_prob(y) for p in each]) + WEIGHTS.log()[:, None], 0)
+    assert_close(mixed.predict(x).log_prob(y), expected, SOLVED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_have_the_mean_of_the_network_and_the_averaged_covariance(kind: str) -> None:
+    posterior, x = fitted(kind)
+    mixed, alone = mixture(posterior)
+    factors = [scale * getattr(cell, "widening", 1.0) for _, cell, scale in alone]
+    cov = sum(w * s * one.functions(x).cov for w, s, (one, _, _) in zip(WEIGHTS, factors, alone, strict=True))
+    belief = mixed.functions(x)
+    assert_close(belief.mean, posterior.functions(x).mean)
+    assert_close(belief.cov, cov)  # type: ignore[arg-type]
+    assert_close(belief.variance, belief.cov.diagonal(dim1=-2, dim2=-1))
+    joint = mixed.functions(x, joint=True)
+    assert_close(joint.marginal.cov, belief.cov)
+
+
+def test_function_and_weight_samples_draw_the_cell_first(generator: torch.Generator) -> None:
+    mixed, _ = mixture(fitted("regression")[0])
+    x = fitted("regression")[1]
+    n = 20_000
+    samples = mixed.function_samples(x, n, generator)
+    belief = mixed.functions(x)
+    ratio = samples.var(0) / belief.variance
+    assert_near(ratio, torch.ones_like(ratio), 0.1)  # the kurtosis of the mixture is some 6: sqrt(5 / n) = .016
+    weights = mixed.weight_samples(n, generator)
+    assert weights.shape == (n, mixed.network.selection.size)
+    plain = float((weights == mixed.network.theta()).all(1).double().mean())
+    assert abs(plain - 0.15) < 5 * math.sqrt(0.15 * 0.85 / n)  # the cell without spread
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variance_of_averages(kind: str) -> None:
+    mixed, alone = mixture(fitted(kind)[0])
+    x = fitted(kind)[1]
+    total = lambda f: f.sum()
+    factors = [scale * getattr(cell, "widening", 1.0) for _, cell, scale in alone]
+    expected = sum(w * s * one.variance_of(total, x) for w, s, (one, _, _) in zip(WEIGHTS, factors, alone, strict=True))
+    assert_close(mixed.variance_of(total, x), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    posterior, x = fitted(kind)
+    mixed, _ = mixture(posterior)
+    mixed.save(tmp_path / "mixture.lapwing")
+    loaded = lw.load(tmp_path / "mixture.lapwing", posterior.network.model)
+    assert_close(loaded.functions(x).cov, mixed.functions(x).cov)
+    assert_close(loaded.predict(x).mean, mixed.predict(x).mean)
+    assert_close(loaded.log_evidence(), mixed.log_evidence())
+    moved = loaded.to("cpu")
+    assert_close(moved.predict(x).mean, mixed.predict(x).mean)
+
+
+def test_evidence_prior_and_other_tuners_are_those_of_the_posterior_that_was_fitted() -> None:
+    posterior, x = fitted("regression")
+    mixed, _ = mixture(posterior)
+    assert_close(mixed.log_evidence(), posterior.log_evidence())
+    assert_close(mixed.prior.values, posterior.prior.values)
+    tuned, expected = (each.tuned(lw.tuners.MaximiseEvidence()) for each in (mixed, posterior))
+    assert_close(tuned.functions(x).cov, expected.functions(x).cov)
+    assert_close(mixed.with_prior(3.0).functions(x).cov, posterior.with_prior(3.0).functions(x).cov)
+    assert mixed.effective_parameters().total == pytest.approx(posterior.effective_parameters().total, rel=1e-9)
+
+
+def test_negligible_cells_and_beliefs_are_dropped() -> None:
+    posterior, _ = fitted("classification")
+    base = posterior.posterior
+    beliefs = [Belief(0, base.problem.prior.values * ratio) for ratio in (1.0, 2.0, 3.0)]
+    cells = [Cell(i, posterior.likelihood) for i in range(3)]
+    mixed = MixturePosterior.of([base], beliefs, cells, torch.tensor([0.7, 1e-7, 0.3 - 1e-7], dtype=D))
+    assert len(mixed.cells) == len(mixed.beliefs) == 2
+    assert float(mixed.weights.sum()) == pytest.approx(1.0)
+
+
+def test_posteriors_of_two_methods_are_mixed() -> None:
+    kron, x = fitted("regression")
+    full, _ = fitted("regression", lw.Full())
+    likelihood = kron.likelihood
+    mixed = MixturePosterior.of(
+        [kron.posterior, full.posterior], [Belief(0), Belief(1)], [Cell(0, likelihood), Cell(1, likelihood)],
+        torch.tensor([0.5, 0.5], dtype=D),
+    )  # fmt: skip
+    assert_close(mixed(x).cov, (kron.functions(x).cov + full.functions(x).cov) / 2)

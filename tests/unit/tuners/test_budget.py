@@ -1,0 +1,94 @@
+"""The budget mixture: harmless by construction; Student tails from residuals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.tuners.budget import budget_weights, fitted_tails
+from tests.tolerances import assert_close
+
+D = torch.float64
+
+
+def classifier() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    x = torch.randn(80, 2, dtype=D)
+    return net, (x, net(x).detach().argmax(-1))
+
+
+def test_weights_spend_the_budget() -> None:
+    plain = torch.full((50,), -0.1, dtype=D)
+    scores = torch.stack([plain - 1.0, plain - 0.1, plain, plain], 1)
+    weights = budget_weights(scores, 0.005)
+    lost = torch.tensor([1 - math.exp(-1.0), 1 - math.exp(-0.1)], dtype=D)
+    scale = 0.95 / float((0.005 / 3 / lost).sum() + 1)  # the harmless cell would have all the weight
+    assert_close(weights[:2], 0.005 / 3 / lost * scale)
+    assert float(weights.sum()) == pytest.approx(1.0)
+    assert float(weights[-1]) == pytest.approx(0.05)
+
+
+def test_one_surprising_datum_hands_no_weight_to_a_harmful_cell() -> None:
+    plain = torch.full((100,), -0.01, dtype=D)
+    harmful = torch.full((100,), -1.0, dtype=D)
+    plain[0], harmful[0] = -20.0, -2.0  # the harmful cell is 1e8 times as likely there
+    weights = budget_weights(torch.stack([harmful, plain], 1), 0.005)
+    assert float(weights[0]) < 0.02
+
+
+@pytest.mark.parametrize("budget", [0.001, 0.005, 0.05])
+def test_the_training_likelihood_loses_no_more_than_the_budget(budget: float) -> None:
+    net, data = classifier()
+    guarded = lw.fit(net, data, "classification", prior=0.01).tuned(lw.tuners.Budget(data, budget=budget))
+    plain = lw.fit(net, data, "classification", method=lw.baselines.MapOnly())
+    p, q = (posterior.predict(data[0]).log_prob(data[1]).exp() for posterior in (guarded, plain))
+    assert float((1 - p / q).clamp_min(0).mean()) <= budget * 1.001
+    assert any("validation" in finding for finding in guarded.trace.findings)
+
+
+@pytest.mark.parametrize(("degrees", "expected"), [(None, math.inf), (3.0, 4.0)])
+def test_tails_are_those_of_the_residuals(degrees: float | None, expected: float) -> None:
+    z = torch.randn(2000, dtype=D) if degrees is None else torch.distributions.StudentT(degrees).sample((2000,)).to(D)
+    found, scale = fitted_tails(z / z.square().mean().sqrt())
+    assert found == expected
+    assert (scale == 1.0) is (expected == math.inf)
+
+
+def test_regression_averages_the_posteriors_with_the_same_tails() -> None:
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double().eval()
+    x = torch.randn(60, 2, dtype=D)
+    data = (x, net(x).detach() + 0.2 * torch.distributions.StudentT(3.0).sample((60, 1)).to(D))
+    kron, full = (lw.fit(net, data, "regression", method=method, prior=1.0) for method in (lw.Kron(), lw.Full()))
+    mixed = kron.tuned(lw.tuners.Budget(data, others=[full.posterior]))
+    tails = mixed.posterior.cells[0].likelihood
+    each = [tails.predict(posterior.functions(x)) for posterior in (kron, full)]
+    expected = torch.logsumexp(torch.stack([p.log_prob(data[1]) for p in each]), 0) - math.log(2)
+    assert_close(mixed.predict(x).log_prob(data[1]), expected)
+
+
+def test_given_noise_keeps_its_normal_distribution() -> None:
+    net = nn.Linear(2, 1).double().eval()
+    x = torch.randn(40, 2, dtype=D)
+    data = (x, x[:, :1])
+    posterior = lw.fit(net, data, lw.Gaussian(noise_std=0.5), prior=1.0)
+    mixed = posterior.tuned(lw.tuners.Budget(data))
+    assert_close(mixed.predict(x).variance, posterior.predict(x).variance)
+
+
+@pytest.mark.parametrize("settings", [{"budget": 0.0}, {"ratios": ()}, {"points": 0}])
+def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=next(iter(settings))):
+        lw.tuners.Budget(**settings)
+
+
+def test_without_data_it_is_refused() -> None:
+    net, data = classifier()
+    with pytest.raises(lw.errors.UnsupportedError, match="training data"):
+        lw.fit(net, data, "classification", prior=1.0).tuned(lw.tuners.Budget())

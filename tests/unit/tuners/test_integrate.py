@@ -1,0 +1,147 @@
+"""Integration over hyperparameters by validation data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.posteriors.mixture import MixturePosterior
+from tests.tolerances import assert_close
+
+D = torch.float64
+
+
+def problem(kind: str, n: int = 60) -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return a network, data like training data, and validation data from the same source."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2 if kind != "binary" else 1)).double().eval()
+    x = torch.randn(2 * n, 2, dtype=D)
+    f = net(x).detach()
+    targets = {
+        "classification": (f + 0.5 * torch.randn_like(f)).argmax(-1),
+        "binary": (f + 0.3 * torch.randn_like(f) > 0).to(D),
+        "multilabel": (f + 0.3 * torch.randn_like(f) > 0).to(D),
+        "regression": f + 0.3 * torch.randn_like(f),
+        "counts": torch.poisson(f.exp()),
+        "heteroscedastic": f[:, :1] + 0.3 * torch.randn(2 * n, 1, dtype=D),
+    }[kind]
+    return net, (x[:n], targets[:n]), (x[n:], targets[n:])
+
+
+KINDS = ("classification", "binary", "multilabel", "regression", "counts", "heteroscedastic")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_prior_times_likelihood_of_the_validation_data(kind: str) -> None:
+    from lapwing.core.data import Data
+    from lapwing.tuners.cells import TEMPERATURES, grid_of, log_scores, mixture_weights
+
+    net, training, validation = problem(kind)
+    posterior = lw.fit(net, training, kind, prior=1.0).posterior
+    grid = grid_of(posterior, (0.1, 1.0, 10.0), TEMPERATURES)
+    scores = log_scores(grid, Data(validation, torch.device("cpu")))
+    for number in (0, len(grid.cells) // 2, len(grid.cells) - 1):
+        cell = grid.cells[number]
+        ratio = (0.1, 1.0, 10.0)[cell.belief]
+        belief = lw.fit(net, training, kind, prior=ratio).functions(validation[0])
+        widened = lw.FunctionGaussian(belief.mean, cell.scale * belief.cov)
+        assert_close(scores[:, number], cell.likelihood.predict(widened).log_prob(validation[1]))
+    expected = grid.log_prior.exp() * (scores.sum(0) - scores.sum(0).max()).exp()
+    assert_close(mixture_weights(grid.log_prior, scores), expected / expected.sum())
+    assert float(grid.log_prior.exp().sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_result_is_not_worse_than_the_plain_network(kind: str) -> None:
+    net, training, validation = problem(kind, 200)
+    mixture = lw.fit(net, training, kind, prior=1.0).tuned(lw.tuners.Integrate(validation))
+    scores = mixture.trace.scores
+    assert scores["mixture"] <= scores["plain network"] + 0.02
+    plain = lw.fit(net, training, kind, method=lw.baselines.MapOnly())
+    by_hand = -plain.predict(validation[0]).log_prob(validation[1]).mean()
+    assert scores["plain network"] == pytest.approx(float(by_hand), rel=1e-6)
+
+
+def test_temperature_scaling_is_what_a_plain_network_gets() -> None:
+    net, training, validation = problem("classification", 400)
+    sharp = nn.Sequential(net, Scaled(4.0)).eval()
+    posterior = lw.fit(sharp, training, "classification", method=lw.baselines.MapOnly())
+    mixture = posterior.tuned(lw.tuners.Integrate(validation))
+    before, after = (-p.predict(validation[0]).log_prob(validation[1]).mean() for p in (posterior, mixture))
+    assert float(after) < float(before) - 0.05
+    temperatures = [cell.likelihood.link_temperature for cell in mixture.posterior.cells]
+    assert min(temperatures) > 1
+
+
+class Scaled(nn.Module):
+    """Logits times a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def test_heavy_tails_are_found() -> None:
+    net, training, (x, y) = problem("regression", 400)
+    noise = torch.distributions.StudentT(3.0).sample(y.shape).to(D)
+    f = net(training[0]).detach()
+    residuals = torch.distributions.StudentT(3.0).sample(f.shape).to(D)
+    posterior = lw.fit(net, (training[0], f + residuals), "regression", prior=1.0)
+    mixture = posterior.tuned(lw.tuners.Integrate((x, net(x).detach() + noise)))
+    tails = sum(
+        float(weight)
+        for weight, cell in zip(mixture.posterior.weights, mixture.posterior.cells, strict=True)
+        if cell.likelihood.degrees < 100
+    )
+    assert tails > 0.9
+    scores = mixture.trace.scores
+    assert scores["mixture"] < scores["noise refitted"]
+
+
+def test_a_given_prior_is_kept_where_ratios_are_empty() -> None:
+    net, training, validation = problem("classification")
+    mixture = lw.fit(net, training, "classification", prior=3.0).tuned(lw.tuners.Integrate(validation, ratios=()))
+    assert [belief.precisions for belief in mixture.posterior.beliefs] == [None]
+    assert all(cell.scale == 1 for cell in mixture.posterior.cells)
+
+
+@pytest.mark.parametrize(
+    "method", [lw.baselines.SWAG(snapshots=3, rank=2), lw.baselines.MapOnly(), lw.Sampled(4), lw.ELLA(20, 5)]
+)
+def test_methods_with_and_without_a_precision(method: Any) -> None:
+    net, training, validation = problem("classification")
+    mixture = lw.fit(net, training, "classification", method=method, prior=1.0).tuned(lw.tuners.Integrate(validation))
+    assert isinstance(mixture.posterior, MixturePosterior)
+    assert bool(torch.isfinite(mixture.predict(validation[0]).log_prob(validation[1])).all())
+
+
+def test_validation_data_among_the_training_data_are_noticed() -> None:
+    net, training, _ = problem("classification")
+    posterior = lw.fit(net, training, "classification", tuner=lw.tuners.Integrate((training[0][:20], training[1][:20])))
+    assert any("training inputs too" in finding for finding in posterior.trace.findings)
+
+
+def test_a_plain_network_that_is_better_is_said_to_be() -> None:
+    net, training, (x, _) = problem("classification", 400)
+    y = torch.distributions.Categorical(logits=net(x).detach()).sample()
+    mixture = lw.fit(net, training, "classification", prior=1e-4).tuned(lw.tuners.Integrate((x, y), ratios=()))
+    assert any("plain network" in finding for finding in mixture.trace.findings)
+
+
+@pytest.mark.parametrize("settings", [{"ratios": (0.0,)}, {"ratios": (-1.0, 1.0)}, {"temperatures": ()}])
+def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=next(iter(settings))):
+        lw.tuners.Integrate([], **settings)
+
+
+def test_empty_validation_data_are_refused() -> None:
+    net, training, _ = problem("classification")
+    with pytest.raises(lw.errors.DataError, match="empty"):
+        lw.fit(net, training, "classification", prior=1.0).tuned(lw.tuners.Integrate([]))
