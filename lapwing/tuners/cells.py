@@ -30,13 +30,16 @@ TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9
 
 @dataclass(frozen=True, eq=False)
 class CellGrid:
-    """Cells with their prior probabilities. ``plain`` marks those without error bars."""
+    """Cells with their prior probabilities.
+
+    ``rescaled`` marks the plain network with another temperature or noise: the baseline to compare with.
+    """
 
     bases: tuple[Any, ...]
     beliefs: tuple[Belief, ...]
     cells: tuple[Cell, ...]
     log_prior: Tensor  # (cells,)
-    plain: Tensor  # (cells,), bool
+    rescaled: Tensor  # (cells,), bool
     unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
 
 
@@ -57,10 +60,10 @@ def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequen
             noise = float(variant.dispersion / likelihood.dispersion) if learns_noise else 1.0
             cells.append(Cell(number, variant, scale * noise))
             mass.append(share * (plain_mass if scale == 0 else (1 - plain_mass) / len(spreads)))
-    plain = torch.tensor([cell.scale == 0 for cell in cells])
+    rescaled = torch.tensor([cell.scale == 0 for cell in cells])
     unchanged = next(i for i, cell in enumerate(cells) if cell.scale == 0 and _same_link(cell.likelihood, likelihood))
     log_prior = torch.tensor(mass, dtype=torch.float64).log()
-    return CellGrid((posterior,), tuple(beliefs), tuple(cells), log_prior, plain, unchanged)
+    return CellGrid((posterior,), tuple(beliefs), tuple(cells), log_prior, rescaled, unchanged)
 
 
 def _same_link(one: Likelihood, other: Likelihood) -> bool:
@@ -105,7 +108,7 @@ def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
     A cell with tails shares the prior probability of its cell without.
     """
     order = (grid.log_prior + total).argsort(descending=True)[:best].tolist()
-    cells, log_prior, plain = list(grid.cells), grid.log_prior.tolist(), grid.plain.tolist()
+    cells, log_prior = list(grid.cells), grid.log_prior.tolist()
     share = -math.log(1 + len(TAILS))
     for i in order:
         cell = grid.cells[i]
@@ -113,10 +116,10 @@ def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
         for degrees, scale in TAILS:
             cells.append(Cell(cell.belief, cell.likelihood.with_tails(degrees, scale), cell.scale))
             log_prior.append(log_prior[i] + share)
-            plain.append(plain[i])
         log_prior[i] += share
     prior = torch.tensor(log_prior, dtype=torch.float64)
-    return CellGrid(grid.bases, grid.beliefs, tuple(cells), prior, torch.tensor(plain), grid.unchanged)
+    rescaled = torch.cat([grid.rescaled, torch.zeros(len(cells) - len(grid.cells), dtype=torch.bool)])
+    return CellGrid(grid.bases, grid.beliefs, tuple(cells), prior, rescaled, grid.unchanged)
 
 
 def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:

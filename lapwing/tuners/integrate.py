@@ -110,7 +110,7 @@ def compared_scores(grid: CellGrid, scores: Tensor) -> tuple[dict[str, float], t
     """
     folds = torch.arange(len(scores)) % FOLDS
     mixed, rescaled = torch.empty(len(scores), dtype=torch.float64), torch.empty(len(scores), dtype=torch.float64)
-    rescalings = grid.plain.nonzero()[:, 0]
+    rescalings = grid.rescaled.nonzero()[:, 0]
     for k in range(FOLDS):
         inside = folds == k
         if not bool(inside.any()):
