@@ -95,20 +95,31 @@ class LinearJacobian:
         return total.sum(1)
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        return self.weighted_each(weights.unsqueeze(0), tokens, full)[0]
+
+    def weighted_each(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        """Return ``weighted`` under each of n weights (n, G, d_out, d_in): (n, B, S, C, C), or (n, B, S, C).
+
+        Where a weight is used at several positions, the Jacobian itself is formed, once for all.
+        """
         outputs = self.g.shape[1]
         classes = outputs // tokens
         if self.positions == 1:
-            scale = self.a[:, :, 0].square() @ weights.mT  # (G, B, d_out)
-            return self._diagonal_form(scale, tokens, full)
+            scales = self.a[:, :, 0].square() @ weights.mT  # (n, G, B, d_out)
+            return torch.stack([self._diagonal_form(scale, tokens, full) for scale in scales])
         parts = []
-        root = weights.sqrt()[:, :, None]  # (G, d_out, 1, d_in)
-        for piece in self.pieces(2 * outputs * weights.numel()):
-            rows = piece._by_output().mul_(root)
+        roots = weights.sqrt()[:, :, :, None]  # (n, G, d_out, 1, d_in)
+        for piece in self.pieces(2 * outputs * weights[0].numel()):
+            rows = piece._by_output()
             size, last = piece.batch, rows.shape[-1]
-            # Many small products over the outputs of the layer: one long one would leave a GPU idle.
-            rows = rows.reshape(size, -1, tokens, classes, last)
-            parts.append((rows @ rows.mT).sum(1) if full else rows.square().sum((1, -1)))
-        return torch.cat(parts)
+            forms = []
+            for number, root in enumerate(roots):
+                scaled = rows * root if number < len(roots) - 1 else rows.mul_(root)
+                # Many small products over the outputs of the layer: one long one would leave a GPU idle.
+                scaled = scaled.reshape(size, -1, tokens, classes, last)
+                forms.append((scaled @ scaled.mT).sum(1) if full else scaled.square().sum((1, -1)))
+            parts.append(torch.stack(forms))
+        return torch.cat(parts, 1)
 
     def _by_output(self) -> Tensor:
         """Return the Jacobian as (B, G, d_out, K, d_in)."""

@@ -12,6 +12,7 @@ from lapwing.core.state import State, saved
 from lapwing.curvature.protocols import floored
 from lapwing.errors import UnsupportedError
 from lapwing.networks.blocks import Block, BlockJacobian
+from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 
@@ -39,7 +40,10 @@ class EigenPrecision:
         if any(each.out is not self.out or each.inp is not self.inp for each in precisions):
             return [each.quadratic(jacobian, tokens, True) for each in precisions]
         rotated = self._rotated(jacobian)
-        return [rotated.weighted(each.inverse.to(self.out.dtype), tokens, True) for each in precisions]
+        inverses = [each.inverse.to(self.out.dtype) for each in precisions]
+        if isinstance(rotated, LinearJacobian):
+            return list(rotated.weighted_each(torch.stack(inverses), tokens, True))
+        return [rotated.weighted(inverse, tokens, True) for inverse in inverses]
 
     def cross(self, jacobian: BlockJacobian) -> Tensor:
         return self._rotated(jacobian).cross(self.inverse.to(self.out.dtype))
