@@ -1,0 +1,257 @@
+"""Are the error bars right as they come? Classification and regression, against the plain network and its rescaling.
+
+Every task is data, a network and a training. The rows are the plain network, temperature scaling (or refitted noise),
+the evidence alone, and ``fit`` without and with validation data. Notes count the tasks on which ``fit`` is worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from experiments.calibration_tasks import SETS, TABLES, TASKS, Pair, Split, Task, quick
+from experiments.data import data_folder
+from experiments.options import Progress, add_data_dir, add_quick, add_seeds, chosen, positive, silent
+from experiments.uci import SETS as UCI
+from experiments.uci import read_split, splits_in
+from lapwing.demo.result import Report, Result, Row, mean_scores, plain
+from lapwing.demo.training import Recipe, batches, trained
+from lapwing.metrics import classification, ood, regression
+
+BATCH = 250
+LENGTHS = (40, 100, 300)  # epochs of the networks for regression
+Scores = dict[str, dict[str, float]]  # of each row
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Settings: which tasks, how often, and how many validation data."""
+
+    data_dir: Path | None
+    tasks: tuple[str, ...]
+    tables: tuple[str, ...] = ()
+    seeds: int = 3
+    splits: int = 20
+    validation: int = 200
+    workers: int = 1
+    quick: bool = False
+    seed: int = 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this experiment."""
+    add_data_dir(parser)
+    add_seeds(parser, 3)
+    parser.add_argument("--tasks", nargs="*", metavar="NAME", help="tasks of classification; all by default")
+    parser.add_argument("--tables", nargs="*", metavar="NAME", help="tables of regression; all by default")
+    parser.add_argument("--splits", type=positive, default=20, help="standard splits of the tables (20)")
+    parser.add_argument("--validation", type=positive, default=200, help="validation data (200)")
+    parser.add_argument("--workers", type=positive, default=1, help="processes (1)")
+    add_quick(parser, "two tasks on data that ship with scikit-learn, with short training")
+
+
+def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+    """Run the experiment with the options given."""
+    names = [task.name for task in TASKS]
+    settings = Calibration(
+        data_dir=None if arguments.quick else data_folder(arguments.data_dir),
+        tasks=("noisy digits, MLP, unregularised", "breast cancer, MLP, overtrained")
+        if arguments.quick
+        else () if arguments.tasks == [] else chosen(arguments.tasks, names, "--tasks"),
+        tables=() if arguments.quick or arguments.tables == [] else chosen(arguments.tables, UCI, "--tables"),
+        seeds=arguments.seeds,
+        splits=arguments.splits,
+        validation=arguments.validation,
+        workers=arguments.workers,
+        quick=arguments.quick,
+        seed=arguments.seed,
+    )
+    return Report(arguments.out / "calibration.json", (run(settings, progress),))
+
+
+def run(settings: Calibration, progress: Progress = silent) -> Result:
+    """Train all networks and score all rows."""
+    start = time.perf_counter()
+    jobs = [*_classification_jobs(settings), *_regression_jobs(settings)]
+    collected: dict[str, list[Scores]] = {}
+    for (group, _), scores in zip(jobs, _done([job for _, job in jobs], settings.workers), strict=True):
+        collected.setdefault(group, []).append(scores)
+        progress(f"{group}: {len(collected[group])} done after {time.perf_counter() - start:.0f} s")
+    rows = []
+    arrays: dict[str, list[float]] = {}
+    for group, runs in collected.items():
+        for name in runs[0]:
+            of_row = [scores[name] for scores in runs]
+            rows.append(Row(name, {**mean_scores(of_row), "NLL error": _error(of_row)}, group))
+            arrays |= {f"{group}/{name}/{key}": [each[key] for each in of_row] for key in of_row[0]}
+    notes = [*_classification_notes(settings, collected), *_regression_notes(settings, collected)]
+    return Result("calibration", plain(settings), settings.seed, tuple(rows), {"total": time.perf_counter() - start}, arrays, tuple(notes))
+
+
+def _done(jobs: Sequence[Callable[[], Scores]], workers: int) -> Iterator[Scores]:
+    """Yield the results of the jobs in order, with several processes if asked."""
+    if workers == 1:
+        yield from (job() for job in jobs)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from (future.result() for future in [pool.submit(job) for job in jobs])
+
+
+def _error(runs: list[dict[str, float]]) -> float:
+    """Return the standard error of the mean NLL."""
+    values = torch.tensor([each["NLL"] for each in runs], dtype=torch.float64)
+    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def _classification_jobs(settings: Calibration) -> list[tuple[str, Callable[[], Scores]]]:
+    tasks = [task for task in TASKS if task.name in settings.tasks]
+    tasks = [quick(task) for task in tasks] if settings.quick else tasks
+    return [
+        (task.name, partial(classify, task, settings.data_dir, settings.seed + seed, settings.validation))
+        for task in tasks
+        for seed in range(settings.seeds)
+    ]
+
+
+def classify(task: Task, folder: Path | None, seed: int, validation: int) -> Scores:
+    """Return the scores of every row on one task."""
+    split = SETS[task.data](folder, seed, validation)
+    model = task.trained(split, seed)
+    data, held_out = batches(*split.train, BATCH), batches(*split.validation, BATCH)
+    fit = partial(lw.fit, model, data, "classification", progress=False)
+    fits = {
+        "plain": fit(method=lw.baselines.MapOnly(), tuner=lambda posterior: posterior),
+        "temperature": fit(method=lw.baselines.MapOnly(), validation=held_out),
+        "evidence": fit(tuner=lw.tuners.MaximiseEvidence()),
+        "default": fit(),
+        "validation": fit(validation=held_out),
+    }
+    return {name: _class_scores(posterior, split) for name, posterior in fits.items()}
+
+
+def _class_scores(posterior: lw.Fitted, split: Split) -> dict[str, float]:
+    """Return the scores of one posterior on the test rows."""
+    x, y = split.test
+    probs = _probs(posterior, x)
+    scores = {
+        "NLL": classification.nll(probs, y),
+        "ECE": classification.ece(probs, y),
+        "Brier": classification.brier(probs, y),
+        "accuracy": classification.accuracy(probs, y),
+    }
+    if split.far is not None:
+        scores["OOD AUROC"] = ood.auroc(_entropy(probs), _entropy(_probs(posterior, split.far)))
+    return scores
+
+
+def _probs(posterior: lw.Fitted, x: Tensor) -> Tensor:
+    return torch.cat([posterior.predict(part).probs.double() for part in x.split(BATCH)])
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    return torch.special.entr(probs).sum(-1)
+
+
+def _regression_jobs(settings: Calibration) -> list[tuple[str, Callable[[], Scores]]]:
+    jobs = []
+    for name in settings.tables:
+        assert settings.data_dir is not None
+        path = settings.data_dir / f"uci_{name}.npz"
+        for activation in ("tanh", "relu"):
+            for epochs in LENGTHS:
+                for split in range(min(settings.splits, splits_in(path))):
+                    job = partial(regress, path, split, activation, epochs, settings.validation)
+                    jobs.append((f"{name}, {activation}, {epochs} epochs", job))
+    return jobs
+
+
+def regress(path: Path, number: int, activation: str, epochs: int, validation: int) -> Scores:
+    """Return the scores of every row on one split of a table, in standardised units."""
+    table = read_split(path, number)
+    x, y = table.training
+    test = (table.scale_x(table.x_test), table.scale_y(table.y_test).unsqueeze(1))
+    recipe = Recipe(activation=activation, epochs=epochs, max_steps=10**9)
+    held = min(validation, len(x) // 5)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(number))
+    rows, left_out = order[held:], order[:held]
+    whole, part = trained(x, y, 1, recipe, number), trained(x[rows], y[rows], 1, recipe, number)
+    fit = partial(lw.fit, whole, batches(x, y, 1000), "regression", progress=False)
+    fit_part = partial(lw.fit, part, batches(x[rows], y[rows], 1000), "regression", progress=False)
+    keep = {"method": lw.baselines.MapOnly(), "tuner": lambda posterior: posterior}
+    validated = [(x[left_out], y[left_out])]
+    fits = {
+        "plain": fit(**keep),
+        "evidence": fit(tuner=lw.tuners.MaximiseEvidence()),
+        "default": fit(),
+        "plain, fewer rows": fit_part(**keep),
+        "noise refitted": fit_part(method=lw.baselines.MapOnly(), validation=validated),
+        "validation": fit_part(validation=validated),
+    }
+    return {name: _real_scores(posterior, test) for name, posterior in fits.items()}
+
+
+def _real_scores(posterior: lw.Fitted, test: Pair) -> dict[str, float]:
+    """Return the scores of one posterior on the test rows."""
+    x, y = test
+    predictive = posterior.predict(x)
+    low, high = predictive.interval(0.95)
+    with torch.no_grad():
+        return {
+            "NLL": -float(predictive.log_prob(y).mean()),
+            "coverage 95 %": regression.coverage(low, high, y),
+            "width": regression.interval_width(low, high),
+            "RMSE": regression.rmse(predictive.mean, y),
+            "CRPS": regression.crps(predictive.mean, predictive.std, y),
+        }
+
+
+def _means(runs: list[Scores], row: str, score: str) -> float:
+    return sum(each[row][score] for each in runs) / len(runs)
+
+
+def _classification_notes(settings: Calibration, collected: dict[str, list[Scores]]) -> Iterator[str]:
+    """Yield how often ``fit`` is worse than the plain network and than temperature scaling, for both halves."""
+    for half, what in ((0, "constants chosen here"), (1, "tried here")):
+        groups = {task.name: collected[task.name] for task in TASKS if task.half == half and task.name in collected}
+        if not groups:
+            continue
+        for row, base in (("evidence", "plain"), ("default", "plain"), ("validation", "plain"), ("validation", "temperature")):
+            gaps = {name: _means(runs, row, "NLL") - _means(runs, base, "NLL") for name, runs in groups.items()}
+            single = [each[row]["NLL"] - each[base]["NLL"] for runs in groups.values() for each in runs]
+            ece = [_means(runs, row, "ECE") - _means(runs, base, "ECE") for runs in groups.values()]
+            worst = max(gaps, key=lambda name: gaps[name])
+            yield (
+                f"{what}: {row} against {base}: NLL {sum(gaps.values()) / len(gaps):+.4f} on average, worse by .005 on "
+                f"{sum(gap > 0.005 for gap in gaps.values())} of {len(gaps)} tasks and in "
+                f"{sum(gap > 0.005 for gap in single)} of {len(single)} runs, better / worse by .002 on "
+                f"{sum(gap < -0.002 for gap in gaps.values())} / {sum(gap > 0.002 for gap in gaps.values())} tasks, at "
+                f"most {gaps[worst]:+.4f} ({worst}); ECE {sum(ece) / len(ece):+.4f}, at most {max(ece):+.4f}"
+            )
+
+
+def _regression_notes(settings: Calibration, collected: dict[str, list[Scores]]) -> Iterator[str]:
+    """Yield the error of the coverage and the tables on which ``fit`` is worse than the plain network."""
+    pairs = (("plain", "plain"), ("evidence", "plain"), ("default", "plain"), ("noise refitted", "plain, fewer rows"), ("validation", "plain, fewer rows"))
+    for row, base in pairs if settings.tables else ():
+        errors, gaps = [], {}
+        for table in settings.tables:
+            groups = [runs for name, runs in collected.items() if name.startswith(f"{table}, ") and "epochs" in name]
+            errors += [abs(_means(runs, row, "coverage 95 %") - 0.95) for runs in groups]
+            gaps[table] = sum(_means(runs, row, "NLL") - _means(runs, base, "NLL") for runs in groups) / len(groups)
+        worst = max(gaps, key=lambda name: gaps[name])
+        yield (
+            f"regression: {row} against {base}: NLL lower on {sum(gap < 0 for gap in gaps.values())} of {len(gaps)} "
+            f"tables, at most {gaps[worst]:+.3f} ({worst}); |coverage - .95| {sum(errors) / len(errors):.3f} on average"
+        )
