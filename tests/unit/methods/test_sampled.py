@@ -21,7 +21,7 @@ from tests.cases import BY_NAME, CASES, Case
 from tests.references import dense, ridge
 from tests.references.evidence import Linearised
 from tests.references.structures import floored
-from tests.tolerances import SOLVED, assert_close, assert_within, student
+from tests.tolerances import SOLVED, assert_close, assert_within, least_hits, student
 
 D = torch.float64
 SOLVERS = ["krylov", "cg"]
@@ -359,7 +359,7 @@ def on_larger(method: Any, prior: Any = 1.0, std: float | None = 0.3, **options:
     ("prior", "after"), [("isotropic", False), ("isotropic", True), ("g", False), ("per_layer", False)]
 )
 def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> None:
-    """A hundred seeds: Student's interval of 95 % holds the evidence of Full 90 times or more.
+    """Fifty seeds: Student's interval of 95 % contains the evidence of Full as often as it says.
 
     Before there are samples and after, when the basis has grown. An estimate it is: with four probes no seed hits
     the truth. And the error is not overstated.
@@ -372,7 +372,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
     start = on_larger(method, given).posterior
     design, scale = start.solver.ridge.design, start.solver.ridge.scale
     gaps, errors = [], []
-    for seed in range(100):
+    for seed in range(50):
         drawn = Ridge.drawn(design, 2, torch.Generator().manual_seed(seed), scale, width=2)
         found = replace(start, solver=replace(start.solver, ridge=drawn))
         if after:
@@ -380,7 +380,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
         gaps.append(float(found.log_evidence()) - truth)
         errors.append(found.evidence_error)
     gap, error = torch.tensor(gaps), torch.tensor(errors)
-    assert float((gap.abs() <= student(0.95, 3) * error).double().mean()) >= 0.9
+    assert int((gap.abs() <= student(0.95, 3) * error).sum()) >= least_hits(50, 0.95, alarm=0.01)
     assert float(gap.abs().min()) > 0
     assert float(gap.std()) > 1e-3
     assert float(error.mean()) <= 3 * float(gap.square().mean().sqrt())

@@ -301,13 +301,15 @@ def test_outputs_of_every_shape(name: str) -> None:
         assert f.shape == (2, *case.outputs)
         return (u * f).sum()
 
-    exact = None
-    for method in (lw.Full(), lw.HFL(mode="linearised"), lw.HFL()):
-        found = lw.fit(model, problems.split(case.batch(6), y, (4, 2)), lw.Gaussian(noise_std=0.5), method=method,
-                       prior=lw.isotropic(2.0, theta))  # fmt: skip
-        cov = found.functions(inputs, joint=True).cov.reshape(u.numel(), u.numel())
-        exact = float(u.flatten() @ cov @ u.flatten()) if exact is None else exact
-        variance = problems.unchanged(model, lambda found=found: found.variance_of(function, inputs))
+    data, likelihood = problems.split(case.batch(6), y, (4, 2)), lw.Gaussian(noise_std=0.5)
+    full, *others = (
+        lw.fit(model, data, likelihood, method=method, prior=lw.isotropic(2.0, theta))
+        for method in (lw.Full(), lw.HFL(mode="linearised"), lw.HFL())
+    )
+    cov = full.functions(inputs, joint=True).cov.reshape(u.numel(), u.numel())
+    exact = float(u.flatten() @ cov @ u.flatten())
+    for posterior in (full, *others):
+        variance = problems.unchanged(model, lambda posterior=posterior: posterior.variance_of(function, inputs))
         assert float(variance) == pytest.approx(exact, rel=1e-6)
 
 
