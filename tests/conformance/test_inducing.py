@@ -112,8 +112,8 @@ def assert_same(one: lw.Fitted, other: lw.Fitted, x: Tensor) -> None:
 def test_all_outputs_of_all_data_give_the_full_posterior(name: str, method: str) -> None:
     posterior = SETTINGS[name].fit(EVERY[method])
     assert_same(posterior, full(name), SETTINGS[name].new)
-    mine, exact = posterior.effective_parameters(), full(name).effective_parameters()
-    assert mine.total == pytest.approx(exact.total, rel=1e-7)
+    effective, exact = posterior.effective_parameters(), full(name).effective_parameters()
+    assert effective.total == pytest.approx(exact.total, rel=1e-7)
     assert_close(posterior.predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]),
                  full(name).predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]), SOLVED)  # fmt: skip
 

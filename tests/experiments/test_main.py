@@ -118,7 +118,7 @@ def test_missing_extras_are_named(
 
 
 def test_help_lists_every_experiment() -> None:
-    shown = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "experiments", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
-    assert all(name in shown.stdout for name in EXPERIMENTS)
+    assert all(name in result.stdout for name in EXPERIMENTS)

@@ -73,8 +73,8 @@ def test_held_out_images_are_not_trained_on(folder: Path) -> None:
 
 def test_every_method_has_its_scores(folder: Path) -> None:
     lines: list[str] = []
-    found = pushed.run(settings(folder), progress=lines.append)
-    scores = {row.name: row.scores for row in found.rows}
+    result = pushed.run(settings(folder), progress=lines.append)
+    scores = {row.name: row.scores for row in result.rows}
     assert len(scores) == 12
     for name, mine in scores.items():
         assert all(0 <= mine[key] <= 1 for key in ("accuracy", "ECE", "OOD AUROC", "score AUROC"))
@@ -87,11 +87,11 @@ def test_every_method_has_its_scores(folder: Path) -> None:
     assert scores["plain"]["score AUROC"] == 0.5
     assert (scores["plain"]["rank correlation"], scores["plain"]["ratio"]) == (0, 0)
     assert scores["plain"]["NLL"] == pytest.approx(scores["plain"]["MC NLL"])
-    notes = "\n".join(found.notes)
+    notes = "\n".join(result.notes)
     for words in ("each point: the variances of full Hessian to", "linearised: the variances of GGN to", "standard"):
         assert words in notes
     assert any("each point" in line for line in lines)
-    assert Result.from_json(found.to_json()) == found
+    assert Result.from_json(result.to_json()) == result
 
 
 @pytest.mark.parametrize("variant", ["absolute", "mean", "random"])

@@ -96,10 +96,10 @@ SOURCES: dict[str, tuple[Any, list[int]]] = {
 def test_every_source_of_the_same_data_gives_the_same_posterior(source: str, method: Any, x: Tensor, y: Tensor) -> None:
     make, used = SOURCES[source]
     expected = fit(net(), [(x[used], y[used])], method=method)
-    found = fit(net(), make(x, y), method=method)
-    assert found.posterior.statistics.data == len(used)  # what was iterated, not what a length says
-    assert_close(found.functions(x).cov, expected.functions(x).cov)
-    assert_close(found.log_evidence(), expected.log_evidence())
+    posterior = fit(net(), make(x, y), method=method)
+    assert posterior.posterior.statistics.data == len(used)  # what was iterated, not what a length says
+    assert_close(posterior.functions(x).cov, expected.functions(x).cov)
+    assert_close(posterior.log_evidence(), expected.log_evidence())
 
 
 def test_mappings_with_a_target(x: Tensor, y: Tensor) -> None:
@@ -375,9 +375,9 @@ def test_training_in_inference_mode(x: Tensor, y: Tensor) -> None:
     recipe = lw.recipes.online(epochs=2)
     expected = lw.train(net(), [(x, y)], "classification", recipe=recipe)
     with torch.inference_mode():
-        found = lw.train(net(), [(x, y)], "classification", recipe=recipe)
-    assert not any(p.is_inference() for p in found.model.parameters())
-    assert torch.equal(found.posterior.network.theta(), expected.posterior.network.theta())
+        training = lw.train(net(), [(x, y)], "classification", recipe=recipe)
+    assert not any(p.is_inference() for p in training.model.parameters())
+    assert torch.equal(training.posterior.network.theta(), expected.posterior.network.theta())
 
 
 @pytest.mark.parametrize("needed", [False, True])

@@ -86,11 +86,11 @@ def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-4) -> Ten
 
 @pytest.mark.parametrize(("case", "method"), CASES)
 def test_other_noise_is_a_fresh_fit(case: str, method: str) -> None:
-    found, noise = fitted(METHODS[method], case), noises(case)
-    assert isinstance(found.posterior.curvature, PerOutputCurvature)
-    assert_close(found.likelihood.noise_variance, residuals(case).square().mean(0))
+    posterior, noise = fitted(METHODS[method], case), noises(case)
+    assert isinstance(posterior.posterior.curvature, PerOutputCurvature)
+    assert_close(posterior.likelihood.noise_variance, residuals(case).square().mean(0))
     given = lw.Gaussian(noise_std=tuple(noise.sqrt().tolist()))
-    moved, fresh = found.posterior.with_noise(noise), fitted(METHODS[method], case, likelihood=given)
+    moved, fresh = posterior.posterior.with_noise(noise), fitted(METHODS[method], case, likelihood=given)
     assert not isinstance(fresh.posterior.curvature, PerOutputCurvature)
     assert_close(moved.log_evidence(), fresh.log_evidence())
     assert_close(moved.log_likelihood(), fresh.posterior.log_likelihood())
@@ -152,36 +152,36 @@ def test_other_noise_of_some_weights(method: str, selection: Any) -> None:
 @pytest.mark.parametrize("method", ["full", "diagonal", "kron"])
 def test_learned_noise_is_an_optimum(method: str, prior: str) -> None:
     """On a fine line through it along every coordinate no point has more evidence; the fixed point is the same one."""
-    found = fitted(METHODS[method], prior=PRIORS[prior]).tuned(TIGHT)
-    noise, best = found.likelihood.noise_variance, float(found.log_evidence())
+    posterior = fitted(METHODS[method], prior=PRIORS[prior]).tuned(TIGHT)
+    noise, best = posterior.likelihood.noise_variance, float(posterior.log_evidence())
     assert noise.shape == (3,)
     for coordinate in range(3):
         for shift in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0):
             moved = noise.clone()
             moved[coordinate] *= math.exp(shift)
-            assert float(found.posterior.with_noise(moved).log_evidence()) < best
+            assert float(posterior.posterior.with_noise(moved).log_evidence()) < best
     for shift in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0):
-        moved = found.prior.with_precision(found.prior.values * math.exp(shift))
-        assert float(found.with_prior(moved).log_evidence()) < best
-    by_noise = slope(lambda v: found.posterior.with_noise(v.exp()).log_evidence(), noise.log())
+        moved = posterior.prior.with_precision(posterior.prior.values * math.exp(shift))
+        assert float(posterior.with_prior(moved).log_evidence()) < best
+    by_noise = slope(lambda v: posterior.posterior.with_noise(v.exp()).log_evidence(), noise.log())
     assert float(by_noise.abs().max()) <= 1e-6
     fixed = fitted(METHODS[method], prior=PRIORS[prior]).tuned(lw.tuners.FixedPoint(tolerance=1e-8))
     assert_close(fixed.likelihood.noise_variance, noise, 0.4)
-    assert_close(fixed.prior.values, found.prior.values, 0.4)
+    assert_close(fixed.prior.values, posterior.prior.values, 0.4)
 
 
 @pytest.mark.parametrize("case", ["mlp", "token_level"])
 def test_fixed_point_of_every_noise(case: str) -> None:
     """r_c = SSE_c / (N - γ_c) with γ_c = tr(Λ⁻¹ H_c / r_c), and the γ_c add up to γ."""
-    found = fitted(lw.Full(), case).tuned(lw.tuners.FixedPoint(tolerance=1e-9))
-    noise, parts = found.likelihood.noise_variance, by_output(case)
-    precision = torch.einsum("c,cpq->pq", 1 / noise, parts) + torch.diag(found.prior.vector)
+    posterior = fitted(lw.Full(), case).tuned(lw.tuners.FixedPoint(tolerance=1e-9))
+    noise, parts = posterior.likelihood.noise_variance, by_output(case)
+    precision = torch.einsum("c,cpq->pq", 1 / noise, parts) + torch.diag(posterior.prior.vector)
     gammas = torch.stack([torch.linalg.solve(precision, part).trace() for part in parts]) / noise
     gap = residuals(case)
     assert_close(noise, gap.square().sum(0) / (len(gap) - gammas), SOLVED)
-    assert_close(torch.tensor(found.effective_parameters().total, dtype=D), gammas.sum())
+    assert_close(torch.tensor(posterior.effective_parameters().total, dtype=D), gammas.sum())
     theta = torch.cat([p.detach().reshape(-1) for p in BY_NAME[case].build().parameters()])
-    assert_close(found.prior.values, gammas.sum() / theta.square().sum(), SOLVED)
+    assert_close(posterior.prior.values, gammas.sum() / theta.square().sum(), SOLVED)
 
 
 def test_learned_noise_tells_noisy_outputs_from_quiet_ones() -> None:
@@ -193,27 +193,27 @@ def test_learned_noise_tells_noisy_outputs_from_quiet_ones() -> None:
     design = torch.cat([x, torch.ones(400, 1, dtype=D)], 1)
     best = torch.linalg.lstsq(design, y).solution
     model.weight.data, model.bias.data = best[:1].T.clone(), best[1].clone()
-    found = lw.fit(model, [(x, y)], lw.Gaussian(per_output=True), method=lw.Kron(), prior=1.0).tuned(TIGHT)
-    std = found.predict(x[:1]).aleatoric_variance[0].sqrt()
+    posterior = lw.fit(model, [(x, y)], lw.Gaussian(per_output=True), method=lw.Kron(), prior=1.0).tuned(TIGHT)
+    std = posterior.predict(x[:1]).aleatoric_variance[0].sqrt()
     assert bool(((std / true - 1).abs() < 4 / math.sqrt(2 * 400)).all())  # four standard errors
 
 
 @pytest.mark.parametrize("method", COMMON)
 def test_other_structures_learn_the_common_scale(method: str) -> None:
-    found = fitted(COMMON[method])
+    posterior = fitted(COMMON[method])
     each = residuals("mlp").square().mean(0)
-    assert_close(found.likelihood.noise_variance, each)
-    assert found.posterior.noise.shape == ()
-    tuned = found.tuned(TIGHT)
+    assert_close(posterior.likelihood.noise_variance, each)
+    assert posterior.posterior.noise.shape == ()
+    tuned = posterior.tuned(TIGHT)
     ratio = tuned.likelihood.noise_variance / each
     assert_close(ratio, ratio[:1].expand(3))
     assert abs(float(ratio[0]) - 1) > 0.01
     best = float(tuned.log_evidence())
-    assert best > float(found.log_evidence())
+    assert best > float(posterior.log_evidence())
     for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0):
         moved = tuned.posterior.with_noise(tuned.likelihood.dispersion * factor)
         assert float(moved.log_evidence()) < best
-    fixed = found.tuned(lw.tuners.FixedPoint(tolerance=1e-8))
+    fixed = posterior.tuned(lw.tuners.FixedPoint(tolerance=1e-8))
     assert_close(fixed.likelihood.noise_variance, tuned.likelihood.noise_variance, 0.4)
     given = lw.Gaussian(noise_std=tuple(tuned.likelihood.noise_variance.sqrt().tolist()))
     fresh = fitted(COMMON[method], prior=float(tuned.prior.values), likelihood=given)
@@ -251,17 +251,17 @@ def test_at_the_tangent_models_optimum_the_common_scale_is_learned() -> None:
 @pytest.mark.parametrize("per_output", [False, True])
 def test_given_noises_are_kept(tuner: Any, per_output: bool) -> None:
     given = lw.Gaussian(noise_std=(0.5, 0.1, 2.0), per_output=per_output)
-    found = fitted(lw.Full(), likelihood=given)
-    assert not isinstance(found.posterior.curvature, PerOutputCurvature)
-    assert found.posterior.noise is None
-    tuned = found.tuned(tuner)
+    posterior = fitted(lw.Full(), likelihood=given)
+    assert not isinstance(posterior.posterior.curvature, PerOutputCurvature)
+    assert posterior.posterior.noise is None
+    tuned = posterior.tuned(tuner)
     assert_close(tuned.likelihood.noise_variance, torch.tensor([0.25, 0.01, 4.0], dtype=D))
-    assert float(tuned.prior.values) != float(found.prior.values)
+    assert float(tuned.prior.values) != float(posterior.prior.values)
 
 
 def test_without_being_asked_the_noise_stays_the_residuals() -> None:
-    found = fitted(lw.Full(), prior=None)
-    assert_close(found.likelihood.noise_variance, residuals("mlp").square().mean(0))
+    posterior = fitted(lw.Full(), prior=None)
+    assert_close(posterior.likelihood.noise_variance, residuals("mlp").square().mean(0))
 
 
 @pytest.mark.parametrize("method", METHODS)

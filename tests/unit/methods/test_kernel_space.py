@@ -54,9 +54,9 @@ def assert_same(one: lw.Fitted, full: lw.Fitted, inputs: Any) -> None:
     assert_close(one.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
     assert_close(one.log_evidence(), full.log_evidence(), SOLVED)
     assert_close(covariance(one), covariance(full), SOLVED)
-    mine, theirs = one.effective_parameters(), full.effective_parameters()
-    assert mine.total == pytest.approx(theirs.total, rel=1e-8)
-    assert mine.layers == pytest.approx(theirs.layers, rel=1e-7, abs=1e-8 * theirs.total)
+    effective, theirs = one.effective_parameters(), full.effective_parameters()
+    assert effective.total == pytest.approx(theirs.total, rel=1e-8)
+    assert effective.layers == pytest.approx(theirs.layers, rel=1e-7, abs=1e-8 * theirs.total)
 
 
 def covariance(posterior: lw.Fitted) -> Tensor:

@@ -205,8 +205,8 @@ def test_another_precision_and_noise_touch_no_data(kind: str, prior: str, monkey
     make = lw.priors.g_prior if prior == "g" else lw.isotropic
     unit = p.precision(prior) / (0.3 if prior == "g" else 0.7)
     for alpha, phi in ((0.05, p.phi), (0.7, p.phi), (30.0, p.phi), (2.0, 4.0), (2.0, 0.1)):
-        found = moved(start.with_prior(make(alpha)), phi).posterior.samples
-        assert_close(found, ridge.draws(p.x, zeta, eps, alpha * unit, phi), SOLVED)
+        samples = moved(start.with_prior(make(alpha)), phi).posterior.samples
+        assert_close(samples, ridge.draws(p.x, zeta, eps, alpha * unit, phi), SOLVED)
     assert data.passes == before
 
 
@@ -232,11 +232,11 @@ def test_other_kinds_of_priors_after_the_fit(solver: str) -> None:
     for first in ("isotropic", "g"):
         start = with_noise(p.fit(method, first), zeta, eps)
         for prior in ("per_layer", "isotropic"):
-            found = start.with_prior(p.prior(prior)).posterior.samples
-            assert_close(found, ridge.draws(p.x, zeta, eps, p.precision(prior)), SOLVED)
+            samples = start.with_prior(p.prior(prior)).posterior.samples
+            assert_close(samples, ridge.draws(p.x, zeta, eps, p.precision(prior)), SOLVED)
         each = torch.logspace(-1, 1, p.x.shape[1], dtype=D)
-        found = start.with_prior(lw.priors.diagonal(each)).posterior.samples
-        assert_close(found, ridge.draws(p.x, zeta, eps, each), SOLVED)
+        samples = start.with_prior(lw.priors.diagonal(each)).posterior.samples
+        assert_close(samples, ridge.draws(p.x, zeta, eps, each), SOLVED)
 
 
 def test_a_g_prior_needs_the_curvature_of_the_fit() -> None:
@@ -273,10 +273,10 @@ def test_complete_noise_makes_everything_exact(prior: str) -> None:
     assert_close(found.functions(inputs).cov, full.functions(inputs).cov, SOLVED)
     assert_close(found.functions(inputs).variance, full.functions(inputs).variance, SOLVED)
     assert_close(found.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
-    mine, theirs = found.effective_parameters(), full.effective_parameters()
-    assert mine.total == pytest.approx(theirs.total, rel=1e-8)
-    assert mine.layers == pytest.approx(theirs.layers, rel=1e-7)
-    assert_close(mine.by_precision, theirs.by_precision, SOLVED)
+    effective, theirs = found.effective_parameters(), full.effective_parameters()
+    assert effective.total == pytest.approx(theirs.total, rel=1e-8)
+    assert effective.layers == pytest.approx(theirs.layers, rel=1e-7)
+    assert_close(effective.by_precision, theirs.by_precision, SOLVED)
 
 
 @pytest.mark.parametrize("count", [2, 9], ids=["few", "many"])
@@ -387,8 +387,8 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
 
 
 def test_the_front_door_tells_the_error() -> None:
-    found = on_larger(lw.Sampled(num_samples=2, width=2, probes=4, steps=5))
-    assert found.evidence_error == found.posterior.evidence_error > 0
+    posterior = on_larger(lw.Sampled(num_samples=2, width=2, probes=4, steps=5))
+    assert posterior.evidence_error == posterior.posterior.evidence_error > 0
     assert on_larger(lw.Full()).evidence_error == 0
 
 
@@ -434,13 +434,15 @@ def test_the_gradient_of_the_evidence_equals_finite_differences(prior: str) -> N
 
 def test_the_evidence_has_no_slope_in_groups() -> None:
     """Its value it has; a tuner that would need the slope is refused and not led astray."""
-    found = on_larger(lw.Sampled(num_samples=2), lw.per_layer(1.0))
-    assert float(found.log_evidence()) < 0
+    posterior = on_larger(lw.Sampled(num_samples=2), lw.per_layer(1.0))
+    assert float(posterior.log_evidence()) < 0
     with pytest.raises(lw.errors.UnsupportedError, match=r"no gradient in the precisions of PerLayer.*SampleEM\(\)"):
-        found.tuned()
+        posterior.tuned()
     given = lw.per_layer(torch.ones(2, dtype=D, requires_grad=True))
     with torch.no_grad():
-        assert float(found.with_prior(given).log_evidence()) == pytest.approx(float(found.log_evidence()), rel=1e-12)
+        assert float(posterior.with_prior(given).log_evidence()) == pytest.approx(
+            float(posterior.log_evidence()), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("noise", [False, True], ids=["noise kept", "noise learned"])
@@ -449,15 +451,17 @@ def test_maximise_evidence_lands_near_full(prior: str, noise: bool) -> None:
     """With a basis that does not see it all."""
     make = {"isotropic": lambda: None, "g": lambda: lw.priors.g_prior(0.1)}[prior]
     tuner = lw.tuners.MaximiseEvidence(noise=noise)
-    found, full = (
+    posterior, full = (
         on_larger(method, make(), std=None, tuner=tuner) for method in (lw.Sampled(width=4, probes=32), lw.Full())
     )
-    assert float(found.prior.values) == pytest.approx(float(full.prior.values), rel=0.1)
-    assert float(found.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=0.05)
-    assert float(found.log_evidence()) == pytest.approx(float(full.log_evidence()), abs=3 * found.evidence_error)
-    assert found.evidence_error > 1e-3
-    assert found.trace.tuner == "MaximiseEvidence"
-    assert found.posterior.samples.shape == (16, 56)
+    assert float(posterior.prior.values) == pytest.approx(float(full.prior.values), rel=0.1)
+    assert float(posterior.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=0.05)
+    assert float(posterior.log_evidence()) == pytest.approx(
+        float(full.log_evidence()), abs=3 * posterior.evidence_error
+    )
+    assert posterior.evidence_error > 1e-3
+    assert posterior.trace.tuner == "MaximiseEvidence"
+    assert posterior.posterior.samples.shape == (16, 56)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -552,12 +556,12 @@ def test_the_evidence_of_groups_is_as_sharp_as_that_of_one_number() -> None:
 @pytest.mark.parametrize("solver", ["krylov", "cg"])
 def test_samples_of_groups_start_from_those_near_them(solver: str) -> None:
     """From their own solution there is nothing to do."""
-    found = on_larger(lw.Sampled(num_samples=4, solver=solver), lw.per_layer(torch.tensor([0.5, 2.0]))).posterior
-    solver_of, problem_of = found.solver, found.problem
-    again = solver_of.solved(problem_of, found.solution.x)
-    assert found.solution.iterations > 3
+    posterior = on_larger(lw.Sampled(num_samples=4, solver=solver), lw.per_layer(torch.tensor([0.5, 2.0]))).posterior
+    solver_of, problem_of = posterior.solver, posterior.problem
+    again = solver_of.solved(problem_of, posterior.solution.x)
+    assert posterior.solution.iterations > 3
     assert again.iterations <= 1
-    assert_close(again.x, found.solution.x, 1e-9)
+    assert_close(again.x, posterior.solution.x, 1e-9)
 
 
 def test_iterations_count_what_the_basis_did_not_have() -> None:

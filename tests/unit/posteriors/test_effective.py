@@ -143,9 +143,9 @@ def test_gamma_of_a_linear_model_is_the_sum_of_shares() -> None:
     x = torch.randn(20, 4, dtype=D)
     model = nn.Linear(4, 1, bias=False).double()
     likelihood = lw.Gaussian(noise_std=0.5)
-    found = lw.fit(model, [(x, torch.randn(20, 1, dtype=D))], likelihood, method=lw.Full(), prior=3.0)
+    posterior = lw.fit(model, [(x, torch.randn(20, 1, dtype=D))], likelihood, method=lw.Full(), prior=3.0)
     values = torch.linalg.eigvalsh(x.T @ x / 0.25)
-    assert found.effective_parameters().total == pytest.approx(float((values / (values + 3.0)).sum()), rel=1e-11)
+    assert posterior.effective_parameters().total == pytest.approx(float((values / (values + 3.0)).sum()), rel=1e-11)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,10 +160,10 @@ def test_gamma_is_the_slope_of_the_log_determinant(method: str) -> None:
 def test_gamma_of_a_classifier() -> None:
     case = BY_NAME["cnn"]
     model = case.build()
-    found = lw.fit(model, problems.batches(case), "classification", method=lw.Full(), prior=0.5)
+    posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Full(), prior=0.5)
     _, ggn = problems.dense_ggn(case, model)
     shares = torch.linalg.solve(ggn + 0.5 * torch.eye(len(ggn), dtype=D), ggn).diagonal()
-    effective = found.effective_parameters()
+    effective = posterior.effective_parameters()
     assert_close(torch.tensor(effective.total, dtype=D), shares.sum())
     where = structures.layers(model)
     for name, gamma in effective.layers.items():

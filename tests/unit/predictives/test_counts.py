@@ -51,8 +51,8 @@ def test_log_prob_is_the_integral(mean: float, variance: float) -> None:
     p = predictive(mean, variance)
     for quantile in (-2.0, -1.0, 0.0, 1.0, 2.0):
         y = int(math.exp(mean + quantile * math.sqrt(variance)))
-        found = float(p.log_prob(torch.full((1, 1), y)))
-        assert found == pytest.approx(math.log(density_of(y, mean, variance)), abs=1e-4), f"y = {y}"
+        log_prob = float(p.log_prob(torch.full((1, 1), y)))
+        assert log_prob == pytest.approx(math.log(density_of(y, mean, variance)), abs=1e-4), f"y = {y}"
 
 
 @pytest.mark.parametrize(("mean", "variance"), BELIEFS)

@@ -170,11 +170,11 @@ def test_groups_are_tuned_each() -> None:
 
 def test_a_prior_by_groups_can_be_used_again() -> None:
     """As any prior: in with_prior() and in another fit. On other weights its patterns must be given anew."""
-    found = regression(lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})).tuned()
-    assert_close(found.with_prior(found.prior).log_evidence(), found.log_evidence())
-    assert_close(regression(lw.Kron(), found.prior).prior.vector, found.prior.vector)
+    posterior = regression(lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})).tuned()
+    assert_close(posterior.with_prior(posterior.prior).log_evidence(), posterior.log_evidence())
+    assert_close(regression(lw.Kron(), posterior.prior).prior.vector, posterior.prior.vector)
     with pytest.raises(lw.errors.UnsupportedError, match=r"belongs to other weights already; give grouped"):
-        regression(lw.Full(), found.prior, weights=lw.last_layer)
+        regression(lw.Full(), posterior.prior, weights=lw.last_layer)
 
 
 def test_groups_of_a_normalised_network_are_named_by_it() -> None:
@@ -224,31 +224,33 @@ def test_g_prior_of_a_classifier_is_dense(method: str) -> None:
     """The same for softmax curvature, with shared weights (convolutions) in the blocks."""
     case = BY_NAME["cnn"]
     model = case.build()
-    found = lw.fit(
+    posterior = lw.fit(
         model, problems.batches(case), "classification", method=METHODS[method], prior=lw.priors.g_prior(0.4)
     )
     _, ggn = problems.dense_ggn(case, model)
     matrix = {"full": ggn, "diagonal": structures.diagonal(ggn)}.get(method)
     if matrix is None:
-        matrix = assembled(found.posterior.curvature)
+        matrix = assembled(posterior.posterior.curvature)
     where = structures.layers(model)
     scale = (structures.scale_by_factor if method == "kron" else structures.scale_by_layer)(matrix.diagonal(), where)
     covariance = torch.linalg.inv(matrix + 0.4 * torch.diag(scale))
     new = case.batch(4, seed=1)
     jac = dense.jacobian(model, new, 4)
-    assert_close(found.functions(new).cov, dense.output_covariance(jac, covariance))
+    assert_close(posterior.functions(new).cov, dense.output_covariance(jac, covariance))
 
 
 def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
     """Embeddings: rows that no token asked for, and padding, have no curvature at all, and get a floor."""
     case = BY_NAME["embedding"]
     model = case.build()
-    found = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.priors.g_prior(0.4))
-    kinds = dict(zip((b.weight for b in found.network.layout), found.posterior.curvature.structures(), strict=True))
+    posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.priors.g_prior(0.4))
+    kinds = dict(
+        zip((b.weight for b in posterior.network.layout), posterior.posterior.curvature.structures(), strict=True)
+    )
     assert kinds["table.weight"] == "KroneckerBlock"
-    matrix = assembled(found.posterior.curvature)
-    where = places(found.network.selection.names, found.network.selection.shapes)
-    blocks = {b.weight: order(b, where).reshape(b.form[1:] if b.linear else (-1,)) for b in found.network.layout}
+    matrix = assembled(posterior.posterior.curvature)
+    where = places(posterior.network.selection.names, posterior.network.selection.shapes)
+    blocks = {b.weight: order(b, where).reshape(b.form[1:] if b.linear else (-1,)) for b in posterior.network.layout}
     assert blocks["table.weight"].shape == (6, 7)
     assert matrix.diagonal()[blocks["table.weight"]][:, 0].tolist() == [0.0] * 6  # padding
     linear = {name: index for name, index in blocks.items() if kinds[name] == "KroneckerBlock"}
@@ -259,11 +261,11 @@ def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
     covariance = torch.linalg.inv(precision)
     new = torch.cat([case.batch(3, seed=1), torch.tensor([[0, 0, 6, 6]])])
     jac = dense.jacobian(model, new, 4)
-    assert_close(found.prior.vector, 0.4 * scale)
-    assert_close(found.functions(new).cov, dense.output_covariance(jac, covariance))
-    joint = found.functions(new, joint=True).cov.reshape(12, 12)
+    assert_close(posterior.prior.vector, 0.4 * scale)
+    assert_close(posterior.functions(new).cov, dense.output_covariance(jac, covariance))
+    joint = posterior.functions(new, joint=True).cov.reshape(12, 12)
     assert_close(joint, dense.joint_covariance(jac, covariance))
-    inner = found.posterior.precision
+    inner = posterior.posterior.precision
     assert_close(inner.logdet(), torch.linalg.slogdet(precision)[1])
     assert_close(inner.variances(), covariance.diagonal())
     assert_close(inner.solve(torch.eye(len(scale), dtype=D)), covariance)
@@ -349,15 +351,15 @@ def test_g_prior_does_not_see_how_the_weights_are_scaled(method: str, k: float) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tuned_g_is_an_optimum(method: str) -> None:
-    found = regression(METHODS[method], lw.priors.g_prior()).tuned(lw.tuners.MaximiseEvidence(tolerance=1e-9))
-    assert isinstance(found.prior.given, GPrior)
+    posterior = regression(METHODS[method], lw.priors.g_prior()).tuned(lw.tuners.MaximiseEvidence(tolerance=1e-9))
+    assert isinstance(posterior.prior.given, GPrior)
     matrix, scale = unit_curvature(method)
 
     def at(g: float) -> float:
         return float(evidence(MLP.build(), matrix / NOISE + g * torch.diag(scale), g * scale))
 
-    g = float(found.prior.values)
-    assert float(found.log_evidence()) == pytest.approx(at(g), abs=1e-6)
+    g = float(posterior.prior.values)
+    assert float(posterior.log_evidence()) == pytest.approx(at(g), abs=1e-6)
     line = [at(g * math.exp(shift)) for shift in (-3, -1, -0.3, -0.03, 0.03, 0.3, 1, 3)]
     assert max(line) < at(g)
     assert (at(g * 1.001) - at(g / 1.001)) / 0.002 == pytest.approx(0, abs=1e-5)  # the slope in log g

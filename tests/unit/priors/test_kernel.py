@@ -141,13 +141,15 @@ def test_the_precision_without_data_has_the_kernels_blocks(name: str, kind: str)
 def test_float32_networks_have_float32_kernels() -> None:
     case = BY_NAME["cnn"]
     network = Network.build(case.build(torch.float32), case.batch(ONE, torch.float32))
-    mine, theirs = (network.linearise(case.batch(n, torch.float32, s)).jacobians() for n, s in ((ONE, 5), (OTHER, 8)))
+    jacobians, theirs = (
+        network.linearise(case.batch(n, torch.float32, s)).jacobians() for n, s in ((ONE, 5), (OTHER, 8))
+    )
     given = prior("isotropic", network)
-    found = prior_kernel(mine, given, theirs)
+    found = prior_kernel(jacobians, given, theirs)
     assert found.dtype == torch.float32
     one, other = rows("cnn")
     assert_close(found, inducing.kernel(one, other, given.vector))
-    assert_close(prior_kernel(mine.double(), given, theirs.double()), found.double(), dtype=torch.float32)
+    assert_close(prior_kernel(jacobians.double(), given, theirs.double()), found.double(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "gru"])

@@ -211,12 +211,12 @@ def test_gradient_is_that_of_the_dense_formula(kind: str, picked: Tensor | None)
     posterior, reference, precision, data = fitted(BY_NAME["mlp"], "categorical", kind, picked=picked)
     assert len(precision) == (83 if picked is None else 8)
     leaf = posterior.prior.values.log().requires_grad_()
-    found = lw.tuners.evidence_bound(moved(posterior, leaf), data, block=2)
-    found.backward()
+    bound = lw.tuners.evidence_bound(moved(posterior, leaf), data, block=2)
+    bound.backward()
     by_weight = precision.log().requires_grad_()
     expected = reference.bound(BLOCKS, by_weight.exp())
     expected.backward()
-    assert_close(found, expected)
+    assert_close(bound, expected)
     slopes = by_weight.grad
     assert slopes is not None
     if kind == "diagonal":
@@ -362,11 +362,11 @@ def test_in_a_fit_the_data_are_those_of_the_fit() -> None:
     data, other = problems.split(x, y, (3, 1, 2)), [(x[:2], y[:2])]
     tuner = lambda *given: lw.tuners.MaximiseBound(*given, block=2, steps=20)
     fit = lambda tuner: lw.fit(model, data, "classification", tuner=tuner)
-    own, same, others = fit(tuner()), fit(tuner(data)), fit(tuner(other))
-    assert torch.equal(own.prior.values, same.prior.values)
-    assert abs(float(own.prior.values / others.prior.values) - 1) > 1e-3  # data that are given stay
-    assert own.trace is not None
-    assert len(own.trace.steps) == 20
+    posterior, same, others = fit(tuner()), fit(tuner(data)), fit(tuner(other))
+    assert torch.equal(posterior.prior.values, same.prior.values)
+    assert abs(float(posterior.prior.values / others.prior.values) - 1) > 1e-3  # data that are given stay
+    assert posterior.trace is not None
+    assert len(posterior.trace.steps) == 20
 
 
 def test_a_mapping_with_its_own_target_key() -> None:

@@ -137,6 +137,6 @@ def test_the_diagonal_is_that_within_the_span() -> None:
     projector = d.T @ torch.linalg.inv(d @ d.T) @ d
     expected = (projector @ ggn @ projector).diagonal()
     assert_close(curvature().inner_diagonal, expected)
-    found = curvature().diagonal()
-    assert bool((found >= expected - 1e-12).all())
-    assert float(found.min()) > 0
+    diagonal = curvature().diagonal()
+    assert bool((diagonal >= expected - 1e-12).all())
+    assert float(diagonal.min()) > 0

@@ -48,12 +48,12 @@ def test_the_best_state_is_kept_and_not_the_last(gap: float, best: int, monkeypa
     looks = scored(monkeypatch)
     data, held = misleading(gap)
     method = lw.VaLLA(5, alpha=1.0, steps=60, learning_rate=0.05, validation=held, patience=4)
-    found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
-    assert found.trace is not None
+    posterior = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    assert posterior.trace is not None
     assert looks.index(max(looks)) == best
     assert len(looks) == max(best, 2) + 5  # two early ones, and four without a better one that ended it
-    assert len(found.trace.steps) == 3 * (len(looks) - 2) < 60
-    score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
+    assert len(posterior.trace.steps) == 3 * (len(looks) - 2) < 60
+    score = float(posterior.predict(held[0][0]).log_prob(held[0][1]).mean())
     assert score >= max(looks) - 1e-5
     assert looks[-1] < max(looks) - 1e-3
     without = fitted(replace(method, validation=None), lw.Gaussian(noise_std=0.3), None, data=data)
@@ -134,23 +134,23 @@ def test_what_validation_data_chose_is_not_chosen_again(monkeypatch: pytest.Monk
     looks = scored(monkeypatch)
     data, held = misleading(1.0)
     method = lw.VaLLA(5, optimiser="adam", steps=40, learning_rate=0.05, validation=held)
-    found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
-    assert float(found.predict(held[0][0]).log_prob(held[0][1]).mean()) > max(looks) - 0.05
-    assert not found.posterior.problem.learn_prior
-    tuned = found.tuned(lw.tuners.MaximiseEvidence())
+    posterior = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    assert float(posterior.predict(held[0][0]).log_prob(held[0][1]).mean()) > max(looks) - 0.05
+    assert not posterior.posterior.problem.learn_prior
+    tuned = posterior.tuned(lw.tuners.MaximiseEvidence())
     assert float(tuned.predict(held[0][0]).log_prob(held[0][1]).mean()) < max(looks) - 0.5
 
 
 def test_validation_data_for_the_bound() -> None:
     """With alpha 0 they choose the locations; what the points know is in closed form all the same."""
-    found = fitted(lw.VaLLA(5, steps=20, validation=[curve(20, 5)]))
-    anchors = found.posterior.curvature.anchors
+    posterior = fitted(lw.VaLLA(5, steps=20, validation=[curve(20, 5)]))
+    anchors = posterior.posterior.curvature.anchors
     z = dense.jacobian(model(), anchors.inputs, 5).flatten(0, 1)
     jac = dense.jacobian(model(), curve()[0], 40).flatten(0, 1)
     x = torch.linspace(-3, 3, 7, dtype=D)[:, None]
     new = dense.jacobian(model(), x, 7).flatten(0, 1)
     expected = inducing.covariance(new, z, jac, torch.eye(40, dtype=D) / NOISE**2, torch.full((25,), 0.5, dtype=D))
-    assert_close(found.functions(x, joint=True).cov.reshape(7, 7), expected, SOLVED)
+    assert_close(posterior.functions(x, joint=True).cov.reshape(7, 7), expected, SOLVED)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
