@@ -137,8 +137,8 @@ def test_generators_are_refused_untouched(x: Tensor, y: Tensor) -> None:
 
 def test_progress_shows_and_changes_nothing(x: Tensor, y: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
     loud = fit(net(), [(x, y)], progress=True)
-    shown = capsys.readouterr().err
-    assert "Full" in shown
+    printed = capsys.readouterr().err
+    assert "Full" in printed
     quiet = fit(net(), [(x, y)], progress=False)
     assert capsys.readouterr().err == ""
     assert_close(loud.functions(x).cov, quiet.functions(x).cov)

@@ -126,13 +126,13 @@ def test_samples_are_dense_solves_of_the_same_noise(count: int, width: int, solv
     p = problem(kind)
     zeta, eps = noise(p.x, count)
     method = lw.Sampled(num_samples=1, solver=solver, tolerance=1e-11, width=width)
-    found = with_noise(p.fit(method, prior), zeta, eps)
+    posterior = with_noise(p.fit(method, prior), zeta, eps)
     expected = ridge.draws(p.x, zeta, eps, p.precision(prior), p.phi)
-    assert_close(found.posterior.samples, expected, SOLVED)
-    assert found.posterior.solution.residuals.shape == (count,)
-    assert float(found.posterior.solution.residuals.max()) <= 1e-11
+    assert_close(posterior.posterior.samples, expected, SOLVED)
+    assert posterior.posterior.solution.residuals.shape == (count,)
+    assert float(posterior.posterior.solution.residuals.max()) <= 1e-11
     theta = p.exact.theta
-    assert_close(found.weight_samples(count), theta + expected, SOLVED)
+    assert_close(posterior.weight_samples(count), theta + expected, SOLVED)
 
 
 @pytest.mark.parametrize("prior", [lw.isotropic(0.5), lw.per_layer(0.5)], ids=["isotropic", "per_layer"])
@@ -268,12 +268,12 @@ def test_complete_noise_makes_everything_exact(prior: str) -> None:
     """As many samples as there are weights and rows, orthogonal: covariances and γ by layer are those of Full."""
     p = problem()
     zeta, eps = ridge.complete(p.x, torch.Generator().manual_seed(2))
-    found = with_noise(p.fit(lw.Sampled(num_samples=1, tolerance=1e-11), prior), zeta, eps)
+    posterior = with_noise(p.fit(lw.Sampled(num_samples=1, tolerance=1e-11), prior), zeta, eps)
     full, inputs = p.fit(lw.Full(), prior), p.case.batch(3, seed=1)
-    assert_close(found.functions(inputs).cov, full.functions(inputs).cov, SOLVED)
-    assert_close(found.functions(inputs).variance, full.functions(inputs).variance, SOLVED)
-    assert_close(found.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
-    effective, theirs = found.effective_parameters(), full.effective_parameters()
+    assert_close(posterior.functions(inputs).cov, full.functions(inputs).cov, SOLVED)
+    assert_close(posterior.functions(inputs).variance, full.functions(inputs).variance, SOLVED)
+    assert_close(posterior.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
+    effective, theirs = posterior.effective_parameters(), full.effective_parameters()
     assert effective.total == pytest.approx(theirs.total, rel=1e-8)
     assert effective.layers == pytest.approx(theirs.layers, rel=1e-7)
     assert_close(effective.by_precision, theirs.by_precision, SOLVED)

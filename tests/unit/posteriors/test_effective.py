@@ -104,11 +104,11 @@ def regression(method: Any, prior: Any, dtype: torch.dtype = D, **options: Any) 
 @pytest.mark.parametrize(("method", "prior"), PAIRS)
 def test_gamma_is_the_trace(method: str, prior: str) -> None:
     """γ = tr(Λ⁻¹ H/φ), and for a layer the part of the trace that lies on its weights."""
-    found = regression(METHODS[method], given(prior))
-    matrix = matrix_of(method, found)
+    posterior = regression(METHODS[method], given(prior))
+    matrix = matrix_of(method, posterior)
     each = precisions(method, prior, matrix)
     shares = torch.linalg.solve(matrix / NOISE + torch.diag(each), matrix / NOISE).diagonal()
-    effective = found.effective_parameters()
+    effective = posterior.effective_parameters()
     power = SOLVED if "low_rank" in method else 2 / 3
     assert_close(torch.tensor(effective.total, dtype=D), shares.sum(), power)
     where = structures.layers(MLP.build())
@@ -257,10 +257,10 @@ def assert_inverse(found: Any, precision: Tensor, power: float = 2 / 3) -> None:
 
 @pytest.mark.parametrize(("method", "prior"), PAIRS)
 def test_solves_and_variances_are_the_dense_inverse(method: str, prior: str) -> None:
-    found = regression(METHODS[method], given(prior))
-    matrix = matrix_of(method, found)
+    posterior = regression(METHODS[method], given(prior))
+    matrix = matrix_of(method, posterior)
     precision = matrix / NOISE + torch.diag(precisions(method, prior, matrix))
-    assert_inverse(found.posterior.precision, precision, SOLVED if "low_rank" in method else 2 / 3)
+    assert_inverse(posterior.posterior.precision, precision, SOLVED if "low_rank" in method else 2 / 3)
 
 
 @pytest.mark.parametrize("case", ["conv_zoo", "embedding", "norms", "lstm", "conv_transpose"])

@@ -141,8 +141,8 @@ def test_groups_enter_the_posterior_weight_by_weight(method: str) -> None:
     each = torch.full((83,), 0.7, dtype=D)
     for index in where.values():
         each[index[:, -1]] = 3.0
-    found = regression(METHODS[method], lw.grouped({".*weight": 0.7, ".*bias": 3.0}))
-    assert_dense(found, matrix, each, SOLVED if method == "low_rank" else 2 / 3)
+    posterior = regression(METHODS[method], lw.grouped({".*weight": 0.7, ".*bias": 3.0}))
+    assert_dense(posterior, matrix, each, SOLVED if method == "low_rank" else 2 / 3)
 
 
 def test_groups_that_a_block_cannot_hold_are_refused() -> None:
@@ -197,9 +197,9 @@ def test_g_prior_is_g_times_the_diagonal(method: str, g: float) -> None:
     raised = scale > matrix.diagonal() * (1 + 1e-9)
     assert bool(raised.any())  # dead units: the floor is part of the test
     assert not bool(raised.all())
-    found = regression(METHODS[method], lw.priors.g_prior(g))
-    assert isinstance(found.prior.given, GPrior)
-    assert_dense(found, matrix, g * scale, SOLVED if method == "low_rank" else 2 / 3)
+    posterior = regression(METHODS[method], lw.priors.g_prior(g))
+    assert isinstance(posterior.prior.given, GPrior)
+    assert_dense(posterior, matrix, g * scale, SOLVED if method == "low_rank" else 2 / 3)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -274,8 +274,8 @@ def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
 
 
 def test_g_prior_of_ekron_is_refused() -> None:
-    found = regression(lw.EKron(), lw.priors.g_prior())
-    for use in (found.log_evidence, lambda: found.functions(MLP.batch(2)), found.tuned):
+    posterior = regression(lw.EKron(), lw.priors.g_prior())
+    for use in (posterior.log_evidence, lambda: posterior.functions(MLP.batch(2)), posterior.tuned):
         with pytest.raises(
             lw.errors.UnsupportedError, match=r"EKron allows one precision for each block.*method=Kron\(\)"
         ):
@@ -295,8 +295,8 @@ def test_g_prior_of_single_weights(method: str) -> None:
         inside = {k: torch.isin(chosen, v).nonzero()[:, 0] for k, v in whole.items()}
         scale = structures.scale_by_layer(ggn.diagonal()[chosen], inside)
     chosen_method = lw.LowRank(rank=13) if method == "low_rank" else METHODS[method]
-    found = regression(chosen_method, lw.priors.g_prior(0.7), weights=lw.subnetwork(chosen))
-    assert_close(found.prior.vector, 0.7 * scale, SOLVED)
+    posterior = regression(chosen_method, lw.priors.g_prior(0.7), weights=lw.subnetwork(chosen))
+    assert_close(posterior.prior.vector, 0.7 * scale, SOLVED)
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.LowRank(rank=18), lw.Kron(), lw.Diagonal()])
@@ -389,9 +389,9 @@ def test_what_is_no_g_is_refused(make: Any, message: str) -> None:
 
 
 def test_the_curvature_of_other_weights_is_refused() -> None:
-    found = regression(lw.Full(), lw.priors.g_prior())
+    posterior = regression(lw.Full(), lw.priors.g_prior())
     with pytest.raises(lw.errors.NumericalError, match=r"curvature of 83 weights already, and there are 18"):
-        regression(lw.Full(), found.prior, weights=lw.last_layer)
+        regression(lw.Full(), posterior.prior, weights=lw.last_layer)
 
 
 def test_without_curvature_a_g_prior_stays_open() -> None:

@@ -113,9 +113,9 @@ def test_slopes_in_the_precisions(name: str, kind: str) -> None:
     mine, theirs = jacobians(network, name)
     given = prior(kind, network)
     leaf = given.values.detach().clone().requires_grad_()
-    found = prior_kernel(mine, given.with_precision(leaf), theirs)
-    mixed = torch.randn(found.shape, dtype=D)
-    (slope,) = torch.autograd.grad((found * mixed).sum(), leaf)
+    kernel = prior_kernel(mine, given.with_precision(leaf), theirs)
+    mixed = torch.randn(kernel.shape, dtype=D)
+    (slope,) = torch.autograd.grad((kernel * mixed).sum(), leaf)
     one, other = rows(name)
     scale = torch.ones(len(given.vector), dtype=D) if given.scale is None else given.scale
     each = -((mixed @ other) * one).sum(0) * scale / given.vector.square()
@@ -145,11 +145,11 @@ def test_float32_networks_have_float32_kernels() -> None:
         network.linearise(case.batch(n, torch.float32, s)).jacobians() for n, s in ((ONE, 5), (OTHER, 8))
     )
     given = prior("isotropic", network)
-    found = prior_kernel(jacobians, given, theirs)
-    assert found.dtype == torch.float32
+    kernel = prior_kernel(jacobians, given, theirs)
+    assert kernel.dtype == torch.float32
     one, other = rows("cnn")
-    assert_close(found, inducing.kernel(one, other, given.vector))
-    assert_close(prior_kernel(jacobians.double(), given, theirs.double()), found.double(), dtype=torch.float32)
+    assert_close(kernel, inducing.kernel(one, other, given.vector))
+    assert_close(prior_kernel(jacobians.double(), given, theirs.double()), kernel.double(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "gru"])

@@ -433,9 +433,9 @@ def test_progress_shows_reading_and_streamed_products(
     case = BY_NAME["mlp"]
     posterior, data = fitted(case), problems.batches(case)
     held, v = getattr(posterior, kind)(data, progress=True), columns(83)
-    shown = capsys.readouterr().err
-    assert "reading" in shown
-    assert "Jacobian" in shown
+    printed = capsys.readouterr().err
+    assert "reading" in printed
+    assert "Jacobian" in printed
     kept = held @ v
     assert capsys.readouterr().err == ""  # nothing is read
     monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)

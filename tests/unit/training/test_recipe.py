@@ -104,11 +104,11 @@ def recipe() -> recipes.Recipe:
 
 def test_the_bar_shows_loss_evidence_and_precisions(capsys: pytest.CaptureFixture[str]) -> None:
     trained = lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipe(), progress=True)
-    shown = capsys.readouterr().err
-    assert "training: 100%" in shown
-    assert "4/4" in shown
+    printed = capsys.readouterr().err
+    assert "training: 100%" in printed
+    assert "4/4" in printed
     last = trained.history[-1]
-    assert f"loss {last.loss:.4g}, log evidence {last.log_evidence:.6g}, precision 0.12..4" in shown
+    assert f"loss {last.loss:.4g}, log evidence {last.log_evidence:.6g}, precision 0.12..4" in printed
     lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipe(), progress=False)
     assert capsys.readouterr().err == ""
 

@@ -54,9 +54,9 @@ LIKELIHOODS: dict[str, tuple[Case, Any, Callable[[int, int], Tensor]]] = {
 
 def setting(name: str = "regression", method: Any = None, prior: Any = 1.0) -> tuple[lw.Fitted, list[Any]]:
     case, likelihood, targets = LIKELIHOODS[name]
-    train, held = split(case, targets)
+    train, held_out = split(case, targets)
     method = lw.Full() if method is None else method
-    return lw.fit(case.build(), train, likelihood, method=method, prior=prior), held
+    return lw.fit(case.build(), train, likelihood, method=method, prior=prior), held_out
 
 
 def with_temperature(fitted: lw.Fitted, factor: float) -> lw.Fitted:

@@ -43,9 +43,9 @@ def test_grid_by_the_evidence_is_brute_force(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_grid_by_held_out_data_is_brute_force(method: str) -> None:
-    fitted, held = setting(method=METHODS[method])
-    posterior = fitted.tuned(lw.tuners.Grid(held, VALUES))
-    expected = brute_force(fitted, held)
+    fitted, held_out = setting(method=METHODS[method])
+    posterior = fitted.tuned(lw.tuners.Grid(held_out, VALUES))
+    expected = brute_force(fitted, held_out)
     assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
     assert float(posterior.prior.values) == VALUES[int(expected.argmin())]
     assert posterior.trace.score == "held-out metric"
@@ -56,9 +56,9 @@ def test_grid_by_held_out_data_is_brute_force(method: str) -> None:
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_grid_for_every_likelihood(name: str) -> None:
-    fitted, held = setting(name, lw.Kron())
-    posterior = fitted.tuned(lw.tuners.Grid(held, VALUES))
-    expected = brute_force(fitted, held)
+    fitted, held_out = setting(name, lw.Kron())
+    posterior = fitted.tuned(lw.tuners.Grid(held_out, VALUES))
+    expected = brute_force(fitted, held_out)
     assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
     assert float(posterior.prior.values) == VALUES[int(expected.argmin())]
 
@@ -75,11 +75,11 @@ def test_the_best_value_depends_on_the_data() -> None:
 
 
 def test_groups_keep_their_ratios() -> None:
-    fitted, held = setting(prior=lw.per_layer(torch.tensor([0.25, 2.0, 16.0], dtype=D)))
-    posterior = fitted.tuned(lw.tuners.Grid(held, VALUES))
+    fitted, held_out = setting(prior=lw.per_layer(torch.tensor([0.25, 2.0, 16.0], dtype=D)))
+    posterior = fitted.tuned(lw.tuners.Grid(held_out, VALUES))
     ratios = torch.tensor([1 / 8, 1.0, 8.0], dtype=D)  # about a geometric mean of two
     expected = torch.stack([
-        -log_densities(fitted.with_prior(lw.per_layer(v * ratios)), held).mean() for v in VALUES
+        -log_densities(fitted.with_prior(lw.per_layer(v * ratios)), held_out).mean() for v in VALUES
     ])  # fmt: skip
     assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
     assert_close(posterior.prior.values, VALUES[int(expected.argmin())] * ratios)
@@ -87,49 +87,49 @@ def test_groups_keep_their_ratios() -> None:
 
 @pytest.mark.parametrize("prior", [lw.priors.g_prior(2.0), lw.isotropic(1.0, 0.4)], ids=["g", "about a mean"])
 def test_grid_of_other_priors(prior: Any) -> None:
-    fitted, held = setting(method=lw.Kron(), prior=prior)
+    fitted, held_out = setting(method=lw.Kron(), prior=prior)
     again = lw.priors.g_prior if isinstance(prior, GPrior) else lambda v: lw.isotropic(v, 0.4)
-    for data, score in ((held, 1), (None, -1)):
+    for data, score in ((held_out, 1), (None, -1)):
         posterior = fitted.tuned(lw.tuners.Grid(data, VALUES))
         tried = [fitted.with_prior(again(v)) for v in VALUES]
-        expected = torch.stack([-log_densities(t, held).mean() if data else t.log_evidence() for t in tried])
+        expected = torch.stack([-log_densities(t, held_out).mean() if data else t.log_evidence() for t in tried])
         assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
         assert float(posterior.prior.values) == VALUES[int((score * expected).argmin())]
 
 
 @pytest.mark.parametrize("weights", [lw.last_layer, lw.subnetwork(torch.arange(0, 83, 5))], ids=["last layer", "some"])
 def test_grid_of_some_weights(weights: Any) -> None:
-    train, held = split(MLP, LIKELIHOODS["classification"][2])
+    train, held_out = split(MLP, LIKELIHOODS["classification"][2])
     fitted = lw.fit(MLP.build(), train, "classification", method=lw.Full(), weights=weights, prior=1.0)
-    posterior = fitted.tuned(lw.tuners.Grid(held, VALUES))
-    expected = brute_force(fitted, held)
+    posterior = fitted.tuned(lw.tuners.Grid(held_out, VALUES))
+    expected = brute_force(fitted, held_out)
     assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
 
 
 def test_grid_of_a_metric_of_ones_own() -> None:
     """The score is the weighted mean over batches; here interval width plus a penalty for missed targets."""
-    fitted, held = setting()
+    fitted, held_out = setting()
 
     def metric(predictive: Any, y: Tensor) -> float:
         low, high = predictive.interval(0.9)
         return float((high - low + 20 * ((y < low) | (y > high))).mean())
 
-    posterior = fitted.tuned(lw.tuners.Grid(held, VALUES, metric))
+    posterior = fitted.tuned(lw.tuners.Grid(held_out, VALUES, metric))
     expected = []
     for value in VALUES:
         tried = fitted.with_prior(value)
-        expected.append(sum(len(y) * metric(tried.predict(x), y) for x, y in held) / sum(HELD))
+        expected.append(sum(len(y) * metric(tried.predict(x), y) for x, y in held_out) / sum(HELD))
     assert [step.score for step in posterior.trace.steps] == pytest.approx(expected, rel=1e-10)
     assert float(posterior.prior.values) == VALUES[expected.index(min(expected))]
-    nll = fitted.tuned(lw.tuners.Grid(held, VALUES))
+    nll = fitted.tuned(lw.tuners.Grid(held_out, VALUES))
     assert [s.score for s in nll.trace.steps] != pytest.approx(expected, rel=1e-3)
 
 
 def test_ignored_data_do_not_count() -> None:
     case, likelihood, targets = LIKELIHOODS["tokens"]
-    train, held = split(case, targets)
+    train, held_out = split(case, targets)
     masked = [(x, y.masked_fill(torch.rand(y.shape, generator=torch.Generator().manual_seed(1)) < 0.4, -100))
-              for x, y in held]  # fmt: skip
+              for x, y in held_out]  # fmt: skip
     masked.append((case.batch(2, seed=3), torch.full((2, 4), -100)))  # a batch that does not count at all
     fitted = lw.fit(case.build(), train, likelihood, method=lw.Kron(), prior=1.0)
     posterior = fitted.tuned(lw.tuners.Grid(masked, VALUES))
@@ -171,10 +171,10 @@ def test_the_evidence_of_a_grid_keeps_no_candidate(monkeypatch: pytest.MonkeyPat
 
 
 def test_as_the_tuner_of_a_fit() -> None:
-    train, held = split(MLP, LIKELIHOODS["classification"][2])
-    at_once = lw.fit(MLP.build(), train, "classification", method=lw.Kron(), tuner=lw.tuners.Grid(held, VALUES))
+    train, held_out = split(MLP, LIKELIHOODS["classification"][2])
+    at_once = lw.fit(MLP.build(), train, "classification", method=lw.Kron(), tuner=lw.tuners.Grid(held_out, VALUES))
     later = lw.fit(MLP.build(), train, "classification", method=lw.Kron(), prior=1.0).tuned(
-        lw.tuners.Grid(held, VALUES)
+        lw.tuners.Grid(held_out, VALUES)
     )
     assert float(at_once.prior.values) == float(later.prior.values)
     assert_close(at_once.log_evidence(), later.log_evidence())
@@ -196,5 +196,5 @@ def test_the_default_values_cover_what_is_needed() -> None:
     assert len(PRECISIONS) == 21
     assert (min(PRECISIONS), max(PRECISIONS)) == pytest.approx((1e-4, 1e6))
     assert (min(TEMPERATURES), max(TEMPERATURES)) == pytest.approx((1e-3, 1e2))
-    fitted, held = setting()
-    assert float(fitted.tuned(lw.tuners.Grid(held)).prior.values) in PRECISIONS
+    fitted, held_out = setting()
+    assert float(fitted.tuned(lw.tuners.Grid(held_out)).prior.values) in PRECISIONS

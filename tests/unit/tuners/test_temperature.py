@@ -25,9 +25,9 @@ from tests.unit.tuners.settings import (
 
 @pytest.mark.parametrize("name", [name for name in LIKELIHOODS if name != "counts"])
 def test_temperature_is_brute_force(name: str) -> None:
-    fitted, held = setting(name, lw.Kron())
-    posterior = fitted.tuned(lw.tuners.Temperature(held, VALUES))
-    expected = torch.stack([-log_densities(with_temperature(fitted, t), held).mean() for t in VALUES])
+    fitted, held_out = setting(name, lw.Kron())
+    posterior = fitted.tuned(lw.tuners.Temperature(held_out, VALUES))
+    expected = torch.stack([-log_densities(with_temperature(fitted, t), held_out).mean() for t in VALUES])
     assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
     best = VALUES[int(expected.argmin())]
     assert_close(posterior.likelihood.dispersion, fitted.likelihood.dispersion * best)
@@ -39,28 +39,30 @@ def test_temperature_is_brute_force(name: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_temperature_of_every_method(method: str) -> None:
-    fitted, held = setting("classification", METHODS[method])
-    posterior = fitted.tuned(lw.tuners.Temperature(held, VALUES))
-    expected = torch.stack([-log_densities(with_temperature(fitted, t), held).mean() for t in VALUES])
+    fitted, held_out = setting("classification", METHODS[method])
+    posterior = fitted.tuned(lw.tuners.Temperature(held_out, VALUES))
+    expected = torch.stack([-log_densities(with_temperature(fitted, t), held_out).mean() for t in VALUES])
     assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
 
 
 def test_temperature_of_a_metric_of_ones_own() -> None:
-    fitted, held = setting("classification")
-    posterior = fitted.tuned(lw.tuners.Temperature(held, VALUES, lambda p, y: float((p.entropy - 0.9).abs().mean())))
+    fitted, held_out = setting("classification")
+    posterior = fitted.tuned(
+        lw.tuners.Temperature(held_out, VALUES, lambda p, y: float((p.entropy - 0.9).abs().mean()))
+    )
     expected = []
     for value in VALUES:
         tried = with_temperature(fitted, value)
-        gaps = torch.cat([(tried.predict(x).entropy - 0.9).abs() for x, _ in held])
+        gaps = torch.cat([(tried.predict(x).entropy - 0.9).abs() for x, _ in held_out])
         expected.append(float(gaps.mean()))
     assert [step.score for step in posterior.trace.steps] == pytest.approx(expected, rel=1e-10)
     assert float(posterior.likelihood.dispersion) == VALUES[expected.index(min(expected))]
 
 
 def test_temperatures_are_multiples_of_the_present_one() -> None:
-    fitted, held = setting("classification")
-    once = fitted.tuned(lw.tuners.Temperature(held, (0.5,)))
-    twice = once.tuned(lw.tuners.Temperature(held, (0.5,)))
+    fitted, held_out = setting("classification")
+    once = fitted.tuned(lw.tuners.Temperature(held_out, (0.5,)))
+    twice = once.tuned(lw.tuners.Temperature(held_out, (0.5,)))
     assert float(twice.likelihood.dispersion) == 0.25
 
 

@@ -27,18 +27,18 @@ def test_solutions_and_their_residuals() -> None:
     energy = small("gaussian", 2)
     posterior = fitted(energy, lw.HFL(mode="linearised")).posterior
     rows = torch.randn(3, len(energy.theta), dtype=D)
-    found = posterior.solved(rows)
-    assert off(found.x, torch.linalg.solve(energy.ggn(), rows.T).T) < 1e-8
-    assert found.converged
-    assert float(found.residuals.max()) <= posterior.tolerance == 1e-10
+    solution = posterior.solved(rows)
+    assert off(solution.x, torch.linalg.solve(energy.ggn(), rows.T).T) < 1e-8
+    assert solution.converged
+    assert float(solution.residuals.max()) <= posterior.tolerance == 1e-10
 
 
 def test_it_takes_fewer_iterations_than_there_are_weights() -> None:
     """In units of the prior only the directions that the data see need work."""
     energy = gapped()
     posterior = fitted(energy, lw.HFL(mode="linearised")).posterior
-    found = posterior.solved(energy.jacobian(new(energy, 5)))
-    assert found.iterations < 40 < len(energy.theta)
+    solution = posterior.solved(energy.jacobian(new(energy, 5)))
+    assert solution.iterations < 40 < len(energy.theta)
 
 
 def test_rows_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
