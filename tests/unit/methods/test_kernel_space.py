@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.priors.groups import PerLayer
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, cast
+from tests.cases import BY_NAME, Case, cast
 from tests.references import dense
 from tests.tolerances import SOLVED, assert_close
 
@@ -24,7 +24,7 @@ PRIORS: dict[str, Any] = {"isotropic": lw.isotropic(0.7), "per_layer": lw.per_la
 SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed"]
 
 
-@pytest.fixture(params=[case.name for case in CASES])
+@pytest.fixture(params=[*SOME, "norms", "tied", "free_parameter"])  # all of them: tests/conformance/test_cases.py
 def case(request: pytest.FixtureRequest) -> Case:
     return BY_NAME[request.param]
 

@@ -24,8 +24,7 @@ D = torch.float64
 
 
 KINDS = [("gaussian", 3), ("categorical", 3), ("bernoulli", 2), ("poisson", 1)]
-NETWORKS = ["cnn", "attention", "lstm", "embedding", "token_level", "dict_input", "tuple_input", "frozen_weight",
-            "free_parameter"]  # fmt: skip
+NETWORKS = ["cnn", "lstm", "token_level", "tuple_input", "frozen_weight", "free_parameter"]
 
 
 @cache

@@ -173,7 +173,7 @@ def test_random_pushes_are_draws_of_the_posterior(kind: str, formed: bool, monke
     inverse = torch.linalg.inv(energy.hessian())
     middle = energy.hessian() if formed else energy.ggn()
     exact = energy.covariance(x, torch.linalg.inv(inverse @ middle @ inverse))
-    count = 1500
+    count = 800
     posterior = pretrained(energy, variant="random", pushes=count, generator=torch.Generator().manual_seed(1))
     belief, error = posterior.functions(x), posterior.posterior.standard_error(x)
     variance = exact.diagonal().reshape(3, 3)

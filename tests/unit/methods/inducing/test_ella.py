@@ -17,7 +17,7 @@ from lapwing.methods.inducing.ella import leading_rows, within
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 from tests import problems
-from tests.cases import BY_NAME, CASES, cast
+from tests.cases import BY_NAME, cast
 from tests.references import dense, inducing
 from tests.tolerances import SOLVED, assert_close, assert_within
 
@@ -219,21 +219,6 @@ def test_the_prior_is_learned_where_none_is_given() -> None:
     posterior = fitted(lw.ELLA(100, 6), prior=None)
     values = [float(posterior.with_prior(float(posterior.prior.values) * f).log_evidence()) for f in (0.95, 1.0, 1.05)]
     assert values[1] > max(values[0], values[2])
-
-
-@pytest.mark.parametrize("case", [case.name for case in CASES])
-def test_the_model_is_left_as_it_was(case: str) -> None:
-    chosen = BY_NAME[case]
-    model = chosen.build()
-
-    def run() -> None:
-        for residual in (False, True):
-            method = lw.ELLA(5, 3, residual)
-            posterior = lw.fit(model, problems.batches(chosen), problems.likelihood(chosen), method=method)
-            posterior.functions(chosen.batch(3, seed=1), joint=True)
-            posterior.predict(chosen.batch(3, seed=1))
-
-    problems.unchanged(model, run)
 
 
 # Refused.
