@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def fitted(name: str, cut: tuple[int, ...] = (10,), model: nn.Module | None = No
     return lw.fit(model, data, "classification", method=method, prior=1e3, generator=generator)
 
 
+@cache
+def standard(name: str) -> lw.Fitted:
+    """Return the fit of one batch: posteriors are values, so tests can share it."""
+    return fitted(name)
+
+
 @pytest.fixture(params=SMALL)
 def name(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
@@ -75,18 +82,18 @@ def everything(posterior: lw.Fitted, x: Any, generator: torch.Generator) -> list
 
 @pytest.mark.parametrize("cut", CUTS[1:])
 def test_batches_may_be_cut_in_any_way(name: str, cut: tuple[int, ...]) -> None:
-    same(fitted(name, cut), fitted(name))
+    same(fitted(name, cut), standard(name))
 
 
 def test_equal_seeds_give_equal_results(name: str) -> None:
-    model = net()
-    one, two = (everything(fitted(name, model=model), NEW, torch.Generator().manual_seed(5)) for _ in range(2))
+    posteriors = standard(name), fitted(name)
+    one, two = (everything(posterior, NEW, torch.Generator().manual_seed(5)) for posterior in posteriors)
     for a, b in zip(one, two, strict=True):
         assert torch.equal(a, b)
 
 
 def test_shapes(name: str) -> None:
-    posterior = fitted(name)
+    posterior = standard(name)
     belief, joint = posterior.functions(NEW), posterior.functions(NEW, joint=True)
     assert belief.mean.shape == belief.variance.shape == belief.std.shape == (5, CLASSES)
     assert belief.cov.shape == (5, CLASSES, CLASSES)
@@ -102,7 +109,7 @@ def test_shapes(name: str) -> None:
 
 
 def test_predictions_do_not_depend_on_the_batch_they_are_asked_in(name: str) -> None:
-    posterior = fitted(name)
+    posterior = standard(name)
     together = posterior.functions(NEW)
     alone = [posterior.functions(NEW[b : b + 1]) for b in range(len(NEW))]
     assert_close(torch.cat([each.mean for each in alone]), together.mean)
