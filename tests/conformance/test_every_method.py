@@ -184,7 +184,8 @@ def test_every_call_leaves_the_model_bit_identical_and_keeps_no_graph(case: str)
     random, before = torch.get_rng_state(), problems.state(model)
     generator, refused = torch.Generator().manual_seed(1), []
     for name, make in methods_for(case, model):
-        prior = None if name in LAWFUL and name != "full" else 1e3  # learned with the evidence, or given
+        learned = case in SOME and name in LAWFUL and name != "full"
+        prior = None if learned else 1e3  # learned with the evidence, or given
         weights = lw.last_layer if name == "hessian" else None  # all weights would be slow
         try:
             options = {"method": make(), "weights": weights, "prior": prior, "generator": generator}

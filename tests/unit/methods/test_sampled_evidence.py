@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.linalg.ridge import Ridge
-from tests.tolerances import assert_close, least_hits, student
+from tests.tolerances import assert_close, student
 from tests.unit.methods.sampled_problems import (
     KINDS,
     PRIORS,
@@ -26,7 +26,7 @@ from tests.unit.methods.sampled_problems import (
     ("prior", "after"), [("isotropic", False), ("isotropic", True), ("g", False), ("per_layer", False)]
 )
 def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> None:
-    """Thirty seeds: Student's interval of 95 % contains the evidence of Full as often as it says.
+    """A hundred seeds: Student's interval of 95 % contains the evidence of Full 90 times or more.
 
     Before there are samples and after, when the basis has grown. An estimate it is: with four probes no seed hits
     the truth. And the error is not overstated.
@@ -39,7 +39,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
     start = on_larger(method, given).posterior
     design, scale = start.solver.ridge.design, start.solver.ridge.scale
     gaps, errors = [], []
-    for seed in range(30):
+    for seed in range(100):
         drawn = Ridge.drawn(design, 2, torch.Generator().manual_seed(seed), scale, width=2)
         found = replace(start, solver=replace(start.solver, ridge=drawn))
         if after:
@@ -47,7 +47,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
         gaps.append(float(found.log_evidence()) - truth)
         errors.append(found.evidence_error)
     gap, error = torch.tensor(gaps), torch.tensor(errors)
-    assert int((gap.abs() <= student(0.95, 3) * error).sum()) >= least_hits(30, 0.95, alarm=0.01)
+    assert float((gap.abs() <= student(0.95, 3) * error).double().mean()) >= 0.9
     assert float(gap.abs().min()) > 0
     assert float(gap.std()) > 1e-3
     assert float(error.mean()) <= 3 * float(gap.square().mean().sqrt())
