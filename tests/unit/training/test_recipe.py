@@ -12,7 +12,7 @@ from torch import nn
 import lapwing as lw
 from lapwing import errors, recipes
 from lapwing.core.progress import ProgressBar
-from lapwing.priors.groups import PerLayer
+from lapwing.priors.given import PerLayer
 from tests import problems
 from tests.unit.training.settings import arrays, kept, mlp, set_to
 

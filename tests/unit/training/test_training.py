@@ -12,7 +12,7 @@ from torch import distributions as d
 
 import lapwing as lw
 from lapwing.core.trace import Trace
-from lapwing.priors.groups import PerLayer
+from lapwing.priors.given import PerLayer
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references.evidence import Linearised

@@ -11,7 +11,7 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.single import GPrior
+from lapwing.priors.given import GPrior
 from lapwing.tuners.grid import PRECISIONS
 from lapwing.tuners.temperature import TEMPERATURES
 from tests.tolerances import assert_close

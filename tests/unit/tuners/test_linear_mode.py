@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.priors.single import Isotropic
+from lapwing.priors.given import Isotropic
 from lapwing.tangent import model as tangent_model
 from lapwing.tuners.mode_solver import ModeSolver
 from tests import problems

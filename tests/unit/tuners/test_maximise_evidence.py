@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.priors.single import Isotropic
+from lapwing.priors.given import Isotropic
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
