@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, Inputs, map_tensors, tensors_in
+from lapwing.core.data import Batch, Data, Inputs, SampleRows, in_both, map_tensors, take, tensors_in
 from lapwing.core.random import uniform
-from lapwing.core.samples import SampleRows, in_both, take
 from lapwing.errors import DataError
 
 KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from

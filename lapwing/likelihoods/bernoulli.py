@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, positive, refuse_unused, with_tuples
+from lapwing.likelihoods.protocol import check_logit_settings, matched, refuse_unused, with_tuples
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
@@ -41,26 +42,15 @@ class Bernoulli:
     ignore_index: int | None = None
     link: str = "probit"
     temperature: float | Tensor = 1.0
+    learns_dispersion: ClassVar[bool] = False
+    ignores_common_shift: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.link not in BINARY_LINKS:
-            raise DataError(f"link is {self.link!r}; expected one of {', '.join(BINARY_LINKS)}.")
-        if not positive(self.temperature):
-            raise DataError(f"temperature is {self.temperature}; expected a positive number.")
-        if self.pos_weight is not None and not positive(self.pos_weight, zero=True):
-            raise DataError(f"pos_weight is {self.pos_weight}; expected finite numbers that are not negative.")
+        check_logit_settings(self.link, BINARY_LINKS, self.temperature, pos_weight=self.pos_weight)
 
     @property
     def dispersion(self) -> Tensor:
         return torch.as_tensor(self.temperature, dtype=torch.float64)
-
-    @property
-    def learns_dispersion(self) -> bool:
-        return False
-
-    @property
-    def ignores_common_shift(self) -> bool:
-        return False
 
     def with_dispersion(self, phi: Tensor) -> Bernoulli:
         return replace(self, temperature=phi)
@@ -118,12 +108,8 @@ class Bernoulli:
     def state(self) -> State:
         """Return settings and tensors for a file."""
         weight = self.pos_weight
-        plain = (
-            weight
-            if weight is None or isinstance(weight, float | int)
-            else torch.as_tensor(weight, dtype=torch.float64).tolist()
-        )
-        settings = {"pos_weight": plain, "ignore_index": self.ignore_index, "link": self.link}
+        numbers = None if weight is None else torch.as_tensor(weight, dtype=torch.float64).tolist()
+        settings = {"pos_weight": numbers, "ignore_index": self.ignore_index, "link": self.link}
         return State("Bernoulli", settings, {"dispersion": self.dispersion.detach()})
 
     @classmethod

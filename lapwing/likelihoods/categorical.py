@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.likelihoods.protocol import positive, refuse_unused, with_tuples
+from lapwing.likelihoods.protocol import check_logit_settings, refuse_unused, with_tuples
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
@@ -44,26 +45,15 @@ class Categorical:
     samples: int = 256
     seed: int = 0
     temperature: float | Tensor = 1.0
+    learns_dispersion: ClassVar[bool] = False
+    ignores_common_shift: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.link not in LINKS:
-            raise DataError(f"link is {self.link!r}; expected one of {', '.join(LINKS)}.")
-        if not positive(self.temperature):
-            raise DataError(f"temperature is {self.temperature}; expected a positive number.")
-        if self.class_weights is not None and not positive(self.class_weights, zero=True):
-            raise DataError(f"class_weights is {self.class_weights}; expected finite numbers that are not negative.")
+        check_logit_settings(self.link, LINKS, self.temperature, class_weights=self.class_weights)
 
     @property
     def dispersion(self) -> Tensor:
         return torch.as_tensor(self.temperature, dtype=torch.float64)
-
-    @property
-    def learns_dispersion(self) -> bool:
-        return False
-
-    @property
-    def ignores_common_shift(self) -> bool:
-        return True
 
     def with_dispersion(self, phi: Tensor) -> Categorical:
         return replace(self, temperature=phi)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched
+from lapwing.likelihoods.protocol import matched, refuse_dispersion
 from lapwing.predictives.normal import NormalPredictive
 
 
@@ -28,20 +29,11 @@ class HeteroscedasticGaussian:
     tensor([0.9189])
     """
 
-    @property
-    def dispersion(self) -> Tensor:
-        return torch.tensor(1.0, dtype=torch.float64)
-
-    @property
-    def learns_dispersion(self) -> bool:
-        return False
+    dispersion: ClassVar[Tensor] = torch.tensor(1.0, dtype=torch.float64)
+    learns_dispersion: ClassVar[bool] = False
 
     def with_dispersion(self, phi: Tensor) -> HeteroscedasticGaussian:
-        if float(phi) != 1:
-            raise DataError(
-                f"dispersion {float(phi):g}; HeteroscedasticGaussian has no dispersion to change, the network gives "
-                "the noise."
-            )
+        refuse_dispersion(phi, "HeteroscedasticGaussian has no dispersion to change, the network gives the noise.")
         return self
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
