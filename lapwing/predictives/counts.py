@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Poisson
 
-from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.gaussian import FunctionGaussian, normal_nodes
 from lapwing.core.random import poisson
 from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
-from lapwing.predictives.quadrature import normal_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +46,12 @@ class CountPredictive:
         """The expected variance of the Poisson, which is the mean, (B, C)."""
         return self.mean
 
+    aleatoric = aleatoric_variance
+
     @property
     def epistemic(self) -> Tensor:
         """The same as ``epistemic_variance``."""
         return self.epistemic_variance
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """The same as ``aleatoric_variance``."""
-        return self.mean
 
     @property
     def variance(self) -> Tensor:
