@@ -14,8 +14,7 @@ from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.gaussian import Gaussian
-from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ekron import EKron

@@ -8,8 +8,7 @@ from typing import Any
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.gaussian import Gaussian
-from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal

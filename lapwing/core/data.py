@@ -205,7 +205,7 @@ def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
     waiting: list[Batch] = []
     count = 0
     for batch in batches:
-        if waiting and not _alike(waiting[-1], batch):
+        if waiting and (_plain_rows(batch) is None or _plain_rows(batch) != _plain_rows(waiting[-1])):
             yield _joined(waiting)
             waiting, count = [], 0
         waiting.append(batch)
@@ -217,17 +217,12 @@ def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
         yield _joined(waiting)
 
 
-def _alike(one: Batch, other: Batch) -> bool:
-    """Return whether two batches are plain tensors that can be joined."""
-    pairs = ((one.inputs, other.inputs), (one.targets, other.targets))
-    return all(
-        isinstance(a, Tensor)
-        and isinstance(b, Tensor)
-        and a.ndim > 0
-        and a.shape[1:] == b.shape[1:]
-        and a.dtype == b.dtype
-        for a, b in pairs
-    ) and all(len(batch.inputs) == len(batch.targets) for batch in (one, other))
+def _plain_rows(batch: Batch) -> tuple[Any, ...] | None:
+    """Return shapes and dtypes of the rows of inputs and targets; None if the inputs are not one tensor of rows."""
+    x, y = batch.inputs, batch.targets
+    if not isinstance(x, Tensor) or not x.ndim or not y.ndim or len(x) != len(y):
+        return None
+    return x.shape[1:], x.dtype, y.shape[1:], y.dtype
 
 
 def _joined(batches: list[Batch]) -> Batch:

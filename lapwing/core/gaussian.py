@@ -120,14 +120,10 @@ class FunctionGaussian:
         torch.Size([5, 2, 1])
         """
         require_integer("n", n)
-        if self.joint:
-            size = self.mean.numel()
-            root = psd_root(self.cov.reshape(size, size))
-            eps = normal((n, size), generator, root)
-            return self.mean + (eps @ root.mT).reshape(n, *self.mean.shape)
-        root = psd_root(self.cov)
-        eps = normal((n, *self.mean.shape), generator, root)
-        return self.mean + torch.einsum("...cd,n...d->n...c", root, eps)
+        shape = self.mean.reshape(-1).shape if self.joint else self.mean.shape
+        root = psd_root(self.cov.reshape(*shape, shape[-1]))
+        eps = normal((n, *shape), generator, root)
+        return self.mean + torch.einsum("...cd,n...d->n...c", root, eps).reshape(n, *self.mean.shape)
 
 
 def psd_root(matrix: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import check_logit_settings, matched, refuse_unused, with_tuples
+from lapwing.likelihoods.protocol import check_logit_settings, matched, plain_numbers, refuse_unused, with_tuples
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
@@ -107,9 +107,8 @@ class Bernoulli:
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
-        weight = self.pos_weight
-        numbers = None if weight is None else torch.as_tensor(weight, dtype=torch.float64).tolist()
-        settings = {"pos_weight": numbers, "ignore_index": self.ignore_index, "link": self.link}
+        weight = plain_numbers(self.pos_weight)
+        settings = {"pos_weight": weight, "ignore_index": self.ignore_index, "link": self.link}
         return State("Bernoulli", settings, {"dispersion": self.dispersion.detach()})
 
     @classmethod

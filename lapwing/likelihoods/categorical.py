@@ -13,7 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.likelihoods.protocol import check_logit_settings, refuse_unused, with_tuples
+from lapwing.likelihoods.protocol import check_logit_settings, plain_numbers, refuse_unused, with_tuples
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
@@ -158,14 +158,8 @@ class Categorical:
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
-        weights = self.class_weights
-        settings = {
-            "class_weights": None if weights is None else [float(w) for w in weights],
-            "ignore_index": self.ignore_index,
-            "link": self.link,
-            "samples": self.samples,
-            "seed": self.seed,
-        }
+        link = {"link": self.link, "samples": self.samples, "seed": self.seed}
+        settings = {"class_weights": plain_numbers(self.class_weights), "ignore_index": self.ignore_index, **link}
         return State("Categorical", settings, {"dispersion": self.dispersion.detach()})
 
     @classmethod

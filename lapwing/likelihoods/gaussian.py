@@ -1,9 +1,10 @@
-"""Regression with Gaussian noise."""
+"""Regression with Gaussian noise, the same for all inputs or given by the network."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, with_tuples
+from lapwing.likelihoods.protocol import matched, plain_numbers, refuse_dispersion, with_tuples
 from lapwing.predictives.normal import NormalPredictive
 
 
@@ -123,13 +124,74 @@ class Gaussian:
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
-        std = None if self.noise_std is None else torch.as_tensor(self.noise_std, dtype=torch.float64).tolist()
-        tensors = {"dispersion": self.dispersion.detach()}
-        if self.ratios is not None:
-            tensors["ratios"] = self.ratios
-        return State("Gaussian", {"noise_std": std, "per_output": self.per_output}, tensors)
+        ratios = {} if self.ratios is None else {"ratios": self.ratios}
+        settings = {"noise_std": plain_numbers(self.noise_std), "per_output": self.per_output}
+        return State("Gaussian", settings, {"dispersion": self.dispersion.detach(), **ratios})
 
     @classmethod
     def from_state(cls, state: State) -> Gaussian:
         """Build the likelihood from its state."""
         return cls(**with_tuples(state.settings), phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticGaussian:
+    """Regression with noise that depends on the input: outputs f = (m, s) are D means and then D log-variances.
+
+    The Hessian in (m, s) is indefinite, so the curvature is the Fisher matrix, diag(exp(-s), 1/2).
+
+    >>> likelihood = HeteroscedasticGaussian()
+    >>> likelihood.loss(torch.zeros(1, 2), torch.zeros(1, 1))  # ½ log 2π
+    tensor([0.9189])
+    """
+
+    dispersion: ClassVar[Tensor] = torch.tensor(1.0, dtype=torch.float64)
+    learns_dispersion: ClassVar[bool] = False
+
+    def with_dispersion(self, phi: Tensor) -> HeteroscedasticGaussian:
+        refuse_dispersion(phi, "HeteroscedasticGaussian has no dispersion to change, the network gives the noise.")
+        return self
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        if f.shape[-1] % 2:
+            raise DataError(
+                f"HeteroscedasticGaussian: the network has {f.shape[-1]} outputs; expected an even number: "
+                "the means first, then as many log-variances."
+            )
+        return matched(f[..., : f.shape[-1] // 2], y, "HeteroscedasticGaussian")
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        each = log_variance + (y - mean).square() * (-log_variance).exp() + math.log(2 * math.pi)
+        return 0.5 * each.sum(-1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        return torch.diag_embed(torch.cat([(-0.5 * log_variance).exp(), torch.full_like(mean, math.sqrt(0.5))], -1))
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        eps = normal(tuple(mean.shape), generator, f)
+        return torch.cat([-eps * (-0.5 * log_variance).exp(), 0.5 * (1 - eps.square())], -1)
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        return f[..., 0].numel()
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        return torch.zeros_like(phi)
+
+    def predict(self, belief: FunctionGaussian) -> NormalPredictive:
+        size = belief.mean.shape[-1] // 2
+        noise = (belief.mean[..., size:] + 0.5 * belief.variance[..., size:]).exp()  # E exp(s) of a Gaussian s
+        means = FunctionGaussian(belief.mean[..., :size], belief.marginal.cov[..., :size, :size])
+        return NormalPredictive(means, noise)
+
+    def state(self) -> State:
+        """Return the state for a file; there is nothing to store."""
+        return State("HeteroscedasticGaussian")
+
+    @classmethod
+    def from_state(cls, state: State) -> HeteroscedasticGaussian:
+        """Build the likelihood from its state."""
+        return cls()

@@ -102,8 +102,7 @@ class NormalPredictive:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-density of the targets, (B,)."""
-        out: Tensor = self.distribution.log_prob(y.to(self.mean).reshape(self.mean.shape))
-        return out
+        return self.distribution.log_prob(y.to(self.mean).reshape(self.mean.shape))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the targets, (n, B, C); inputs are independent.
@@ -122,12 +121,10 @@ class NormalPredictive:
     @property
     def entropy(self) -> Tensor:
         """The entropy of y in nats, (B,)."""
-        out: Tensor = self.distribution.entropy()
-        return out
+        return self.distribution.entropy()
 
     @property
     def mutual_information(self) -> Tensor:
         """The mutual information of y and f in nats, (B,): entropy minus the entropy of the noise."""
         noise = Independent(Normal(self.mean, self.noise.sqrt(), validate_args=False), 1)
-        out: Tensor = self.entropy - noise.entropy()
-        return out
+        return self.entropy - noise.entropy()
