@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -81,21 +81,16 @@ def call(model: Callable[..., Any], inputs: Inputs) -> Any:
     if isinstance(inputs, Mapping):
         if accepts(model, (), inputs):
             return model(**inputs)
-        _refuse_other_keys(model, inputs)
+        names = [*inspect.signature(getattr(model, "forward", model)).parameters]
+        if set(names) & set(inputs):  # it takes some of these keys by name: others are too many, or some are missing
+            raise DataError(
+                f"a batch has the input keys {sorted(map(str, inputs))}; the model takes {', '.join(names)}. Leave the "
+                "others out of the batch, or wrap the model in a module that takes them."
+            )
         return model(inputs)
     if isinstance(inputs, tuple | list):
         return model(*inputs) if accepts(model, tuple(inputs)) else model(inputs)
     return model(inputs)
-
-
-def _refuse_other_keys(model: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
-    """Raise if the model takes some of these keys by name: then the others are too many, or some are missing."""
-    names = [*inspect.signature(getattr(model, "forward", model)).parameters]
-    if set(names) & set(inputs):
-        raise DataError(
-            f"a batch has the input keys {sorted(map(str, inputs))}; the model takes {', '.join(names)}. Leave the "
-            "others out of the batch, or wrap the model in a module that takes them."
-        )
 
 
 def accepts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
@@ -134,12 +129,13 @@ class Data:
             )
 
     def batches(self, label: str) -> Iterator[Batch]:
-        """Yield the batches in order, with a progress bar if ``progress`` is set and tqdm is installed."""
+        """Yield the batches in order, with a bar if ``progress`` is set, the label not empty and tqdm installed."""
         source = self.source
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor):
             source = [source]
         empty = True
-        for position, item in enumerate(ProgressBar(source, label, self.progress)):
+        items = ProgressBar(source, label, visible=True) if self.progress and label else source
+        for position, item in enumerate(items):
             batch = self._unpacked(item)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
@@ -162,7 +158,7 @@ class Data:
         (1, 3)
         """
         batches = list[Batch]()
-        for batch in islice(replace(self, progress=False).batches("first batch"), LOOKED):
+        for batch in islice(self.batches(""), LOOKED):
             batches.append(batch)
             if batch.n_samples > 1:
                 return batches[0], batch

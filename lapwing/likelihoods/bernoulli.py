@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import check_logit_settings, matched, plain_numbers, refuse_unused, with_tuples
+from lapwing.likelihoods.protocol import check_logit_settings, matched, plain_numbers, refuse_unused
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
@@ -48,7 +49,7 @@ class Bernoulli:
     def __post_init__(self) -> None:
         check_logit_settings(self.link, BINARY_LINKS, self.temperature, pos_weight=self.pos_weight)
 
-    @property
+    @cached_property
     def dispersion(self) -> Tensor:
         return torch.as_tensor(self.temperature, dtype=torch.float64)
 
@@ -114,4 +115,4 @@ class Bernoulli:
     @classmethod
     def from_state(cls, state: State) -> Bernoulli:
         """Build the likelihood from its state."""
-        return cls(**with_tuples(state.settings), temperature=state.tensors["dispersion"])
+        return cls(**state.settings, temperature=state.tensors["dispersion"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.likelihoods.protocol import check_logit_settings, plain_numbers, refuse_unused, with_tuples
+from lapwing.likelihoods.protocol import check_logit_settings, plain_numbers, refuse_unused
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
@@ -51,7 +52,7 @@ class Categorical:
     def __post_init__(self) -> None:
         check_logit_settings(self.link, LINKS, self.temperature, class_weights=self.class_weights)
 
-    @property
+    @cached_property
     def dispersion(self) -> Tensor:
         return torch.as_tensor(self.temperature, dtype=torch.float64)
 
@@ -165,4 +166,4 @@ class Categorical:
     @classmethod
     def from_state(cls, state: State) -> Categorical:
         """Build the likelihood from its state."""
-        return cls(**with_tuples(state.settings), temperature=state.tensors["dispersion"])
+        return cls(**state.settings, temperature=state.tensors["dispersion"])

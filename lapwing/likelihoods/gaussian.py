@@ -13,7 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, plain_numbers, refuse_dispersion, with_tuples
+from lapwing.likelihoods.protocol import matched, plain_numbers, refuse_dispersion
 from lapwing.predictives.normal import NormalPredictive
 
 
@@ -131,7 +131,7 @@ class Gaussian:
     @classmethod
     def from_state(cls, state: State) -> Gaussian:
         """Build the likelihood from its state."""
-        return cls(**with_tuples(state.settings), phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
+        return cls(**state.settings, phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
 
 
 @saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -192,8 +192,3 @@ def refuse_unused(likelihood: str, **settings: Any) -> None:
 def plain_numbers(value: Any) -> Any:
     """Return numbers from a user as what JSON can hold: a number, a list or None."""
     return None if value is None else torch.as_tensor(value, dtype=torch.float64).tolist()
-
-
-def with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with tuples in place of lists; JSON has no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}

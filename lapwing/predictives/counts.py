@@ -93,16 +93,12 @@ class CountPredictive:
     def _quantile(self, level: float) -> Tensor:
         """Return the smallest counts whose cumulative probability reaches ``level``, by bisection."""
         nodes, weights = normal_nodes(self.belief)
-        rate = nodes.double().exp()
-
-        def reached(k: Tensor) -> Tensor:
-            return (torch.special.gammaincc(k.unsqueeze(-1) + 1, rate) * weights.double()).sum(-1) >= level
-
+        rate, weights = nodes.double().exp(), weights.double()
         low = torch.zeros_like(self.mean, dtype=torch.float64)
         high = self._reach(20).ceil()
         for _ in range(int(high.max().log2().item()) + 2):
             middle = ((low + high) / 2).floor()
-            enough = reached(middle)
+            enough = (torch.special.gammaincc(middle.unsqueeze(-1) + 1, rate) * weights).sum(-1) >= level
             high = torch.where(enough, middle, high)
             low = torch.where(enough, low, middle + 1).minimum(high)
         return high.to(self.mean)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -113,16 +112,18 @@ class SoftmaxPredictive:
         return self.mutual_information
 
 
-def probit(belief: FunctionGaussian) -> Tensor:
+def probit(predictive: SoftmaxPredictive) -> Tensor:
     """Return log softmax(m / sqrt(1 + π/8 var)), (B, C). It needs variances only."""
+    belief = predictive.belief
     return (belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)).log_softmax(-1)
 
 
-def bridge(belief: FunctionGaussian) -> Tensor:
+def bridge(predictive: SoftmaxPredictive) -> Tensor:
     """Return the log mean (B, C) of the Dirichlet distribution matched to the logits (Hobbhahn et al. 2022).
 
     Logits are defined up to a common shift, so mean and covariance are first projected to logits that sum to zero.
     """
+    belief = predictive.belief
     mean, cov = belief.mean - belief.mean.mean(-1, keepdim=True), belief.cov
     count = mean.shape[-1]
     rows = cov.mean(-1)
@@ -136,11 +137,12 @@ def bridge(belief: FunctionGaussian) -> Tensor:
     return torch.where(none, mean.log_softmax(-1), alpha.log() - alpha.sum(-1, keepdim=True).log())
 
 
-LINKS: dict[str, Callable[[SoftmaxPredictive], Tensor]] = {
-    "probit": lambda p: probit(p.belief),
-    "bridge": lambda p: bridge(p.belief),
-    "mc": lambda p: torch.logsumexp(p.logit_samples.log_softmax(-1), 0) - math.log(p.samples),
-}
+def mc(predictive: SoftmaxPredictive) -> Tensor:
+    """Return the log of the mean of softmax draws, (B, C)."""
+    return torch.logsumexp(predictive.logit_samples.log_softmax(-1), 0) - math.log(predictive.samples)
+
+
+LINKS = {"probit": probit, "bridge": bridge, "mc": mc}
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class BoundPrior:
     def on(self, block: Block) -> BlockPrior:
         """Return the precision on a block."""
         scale = None if self.scale is None else block.arrange(self.selection.split(self.scale))
-        if self.is_single:
+        if self.values.ndim == 0:
             return BlockPrior(self.values, scale)
         groups = {self._group_of[name] for name in block.names} if self.members else set()
         if len(groups) == 1:
@@ -186,10 +186,8 @@ class BoundPrior:
 
     def summed(self, each: Tensor) -> Tensor:
         """Sum over the weights that share a precision: (P,) to (1,), (groups,) or (P,)."""
-        if self.is_single:
-            return each.sum().reshape(1)
         if not self.members:
-            return each
+            return each if self.values.ndim else each.sum().reshape(1)
         # One sum for each parameter: an index_add of single entries is slow on a GPU.
         entries = self.selection.filled(each)
         sums = torch.stack([entries[part].sum() for part in self.selection.slices.values()])
