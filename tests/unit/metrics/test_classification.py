@@ -62,9 +62,9 @@ def test_ece_is_zero_for_honest_probabilities() -> None:
 
 
 def test_calibration_bins_include_their_upper_end() -> None:
-    found = metrics.calibration(torch.tensor([0.5, 0.5, 1.0]), torch.tensor([1, 0, 1]), bins=2)
-    assert found.weight.tolist() == pytest.approx([2 / 3, 1 / 3])
-    assert found.accuracy.tolist() == [0.5, 1.0]
+    diagram = metrics.calibration(torch.tensor([0.5, 0.5, 1.0]), torch.tensor([1, 0, 1]), bins=2)
+    assert diagram.weight.tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert diagram.accuracy.tolist() == [0.5, 1.0]
     empty = metrics.calibration(torch.tensor([0.9]), torch.tensor([1]), bins=2)
     assert math.isnan(empty.accuracy[0])
 

@@ -41,8 +41,8 @@ def test_crps_equals_its_integral(predicted: tuple[torch.Tensor, torch.Tensor, t
 
 
 def test_crps_of_a_sure_prediction_is_its_absolute_error() -> None:
-    found = metrics.crps(torch.zeros(2), torch.full((2,), 1e-9), torch.tensor([2.0, -1.0]))
-    assert found == pytest.approx(1.5, abs=1e-8)
+    score = metrics.crps(torch.zeros(2), torch.full((2,), 1e-9), torch.tensor([2.0, -1.0]))
+    assert score == pytest.approx(1.5, abs=1e-8)
 
 
 def test_coverage_counts_the_ends_and_width_is_a_mean() -> None:
