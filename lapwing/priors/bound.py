@@ -92,10 +92,10 @@ class BoundPrior:
         return tuple(dict.fromkeys(self.members))
 
     @cached_property
-    def _group_of(self) -> dict[str, int]:
-        """The number of the group of each parameter, by the name of the parameter."""
+    def _numbers(self) -> list[int]:
+        """The number of the group of each parameter."""
         numbers = {group: number for number, group in enumerate(self.groups)}
-        return {name: numbers[group] for name, group in zip(self.selection.names, self.members, strict=True)}
+        return [numbers[group] for group in self.members]
 
     @property
     def is_single(self) -> bool:
@@ -152,16 +152,24 @@ class BoundPrior:
 
     def _spread(self) -> Tensor:
         """Return the precision of the group of every weight, (P,)."""
+        if self.selection.index is not None:
+            return self.values[self._subnetwork_groups(self.selection.index)]
         values, sizes = self.values.unbind(), self.selection.sizes
-        parts = [values[group].expand(size) for group, size in zip(self._group_of.values(), sizes, strict=True)]
-        return self.selection.picked(torch.cat(parts))
+        return torch.cat([values[group].expand(size) for group, size in zip(self._numbers, sizes, strict=True)])
+
+    def _subnetwork_groups(self, index: Tensor) -> Tensor:
+        """Return the number of the group of each entry of a subnetwork, (P,)."""
+        ends = torch.tensor(self.selection.sizes, device=index.device).cumsum(0)
+        parameters = torch.bucketize(index, ends, right=True)
+        return torch.tensor(self._numbers, device=index.device)[parameters].to(self.values.device)
 
     def on(self, block: Block) -> BlockPrior:
         """Return the precision on a block."""
         scale = None if self.scale is None else block.arrange(self.selection.split(self.scale))
         if self.values.ndim == 0:
             return BlockPrior(self.values, scale)
-        groups = {self._group_of[name] for name in block.names} if self.members else set()
+        pairs = zip(self.selection.names, self._numbers, strict=True) if self.members else ()
+        groups = {number for name, number in pairs if name in block.names}
         if len(groups) == 1:
             return BlockPrior(self.values[groups.pop()], scale)
         arranged = block.arrange(self.selection.split(self.vector))
@@ -172,7 +180,7 @@ class BoundPrior:
 
     def logdet(self) -> Tensor:
         """Return the log-determinant of the precision."""
-        total = (self.counts * self.values.log()).sum()
+        total = self.counts @ self.values.reshape(-1).log()
         return total if self.scale is None else total + self.scale.log().sum()
 
     def penalty(self, theta: Tensor) -> Tensor:
@@ -188,11 +196,12 @@ class BoundPrior:
         """Sum over the weights that share a precision: (P,) to (1,), (groups,) or (P,)."""
         if not self.members:
             return each if self.values.ndim else each.sum().reshape(1)
+        total = each.new_zeros(len(self.groups))
+        if self.selection.index is not None:
+            return total.index_add(0, self._subnetwork_groups(self.selection.index), each)
         # One sum for each parameter: an index_add of single entries is slow on a GPU.
-        entries = self.selection.filled(each)
-        sums = torch.stack([entries[part].sum() for part in self.selection.slices.values()])
-        groups = torch.tensor(list(self._group_of.values()), device=each.device)
-        return each.new_zeros(len(self.groups)).index_add(0, groups, sums)
+        sums = torch.stack([each[part].sum() for part in self.selection.slices.values()])
+        return total.index_add(0, torch.tensor(self._numbers, device=each.device), sums)
 
     def state(self) -> State:
         """Return the prior as plain data. Its name is that of the class of ``given``, whose ``from_state`` reads it."""
@@ -254,7 +263,7 @@ def bind(
     if not bool(torch.isfinite(torch.as_tensor(mean)).all()):
         raise NumericalError("the prior mean holds NaN or infinity; expected finite numbers.")
     prior = BoundPrior(given, selection, values, like, members, mean)
-    return replace(prior, counts=prior.summed(like.new_ones(()).expand(size)))
+    return replace(prior, counts=prior.summed(like.new_ones(()).expand(size)).contiguous())
 
 
 def _in_order(precisions: Mapping[str, float], names: tuple[str, ...], like: Tensor) -> Tensor:
