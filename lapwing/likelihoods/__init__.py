@@ -1,4 +1,4 @@
-"""Likelihoods: how targets depend on the outputs of a network. One file each; ``protocol.py`` has the contract.
+"""Likelihoods: how targets depend on the outputs of a network. ``protocol.py`` has the contract.
 
 ``energies.py`` has the objectives of methods that learn by predicting. Predictive distributions are in
 ``lapwing.predictives``.

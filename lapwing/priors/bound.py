@@ -180,7 +180,7 @@ class BoundPrior:
 
     def logdet(self) -> Tensor:
         """Return the log-determinant of the precision."""
-        total = self.counts @ self.values.reshape(-1).log()
+        total = self.counts.to(self.values) @ self.values.reshape(-1).log()
         return total if self.scale is None else total + self.scale.log().sum()
 
     def penalty(self, theta: Tensor) -> Tensor:
@@ -205,15 +205,10 @@ class BoundPrior:
 
     def state(self) -> State:
         """Return the prior as plain data. Its name is that of the class of ``given``, whose ``from_state`` reads it."""
-        tensors = {"precision": self.values.detach()}
-        settings: dict[str, Any] = {"members": list(self.members)}
-        if isinstance(self.mean, Tensor):
-            tensors["mean"] = self.mean
-        else:
-            settings["mean"] = self.mean
-        if self.scale is not None:
-            tensors["scale"] = self.scale
-        return State(type(self.given).__name__, settings, tensors)
+        parts = {"precision": self.values.detach(), "mean": self.mean, "scale": self.scale}
+        tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+        mean = {} if "mean" in tensors else {"mean": self.mean}
+        return State(type(self.given).__name__, {"members": list(self.members), **mean}, tensors)
 
 
 def restored(cls: Any, state: State, network: Network) -> BoundPrior:
