@@ -15,6 +15,7 @@ from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DataError, NumericalError, UnsupportedError
+from lapwing.likelihoods.gaussian import NormalPredictive
 from lapwing.linalg.block_cg import block_conjugate_gradients
 from lapwing.linalg.design import (
     Design,
@@ -27,7 +28,6 @@ from lapwing.linalg.design import (
 from lapwing.linalg.features import checked_features, checked_targets, feature_design
 from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.solution import Solution
-from lapwing.predictives.normal import NormalPredictive
 
 __all__ = ["LinearPosterior", "OperatorDesign", "fit"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.core.gaussian import Deferred
-from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.likelihoods.categorical import SoftmaxPredictive
 from tests.tolerances import assert_close, assert_within
 
 D = torch.float64
