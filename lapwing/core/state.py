@@ -81,11 +81,11 @@ def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> 
     >>> on_device({"a": torch.ones(2), "b": (1, "text")}, torch.device("meta"))["a"].device
     device(type='meta')
     """
-    return _moved(value, device, {} if keep is None else {id(keep): (keep, keep)})
+    return _transferred(value, device, {} if keep is None else {id(keep): (keep, keep)})
 
 
-def _moved(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Return the value on the device. ``done`` maps addresses to (value, moved value), so that addresses stay taken."""
+def _transferred(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Return the value on the device. ``done`` maps addresses to (value, its copy on the device), so that addresses stay taken."""
     if isinstance(value, torch.device):
         return device
     if isinstance(value, Tensor):
@@ -96,15 +96,15 @@ def _moved(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -
 
 
 def _rebuilt(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
-    move = lambda part: _moved(part, device, done)
+    move = lambda part: _transferred(part, device, done)
     if isinstance(value, nn.Module):
         return copy.deepcopy(value).to(device)
     if isinstance(value, partial):
         return partial(move(value.func), *map(move, value.args), **{key: move(v) for key, v in value.keywords.items()})
     if is_dataclass(value) and not isinstance(value, type):
-        moved = object.__new__(type(value))
-        moved.__dict__.update({name: move(part) for name, part in vars(value).items()})
-        return moved
+        result = object.__new__(type(value))
+        result.__dict__.update({name: move(part) for name, part in vars(value).items()})
+        return result
     if isinstance(value, Mapping):
         return type(value)({key: move(part) for key, part in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its parts one by one

@@ -198,7 +198,7 @@ class BoundPrior:
             return each if self.values.ndim else each.sum().reshape(1)
         total = each.new_zeros(len(self.groups))
         if self.selection.index is not None:
-            return total.index_add(0, self._subnetwork_groups(self.selection.index), each)
+            return total.index_add(0, self._subnetwork_groups(self.selection.index).to(each.device), each)
         # One sum for each parameter: an index_add of single entries is slow on a GPU.
         sums = torch.stack([each[part].sum() for part in self.selection.slices.values()])
         return total.index_add(0, torch.tensor(self._numbers, device=each.device), sums)
@@ -299,7 +299,7 @@ def starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
 
 
 def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
-    """Return one precision for each group from its own weights alone; infinite for weights at the prior mean.
+    """Return one precision for each group from its weights alone; infinite for weights at the prior mean.
 
     A group whose weights are k times as large gets a precision k² times as small.
     """
