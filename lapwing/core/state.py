@@ -85,7 +85,10 @@ def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> 
 
 
 def _transferred(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Return the value on the device. ``done`` maps addresses to (value, its copy on the device), so that addresses stay taken."""
+    """Return the value on the device.
+
+    ``done`` maps addresses to values and their copies. It keeps the values, so that no address is used twice.
+    """
     if isinstance(value, torch.device):
         return device
     if isinstance(value, Tensor):
