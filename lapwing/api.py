@@ -16,7 +16,7 @@ from lapwing.auto import Auto
 from lapwing.core.data import Data
 from lapwing.core.progress import shows_progress
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.fitted import Fitted, checked_prior, checked_tuner
+from lapwing.fitted import Fitted, checked_prior
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
 from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
@@ -35,10 +35,9 @@ from lapwing.registry import likelihood_named, method_named, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
-from lapwing.tuners.maximise_evidence import MaximiseEvidence
-from lapwing.tuners.protocol import Tuner
+from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
+from lapwing.tuners.protocol import Tuner, checked_tuner
 from lapwing.tuners.sample_em import SampleEM
-from lapwing.tuners.search import start_near_optimum
 
 
 @outside_autocast

@@ -38,8 +38,8 @@ from lapwing.priors import isotropic
 from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
-from lapwing.tuners.maximise_evidence import MaximiseEvidence
-from lapwing.tuners.protocol import Tuner, with_training_data
+from lapwing.tuners.evidence import MaximiseEvidence
+from lapwing.tuners.protocol import Tuner, checked_tuner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -367,17 +367,6 @@ def checked_prior(given: Prior | float) -> Prior:
     if isinstance(given, str) or callable(given):
         raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
     return isotropic(given)
-
-
-def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
-    """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
-    if isinstance(tuner, type):
-        raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
-    if not callable(tuner):
-        raise UnsupportedError(
-            f"tuner is {tuner!r:.80}; expected an object such as lw.tuners.FixedPoint(), not its name."
-        )
-    return with_training_data(tuner, data)
 
 
 def _first_three(values: Tensor) -> str:

@@ -25,7 +25,7 @@ from lapwing.posteriors.protocols import Tunable
 from lapwing.problem import Problem
 from lapwing.training.recipe import OPTIMISERS, Recipe
 from lapwing.training.state import Epoch, State
-from lapwing.tuners.protocol import with_training_data
+from lapwing.tuners.protocol import checked_tuner
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class _Trainer:
             raise UnsupportedError(
                 "a g-prior depends on the curvature, which changes during training; use per_layer()."
             )
-        self.update = with_training_data(recipe.update, data)
+        self.update = checked_tuner(recipe.update, data)
         self.noise: Tensor | None = None
         self.count = data_count(self.network, likelihood, data)
         tensors = dict(model.named_parameters())

@@ -17,7 +17,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method
 from lapwing.priors import isotropic, per_layer
 from lapwing.priors.bound import Prior
-from lapwing.tuners.ascend import Ascend
+from lapwing.tuners.evidence import Ascend
 from lapwing.tuners.fixed_point import FixedPoint
 from lapwing.tuners.protocol import Tuner
 

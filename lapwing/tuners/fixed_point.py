@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor
 
 from lapwing.core.settings import require_flag, require_integer, require_positive
-from lapwing.core.trace import NOT_CONVERGED, Step, Trace
-from lapwing.errors import DivergedError
+from lapwing.core.trace import NOT_CONVERGED, Step
 from lapwing.posteriors.effective import effective_parameters
 from lapwing.posteriors.protocols import HasUnseenGamma, SamplesGamma
-from lapwing.tuners.search import Coordinates, refuse_not_finite, refuse_runaway
+from lapwing.tuners.evidence import Coordinates
 
 LARGEST_CHANGE = 10.0  # of a logarithm in one step: far from the fixed point the update overshoots
 
@@ -62,34 +60,34 @@ class FixedPoint:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the fixed point."""
-        coordinates = Coordinates.of(posterior, self.noise)
-        x, largest = coordinates.start, math.inf
-        steps: list[Step] = []
-        findings: tuple[str, ...] = ()
+        coordinates = Coordinates.of(posterior, self.noise, "FixedPoint")
+        x, steps = coordinates.start, list[Step]()
         damping, last_change = torch.ones_like(x), torch.zeros_like(x)
         with torch.no_grad():
             value = float(coordinates.at(x).log_evidence())
             for _ in range(self.max_steps):
                 new, gamma = self._updated(coordinates, coordinates.at(x))
                 steps.append(coordinates.step(x, value, gamma))
-                refuse_not_finite(coordinates, steps, "FixedPoint")
-                refuse_runaway(coordinates, steps, "FixedPoint")
+                coordinates.refuse_not_finite(steps)
+                coordinates.refuse_runaway(steps)
                 if not bool(torch.isfinite(new).all()):
-                    self._refuse(coordinates, steps, x, "an update is not finite")
+                    raise coordinates.error_at(x, steps, self._message("an update is not finite"))
                 change = new - x
                 largest = float(change.abs().max())
                 if largest <= self.tolerance:
-                    break
+                    return coordinates.finished(x, steps)
                 # A logarithm that changes direction overshoots: near the optimum the evidence is too flat to show it.
                 damping = torch.where(change * last_change < 0, 0.5 * damping, (1.2 * damping).clamp_max(1))
                 last_change = change.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
                 x, value = self._accepted(coordinates, x, x + damping * last_change, value)
-            else:
-                if largest > NOT_CONVERGED and self.max_steps > 1:
-                    reason = f"after {self.max_steps} steps a logarithm moves {largest:.2g}"
-                    self._refuse(coordinates, steps, x, reason)
-                findings = (f"stopped after {self.max_steps} steps, where a logarithm still moved {largest:.2g}",)
-        return coordinates.finished(x, Trace("FixedPoint", steps=tuple(steps), findings=findings))
+        if largest > NOT_CONVERGED and self.max_steps > 1:
+            reason = f"after {self.max_steps} steps a logarithm moves {largest:.2g}"
+            raise coordinates.error_at(x, steps, self._message(reason))
+        finding = f"stopped after {self.max_steps} steps, where a logarithm still moved {largest:.2g}"
+        return coordinates.finished(x, steps, finding)
+
+    def _message(self, reason: str) -> str:
+        return f"FixedPoint: {reason}; expected below {self.tolerance:g}. Raise max_steps, or use MaximiseEvidence."
 
     def _accepted(self, coordinates: Coordinates, x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
         """Return the update, or the half, quarter, ... of it that does not lower the evidence, and the evidence there.
@@ -128,11 +126,6 @@ class FixedPoint:
             return _noise_update(squares, torch.full_like(noise, gamma), statistics.data * statistics.outputs, noise)
         squares = 2 * torch.tensor(statistics.losses, dtype=torch.float64, device=noise.device)
         return _noise_update(squares, _gamma_by_output(current), statistics.data, noise)
-
-    def _refuse(self, coordinates: Coordinates, steps: list[Step], x: Tensor, reason: str) -> None:
-        message = f"FixedPoint: {reason}; expected below {self.tolerance:g}. Raise max_steps, or use MaximiseEvidence."
-        trace = Trace("FixedPoint", steps=tuple(steps), findings=(message,))
-        raise DivergedError(message, trace, coordinates.finished(x, trace))
 
 
 def _gamma_by_output(current: Any) -> Tensor:

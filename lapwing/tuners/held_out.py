@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.trace import Step, Trace
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import IgnoresTargets, Likelihood
 from lapwing.losses import sample_count
 from lapwing.networks.budget import temporary
-from lapwing.posteriors.protocols import Linearised
 from lapwing.tuners.protocol import as_data
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
@@ -67,12 +65,12 @@ def _one_pass(candidates: Sequence[Any], data: Data, metric: Metric, folds: int)
     counts, sizes = (torch.zeros(folds, dtype=torch.float64) for _ in range(2))
     position = n_scored = 0
     with torch.no_grad():
-        for batch, beliefs in _beliefs(candidates, data):
+        for targets, beliefs in _beliefs(candidates, data):
             n_scored = len(beliefs)
             size = beliefs[0].mean.shape[0]
             fold = (torch.arange(size) + position) % folds
             position += size
-            y = likelihoods[0].targets(beliefs[0].mean, batch.targets)
+            y = likelihoods[0].targets(beliefs[0].mean, targets)
             for k in range(folds):
                 rows = _known_rows(likelihoods[0], y, (fold == k).nonzero()[:, 0].to(y.device))
                 f = beliefs[0].mean[rows]
@@ -119,23 +117,17 @@ def _number(score: Tensor | float) -> float:
     return float(score)
 
 
-def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, list[FunctionGaussian]]]:
-    """Yield each chunk with the beliefs of the first candidates, as many as fit in memory at the first chunk."""
+def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Tensor, list[FunctionGaussian]]]:
+    """Yield the targets of each chunk and the beliefs of the first candidates, as many as fit at the first chunk."""
     network = candidates[0].problem.network
-    group = [without_cache(candidate) for candidate in candidates]
+    group = [replace(candidate) for candidate in candidates]  # copies, whose cached factorisations are freed with them
     limit: float = KEPT * temporary(network.device)
     for batch in data.batches("held-out data"):
         sample_count(network, batch)
         for rows, tangent in network.tangents(batch.inputs):
-            chunk = Batch(batch.inputs, batch.targets[rows])
             beliefs = _beliefs_within(group, tangent.f.to(network.dtype), tangent.jacobians(), limit)
             group, limit = group[: len(beliefs)], math.inf
-            yield chunk, beliefs
-
-
-def without_cache(candidate: Any) -> Any:
-    """Return a copy of the candidate without cached factorisations, which are freed together with the copy."""
-    return replace(candidate)
+            yield batch.targets[rows], beliefs
 
 
 def _beliefs_within(candidates: Sequence[Any], f: Tensor, jacobians: Any, limit: float) -> list[FunctionGaussian]:
@@ -158,61 +150,8 @@ def _add_storages(value: Any, storages: dict[int, int]) -> None:
     """Add the bytes of all tensors in the value, by their address, so that shared memory counts once."""
     if isinstance(value, Tensor):
         storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    inside: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, tuple | list):
-        inside = value
-    elif is_dataclass(value):
-        inside = vars(value).values()
+    inside: Iterable[Any] = value if isinstance(value, tuple | list) else ()
+    if isinstance(value, Mapping) or is_dataclass(value):
+        inside = (value if isinstance(value, Mapping) else vars(value)).values()
     for each in inside:
         _add_storages(each, storages)
-
-
-def with_precisions(posterior: Any, precisions: Sequence[float]) -> list[Any]:
-    """Return the posterior under each precision; a prior with groups keeps the ratios between them."""
-    refuse_not_linearised(posterior)
-    problem = posterior.problem
-    values = problem.prior.values.detach()
-    ratios = values / values.log().mean().exp()
-    return [posterior.with_problem(problem.with_prior(problem.prior.with_precision(ratios * p))) for p in precisions]
-
-
-def refuse_not_linearised(posterior: Any) -> None:
-    """Raise if the prior and noise of the posterior cannot change without the data."""
-    if not isinstance(posterior, Linearised):
-        raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use a method that has one.")
-
-
-def require_positive_values(name: str, values: Any) -> None:
-    """Raise unless the values are a non-empty sequence of positive, finite numbers."""
-    try:
-        good = len(values) > 0 and all(math.isfinite(v) and v > 0 for v in values)
-    except TypeError:
-        good = False
-    if not good:
-        raise UnsupportedError(f"{name} is {values!r:.80}; expected a list of positive, finite numbers.")
-
-
-def require_metric(metric: Any) -> None:
-    """Raise unless the metric can be called."""
-    if not callable(metric):
-        raise UnsupportedError(f"metric is {metric!r:.80}; expected a function of (predictive, targets).")
-
-
-def best_of(candidates: Sequence[Any], scores: Tensor, best: int, trace: Trace) -> Any:
-    """Return candidate number ``best``, with ``trace`` completed by the candidates and their scores."""
-    if not bool(torch.isfinite(scores).all()):
-        n_bad = int((~torch.isfinite(scores)).sum())
-        raise DataError(f"{trace.tuner}: {n_bad} of {len(scores)} scores are not finite.")
-    findings = trace.findings
-    if best in (0, len(candidates) - 1) and len(candidates) > 2:
-        findings = (*findings, "the best value is at the edge of those tried: try further out")
-    steps = tuple(_step(candidate, score) for candidate, score in zip(candidates, scores.tolist(), strict=True))
-    return candidates[best].with_trace(replace(trace, steps=steps, findings=findings))
-
-
-def _step(candidate: Any, score: float) -> Step:
-    problem = candidate.problem
-    precisions = tuple(problem.prior.values.detach().reshape(-1).tolist())
-    return Step(score, precisions, (float(problem.likelihood.dispersion),))

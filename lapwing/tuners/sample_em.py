@@ -17,9 +17,9 @@ from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.protocols import SamplesGamma
 from lapwing.problem import Problem
 from lapwing.tangent.model import tangent_model
-from lapwing.tuners.mode_solver import ModeSolver
+from lapwing.tuners.evidence import in_range
+from lapwing.tuners.linear_mode import ModeSolver
 from lapwing.tuners.protocol import required_data
-from lapwing.tuners.search import in_range
 
 MODES = ("tangent", "network")
 
@@ -82,21 +82,21 @@ class SampleEM:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the fixed point."""
-        current = posterior
         if not isinstance(posterior, SamplesGamma):
             raise UnsupportedError(f"{type(posterior).__name__} has no samples; use method=Sampled().")
+        current: Any = posterior
         solver, theta, loss = self._solver(current), current.theta.double(), current.statistics.loss
         steps: list[Step] = []
         for _ in range(self.max_steps):
             if solver is not None:
                 mode = solver(current.problem, theta)
                 theta, loss = mode.theta, mode.loss
-            gammas = _gammas_by_precision(current)
+            prior = current.problem.prior
+            gammas = torch.stack([prior.summed(row.to(prior.values)) for row in current.gamma_samples()])  # (K, groups)
             updated = self._updated(current, gammas.mean(0), theta, float(loss))
             change = _largest_change(current.problem, updated.problem)
             steps.append(_step(current.problem, gammas.sum(1, keepdim=True)))
-            _refuse_negative(gammas, steps, current)
-            _refuse_runaway(updated.problem, change, steps, current)
+            _refuse_diverged(current, gammas, updated.problem.prior.values, change, steps)
             current = updated
             if change <= self.tolerance:
                 break
@@ -132,48 +132,38 @@ class SampleEM:
             finding += f", of a group ± {_error(gammas):.0%} of it or less"
         if change > self.tolerance:
             finding += f"; a logarithm still moved by {change:.2g} at the last step"
-        trace = Trace("SampleEM", "gamma", tuple(steps), (finding,))
+        posterior = current.with_trace(Trace("SampleEM", "gamma", tuple(steps), (finding,)))
         if change > max(NOT_CONVERGED, self.tolerance) and self.max_steps > 1:
             raise DivergedError(
                 f"SampleEM: after {self.max_steps} steps a logarithm moves by {change:.2g}; expected at most "
                 f"{self.tolerance:g}. Raise max_steps or Sampled(num_samples=...), take mode='network', or give the "
                 "prior.",
-                trace,
-                current.with_trace(trace),
+                posterior.trace,
+                posterior,
             )
-        return current.with_trace(trace)
+        return posterior
 
 
-def _gammas_by_precision(current: Any) -> Tensor:
-    """Return γ of the weights that share a precision, from each sample: (K, groups)."""
-    prior = current.problem.prior
-    return torch.stack([prior.summed(row.to(prior.values)) for row in current.gamma_samples()])
+def _refuse_diverged(current: Any, gammas: Tensor, precisions: Tensor, change: float, steps: list[Step]) -> None:
+    """Raise if γ of a group is negative, or an updated precision is out of range or not finite.
 
-
-def _refuse_negative(gammas: Tensor, steps: list[Step], current: Any) -> None:
-    """Raise if γ of a group is negative: only γ of all weights is a sum of squares."""
-    lowest = float(gammas.mean(0).min())
+    Only γ of all weights is a sum of squares, so that γ of a group may be negative.
+    """
+    lowest, low, high = float(gammas.mean(0).min()), *(float(end) for end in precisions.aminmax())
+    message = ""
     if lowest < 0:
-        trace = Trace("SampleEM", "gamma", tuple(steps))
-        raise DivergedError(
+        message = (
             f"SampleEM: gamma of a group is {lowest:.3g} from {len(gammas)} samples; expected none below zero. Raise "
-            "Sampled(num_samples=...), or use a prior with one number.",
-            trace,
-            current.with_trace(trace),
+            "Sampled(num_samples=...), or use a prior with one number."
         )
-
-
-def _refuse_runaway(updated: Problem, change: float, steps: list[Step], current: Any) -> None:
-    """Raise if an updated precision is out of range or not finite."""
-    low, high = (float(end) for end in updated.prior.values.aminmax())
-    if not (math.isfinite(change) and in_range((low, high), current)):
-        trace = Trace("SampleEM", "gamma", tuple(steps))
-        raise DivergedError(
+    elif not (math.isfinite(change) and in_range((low, high), current)):
+        message = (
             f"SampleEM: a prior precision ran to {high:.3g} (smallest {low:.3g}). The weights of a group are all near "
-            "the prior mean, or the data do not curve the loss. Give the prior.",
-            trace,
-            current.with_trace(trace),
+            "the prior mean, or the data do not curve the loss. Give the prior."
         )
+    if message:
+        trace = Trace("SampleEM", "gamma", tuple(steps))
+        raise DivergedError(message, trace, current.with_trace(trace))
 
 
 def _error(gammas: Tensor) -> float:

@@ -16,7 +16,7 @@ import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.priors.single import Isotropic
 from lapwing.tangent import model as tangent_model
-from lapwing.tuners.mode_solver import ModeSolver
+from lapwing.tuners.linear_mode import ModeSolver
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense, kfac, structures
