@@ -16,7 +16,7 @@ from lapwing.auto import Auto
 from lapwing.core.data import Data
 from lapwing.core.progress import shows_progress
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.fitted import Fitted, checked_prior
+from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
 from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
@@ -28,10 +28,9 @@ from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence, SamplesGamma, trace_of
-from lapwing.priors import isotropic
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
-from lapwing.registry import likelihood_named, method_named, weights_named
+from lapwing.registry import likelihood_named, method_named, prior_given, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
@@ -96,8 +95,7 @@ def fit(
     >>> posterior.predict(x[:3]).std.shape
     torch.Size([3, 1])
     """
-    device = _device(model)
-    batches = Data(data, device, target_key, shows_progress(progress))
+    batches = Data(data, _device(model), target_key, shows_progress(progress))
     problem = _problem(model, batches, likelihood, weights, prior)
     chosen, why = _method(method, problem, batches)
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
@@ -127,10 +125,8 @@ def _problem(
         chosen.check_outputs(f)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
-    given = isotropic(1.0) if prior is None else checked_prior(prior)
-    groups = None
-    if given.needs_groups:
-        groups = members(network, scale_free_groups(network, first.inputs))
+    given = prior_given(1.0 if prior is None else prior)
+    groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
 
@@ -219,8 +215,7 @@ def train(
     >>> trained.posterior.predict(x[:3]).std.shape
     torch.Size([3, 1])
     """
-    device = _device(model)
-    batches = Data(data, device, target_key)
+    batches = Data(data, _device(model), target_key, shows_progress(progress))
     inputs = batches.look()[1].inputs
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
@@ -233,17 +228,17 @@ def train(
         chosen.check_outputs(f)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
-    outcome = training.run(
+    trained, posterior, state = training.run(
         model,
-        replace(batches, progress=shows_progress(progress)),
+        batches,
         chosen,
         network_of,
         recipe,
         resume=State.load(resume) if isinstance(resume, str | Path) else resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
     )
-    fitted = Fitted(outcome.posterior, Fingerprint.of(outcome.model), type(recipe.method).__name__)
-    return Trained(outcome.model, fitted, outcome.history, outcome.state)
+    fitted = Fitted(posterior, Fingerprint.of(trained), type(recipe.method).__name__)
+    return Trained(trained, fitted, state.history, state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,8 +272,7 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     >>> torch.allclose(again.predict(x).std, posterior.predict(x).std)
     True
     """
-    posterior, fingerprint, method = files.load(path, model)
-    return Fitted(posterior, fingerprint, method)
+    return Fitted(*files.load(path, model))
 
 
 def _device(model: nn.Module) -> torch.device:

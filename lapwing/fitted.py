@@ -34,8 +34,8 @@ from lapwing.posteriors.protocols import (
     Reweightable,
     trace_of,
 )
-from lapwing.priors import isotropic
 from lapwing.priors.bound import BoundPrior, Prior
+from lapwing.registry import prior_given
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
 from lapwing.tuners.evidence import MaximiseEvidence
@@ -298,7 +298,7 @@ class Fitted:
         problem = self.posterior.problem
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
-        given = checked_prior(prior)
+        given = prior_given(prior)
         bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if isinstance(self.posterior, HasCurvature):
             return replace(self, posterior=self.posterior.with_prior(bound))
@@ -358,15 +358,6 @@ class Fitted:
             name = self.method or type(self.posterior).__name__
             raise UnsupportedError(f"{name} has no {what}; choose a method that has.")
         return self.posterior
-
-
-def checked_prior(given: Prior | float) -> Prior:
-    """Return the prior, or the isotropic one with this precision; raise for names and functions."""
-    if isinstance(given, Prior):
-        return given
-    if isinstance(given, str) or callable(given):
-        raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
-    return isotropic(given)
 
 
 def _first_three(values: Tensor) -> str:

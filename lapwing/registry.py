@@ -30,6 +30,8 @@ from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag.swag import SWAG
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import Weights, all_weights
+from lapwing.priors import isotropic
+from lapwing.priors.bound import Prior
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
@@ -69,6 +71,15 @@ def weights_named(name: str | Weights | None) -> Weights:
     if name is None:
         return all_weights
     return _looked_up(name, WEIGHTS, "weights") if isinstance(name, str) else name
+
+
+def prior_given(given: Prior | float) -> Prior:
+    """Return the prior, or the isotropic one with this precision; raise for names and functions."""
+    if isinstance(given, Prior):
+        return given
+    if isinstance(given, str) or callable(given):
+        raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
+    return isotropic(given)
 
 
 def _instance(given: Any, what: str) -> Any:

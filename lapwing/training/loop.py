@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,6 @@ from lapwing.training.state import Epoch, State
 from lapwing.tuners.protocol import checked_tuner
 
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """A trained copy of the model, the posterior at its best epoch, and the state to resume from."""
-
-    model: nn.Module
-    posterior: Any
-    history: tuple[Epoch, ...]
-    state: State
-
-
 def run(
     model: nn.Module,
     data: Data,
@@ -47,8 +37,10 @@ def run(
     *,
     resume: State | None = None,
     checkpoint: Path | None = None,
-) -> Outcome:
-    """Train a copy of ``model`` and return it; ``model`` itself is not changed. ``data.progress`` shows one bar.
+) -> tuple[nn.Module, Any, State]:
+    """Train a copy of ``model``; return it with the posterior at its best epoch and the state to resume from.
+
+    ``model`` itself is not changed. ``data.progress`` shows one bar.
 
     The random numbers of an epoch depend only on the recipe's seed and the number of the epoch, so that a resumed
     run ends where an uninterrupted one would, and equal seeds and data give equal results.
@@ -79,9 +71,7 @@ class _Trainer:
         resume: State | None,
     ) -> None:
         self.model, self.data, self.recipe = model, data, recipe
-        self.modes = (
-            {m: m.training for m in model.modules()} if model.training else dict.fromkeys(model.modules(), True)
-        )
+        self.modes = {module: module.training or not model.training for module in model.modules()}
         self.network = network_of(model.eval())
         self.likelihood = likelihood
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
@@ -105,13 +95,10 @@ class _Trainer:
     def _resume(self, state: State) -> None:
         try:
             self._refuse_foreign(state)
-            self.model.load_state_dict(state.weights)
+            self._restore(vars(state))
             self.optimiser.load_state_dict(copy.deepcopy(state.optimiser))  # steps change its tensors in place
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(f"this training state belongs to another model or recipe: {error}") from error
-        device = self.network.device
-        self.prior = self.prior.with_precision(state.precision.to(device))
-        self.noise = None if state.noise is None else state.noise.to(device)
         self.best, self.history, self.done = dict(state.best), list(state.history), state.epoch
 
     def _refuse_foreign(self, state: State) -> None:
@@ -137,13 +124,16 @@ class _Trainer:
         for module, training in self.modes.items():  # a module that was in evaluation mode stays in it
             module.training = training
         total, seen = 0.0, 0
-        coefficients = self._coefficients()
+        coefficients = self._by_parameter(self.prior.vector.detach())
         batches = self.data.batches(f"epoch {number}")
         # L-BFGS compares losses and gradients of several evaluations, so all batches make one step.
         steps = [tuple(batches)] if self.recipe.full_batch else ((batch,) for batch in batches)
         for step in steps:
-            size = sum(len(batch.targets) if batch.targets.ndim else 1 for batch in step)
-            self._set_rate((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
+            size = sum(batch.n_samples for batch in step)
+            if not self.recipe.full_batch:
+                rate = self.recipe.rate_at((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
+                for group in self.optimiser.param_groups:
+                    group["lr"] = rate
             value = self._step(step, coefficients)
             self._refuse_not_finite(value, "training loss", number)
             total, seen = total + size * value, seen + size
@@ -153,8 +143,8 @@ class _Trainer:
 
     def _refuse_not_finite(self, value: float, what: str, number: int) -> None:
         if not math.isfinite(value):
-            has_no_rate = self.recipe.full_batch
-            remedy = "Scale inputs and targets" if has_no_rate else f"Lower the rate ({self.recipe.rate:g})"
+            has_rate = not self.recipe.full_batch
+            remedy = f"Lower the rate ({self.recipe.rate:g})" if has_rate else "Scale inputs and targets"
             raise NumericalError(
                 f"the {what} is {value} in epoch {number}; expected a finite number. {remedy}; the last finite "
                 "state is in the last checkpoint."
@@ -184,9 +174,6 @@ class _Trainer:
         penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
         return loss / self._current.dispersion.to(loss) + 0.5 * penalty / self.count
 
-    def _coefficients(self) -> list[Tensor]:
-        return self._by_parameter(self.prior.vector.detach())
-
     def _by_parameter(self, flat: Tensor) -> list[Tensor]:
         """Split a vector (P,) into tensors of the shapes of the parameters."""
         split = self.network.selection.split(flat)
@@ -196,11 +183,6 @@ class _Trainer:
     def _current(self) -> Likelihood:
         """The likelihood under the present noise."""
         return self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
-
-    def _set_rate(self, progress: float) -> None:
-        if not self.recipe.full_batch:
-            for group in self.optimiser.param_groups:
-                group["lr"] = self.recipe.rate_at(progress)
 
     def _fitted(self) -> Any:
         """Fit the recipe's method at the present weights, prior and noise."""
@@ -225,12 +207,7 @@ class _Trainer:
         self.prior = posterior.problem.prior.with_precision(posterior.problem.prior.values.detach())
         self.noise = None if posterior.noise is None else posterior.noise.detach()
         if not self.best or evidence > self.best["evidence"] or not self.recipe.keep_best:
-            self.best = {
-                "evidence": evidence,
-                "weights": _copy_to_cpu(self.model.state_dict()),
-                "precision": self.prior.values.clone().cpu(),
-                "noise": None if self.noise is None else self.noise.clone().cpu(),
-            }
+            self.best = {"evidence": evidence, **self._copied()}
         noise = () if self.noise is None else tuple(self.noise.reshape(-1).tolist())
         precisions = tuple(self.prior.values.reshape(-1).tolist())
         return replace(entry, log_evidence=evidence, precisions=precisions, noise=noise, finding=finding)
@@ -249,28 +226,32 @@ class _Trainer:
     @property
     def state(self) -> State:
         """A copy on the CPU of everything needed to resume after the last finished epoch."""
-        return State(
-            self.done, _copy_to_cpu(self.model.state_dict()), copy.deepcopy(self.optimiser.state_dict()),
-            self.prior.values.clone().cpu(), None if self.noise is None else self.noise.clone().cpu(),
-            self.best, tuple(self.history),
-        )  # fmt: skip
+        optimiser = copy.deepcopy(self.optimiser.state_dict())
+        return State(self.done, optimiser=optimiser, best=self.best, history=tuple(self.history), **self._copied())
+
+    def _copied(self) -> dict[str, Any]:
+        """Return a copy on the CPU of weights, precision and noise."""
+        return {
+            "weights": {name: value.detach().clone().cpu() for name, value in self.model.state_dict().items()},
+            "precision": self.prior.values.clone().cpu(),
+            "noise": None if self.noise is None else self.noise.clone().cpu(),
+        }
+
+    def _restore(self, copied: Mapping[str, Any]) -> None:
+        """Take weights, precision and noise from a copy."""
+        self.model.load_state_dict(copied["weights"])
+        self.prior = self.prior.with_precision(copied["precision"].to(self.network.device))
+        self.noise = None if copied["noise"] is None else copied["noise"].to(self.network.device)
 
     def _seed_of(self, epoch: int) -> AbstractContextManager[None]:
         """Seed the global generators by the number of the epoch."""
         return global_seed(self.recipe.seed * 1_000_003 + epoch, self.network.device)
 
-    def outcome(self) -> Outcome:
-        """Return the model at its best epoch, with a posterior fitted there under the prior and noise of that epoch."""
+    def outcome(self) -> tuple[nn.Module, Any, State]:
+        """Return the model at its best epoch, a posterior under the prior and noise of that epoch, and the state."""
         state = self.state
         if self.best:
-            self.model.load_state_dict(self.best["weights"])
-            self.prior = self.prior.with_precision(self.best["precision"].to(self.network.device))
-            noise = self.best["noise"]
-            self.noise = None if noise is None else noise.to(self.network.device)
+            self._restore(self.best)
         with self._seed_of(self.recipe.epochs):
             posterior = self._fitted()
-        return Outcome(self.model.eval(), posterior, tuple(self.history), state)
-
-
-def _copy_to_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone().cpu() for name, value in state.items()}
+        return self.model.eval(), posterior, state

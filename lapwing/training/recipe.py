@@ -166,7 +166,7 @@ def online(epochs: int = 100, **changes: Any) -> Recipe:
     >>> online(epochs=20, burn_in=5).frequency
     1
     """
-    recipe = Recipe(epochs=epochs, method=Kron(), prior=per_layer(1.0), update=Ascend())
+    recipe = Recipe(epochs, Kron(), per_layer(1.0), Ascend())
     return replace(recipe, **changes)
 
 
@@ -189,12 +189,5 @@ def classic(epochs: int = 30, **changes: Any) -> Recipe:
     >>> classic().optimiser
     'lbfgs'
     """
-    recipe = Recipe(
-        epochs=epochs,
-        method=Full(),
-        prior=isotropic(1.0),
-        update=FixedPoint(max_steps=1),
-        optimiser="lbfgs",
-        keep_best=False,
-    )
+    recipe = Recipe(epochs, Full(), isotropic(1.0), FixedPoint(max_steps=1), optimiser="lbfgs", keep_best=False)
     return replace(recipe, **changes)
