@@ -228,15 +228,7 @@ def train(
         chosen.check_outputs(f)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
-    trained, posterior, state = training.run(
-        model,
-        batches,
-        chosen,
-        network_of,
-        recipe,
-        resume=State.load(resume) if isinstance(resume, str | Path) else resume,
-        checkpoint=None if checkpoint is None else Path(checkpoint),
-    )
+    trained, posterior, state = training.run(model, batches, chosen, network_of, recipe, resume, checkpoint)
     fitted = Fitted(posterior, Fingerprint.of(trained), type(recipe.method).__name__)
     return Trained(trained, fitted, state.history, state)
 

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,8 @@ def run(
     likelihood: Likelihood,
     network_of: Callable[[nn.Module], Network],
     recipe: Recipe,
-    *,
-    resume: State | None = None,
-    checkpoint: Path | None = None,
+    resume: State | str | Path | None = None,
+    checkpoint: str | Path | None = None,
 ) -> tuple[nn.Module, Any, State]:
     """Train a copy of ``model``; return it with the posterior at its best epoch and the state to resume from.
 
@@ -45,10 +44,13 @@ def run(
     The random numbers of an epoch depend only on the recipe's seed and the number of the epoch, so that a resumed
     run ends where an uninterrupted one would, and equal seeds and data give equal results.
     """
-    if checkpoint is not None and not checkpoint.absolute().parent.is_dir():
+    state = State.load(resume) if isinstance(resume, str | Path) else resume
+    if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
         raise FileError(f"there is no folder for the checkpoint {checkpoint}; expected one to write to.")
     copied = copy.deepcopy(unwrapped(model))
-    trainer = _Trainer(copied, replace(data, progress=False), likelihood, network_of, recipe, resume)
+    trainer = _Trainer(copied, replace(data, progress=False), likelihood, network_of, recipe)
+    if state is not None:
+        trainer.resume(state)
     epochs = ProgressBar(range(trainer.done, recipe.epochs), "training", data.progress, trainer.done, leave=True)
     for number in epochs:
         trainer.epoch(number)
@@ -58,41 +60,38 @@ def run(
     return trainer.outcome()
 
 
+@dataclass(eq=False)
 class _Trainer:
     """The mutable state of one training run."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Data,
-        likelihood: Likelihood,
-        network_of: Callable[[nn.Module], Network],
-        recipe: Recipe,
-        resume: State | None,
-    ) -> None:
-        self.model, self.data, self.recipe = model, data, recipe
+    model: nn.Module
+    data: Data
+    likelihood: Likelihood
+    network_of: Callable[[nn.Module], Network]
+    recipe: Recipe
+    noise: Tensor | None = None
+    best: dict[str, Any] = field(default_factory=dict)
+    history: list[Epoch] = field(default_factory=list)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        model, recipe = self.model, self.recipe
         self.modes = {module: module.training or not model.training for module in model.modules()}
-        self.network = network_of(model.eval())
-        self.likelihood = likelihood
+        self.network = self.network_of(model.eval())
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
         if self.prior.needs_curvature:
             raise UnsupportedError(
                 "a g-prior depends on the curvature, which changes during training; use per_layer()."
             )
-        self.update = checked_tuner(recipe.update, data)
-        self.noise: Tensor | None = None
-        self.count = data_count(self.network, likelihood, data)
+        self.update = checked_tuner(recipe.update, self.data)
+        self.count = data_count(self.network, self.likelihood, self.data)
         tensors = dict(model.named_parameters())
         self.parameters = [tensors[name] for name in self.network.selection.names]
         self.means = self._by_parameter(torch.zeros_like(self.prior.vector) + self.prior.mean)
         self.optimiser = recipe.optimiser_for(p for p in model.parameters() if p.requires_grad)
-        self.best: dict[str, Any] = {}
-        self.history: list[Epoch] = []
-        self.done = 0
-        if resume is not None:
-            self._resume(resume)
 
-    def _resume(self, state: State) -> None:
+    def resume(self, state: State) -> None:
+        """Continue from this state; raise if it does not belong to the model and the recipe."""
         try:
             self._refuse_foreign(state)
             self._restore(vars(state))
@@ -163,26 +162,22 @@ class _Trainer:
 
     def _objective(self, batches: tuple[Batch, ...], coefficients: list[Tensor]) -> Tensor:
         """Return the mean loss divided by the dispersion plus the prior's penalty divided by the number of data."""
+        likelihood = self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
         losses, count = [], 0
         for batch in batches:
             f = shaped(raw_output(self.model, batch.inputs))
-            y = self._current.targets(f, batch.targets)
-            losses.append(self._current.loss(f, y).sum())
-            count += int(self._current.count(f, y))
+            y = likelihood.targets(f, batch.targets)
+            losses.append(likelihood.loss(f, y).sum())
+            count += int(likelihood.count(f, y))
         loss = torch.stack(losses).sum() / max(count, 1)
         terms = zip(coefficients, self.means, self.parameters, strict=True)
         penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
-        return loss / self._current.dispersion.to(loss) + 0.5 * penalty / self.count
+        return loss / likelihood.dispersion.to(loss) + 0.5 * penalty / self.count
 
     def _by_parameter(self, flat: Tensor) -> list[Tensor]:
         """Split a vector (P,) into tensors of the shapes of the parameters."""
         split = self.network.selection.split(flat)
         return [split[name].to(p) for name, p in zip(self.network.selection.names, self.parameters, strict=True)]
-
-    @property
-    def _current(self) -> Likelihood:
-        """The likelihood under the present noise."""
-        return self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
 
     def _fitted(self) -> Any:
         """Fit the recipe's method at the present weights, prior and noise."""
