@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lapwing import files
-from lapwing.auto import Auto
 from lapwing.core.data import Data
 from lapwing.core.progress import shows_progress
 from lapwing.errors import ModelError, UnsupportedError
@@ -30,13 +29,13 @@ from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence, SamplesGamma, trace_of
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
-from lapwing.registry import likelihood_named, method_named, prior_given, weights_named
+from lapwing.registry import Auto, likelihood_named, method_named, prior_given, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
 from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
+from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.protocol import Tuner, checked_tuner
-from lapwing.tuners.sample_em import SampleEM
 
 
 @outside_autocast
@@ -160,11 +159,11 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:
     """Return the method, and the reason for it if ``Auto`` chose it."""
-    auto = Auto() if method == "auto" else method
-    if not isinstance(auto, Auto):
-        return method_named(auto), ""
+    chosen = method_named(method)
+    if not isinstance(chosen, Auto):
+        return chosen, ""
     network, selection = problem.network, problem.network.selection
-    auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
+    auto = replace(chosen, gpu=chosen.gpu or network.device.type == "cuda")
     # Ignored data count too: they have rows of zeros in a design.
     rows = sum(checked_targets(network, problem.likelihood, batch)[0].numel() for batch in data.batches("counting"))
     choice = auto.choose(selection.size, rows, selection.index is not None, problem.learn_prior)

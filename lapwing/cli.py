@@ -40,7 +40,12 @@ def publish(program: str, work: Callable[[], Report]) -> int:
     ``LapwingError`` or ``OSError``.
     """
     try:
-        _print(work())
+        report = work()
+        from lapwing.demo.tables import table
+
+        for result in report.results:
+            print(table(result), end="\n\n")
+        print(*report.write(), sep="\n")
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith(("lapwing", "experiments")):
             raise
@@ -50,11 +55,3 @@ def publish(program: str, work: Callable[[], Report]) -> int:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _print(report: Report) -> None:
-    from lapwing.demo.tables import table
-
-    for result in report.results:
-        print(table(result), end="\n\n")
-    print(*report.write(), sep="\n")

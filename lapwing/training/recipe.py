@@ -90,7 +90,15 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_parts()
+        for name, value in (("method", self.method), ("prior", self.prior), ("update", self.update)):
+            if isinstance(value, type):
+                raise UnsupportedError(f"{name} is the class {value.__name__}; expected an object: call it.")
+        if not isinstance(self.prior, Prior):
+            raise UnsupportedError(f"prior is {self.prior!r}; expected per_layer(), isotropic() or the like.")
+        if not isinstance(self.method, Method) or not callable(self.update):
+            raise UnsupportedError(
+                f"method is {self.method!r} and update {self.update!r}; expected an object such as Kron() and a tuner."
+            )
         if self.optimiser not in OPTIMISERS:
             raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
         require_integer("epochs", self.epochs)
@@ -102,17 +110,6 @@ class Recipe:
             raise UnsupportedError(f"rate is {self.rate} and last_rate {self.last_rate}; expected 0 < last <= first.")
         require_flag("keep_best", self.keep_best)
         require_integer("seed", self.seed, least=0)
-
-    def _check_parts(self) -> None:
-        for name, value in (("method", self.method), ("prior", self.prior), ("update", self.update)):
-            if isinstance(value, type):
-                raise UnsupportedError(f"{name} is the class {value.__name__}; expected an object: call it.")
-        if not isinstance(self.prior, Prior):
-            raise UnsupportedError(f"prior is {self.prior!r}; expected per_layer(), isotropic() or the like.")
-        if not isinstance(self.method, Method) or not callable(self.update):
-            raise UnsupportedError(
-                f"method is {self.method!r} and update {self.update!r}; expected an object such as Kron() and a tuner."
-            )
 
     @property
     def full_batch(self) -> bool:

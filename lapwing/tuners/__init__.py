@@ -5,11 +5,10 @@ There is one class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint
 """
 
 from lapwing.tuners.evidence import Ascend, MaximiseEvidence
-from lapwing.tuners.fixed_point import FixedPoint
-from lapwing.tuners.grid import CrossValidated, Grid, Temperature
+from lapwing.tuners.fixed_point import FixedPoint, SampleEM
+from lapwing.tuners.held_out import CrossValidated, Grid, Temperature
 from lapwing.tuners.linear_mode import LinearMode
 from lapwing.tuners.maximise_bound import MaximiseBound, evidence_bound
-from lapwing.tuners.sample_em import SampleEM
 
 __all__ = [
     "Ascend", "CrossValidated", "FixedPoint", "Grid", "LinearMode", "MaximiseBound", "MaximiseEvidence", "SampleEM",

@@ -110,9 +110,9 @@ class Coordinates:
 
 def start_near_optimum(posterior: Any) -> Any:
     """Return the posterior with precisions near the optimum of the evidence; unchanged if its prior is fixed."""
+    problem, statistics = posterior.problem, posterior.statistics
     if not isinstance(posterior, Reweightable):
         return posterior
-    problem, statistics = posterior.problem, posterior.statistics
     values = starting_precisions(problem.prior, problem.network.theta(), statistics.data * statistics.outputs)
     return posterior.with_problem(problem.with_prior(problem.prior.with_precision(values)))
 

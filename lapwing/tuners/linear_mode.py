@@ -67,8 +67,13 @@ class ModeSolver:
                 return Mode(theta, loss)
             tolerance = max(0.1 * enough**0.5 / size, min(1e-2, 0.1 * gain))
             delta = theta - self.base
-            solution = conjugate_gradients(  # of (A^-½ H A^-½ / φ + I) x = A^-½ gradient, with H at theta
-                lambda v, delta=delta: unit * self.model.products(delta, unit * v) / phi + v,
+
+            def product(v: Tensor, delta: Tensor = delta) -> Tensor:
+                """Return the product with A^-½ H A^-½ / φ + I, for H at theta."""
+                return unit * self.model.products(delta, unit * v) / phi + v
+
+            solution = conjugate_gradients(
+                product,
                 (unit * gradient)[None],
                 precondition=precondition,
                 tolerance=tolerance,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -156,7 +156,8 @@ class MaximiseBound:
         x, steps = coordinates.start.requires_grad_(), list[Step]()
         optimiser = torch.optim.Adam([x], lr=self.rate)
         theta = posterior.theta.double()
-        for number, term in enumerate(islice(self._endless(posterior.problem, data), self.steps)):
+        endless = chain.from_iterable(terms(posterior.problem, data, self.block) for _ in count())
+        for number, term in enumerate(islice(endless, self.steps)):
             for group in optimiser.param_groups:
                 group["lr"] = self.rate * (1 - number / self.steps)
             with torch.inference_mode(False), torch.enable_grad():
@@ -169,8 +170,3 @@ class MaximiseBound:
                 optimiser.step()
         coordinates.refuse_runaway(steps)
         return coordinates.finished(x, steps)
-
-    def _endless(self, problem: Problem, data: Data) -> Iterator[Term]:
-        """Yield the terms of all blocks, again and again."""
-        while True:
-            yield from terms(problem, data, self.block)

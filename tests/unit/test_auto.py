@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.auto import RATE, Choice
 from lapwing.methods.protocol import Budget, Offer
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.registry import METHODS
+from lapwing.registry import METHODS, RATE, Choice
 from tests import problems
 from tests.cases import BY_NAME
 

@@ -12,7 +12,7 @@ import lapwing as lw
 from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.single import GPrior
-from lapwing.tuners.grid import PRECISIONS, TEMPERATURES
+from lapwing.tuners.held_out import PRECISIONS, TEMPERATURES
 from tests.tolerances import assert_close
 from tests.unit.tuners.settings import (
     HELD,
