@@ -70,8 +70,8 @@ def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, st
     try:
         _refuse_other_model(meta["fingerprint"], model)
         device = next(model.parameters()).device
-        moved = {key: tensor.to(device) for key, tensor in tensors.items()}
-        states = {name: _unflattened(meta[name], name, moved) for name in PARTS}
+        tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
+        states = {name: _unflattened(meta[name], name, tensors) for name in PARTS}
         network = Network.from_state(states["network"], model)
         likelihood = class_named(states["likelihood"].name).from_state(states["likelihood"])
         prior = class_named(states["prior"].name).from_state(states["prior"], network)

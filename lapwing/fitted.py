@@ -295,14 +295,12 @@ class Fitted:
                 "the mean of this posterior was computed for its prior (LinearMode with mean='tangent'); fit again, or "
                 "tune the posterior that it came from."
             )
-        problem = self.posterior.problem
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
-        given = prior_given(prior)
-        bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
+        bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if isinstance(self.posterior, HasCurvature):
             return replace(self, posterior=self.posterior.with_prior(bound))
-        return replace(self, posterior=self.posterior.with_problem(problem.with_prior(bound)))
+        return replace(self, posterior=self.posterior.with_problem(self.posterior.problem.with_prior(bound)))
 
     def to(self, device: torch.device | str) -> Fitted:
         """Return the posterior on another device. Its model is moved there too, as ``model.to`` does.
@@ -338,8 +336,7 @@ class Fitted:
     def _unchanged(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""
         model = self.network.model
-        if any(module.training for module in model.modules()):
-            refuse_training_mode(model)
+        refuse_training_mode(model)
         self.fingerprint.refuse_other(model)
 
     def _checked(self, x: Inputs) -> Inputs:
