@@ -295,12 +295,13 @@ class Fitted:
                 "the mean of this posterior was computed for its prior (LinearMode with mean='tangent'); fit again, or "
                 "tune the posterior that it came from."
             )
+        problem = self.posterior.problem
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
         bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if isinstance(self.posterior, HasCurvature):
             return replace(self, posterior=self.posterior.with_prior(bound))
-        return replace(self, posterior=self.posterior.with_problem(self.posterior.problem.with_prior(bound)))
+        return replace(self, posterior=self.posterior.with_problem(problem.with_prior(bound)))
 
     def to(self, device: torch.device | str) -> Fitted:
         """Return the posterior on another device. Its model is moved there too, as ``model.to`` does.
