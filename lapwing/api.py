@@ -22,7 +22,7 @@ from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import outside_autocast, raw_output, shaped
+from lapwing.networks.forward import outside_autocast, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -219,17 +219,16 @@ def train(
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
-    network_of = lambda copied: Network.build(copied, inputs, weights_named(weights))
-    with torch.no_grad():  # a copy: in training mode a forward pass changes running statistics
-        f = shaped(raw_output(copy.deepcopy(model).eval(), inputs))
-    chosen = likelihood_named(likelihood, f.shape[-1])
+    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), inputs, weights_named(weights))
+    chosen = likelihood_named(likelihood, network.output_shape[-1])
     if isinstance(chosen, ChecksOutputs):
-        chosen.check_outputs(f)
+        chosen.check_outputs(network(inputs))
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
-    trained, posterior, state = training.run(model, batches, chosen, network_of, recipe, resume, checkpoint)
-    fitted = Fitted(posterior, Fingerprint.of(trained), type(recipe.method).__name__)
-    return Trained(trained, fitted, state.history, state)
+    modes = [module.training for module in unwrapped(model).modules()]
+    posterior, state = training.run(network, modes, batches, chosen, recipe, resume, checkpoint)
+    fitted = Fitted(posterior, Fingerprint.of(network.model), type(recipe.method).__name__)
+    return Trained(network.model, fitted, state.history, state)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.progress import ProgressBar
@@ -19,7 +19,7 @@ from lapwing.core.random import global_seed
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.losses import data_count
-from lapwing.networks.forward import raw_output, shaped, unwrapped
+from lapwing.networks.forward import raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.posteriors.protocols import Tunable
 from lapwing.problem import Problem
@@ -29,17 +29,17 @@ from lapwing.tuners.protocol import checked_tuner
 
 
 def run(
-    model: nn.Module,
+    network: Network,
+    modes: Sequence[bool],
     data: Data,
     likelihood: Likelihood,
-    network_of: Callable[[nn.Module], Network],
     recipe: Recipe,
     resume: State | str | Path | None = None,
     checkpoint: str | Path | None = None,
-) -> tuple[nn.Module, Any, State]:
-    """Train a copy of ``model``; return it with the posterior at its best epoch and the state to resume from.
+) -> tuple[Any, State]:
+    """Train the network's model; return the posterior at its best epoch and the state to resume from.
 
-    ``model`` itself is not changed. ``data.progress`` shows one bar.
+    ``modes`` says which of its modules the user had in training mode. ``data.progress`` shows one bar.
 
     The random numbers of an epoch depend only on the recipe's seed and the number of the epoch, so that a resumed
     run ends where an uninterrupted one would, and equal seeds and data give equal results.
@@ -47,8 +47,7 @@ def run(
     state = State.load(resume) if isinstance(resume, str | Path) else resume
     if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
         raise FileError(f"there is no folder for the checkpoint {checkpoint}; expected one to write to.")
-    copied = copy.deepcopy(unwrapped(model))
-    trainer = _Trainer(copied, replace(data, progress=False), likelihood, network_of, recipe)
+    trainer = _Trainer(network, modes, replace(data, progress=False), likelihood, recipe)
     if state is not None:
         trainer.resume(state)
     epochs = ProgressBar(range(trainer.done, recipe.epochs), "training", data.progress, trainer.done, leave=True)
@@ -64,10 +63,10 @@ def run(
 class _Trainer:
     """The mutable state of one training run."""
 
-    model: nn.Module
+    network: Network
+    modes: Sequence[bool]  # of all modules; the first is the model itself
     data: Data
     likelihood: Likelihood
-    network_of: Callable[[nn.Module], Network]
     recipe: Recipe
     noise: Tensor | None = None
     best: dict[str, Any] = field(default_factory=dict)
@@ -75,9 +74,7 @@ class _Trainer:
     done: int = 0
 
     def __post_init__(self) -> None:
-        model, recipe = self.model, self.recipe
-        self.modes = {module: module.training or not model.training for module in model.modules()}
-        self.network = self.network_of(model.eval())
+        model, recipe = self.network.model, self.recipe
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
         if self.prior.needs_curvature:
             raise UnsupportedError(
@@ -120,8 +117,9 @@ class _Trainer:
 
     def _pass(self, number: int) -> float:
         """Take one optimiser step for each batch and return the mean regularised loss."""
-        for module, training in self.modes.items():  # a module that was in evaluation mode stays in it
-            module.training = training
+        # A module that was in evaluation mode stays in it, unless the whole model was.
+        for module, training in zip(self.network.model.modules(), self.modes, strict=True):
+            module.training = training or not self.modes[0]
         total, seen = 0.0, 0
         coefficients = self._by_parameter(self.prior.vector.detach())
         batches = self.data.batches(f"epoch {number}")
@@ -165,7 +163,7 @@ class _Trainer:
         likelihood = self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
         losses, count = [], 0
         for batch in batches:
-            f = shaped(raw_output(self.model, batch.inputs))
+            f = shaped(raw_output(self.network.model, batch.inputs))
             y = likelihood.targets(f, batch.targets)
             losses.append(likelihood.loss(f, y).sum())
             count += int(likelihood.count(f, y))
@@ -181,7 +179,7 @@ class _Trainer:
 
     def _fitted(self) -> Any:
         """Fit the recipe's method at the present weights, prior and noise."""
-        self.model.eval()
+        self.network.model.eval()
         problem = Problem(self.network, self.likelihood, self.prior)
         posterior = self.recipe.method.fit(problem, self.data, torch.Generator().manual_seed(self.recipe.seed))
         if not isinstance(posterior, Tunable):
@@ -227,14 +225,14 @@ class _Trainer:
     def _copied(self) -> dict[str, Any]:
         """Return a copy on the CPU of weights, precision and noise."""
         return {
-            "weights": {name: value.detach().clone().cpu() for name, value in self.model.state_dict().items()},
+            "weights": {name: value.detach().clone().cpu() for name, value in self.network.model.state_dict().items()},
             "precision": self.prior.values.clone().cpu(),
             "noise": None if self.noise is None else self.noise.clone().cpu(),
         }
 
     def _restore(self, copied: Mapping[str, Any]) -> None:
         """Take weights, precision and noise from a copy."""
-        self.model.load_state_dict(copied["weights"])
+        self.network.model.load_state_dict(copied["weights"])
         self.prior = self.prior.with_precision(copied["precision"].to(self.network.device))
         self.noise = None if copied["noise"] is None else copied["noise"].to(self.network.device)
 
@@ -242,11 +240,10 @@ class _Trainer:
         """Seed the global generators by the number of the epoch."""
         return global_seed(self.recipe.seed * 1_000_003 + epoch, self.network.device)
 
-    def outcome(self) -> tuple[nn.Module, Any, State]:
-        """Return the model at its best epoch, a posterior under the prior and noise of that epoch, and the state."""
+    def outcome(self) -> tuple[Any, State]:
+        """Return the posterior under weights, prior and noise of the best epoch, and the state after the last."""
         state = self.state
         if self.best:
             self._restore(self.best)
         with self._seed_of(self.recipe.epochs):
-            posterior = self._fitted()
-        return self.model.eval(), posterior, state
+            return self._fitted(), state
