@@ -78,8 +78,8 @@ class Coordinates:
 
     def error_at(self, x: Tensor, steps: list[Step], message: str) -> DivergedError:
         """Return the error with the trace and the posterior at x."""
-        posterior = self.finished(x, steps, message)
-        return DivergedError(message, posterior.trace, posterior)
+        trace = Trace(self.tuner, self.score, tuple(steps), (message,))
+        return DivergedError(message, trace, self.at(x.detach()).with_trace(trace))
 
     def error_at_best(self, steps: list[Step], message: str) -> DivergedError:
         """Return the error with the trace and the posterior at the best step that is finite and in range."""

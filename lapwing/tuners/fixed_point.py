@@ -264,16 +264,16 @@ class SampleEM:
             finding += f", of a group ± {_error(gammas):.0%} of it or less"
         if change > self.tolerance:
             finding += f"; a logarithm still moved by {change:.2g} at the last step"
-        posterior = current.with_trace(Trace("SampleEM", "gamma", tuple(steps), (finding,)))
+        trace = Trace("SampleEM", "gamma", tuple(steps), (finding,))
         if change > max(NOT_CONVERGED, self.tolerance) and self.max_steps > 1:
             raise DivergedError(
                 f"SampleEM: after {self.max_steps} steps a logarithm moves by {change:.2g}; expected at most "
                 f"{self.tolerance:g}. Raise max_steps or Sampled(num_samples=...), take mode='network', or give the "
                 "prior.",
-                posterior.trace,
-                posterior,
+                trace,
+                current.with_trace(trace),
             )
-        return posterior
+        return current.with_trace(trace)
 
 
 def _refuse_diverged(current: Any, gammas: Tensor, precisions: Tensor, change: float, steps: list[Step]) -> None:

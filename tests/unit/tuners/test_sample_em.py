@@ -218,7 +218,7 @@ def test_at_the_networks_own_weights(noise: bool) -> None:
     assert float(tuned.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=1e-5)
 
 
-@pytest.mark.parametrize("begun", [1e-3, 1e4])
+@pytest.mark.parametrize("precision", [1e-3, 1e4])
 def test_at_the_networks_own_weights_no_step_overshoots(precision: float) -> None:
     steps = completed(fitted(precision)).tuned(lw.tuners.SampleEM(mode="network", **TIGHT)).trace.steps
     precisions = torch.tensor([step.precisions[0] for step in steps], dtype=torch.float64)
