@@ -6,7 +6,6 @@ The names below are for everyday use. The rest is in namespaces: ``tuners``, ``p
 
 from lapwing import baselines, errors, linear, metrics, priors, recipes, tuners
 from lapwing.api import fit, load, train
-from lapwing.auto import Auto
 from lapwing.check import check
 from lapwing.compare import compare
 from lapwing.core.gaussian import FunctionGaussian
@@ -30,6 +29,7 @@ from lapwing.methods.sampled import Sampled
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import all_weights, named, subnetwork
 from lapwing.priors import grouped, isotropic, per_layer
+from lapwing.registry import Auto
 
 __version__ = "0.1.0"
 
