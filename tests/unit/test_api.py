@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import lapwing as lw
-from lapwing.priors.single import Isotropic
+from lapwing.priors.given import Isotropic
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.conformance.declared import SMALL, small_method
@@ -357,10 +357,10 @@ def test_evidence_and_tuning_in_inference_mode(method: Any, x: Tensor, y: Tensor
     one, other = (fit(net(), [(x, y)], method=method, prior=1.0) for _ in range(2))
     expected = one.log_evidence(), one.tuned().prior.values
     with torch.inference_mode():
-        found = other.log_evidence(), other.tuned().prior.values
-    assert not any(t.is_inference() for t in found)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+        results = other.log_evidence(), other.tuned().prior.values
+    assert not any(t.is_inference() for t in results)
+    assert torch.equal(results[0], expected[0])
+    assert torch.equal(results[1], expected[1])
 
 
 def test_tuners_with_data_in_inference_mode(x: Tensor, y: Tensor) -> None:
@@ -375,9 +375,9 @@ def test_training_in_inference_mode(x: Tensor, y: Tensor) -> None:
     recipe = lw.recipes.online(epochs=2)
     expected = lw.train(net(), [(x, y)], "classification", recipe=recipe)
     with torch.inference_mode():
-        training = lw.train(net(), [(x, y)], "classification", recipe=recipe)
-    assert not any(p.is_inference() for p in training.model.parameters())
-    assert torch.equal(training.posterior.network.theta(), expected.posterior.network.theta())
+        trained = lw.train(net(), [(x, y)], "classification", recipe=recipe)
+    assert not any(p.is_inference() for p in trained.model.parameters())
+    assert torch.equal(trained.posterior.network.theta(), expected.posterior.network.theta())
 
 
 @pytest.mark.parametrize("needed", [False, True])

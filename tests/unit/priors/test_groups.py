@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.networks.selection import Selection
 from lapwing.priors import g_prior, grouped, per_normalised_group
-from lapwing.priors.single import GPrior
+from lapwing.priors.given import GPrior
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense, kfac, structures
@@ -89,14 +89,14 @@ def assert_dense(posterior: lw.Fitted, matrix: Tensor, prior: Tensor, power: flo
 @pytest.mark.parametrize("mean", [0.0, 0.7])
 def test_a_group_for_each_pattern(selection: Selection, mean: float) -> None:
     prior = grouped(PATTERNS, mean).bound(selection, LIKE)
-    mine = selection.picked(EACH)
+    expected = selection.picked(EACH)
     assert prior.groups == (r".*\.weight", r".*bias|scale")  # in the order of the parameters
     assert prior.values.tolist() == [5.0, 0.3]
-    assert_close(prior.vector, mine)
-    assert_close(prior.logdet(), mine.log().sum())
+    assert_close(prior.vector, expected)
+    assert_close(prior.logdet(), expected.log().sum())
     theta = torch.randn(selection.size, dtype=D)
-    assert_close(prior.penalty(theta), ((theta - mean) ** 2 * mine).sum())
-    assert_close(prior.summed(theta), torch.stack([theta[mine == 5.0].sum(), theta[mine == 0.3].sum()]))
+    assert_close(prior.penalty(theta), ((theta - mean) ** 2 * expected).sum())
+    assert_close(prior.summed(theta), torch.stack([theta[expected == 5.0].sum(), theta[expected == 0.3].sum()]))
 
 
 def test_gradients_reach_the_precisions_of_groups() -> None:
@@ -135,7 +135,7 @@ def test_groups_need_a_mapping(given: Any) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_groups_enter_the_posterior_weight_by_weight(method: str) -> None:
-    """Weights and biases apart: inside a Kronecker block another precision for the last input."""
+    """Separate precisions for weights and biases: inside a Kronecker block another precision for the last input."""
     matrix, _ = unit_curvature(method)
     where = structures.layers(MLP.build())
     each = torch.full((83,), 0.7, dtype=D)
@@ -396,9 +396,9 @@ def test_the_curvature_of_other_weights_is_refused() -> None:
 
 def test_without_curvature_a_g_prior_stays_open() -> None:
     plain = regression(lw.baselines.MapOnly(), lw.priors.g_prior())
-    for found in (plain, plain.with_prior(lw.priors.g_prior(2.0))):
-        assert isinstance(found.prior.given, GPrior)
-        assert float(found.functions(MLP.batch(2)).variance.max()) == 0
+    for posterior in (plain, plain.with_prior(lw.priors.g_prior(2.0))):
+        assert isinstance(posterior.prior.given, GPrior)
+        assert float(posterior.functions(MLP.batch(2)).variance.max()) == 0
 
 
 # Files.
@@ -426,13 +426,13 @@ def test_round_trip_through_a_file(case: str, method: Any, prior: Any, tmp_path:
     again.save(tmp_path / "two")
     twice = lw.load(tmp_path / "two", chosen.build())
     inputs = chosen.batch(3, seed=1)
-    for found in (again, twice):
-        assert (type(found.prior.given), found.prior.groups, found.prior.members) == (
+    for posterior in (again, twice):
+        assert (type(posterior.prior.given), posterior.prior.groups, posterior.prior.members) == (
             type(first.prior.given), first.prior.groups, first.prior.members)  # fmt: skip
-        assert torch.equal(found.prior.values, first.prior.values)
-        assert torch.equal(found.prior.vector, first.prior.vector)
-        assert_close(found.log_evidence(), first.log_evidence())
-        assert_close(found.functions(inputs).cov, first.functions(inputs).cov)
+        assert torch.equal(posterior.prior.values, first.prior.values)
+        assert torch.equal(posterior.prior.vector, first.prior.vector)
+        assert_close(posterior.log_evidence(), first.log_evidence())
+        assert_close(posterior.functions(inputs).cov, first.functions(inputs).cov)
     higher = first.prior.with_precision(3 * first.prior.values)
     assert_close(again.with_prior(higher).log_evidence(), first.with_prior(higher).log_evidence())
     assert_close(again.with_prior(higher).tuned().prior.values, first.with_prior(higher).tuned().prior.values, SOLVED)

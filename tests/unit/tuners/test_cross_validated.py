@@ -27,20 +27,20 @@ HELD_OUT: Any = [(torch.zeros(2, 4, dtype=D), torch.zeros(2, 3, dtype=D))]
 @pytest.mark.parametrize("name", ["regression", "classification"])
 def test_cross_validation_is_brute_force(name: str, folds: int) -> None:
     """Datum i is in fold i mod folds, across batches; more folds than data leave a fold for each datum."""
-    fitted, held_out = setting(name)
-    posterior = fitted.tuned(lw.tuners.CrossValidated(held_out, VALUES, folds=folds))
-    each = torch.stack([-log_densities(fitted.with_prior(v), held_out) for v in VALUES], 1)  # (data, values)
+    fitted, held = setting(name)
+    tuned = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, folds=folds))
+    each = torch.stack([-log_densities(fitted.with_prior(v), held) for v in VALUES], 1)  # (data, values)
     scores = torch.stack([each[k::folds].mean(0) for k in range(min(folds, len(each)))])
     means = scores.mean(0)
-    assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), means)
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), means)
     best = int(means.argmin())
-    assert float(posterior.prior.values) == VALUES[best]
+    assert float(tuned.prior.values) == VALUES[best]
     error = float(scores.std(0)[best]) / math.sqrt(len(scores))
-    assert posterior.trace.findings[0] == (
+    assert tuned.trace.findings[0] == (
         f"precision {VALUES[best]:.3g} has the best mean, {float(means[best]):.4g} ± {error:.2g} "
         f"over {len(scores)} folds"
     )
-    assert (posterior.trace.tuner, posterior.trace.score) == ("CrossValidated", "mean held-out metric")
+    assert (tuned.trace.tuner, tuned.trace.score) == ("CrossValidated", "mean held-out metric")
 
 
 def test_cross_validation_within_one_error() -> None:
@@ -61,20 +61,20 @@ def test_cross_validation_within_one_error() -> None:
 
 
 def test_cross_validation_of_a_metric_of_ones_own() -> None:
-    fitted, held_out = setting()
+    fitted, held = setting()
     seen: list[int] = []
 
     def metric(predictive: Any, y: Tensor) -> Tensor:
         seen.append(len(y))
         return (predictive.std - 0.7).abs().mean()
 
-    posterior = fitted.tuned(lw.tuners.CrossValidated(held_out, VALUES, metric, folds=2))
+    tuned = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, metric, folds=2))
     each = torch.stack([
-        torch.cat([(fitted.with_prior(v).predict(x).std - 0.7).abs().mean(1) for x, _ in held_out]) for v in VALUES
+        torch.cat([(fitted.with_prior(v).predict(x).std - 0.7).abs().mean(1) for x, _ in held]) for v in VALUES
     ], 1)  # fmt: skip
     means = torch.stack([each[0::2].mean(0), each[1::2].mean(0)]).mean(0)
-    assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), means)
-    assert float(posterior.prior.values) == VALUES[int(means.argmin())]
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), means)
+    assert float(tuned.prior.values) == VALUES[int(means.argmin())]
     assert sum(seen) == sum(HELD) * len(VALUES)
 
 
@@ -85,6 +85,6 @@ def test_less_than_two_folds_are_refused(folds: int) -> None:
 
 
 def test_one_datum_makes_no_folds() -> None:
-    fitted, held_out = setting()
+    fitted, held = setting()
     with pytest.raises(lw.errors.DataError, match="the held-out data give 1 fold; expected at least 2 data"):
-        fitted.tuned(lw.tuners.CrossValidated([(held_out[0][0][:1], held_out[0][1][:1])], VALUES))
+        fitted.tuned(lw.tuners.CrossValidated([(held[0][0][:1], held[0][1][:1])], VALUES))

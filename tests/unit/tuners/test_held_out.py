@@ -73,10 +73,10 @@ def test_the_data_are_passed_over_once() -> None:
             return iter(held)
 
     source = Counting()
-    posterior = fitted.tuned(lw.tuners.Grid(source, VALUES))  # type: ignore[arg-type]
+    tuned = fitted.tuned(lw.tuners.Grid(source, VALUES))  # type: ignore[arg-type]
     opened = len(passes)
     assert opened <= 2  # one is the look whether it can be iterated again
-    assert float(posterior.prior.values) == float(fitted.tuned(lw.tuners.Grid(held, VALUES)).prior.values)
+    assert float(tuned.prior.values) == float(fitted.tuned(lw.tuners.Grid(held, VALUES)).prior.values)
 
 
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])
@@ -94,8 +94,8 @@ def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatc
 
     monkeypatch.setattr(held_out, "temporary", lambda device: 8 * 83**2 * 5 // 4)
     model.calls.clear()
-    posterior = fitted.tuned(make(held, VALUES, metric))
-    assert posterior.trace.steps == expected.steps
+    tuned = fitted.tuned(make(held, VALUES, metric))
+    assert tuned.trace.steps == expected.steps
     assert model.calls == list(HELD) * 4
     assert max(seen) == 2
 

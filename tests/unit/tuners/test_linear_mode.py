@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.priors.single import Isotropic
+from lapwing.priors.given import Isotropic
 from lapwing.tangent import model as tangent_model
-from lapwing.tuners.mode_solver import ModeSolver
+from lapwing.tuners.linear_mode import ModeSolver
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense, kfac, structures
@@ -111,15 +111,15 @@ def test_stationary_in_the_weights_and_in_every_precision(kind: str, method: str
     assert_close(theta, best, 0.4)
     matrix = unit_curvature(kind, method) / phi
     shares = torch.linalg.solve(matrix + torch.diag(vector), matrix).diagonal()
-    groups, found = (83,) if prior == "isotropic" else (30, 35, 18), 0
+    groups, n_stationary = (83,) if prior == "isotropic" else (30, 35, 18), 0
     parts = (part.split(groups) for part in (shares, vector * theta.square(), vector, matrix.diagonal()))
     for gamma, squares, alpha, curvature in zip(*parts, strict=True):
         if float(alpha[0]) > 0.9e5 * float(curvature.mean()):  # at the upper limit, pushing further up
             assert 1e-5 * len(alpha) >= float(gamma.sum()) > float(squares.sum())
         else:
             assert float(gamma.sum()) == pytest.approx(float(squares.sum()), abs=1e-5)
-            found += 1
-    assert found >= 1
+            n_stationary += 1
+    assert n_stationary >= 1
     assert_close(fitted.log_evidence(), exact.evidence(vector, phi * matrix, phi), SOLVED)
 
 
@@ -302,9 +302,9 @@ def test_fit_gives_its_own_data_with_their_keys() -> None:
 
 def test_data_given_to_the_tuner_come_first() -> None:
     """The mode belongs to the tuner's data, the curvature to the fit's."""
-    own = problems.split(MLP.batch(20), labels("categorical").flip(0), (2, 18))
+    other_data = problems.split(MLP.batch(20), labels("categorical").flip(0), (2, 18))
     fitted = lw.fit(MLP.build(), network_data("categorical"), "classification", method=lw.Full(), prior=1.0,
-                    tuner=lw.tuners.LinearMode(own))  # fmt: skip
+                    tuner=lw.tuners.LinearMode(other_data))  # fmt: skip
     exact = Tangent.of("categorical", MLP.build(), MLP.batch(20), labels("categorical").flip(0))
     vector = fitted.prior.vector
     assert float((exact.objective_slope(fitted.posterior.mode.theta, vector) / vector.sqrt()).abs().max()) <= 1e-4

@@ -25,44 +25,42 @@ from tests.unit.tuners.settings import (
 
 @pytest.mark.parametrize("name", [name for name in LIKELIHOODS if name != "counts"])
 def test_temperature_is_brute_force(name: str) -> None:
-    fitted, held_out = setting(name, lw.Kron())
-    posterior = fitted.tuned(lw.tuners.Temperature(held_out, VALUES))
-    expected = torch.stack([-log_densities(with_temperature(fitted, t), held_out).mean() for t in VALUES])
-    assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
+    fitted, held = setting(name, lw.Kron())
+    tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES))
+    expected = torch.stack([-log_densities(with_temperature(fitted, t), held).mean() for t in VALUES])
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
     best = VALUES[int(expected.argmin())]
-    assert_close(posterior.likelihood.dispersion, fitted.likelihood.dispersion * best)
-    assert posterior.trace.findings[0] == f"temperature {best:.3g}"
-    assert torch.equal(posterior.prior.values, fitted.prior.values)
+    assert_close(tuned.likelihood.dispersion, fitted.likelihood.dispersion * best)
+    assert tuned.trace.findings[0] == f"temperature {best:.3g}"
+    assert torch.equal(tuned.prior.values, fitted.prior.values)
     if name == "noise for each output":
-        assert_close(posterior.likelihood.noise_variance, fitted.likelihood.noise_variance * best)
+        assert_close(tuned.likelihood.noise_variance, fitted.likelihood.noise_variance * best)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_temperature_of_every_method(method: str) -> None:
-    fitted, held_out = setting("classification", METHODS[method])
-    posterior = fitted.tuned(lw.tuners.Temperature(held_out, VALUES))
-    expected = torch.stack([-log_densities(with_temperature(fitted, t), held_out).mean() for t in VALUES])
-    assert_close(torch.tensor([step.score for step in posterior.trace.steps], dtype=D), expected)
+    fitted, held = setting("classification", METHODS[method])
+    tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES))
+    expected = torch.stack([-log_densities(with_temperature(fitted, t), held).mean() for t in VALUES])
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
 
 
 def test_temperature_of_a_metric_of_ones_own() -> None:
-    fitted, held_out = setting("classification")
-    posterior = fitted.tuned(
-        lw.tuners.Temperature(held_out, VALUES, lambda p, y: float((p.entropy - 0.9).abs().mean()))
-    )
+    fitted, held = setting("classification")
+    tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES, lambda p, y: float((p.entropy - 0.9).abs().mean())))
     expected = []
     for value in VALUES:
         tried = with_temperature(fitted, value)
-        gaps = torch.cat([(tried.predict(x).entropy - 0.9).abs() for x, _ in held_out])
+        gaps = torch.cat([(tried.predict(x).entropy - 0.9).abs() for x, _ in held])
         expected.append(float(gaps.mean()))
-    assert [step.score for step in posterior.trace.steps] == pytest.approx(expected, rel=1e-10)
-    assert float(posterior.likelihood.dispersion) == VALUES[expected.index(min(expected))]
+    assert [step.score for step in tuned.trace.steps] == pytest.approx(expected, rel=1e-10)
+    assert float(tuned.likelihood.dispersion) == VALUES[expected.index(min(expected))]
 
 
 def test_temperatures_are_multiples_of_the_present_one() -> None:
-    fitted, held_out = setting("classification")
-    once = fitted.tuned(lw.tuners.Temperature(held_out, (0.5,)))
-    twice = once.tuned(lw.tuners.Temperature(held_out, (0.5,)))
+    fitted, held = setting("classification")
+    once = fitted.tuned(lw.tuners.Temperature(held, (0.5,)))
+    twice = once.tuned(lw.tuners.Temperature(held, (0.5,)))
     assert float(twice.likelihood.dispersion) == 0.25
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.core.gaussian import Deferred
-from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.likelihoods.categorical import SoftmaxPredictive
 from tests.tolerances import assert_close, assert_within
 
 D = torch.float64
@@ -118,8 +118,8 @@ def moment(mean: float, std: float, power: int) -> float:
 def test_mc_agrees_with_the_integral_for_two_classes() -> None:
     """For two classes only the difference of the logits matters: one integral."""
     b = belief(1.0, 2)
-    found = lw.Categorical(link="mc", samples=20_000).predict(b).probs
-    for mean, cov, probs in zip(b.mean, b.cov, found, strict=True):
+    all_probs = lw.Categorical(link="mc", samples=20_000).predict(b).probs
+    for mean, cov, probs in zip(b.mean, b.cov, all_probs, strict=True):
         gap, std = float(mean[0] - mean[1]), math.sqrt(float(cov[0, 0] + cov[1, 1] - 2 * cov[0, 1]))
         first, second = (moment(gap, std, power) for power in (1, 2))
         error = math.sqrt((second - first**2) / 20_000)
