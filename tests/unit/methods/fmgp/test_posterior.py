@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.losses import Statistics
 from lapwing.methods.fmgp import posterior as function_space
-from lapwing.methods.fmgp.kernels import KERNELS, FreeKernel
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight, last_layer_network
+from lapwing.methods.fmgp.features import Sight, last_layer_network
+from lapwing.methods.fmgp.posterior import KERNELS, FreeKernel, FunctionPosterior
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 from tests.cases import BY_NAME
