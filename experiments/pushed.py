@@ -17,9 +17,9 @@ from experiments.data import Images, data_folder
 from experiments.image_task import Beliefs, Task, best_temperature, scaled, scored
 from experiments.minimum import minimised, rank_correlation
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, silent
+from experiments.repeats import mean_scores, spread_scores
 from lapwing.core.data import Data
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import best_seconds
 from lapwing.methods.hfl.calibration import fitted_scale
 from lapwing.methods.hfl.nonlinear import ResponsePosterior

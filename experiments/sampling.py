@@ -18,8 +18,7 @@ from experiments.options import Progress, add_quick
 from lapwing.core.data import Data
 from lapwing.core.random import normal
 from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, plain
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
 from lapwing.linalg.design import MatrixDesign, forward_product
 from lapwing.linalg.perturbed import Perturbed, gradient_variance

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lapwing.errors import LapwingError
 
 if TYPE_CHECKING:
-    from lapwing.demo.report import Report
+    from lapwing.demo.result import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def publish(program: str, work: Callable[[], Report]) -> int:
 
 
 def _print(report: Report) -> None:
-    from lapwing.demo.tables import table
+    from lapwing.demo.result import table
 
     for result in report.results:
         print(table(result), end="\n\n")
