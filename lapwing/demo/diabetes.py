@@ -39,9 +39,9 @@ def run(settings: Diabetes) -> Result:
     data = batches(*table.training, settings.recipe.batch_size)
     seconds["epoch"] = epoch_seconds(model, data)
     fit = partial(lw.fit, model, data, "regression", progress=False)
-    fits = {"plain network": lambda: fit(method=lw.baselines.MapOnly()), "posterior": fit}
+    plain_network = partial(fit, method=lw.baselines.MapOnly())
     rows, arrays = [], {"observed": y_test.tolist()}
-    for name, work in fits.items():
+    for name, work in (("plain network", plain_network), ("posterior", fit)):
         seconds[f"fit {name}"], posterior = best_seconds(work)
         predicted = predict(posterior, table)
         relative = seconds[f"fit {name}"] / seconds["epoch"]

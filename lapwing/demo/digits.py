@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,13 +47,14 @@ def run(settings: Digits) -> Result:
     data = batches(*train, settings.recipe.batch_size)
     seconds["epoch"] = epoch_seconds(model, data)
     fit = partial(lw.fit, model, data, "classification", progress=False)
-    fits = {
+    fits: dict[str, Callable[[], lw.Fitted]] = {
         "plain network": lambda: fit(method=lw.baselines.MapOnly()),
         "posterior": fit,
         "posterior, last layer": lambda: fit(method=lw.Full(), weights=lw.last_layer),
     }
     images = _images(x, settings.seed)
-    rows, arrays, notes = [], {}, []
+    arrays: dict[str, list[float]] = {}
+    rows, notes = [], []
     for name, work in fits.items():
         seconds[f"fit {name}"], posterior = best_seconds(work)
         probs = {kind: posterior.predict(x).probs for kind, x in images.items()}

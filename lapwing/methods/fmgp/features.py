@@ -45,14 +45,12 @@ def last_layer_network(network: Network, inputs: Inputs) -> Network:
 def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return the last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
     tangent = network.linearise(inputs)
-    seeds = torch.zeros_like(tangent.network_output)[None]
-    for block, part in tangent.jacobians(seeds):
-        single = part.single_map()
-        if single is None:
-            raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
-        a = single.a[0, :, 0]
-        return (a[:, :-1] if block.bias is not None else a), tangent.f
-    raise AssertionError("a last layer has one block")
+    ((block, part),) = tangent.jacobians(torch.zeros_like(tangent.network_output)[None])
+    single = part.single_map()
+    if single is None:
+        raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
+    a = single.a[0, :, 0]
+    return (a[:, :-1] if block.bias is not None else a), tangent.f
 
 
 @dataclass(frozen=True, eq=False)

@@ -182,9 +182,9 @@ class Learning:
     def _optimiser(self) -> torch.optim.Optimizer:
         """Return Adam, with a step for the mixing matrix that is proportional to its size."""
         rate, mixing = self.settings.learning_rate, self.state.kernel.mixing
-        size = mixing.detach().diagonal().abs().mean()
+        size = float(mixing.detach().diagonal().abs().mean())
         others = [t for t in self.state.free if t is not mixing]
-        return torch.optim.Adam([{"params": others}, {"params": [mixing], "lr": float(3 * rate * size)}], lr=rate)
+        return torch.optim.Adam([{"params": others, "lr": rate}, {"params": [mixing], "lr": 3 * rate * size}])
 
     def step(self, optimiser: torch.optim.Optimizer, length: float) -> float:
         """Take one step of both kinds on a mini-batch and return the objective before it.

@@ -47,8 +47,8 @@ def learn_stochastic(points: InducingPoints, data: Data, settings: VaLLA, genera
     validation = stopping = None
     if settings.validation is not None:
         validation = Validation(Data(settings.validation, data.device, data.target_key, name="validation"))
-        check = validation.check
-        stopping = EarlyStopping(lambda: check(learning.snapshot()), max(1, total // 20), settings.patience)
+        check = lambda: validation.best_factor(learning.snapshot(), COARSE)[:2]
+        stopping = EarlyStopping(check, max(1, total // 20), settings.patience)
     bar, steps = ProgressBar(range(total), "inducing points", data.progress), []
     batches = shuffled(data, settings.batch_size, generator)
     with torch.inference_mode(False):
@@ -178,26 +178,22 @@ class Validation:
 
     data: Data
 
-    def check(self, points: InducingPoints) -> tuple[float, InducingPoints]:
-        """Return the score of a state and the state with its best prior variance, by one pass."""
-        score, points, _ = self._best_factor(points, COARSE)
-        return score, points
-
     def refine(self, points: InducingPoints) -> tuple[InducingPoints, tuple[str, ...]]:
         """Return the state with its prior variance chosen on a fine grid, and findings for the trace.
 
         Cost: one pass over the validation data, and another one for each time that the best factor is at the edge.
         """
         for _ in range(ROUNDS):
-            _, points, factor = self._best_factor(points, FINE)
+            _, points, factor = self.best_factor(points, FINE)
             if factor not in (FINE[0], FINE[-1]):
                 return points, ()
         return points, ("the validation data prefer a prior variance beyond the range that was tried; give the prior",)
 
-    def _best_factor(self, points: InducingPoints, factors: tuple[float, ...]) -> tuple[float, InducingPoints, float]:
-        """Return the highest mean log-likelihood, its state and its factor; of equal ones that nearest 1.
+    def best_factor(self, points: InducingPoints, factors: tuple[float, ...]) -> tuple[float, InducingPoints, float]:
+        """Return the highest mean log-likelihood, the state that has it and its factor, by one pass over the data.
 
-        The information of the points grows with the prior variance.
+        A factor multiplies the prior variance, and the information of the points grows with it. Of equally good factors
+        it is the one nearest 1. A prior that is not learned has the factor 1.
         """
         assert points.inducing is not None
         factors = factors if points.problem.learn_prior else (1.0,)

@@ -132,15 +132,14 @@ class VaLLA:
         pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
         placement = Placement(network, pool, generator)
         rows = pool.total * placement.outputs
-        if self.num_inducing >= rows:
-            points = InducingPoints(problem, placement.every_output(), statistics, pool.total, movable=False)
-            if self.alpha == 0 and self.validation is None:
-                return points.posterior(data)
-            return self._learn_on_batches(points, data, generator)
         place = lambda start: placement.start(start, self.num_inducing, problem.prior, self.candidates)
-        anchors = place(self.start or "greedy")
-        optimiser = self.optimiser or self.optimiser_for(network.footprint.width, rows)
-        movable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
+        if self.num_inducing >= rows:
+            anchors, movable = placement.every_output(), False
+            optimiser = "none" if self.alpha == 0 and self.validation is None else "adam"
+        else:
+            anchors = place(self.start or "greedy")
+            movable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
+            optimiser = self.optimiser or self.optimiser_for(network.footprint.width, rows)
         points = InducingPoints(problem, anchors, statistics, pool.total, movable)
         if optimiser == "lbfgs" and movable:
             starts = [points] if self.start else [points, replace(points, anchors=place("trace"))]
