@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,58 +15,45 @@ from lapwing.curvature.blockwise import prior_precision
 from lapwing.curvature.sweep import Sweep
 from lapwing.linalg.whitening import smooth_whitening
 from lapwing.methods.inducing.points import InducingPoints
-from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.kernel import prior_kernel
 
 PATIENCE = 5  # steps without progress after which the search has converged
 PROGRESS = 1e-9  # relative decrease of the objective that counts as progress
 
 
-@dataclass(frozen=True, eq=False)
-class CollapsedBound:
-    """The negative collapsed evidence bound (Titsias 2009), up to a constant.
+def collapsed_bound(points: InducingPoints, data: Data) -> Callable[[Tensor], tuple[Tensor, float]]:
+    """Return the negative collapsed evidence bound (Titsias 2009), up to a constant, as a function of moves.
 
-    ``jacobians`` are those of all data, seeded with the root of the curvature; ``prior_trace`` is the sum of their
-    prior variances.
+    The function returns the bound, differentiable in the moves and in the prior variance of the points, and
+    KL(q || prior). The bound is NaN where the kernel overflows: a line search may step too far, and then ends.
+    One pass over the data; their Jacobians, seeded with the root of the curvature, are kept as layer factors.
     """
+    problem, network, prior = points.problem, points.problem.network, points.problem.prior
+    sweep = Sweep(network, problem.likelihood, data, label="inducing points")
+    jacobians = [jacobian.held().double().held() for jacobian in sweep]
+    precision = prior_precision(prior, network.layout, network.selection)
+    prior_trace = sum(float(precision.quadratic(jacobian, False).sum()) for jacobian in jacobians)
 
-    points: InducingPoints
-    jacobians: tuple[LayerJacobians, ...]
-    prior_trace: float
-
-    @classmethod
-    def of(cls, points: InducingPoints, data: Data) -> CollapsedBound:
-        """Run one pass over the data and keep their layer factors."""
-        problem, network = points.problem, points.problem.network
-        sweep = Sweep(network, problem.likelihood, data, label="inducing points")
-        jacobians = tuple(jacobian.held().double().held() for jacobian in sweep)
-        precision = prior_precision(problem.prior, network.layout, network.selection)
-        trace = sum(float(precision.quadratic(jacobian, False).sum()) for jacobian in jacobians)
-        return cls(points, jacobians, trace)
-
-    def __call__(self, moves: Tensor) -> tuple[Tensor, float]:
-        """Return the objective, differentiable in the moves and in the prior variance, and KL(q || prior).
-
-        The objective is NaN where the kernel overflows: a line search may step too far, and then ends.
-        """
-        points, prior = self.points, self.points.problem.prior
-        jacobian = points.anchors.differentiable(points.moved(moves))
-        kernel = prior_kernel(jacobian, prior)
+    def bound(moves: Tensor) -> tuple[Tensor, float]:
+        anchors = points.anchors.differentiable(points.moved(moves))
+        kernel = prior_kernel(anchors, prior)
         if not bool(torch.isfinite(kernel.detach()).all()):
             return torch.nan * (moves.sum() + points.log_scale), math.nan
         white = smooth_whitening(kernel)
-        rows = torch.cat([prior_kernel(part, prior, jacobian) for part in self.jacobians]) @ white
+        rows = torch.cat([prior_kernel(jacobian, prior, anchors) for jacobian in jacobians]) @ white
         scale = points.log_scale.exp()
         ratio = scale / points.likelihood.dispersion.to(scale)
         eye = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
         factor = torch.linalg.cholesky(eye + ratio * (rows.mT @ rows))
         logdet = factor.diagonal().log().sum()
-        value = 0.5 * ratio * (self.prior_trace - rows.square().sum()) + logdet
+        value = 0.5 * ratio * (prior_trace - rows.square().sum()) + logdet
         with torch.no_grad():
             divergence = logdet - 0.5 * (len(eye) - torch.cholesky_inverse(factor).diagonal().sum())
-        if points.problem.learn_prior:
+        if problem.learn_prior:
             value = value + 0.5 * points.penalty / scale
         return value, float(divergence)
+
+    return bound
 
 
 def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> InducingPoints:
@@ -76,7 +64,7 @@ def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> Induc
     """
     points, moves = points.learnable(noise=False)
     assert moves is not None
-    bound = CollapsedBound.of(points, data)
+    bound = collapsed_bound(points, data)
     variables = [moves, points.log_scale] if points.problem.learn_prior else [moves]
     optimiser = torch.optim.LBFGS(
         variables, max_iter=1, max_eval=25, history_size=50, line_search_fn="strong_wolfe", tolerance_grad=0.0,

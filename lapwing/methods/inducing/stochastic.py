@@ -27,7 +27,7 @@ from lapwing.priors.kernel import prior_kernel
 if TYPE_CHECKING:
     from lapwing.methods.inducing.valla import VaLLA
 
-STEPS = {"adam": 500, "none": 200}  # default number of steps; "none" where only the covariance is learned
+STEPS = {"lbfgs": 300, "adam": 500, "none": 200}  # default for each optimiser; "none" to learn only the covariance
 CONVERGED = 1e-2  # relative change of the objective over the last quarter of the steps
 HALVINGS = 30  # of a natural-gradient step before it is given up
 COARSE = tuple(math.exp(k) for k in range(-6, 7))  # factors on the prior variance that every check tries
