@@ -248,5 +248,5 @@ def test_the_generator_decides(start: str) -> None:
     ],
 )
 def test_targets_that_are_classes(targets: Tensor, outputs: int, expected: list[int] | None) -> None:
-    found = class_labels(targets, outputs)
-    assert (None if found is None else found.tolist()) == expected
+    labels = class_labels(targets, outputs)
+    assert (None if labels is None else labels.tolist()) == expected
