@@ -43,14 +43,14 @@ def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
     _, rows = state.whitened(Table(seen, seen, seen))
     flat = rows.flatten(0, 1)
     known = replace(state, inducing=state.inducing.updated(flat.T @ flat / noise, 1.0))
-    posterior = known.posterior(problem, sight, Statistics(0.0, 8, 2), ())
+    found = known.posterior(problem, sight, Statistics(0.0, 8, 2), ())
     joint = kernel.joint(torch.cat([seen, sight(new)[0]])).reshape(24, 24)
     expected = joint[16:, 16:] - joint[16:, :16] @ torch.linalg.solve(
         joint[:16, :16] + noise * torch.eye(16, dtype=D), joint[:16, 16:]
     )
-    assert_close(posterior(new, joint=True).cov.reshape(8, 8), expected, 0.25)  # but for what keeps a kernel definite
-    assert_close(posterior(new).mean, network(new))
-    assert float(posterior.problem.likelihood.dispersion) == pytest.approx(0.3)
+    assert_close(found(new, joint=True).cov.reshape(8, 8), expected, 0.25)  # but for what keeps a kernel definite
+    assert_close(found(new).mean, network(new))
+    assert float(found.problem.likelihood.dispersion) == pytest.approx(0.3)
 
 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[State]:
@@ -70,14 +70,14 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[State]:
 def test_the_posterior_is_the_state_that_was_learned(kernel: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However near to singular the kernel of the points is."""
     states = kept(monkeypatch)
-    posterior = fitted(lw.FMGP(count, kernel=kernel, steps=40))
+    found = fitted(lw.FMGP(count, kernel=kernel, steps=40))
     x = torch.linspace(-5, 5, 21, dtype=D)[:, None]
-    seen, f = posterior.posterior.sight(x)
+    seen, f = found.posterior.sight(x)
     with torch.no_grad():
         before, rows = states[0].whitened(Table(seen, f, f))
         expected = states[0].inducing.left(before, rows)
-    assert_close(posterior.functions(x).cov, expected, SOLVED)
-    joint = posterior.functions(x, joint=True).cov.reshape(21, 21)
+    assert_close(found.functions(x).cov, expected, SOLVED)
+    joint = found.functions(x, joint=True).cov.reshape(21, 21)
     assert float(torch.linalg.eigvalsh(joint).min()) > -1e-8 * float(joint.diagonal().max())
 
 
@@ -119,17 +119,17 @@ def test_the_best_state_on_validation_data_is_kept(gap: float, first: bool, monk
     (x, _), gen = curve(), torch.Generator().manual_seed(3)
     with torch.no_grad():
         f = model()(x)
-    held_out = [(x[::2], f[::2] + gap * torch.randn(30, 1, dtype=D, generator=gen).sign())]
+    held = [(x[::2], f[::2] + gap * torch.randn(30, 1, dtype=D, generator=gen).sign())]
     far = f + 3 * torch.randn(60, 1, dtype=D, generator=gen).sign()
-    method = lw.FMGP(10, steps=100, learning_rate=0.05, validation=held_out, patience=3)
-    posterior = fitted(method, lw.Gaussian(noise_std=0.5), data=[(x, far)])
-    score = float(posterior.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
+    method = lw.FMGP(10, steps=100, learning_rate=0.05, validation=held, patience=3)
+    found = fitted(method, lw.Gaussian(noise_std=0.5), data=[(x, far)])
+    score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
     assert score == pytest.approx(max(looks), abs=1e-8)
-    assert posterior.trace is not None
+    assert found.trace is not None
     if first:
         assert looks.index(max(looks)) == 0
         assert len(looks) == 7  # after 1, 2 and 4 steps, the first after that, and three that try its patience
-        assert len(posterior.trace.steps) == 20
+        assert len(found.trace.steps) == 20
     else:
         assert looks.index(max(looks)) > 5
         assert score > looks[0] + 0.5
@@ -141,17 +141,17 @@ def test_ignored_validation_targets_are_refused(likelihood: str) -> None:
     x, y = classes()
     targets = (x[:, :1] + torch.arange(3) > 0).double() if likelihood == "labels" else y
     chosen = lw.Bernoulli(ignore_index=-1) if likelihood == "labels" else lw.Categorical(ignore_index=-1)
-    held_out = targets.clone()
-    held_out[4] = -1
+    held = targets.clone()
+    held[4] = -1
     with pytest.raises(lw.errors.DataError, match="some validation targets are ignored ones"):
-        lw.fit(confident(), [(x, targets)], chosen, method=lw.FMGP(6, steps=3, validation=[(x, held_out)]))
+        lw.fit(confident(), [(x, targets)], chosen, method=lw.FMGP(6, steps=3, validation=[(x, held)]))
 
 
 def test_the_objective_rises() -> None:
-    process = learned()
-    assert process.trace is not None
-    scores = torch.tensor([step.score for step in process.trace.steps], dtype=D)
-    assert (process.trace.tuner, process.trace.score, len(scores)) == ("FMGP", "objective", 250)
+    found = learned()
+    assert found.trace is not None
+    scores = torch.tensor([step.score for step in found.trace.steps], dtype=D)
+    assert (found.trace.tuner, found.trace.score, len(scores)) == ("FMGP", "objective", 250)
     assert float(scores[-20:].mean()) > float(scores[:20].mean())
 
 
@@ -173,12 +173,12 @@ def test_a_noise_for_each_output() -> None:
     with torch.no_grad():
         f = confident()(x)
     y = f + stds * torch.randn(60, 3, dtype=D, generator=torch.Generator().manual_seed(1))
-    posterior = lw.fit(confident(), [(x, y)], lw.Gaussian(per_output=True), method=lw.FMGP(9, steps=40))
+    found = lw.fit(confident(), [(x, y)], lw.Gaussian(per_output=True), method=lw.FMGP(9, steps=40))
     residual = (f - y).square().mean(0)
-    noise = posterior.likelihood.noise_variance
+    noise = found.likelihood.noise_variance
     assert_close(noise / noise.sum(), residual / residual.sum())
-    assert posterior.trace is not None
-    assert posterior.trace.steps[0].noise[0] == pytest.approx(1.0, rel=0.05)
+    assert found.trace is not None
+    assert found.trace.steps[0].noise[0] == pytest.approx(1.0, rel=0.05)
     assert float(noise[1]) != pytest.approx(float(residual[1]), rel=1e-3)
 
 

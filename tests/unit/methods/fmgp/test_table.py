@@ -27,8 +27,8 @@ class Columns(nn.Module):
         self.inner, self.size, self.place = model(), size, place
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.inner((x[:, :1] - self.place) / self.size)
-        return outputs
+        found: Tensor = self.inner((x[:, :1] - self.place) / self.size)
+        return found
 
 
 @pytest.mark.parametrize(("size", "place"), [(1e-4, 0.0), (1e4, 0.0), (1.0, 1e6)])
@@ -36,14 +36,12 @@ def test_the_units_of_an_input_do_not_matter(size: float, place: float) -> None:
     """Neither for this input nor for the other one."""
     x, y = curve()
     other = torch.randn(60, 1, dtype=D, generator=torch.Generator().manual_seed(3))
-    covariances = []
+    found = []
     for unit, zero in ((1.0, 0.0), (size, place)):
         inputs = torch.cat([unit * x + zero, other], 1)
         method = lw.FMGP(10, steps=20)
-        covariances.append(
-            lw.fit(Columns(unit, zero), [(inputs, y)], "regression", method=method).functions(inputs).cov
-        )
-    assert float((covariances[1] - covariances[0]).abs().max()) < 1e-4 * float(covariances[0].abs().max())
+        found.append(lw.fit(Columns(unit, zero), [(inputs, y)], "regression", method=method).functions(inputs).cov)
+    assert float((found[1] - found[0]).abs().max()) < 1e-4 * float(found[0].abs().max())
 
 
 class Scaled(nn.Module):
@@ -54,8 +52,8 @@ class Scaled(nn.Module):
         self.inner, self.unit = model(), unit
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.unit * self.inner(x)
-        return outputs
+        found: Tensor = self.unit * self.inner(x)
+        return found
 
 
 @pytest.mark.parametrize("unit", [1e-8, 1e-4, 1e4])
@@ -100,9 +98,9 @@ def test_a_constant_input_does_not_change_the_rest(value: float) -> None:
     """The points keep its value, and the variance is small near the data and large far from them."""
     x, y = curve()
     wide = lambda t: torch.cat([t, torch.full_like(t, value)], 1)
-    posterior = lw.fit(Columns(1.0, 0.0), [(wide(x), y)], "regression", method=lw.FMGP(20, steps=120))
-    assert torch.equal(posterior.posterior.points[:, 1], torch.full((20,), value, dtype=D))
-    among, away = (posterior.functions(wide(torch.tensor([[t]], dtype=D))).variance for t in (0.0, 20.0))
+    found = lw.fit(Columns(1.0, 0.0), [(wide(x), y)], "regression", method=lw.FMGP(20, steps=120))
+    assert torch.equal(found.posterior.points[:, 1], torch.full((20,), value, dtype=D))
+    among, away = (found.functions(wide(torch.tensor([[t]], dtype=D))).variance for t in (0.0, 20.0))
     assert float(away) > 5 * float(among)
 
 
@@ -128,8 +126,8 @@ def test_features_without_spread_have_a_unit(kind: str, count: int) -> None:
     network = (last if width == 1 else nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), last)).double()
     x, y = torch.full((count, inputs), value, dtype=D), torch.randn(count, 1, dtype=D)
     method, noise = lw.FMGP(20, kernel="features", steps=50), lw.Gaussian(noise_std=0.1)
-    posterior = lw.fit(network, [(x, y)], noise, method=method)
-    assert float(posterior.functions(x[:1]).std) < 3
+    found = lw.fit(network, [(x, y)], noise, method=method)
+    assert float(found.functions(x[:1]).std) < 3
 
 
 def test_inputs_of_another_size_are_refused() -> None:
@@ -138,9 +136,9 @@ def test_inputs_of_another_size_are_refused() -> None:
     y = torch.randn(10, 1)
     with pytest.raises(lw.errors.DataError, match="inputs of 36 and of 64 numbers; expected as many in all"):
         lw.fit(network, [(small, y), (large, y)], "regression", method=lw.FMGP(5, steps=3))
-    posterior = lw.fit(network, [(small, y)], "regression", method=lw.FMGP(5, steps=3))
+    found = lw.fit(network, [(small, y)], "regression", method=lw.FMGP(5, steps=3))
     with pytest.raises(lw.errors.DataError, match="inputs of 64 numbers; the kernel was learned on 36"):
-        posterior.functions(large)
+        found.functions(large)
 
 
 def test_samples_without_a_batch_are_refused() -> None:

@@ -100,8 +100,8 @@ def test_anchors_of_float32_networks_are_wide() -> None:
     assert anchors.kernel(prior).dtype == D
     z, _ = rows("mlp")
     assert_close(anchors.kernel(prior), inducing.kernel(z, z, prior.vector), dtype=torch.float32)
-    jacobian = anchors.combined(torch.eye(M, dtype=D))
-    assert_close(anchors.kernel(prior), inducing.kernel(jacobian, jacobian, prior.vector))
+    own = anchors.combined(torch.eye(M, dtype=D))
+    assert_close(anchors.kernel(prior), inducing.kernel(own, own, prior.vector))
 
 
 @pytest.mark.parametrize("kind", PRIORS)
@@ -113,19 +113,19 @@ def test_the_precision_is_that_of_the_matrix(name: str, kind: str) -> None:
     matrix = z.T @ mix() @ mix().T @ z
     precision = matrix / PHI + torch.diag(prior.vector)
     covariance = torch.linalg.inv(precision)
-    result = curvature.precision(torch.tensor(PHI, dtype=D), prior)
-    assert_close(result.logdet(), torch.linalg.slogdet(precision)[1])
+    found = curvature.precision(torch.tensor(PHI, dtype=D), prior)
+    assert_close(found.logdet(), torch.linalg.slogdet(precision)[1])
     jacobians = anchors.network.linearise(BY_NAME[name].batch(3, seed=2)).jacobians()
-    assert_close(result.cross(jacobians), other @ covariance @ other.T)
+    assert_close(found.cross(jacobians), other @ covariance @ other.T)
     data = other.reshape(-1, anchors.network.output_shape[-1], other.shape[1])
     blocks = dense.output_covariance(data, covariance)
-    assert_close(result.quadratic(jacobians).reshape(blocks.shape), blocks)
-    assert_close(result.quadratic(jacobians, full=False).flatten(), blocks.diagonal(dim1=1, dim2=2).flatten())
-    draws = result.sample(torch.eye(len(matrix), dtype=D))
+    assert_close(found.quadratic(jacobians).reshape(blocks.shape), blocks)
+    assert_close(found.quadratic(jacobians, full=False).flatten(), blocks.diagonal(dim1=1, dim2=2).flatten())
+    draws = found.sample(torch.eye(len(matrix), dtype=D))
     assert_close(draws.T @ draws, covariance)
     v = torch.randn(2, len(matrix), dtype=D)
-    assert_close(result.solve(v), v @ covariance)
-    assert_close(result.variances(), covariance.diagonal())
+    assert_close(found.solve(v), v @ covariance)
+    assert_close(found.variances(), covariance.diagonal())
     assert_close(curvature.anchored_diagonal, matrix.diagonal())
     assert_close(curvature.values, torch.linalg.eigvalsh(matrix)[-RANK:], SOLVED)
 
@@ -136,18 +136,18 @@ def test_the_log_determinant_has_what_is_missing_added(kind: str) -> None:
     anchors, (z, _) = setting("mlp"), rows("mlp")
     prior = bound(kind, anchors.network)
     matrix = z.T @ mix() @ mix().T @ z
-    exact = matrix.diagonal() + torch.linspace(0.1, 1.0, 83, dtype=D)
-    logdet = AnchoredCurvature(anchors, mix(), exact).logdet(torch.tensor(PHI, dtype=D), prior)
+    own = matrix.diagonal() + torch.linspace(0.1, 1.0, 83, dtype=D)
+    found = AnchoredCurvature(anchors, mix(), own).logdet(torch.tensor(PHI, dtype=D), prior)
     inside = torch.linalg.slogdet(matrix / PHI + torch.diag(prior.vector))[1]
-    assert_close(logdet, inside + (torch.linspace(0.1, 1.0, 83, dtype=D) / prior.vector).sum() / PHI)
+    assert_close(found, inside + (torch.linspace(0.1, 1.0, 83, dtype=D) / prior.vector).sum() / PHI)
 
 
 def test_rounding_never_takes_anything_off() -> None:
     anchors, (z, _) = setting("mlp"), rows("mlp")
     prior = bound("isotropic", anchors.network)
     matrix = z.T @ mix() @ mix().T @ z
-    logdet = AnchoredCurvature(anchors, mix(), matrix.diagonal() * (1 - 1e-9)).logdet(torch.tensor(PHI, dtype=D), prior)
-    assert_close(logdet, torch.linalg.slogdet(matrix / PHI + torch.diag(prior.vector))[1])
+    found = AnchoredCurvature(anchors, mix(), matrix.diagonal() * (1 - 1e-9)).logdet(torch.tensor(PHI, dtype=D), prior)
+    assert_close(found, torch.linalg.slogdet(matrix / PHI + torch.diag(prior.vector))[1])
 
 
 @pytest.mark.parametrize("kind", PRIORS)
@@ -157,11 +157,11 @@ def test_slopes_of_the_log_determinant(kind: str) -> None:
     prior = bound(kind, anchors.network)
     curvature = AnchoredCurvature(anchors, mix(), torch.full((83,), 40.0, dtype=D))
 
-    def logdet(log_alpha: Tensor, log_phi: Tensor) -> Tensor:
+    def found(log_alpha: Tensor, log_phi: Tensor) -> Tensor:
         return curvature.logdet(log_phi.exp(), prior.with_precision(log_alpha.exp()))
 
     leaves = (prior.values.log().clone().requires_grad_(), torch.tensor(0.3, dtype=D, requires_grad=True))
-    assert torch.autograd.gradcheck(logdet, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(found, leaves, fast_mode=True)
 
 
 def test_what_was_learned_by_predicting_has_no_log_determinant() -> None:
@@ -178,22 +178,22 @@ def test_single_weights() -> None:
     prior = bound("diagonal", anchors.network)
     matrix = z[:, index].T @ mix() @ mix().T @ z[:, index]
     covariance = torch.linalg.inv(matrix / PHI + torch.diag(prior.vector))
-    result = AnchoredCurvature(anchors, mix()).precision(torch.tensor(PHI, dtype=D), prior)
+    found = AnchoredCurvature(anchors, mix()).precision(torch.tensor(PHI, dtype=D), prior)
     jacobians = anchors.network.linearise(BY_NAME["mlp"].batch(3, seed=2)).jacobians()
-    assert_close(result.cross(jacobians), other[:, index] @ covariance @ other[:, index].T)
-    draws = result.sample(torch.eye(len(index), dtype=D))
+    assert_close(found.cross(jacobians), other[:, index] @ covariance @ other[:, index].T)
+    draws = found.sample(torch.eye(len(index), dtype=D))
     assert_close(draws.T @ draws, covariance)
 
 
 def test_the_diagonal_is_the_whole_curvatures_where_it_is_known() -> None:
     anchors, (z, _) = setting("mlp"), rows("mlp")
-    exact = torch.linspace(1.0, 2.0, 83, dtype=D)
-    assert_close(AnchoredCurvature(anchors, mix(), exact).diagonal(), exact)
+    own = torch.linspace(1.0, 2.0, 83, dtype=D)
+    assert_close(AnchoredCurvature(anchors, mix(), own).diagonal(), own)
     matrix = z.T @ mix() @ mix().T @ z
-    diagonal = AnchoredCurvature(anchors, mix()).diagonal()
+    found = AnchoredCurvature(anchors, mix()).diagonal()
     large = matrix.diagonal() > 1e-2 * matrix.diagonal().max()
-    assert_close(diagonal[large], matrix.diagonal()[large])
-    assert float(diagonal.min()) > 0
+    assert_close(found[large], matrix.diagonal()[large])
+    assert float(found.min()) > 0
 
 
 def test_rows_follow_the_mix() -> None:

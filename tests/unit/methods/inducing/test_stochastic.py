@@ -99,16 +99,16 @@ def test_the_posterior_has_the_learned_covariance(alpha: float) -> None:
         _, _, before, rows = whitened_rows(start.problem, Batch(x, x), start.anchors.parts, white)
         s = log_scale.exp()
         expected = state.inducing.left(s * before, s.sqrt() * rows)
-    posterior = state.snapshot().posterior(data)
-    assert_close(posterior(x).cov, expected, 0.4)
-    assert float(posterior.problem.prior.values) == pytest.approx(0.5 * math.exp(-0.7))
-    assert float(posterior.problem.likelihood.dispersion) == pytest.approx(math.exp(-2.0))
+    found = state.snapshot().posterior(data)
+    assert_close(found(x).cov, expected, 0.4)
+    assert float(found.problem.prior.values) == pytest.approx(0.5 * math.exp(-0.7))
+    assert float(found.problem.likelihood.dispersion) == pytest.approx(math.exp(-2.0))
 
 
 def test_locations_and_prior_are_learned_together() -> None:
     """At the end of the search the bound is flat in the precision too, without a tuner."""
-    start, data = fixed_points(count=5)
-    free = replace(start, problem=replace(start.problem, learn_prior=True), movable=True)
+    found, data = fixed_points(count=5)
+    free = replace(found, problem=replace(found.problem, learn_prior=True), movable=True)
     one = learn_collapsed(free, data, 300).posterior(data)
     precision = float(one.problem.prior.values)
     moved = lambda f: one.with_problem(
@@ -124,16 +124,16 @@ def test_locations_and_prior_are_learned_together() -> None:
 
 def test_predicting_learns_prior_and_noise() -> None:
     """The training data are more likely than under the posterior of the highest evidence."""
-    posterior = fitted(lw.VaLLA(6, alpha=1.0, steps=60, learning_rate=0.03), lw.Gaussian(), None)
-    assert posterior.trace is not None
-    first, last = posterior.trace.steps[0], posterior.trace.steps[-1]
-    assert posterior.trace.score == "energy"
+    found = fitted(lw.VaLLA(6, alpha=1.0, steps=60, learning_rate=0.03), lw.Gaussian(), None)
+    assert found.trace is not None
+    first, last = found.trace.steps[0], found.trace.steps[-1]
+    assert found.trace.score == "energy"
     assert last.score > first.score
     assert last.precisions != first.precisions
     assert last.noise != first.noise
     x, y = curve()
-    assert float(posterior.predict(x).log_prob(y).mean()) > float(exact(True).predict(x).log_prob(y).mean())
-    assert float(posterior.prior.values) == pytest.approx(last.precisions[0], rel=0.1)
+    assert float(found.predict(x).log_prob(y).mean()) > float(exact(True).predict(x).log_prob(y).mean())
+    assert float(found.prior.values) == pytest.approx(last.precisions[0], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_predicting_classes_and_counts(likelihood: Any) -> None:
     x, y = classes()
     other = (5 * x[:, :3].abs()).long() if isinstance(likelihood, lw.Poisson) else (x[:, :3] > 0).long()
     targets = y if isinstance(likelihood, lw.Categorical) else other
-    posterior = lw.fit(MLP.build(), [(x, targets)], likelihood, method=lw.VaLLA(9, alpha=1.0, steps=40))
+    found = lw.fit(MLP.build(), [(x, targets)], likelihood, method=lw.VaLLA(9, alpha=1.0, steps=40))
     plain = lw.fit(MLP.build(), [(x, targets)], likelihood, method=lw.baselines.MapOnly())
-    assert float(posterior.predict(x).log_prob(targets).mean()) > float(plain.predict(x).log_prob(targets).mean())
+    assert float(found.predict(x).log_prob(targets).mean()) > float(plain.predict(x).log_prob(targets).mean())
 
 
 def best_covariance(rows: Tensor, gap: Tensor, alpha: float, noise: float) -> Tensor:
@@ -185,12 +185,12 @@ def test_the_covariance_is_the_best_for_its_objective(alpha: float) -> None:
     y = y.clone()
     y[::5] += 1.0
     method = lw.VaLLA(40, alpha=alpha, steps=400, batch_size=40)
-    posterior = fitted(method, data=[(x, y)])
+    found = fitted(method, data=[(x, y)])
     with torch.no_grad():
         gap = (y - model()(x)).square()[:, 0]
     rows = dense.jacobian(model(), x, 40).flatten(0, 1) / math.sqrt(0.5)
     expected = best_covariance(rows, gap, alpha, NOISE**2)
-    torch.testing.assert_close(posterior.functions(x).variance[:, 0], expected, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found.functions(x).variance[:, 0], expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.8])
@@ -206,13 +206,13 @@ def test_between_bound_and_prediction_the_prior_variance_converges(alpha: float)
 def test_with_all_data_the_objective_falls_and_converges(noise: float) -> None:
     """Also if the noise is far below the residuals, where full natural-gradient steps oscillate."""
     fit = lambda steps: fitted(lw.VaLLA(40, alpha=0.1, steps=steps), lw.Gaussian(noise_std=noise), 1.0)
-    posterior, few = fit(None).trace, fit(3).trace
-    assert posterior is not None
+    found, few = fit(None).trace, fit(3).trace
+    assert found is not None
     assert few is not None
-    scores = [step.score for step in posterior.steps]
+    scores = [step.score for step in found.steps]
     assert all(after > before - 1e-9 for before, after in pairwise(scores))
     assert scores[-1] == pytest.approx(scores[-min(20, len(scores) // 2)], abs=1e-2)
-    assert posterior.findings == ()
+    assert found.findings == ()
     assert "objective still changes by" in few.findings[-1]
 
 
@@ -246,9 +246,9 @@ def rows_run(count: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> list[
     original = Stochastic.step
 
     def noted(self: Stochastic, *args: Any) -> Any:
-        values = original(self, *args)
+        found = original(self, *args)
         marks.append(seen[0])
-        return values
+        return found
 
     with monkeypatch.context() as patch:
         patch.setattr(Stochastic, "step", noted)

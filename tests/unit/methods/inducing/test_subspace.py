@@ -37,8 +37,8 @@ def data() -> tuple[Tensor, Tensor]:
 
 def directions() -> Tensor:
     """Neither orthogonal nor of one length."""
-    rows = torch.randn(K, P, dtype=D, generator=torch.Generator().manual_seed(2))
-    return rows * torch.linspace(0.1, 3.0, K, dtype=D)[:, None] + rows[:1]
+    found = torch.randn(K, P, dtype=D, generator=torch.Generator().manual_seed(2))
+    return found * torch.linspace(0.1, 3.0, K, dtype=D)[:, None] + found[:1]
 
 
 def bound(kind: str) -> Any:
@@ -58,21 +58,21 @@ def curvature() -> SubspaceCurvature:
 def test_the_covariance_is_the_inverse_within_the_span(kind: str) -> None:
     prior, (jac, ggn), d = bound(kind), data(), directions()
     covariance = inducing.within(d, ggn / PHI + torch.diag(prior.vector))
-    precision = curvature().precision(torch.tensor(PHI, dtype=D), prior)
+    found = curvature().precision(torch.tensor(PHI, dtype=D), prior)
     jacobians = network().linearise(CASE.batch(4, seed=2)).jacobians()
     blocks = dense.output_covariance(jac, covariance)
-    assert_close(precision.quadratic(jacobians).squeeze(1), blocks)
-    assert_close(precision.quadratic(jacobians, full=False).squeeze(1), blocks.diagonal(dim1=1, dim2=2))
-    assert_close(precision.cross(jacobians), dense.joint_covariance(jac, covariance))
-    draws = precision.sample(torch.eye(P, dtype=D))
+    assert_close(found.quadratic(jacobians).squeeze(1), blocks)
+    assert_close(found.quadratic(jacobians, full=False).squeeze(1), blocks.diagonal(dim1=1, dim2=2))
+    assert_close(found.cross(jacobians), dense.joint_covariance(jac, covariance))
+    draws = found.sample(torch.eye(P, dtype=D))
     assert_close(draws.T @ draws, covariance)
     assert int(torch.linalg.matrix_rank(draws)) == K
     v = torch.randn(2, P, dtype=D)
-    assert_close(precision.solve(v), v @ covariance)
-    assert_close(precision.adjoint(torch.eye(P, dtype=D)), draws.T)
-    assert_close(precision.variances(), covariance.diagonal())
+    assert_close(found.solve(v), v @ covariance)
+    assert_close(found.adjoint(torch.eye(P, dtype=D)), draws.T)
+    assert_close(found.variances(), covariance.diagonal())
     before = inducing.within(d, torch.diag(prior.vector))
-    assert_close(precision.decided(prior.vector), prior.vector * (before - covariance).diagonal())
+    assert_close(found.decided(prior.vector), prior.vector * (before - covariance).diagonal())
 
 
 @pytest.mark.parametrize("kind", PRIORS)
@@ -100,23 +100,23 @@ def test_the_log_determinant_has_no_curvature_outside(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PRIORS)
 def test_slopes_of_the_log_determinant(kind: str) -> None:
-    prior, structure = bound(kind), curvature()
+    prior, held = bound(kind), curvature()
 
-    def logdet(log_alpha: Tensor, log_phi: Tensor) -> Tensor:
-        return structure.logdet(log_phi.exp(), prior.with_precision(log_alpha.exp()))
+    def found(log_alpha: Tensor, log_phi: Tensor) -> Tensor:
+        return held.logdet(log_phi.exp(), prior.with_precision(log_alpha.exp()))
 
     leaves = (prior.values.log().clone().requires_grad_(), torch.tensor(0.3, dtype=D, requires_grad=True))
-    assert torch.autograd.gradcheck(logdet, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(found, leaves, fast_mode=True)
 
 
 def test_all_directions_are_the_full_posterior() -> None:
     prior, (jac, ggn) = bound("per_layer"), data()
     whole = SubspaceCurvature(torch.eye(P, dtype=D), ggn, network().selection)
     exact = torch.linalg.inv(ggn / PHI + torch.diag(prior.vector))
-    precision = whole.precision(torch.tensor(PHI, dtype=D), prior)
+    found = whole.precision(torch.tensor(PHI, dtype=D), prior)
     jacobians = network().linearise(CASE.batch(4, seed=2)).jacobians()
-    assert_close(precision.cross(jacobians), dense.joint_covariance(jac, exact))
-    assert_close(precision.logdet(), -torch.linalg.slogdet(exact)[1])
+    assert_close(found.cross(jacobians), dense.joint_covariance(jac, exact))
+    assert_close(found.logdet(), -torch.linalg.slogdet(exact)[1])
     assert_close(whole.inner_diagonal, ggn.diagonal())
 
 
@@ -137,6 +137,6 @@ def test_the_diagonal_is_that_within_the_span() -> None:
     projector = d.T @ torch.linalg.inv(d @ d.T) @ d
     expected = (projector @ ggn @ projector).diagonal()
     assert_close(curvature().inner_diagonal, expected)
-    diagonal = curvature().diagonal()
-    assert bool((diagonal >= expected - 1e-12).all())
-    assert float(diagonal.min()) > 0
+    found = curvature().diagonal()
+    assert bool((found >= expected - 1e-12).all())
+    assert float(found.min()) > 0
