@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.metrics import regression
+from lapwing import metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +74,9 @@ def scores(predicted: dict[str, Tensor], y: Tensor) -> dict[str, float]:
     """Return NLL, RMSE and CRPS, the share of targets inside their intervals, and the width of these intervals."""
     mean, std, low, high = (predicted[name] for name in ("mean", "std", "low", "high"))
     return {
-        "NLL": regression.nll(mean, std, y),
-        "RMSE": regression.rmse(mean, y),
-        "CRPS": regression.crps(mean, std, y),
-        "coverage 95 %": regression.coverage(low, high, y),
-        "width": regression.interval_width(low, high),
+        "NLL": metrics.normal_nll(mean, std, y),
+        "RMSE": metrics.rmse(mean, y),
+        "CRPS": metrics.crps(mean, std, y),
+        "coverage 95 %": metrics.coverage(low, high, y),
+        "width": metrics.interval_width(low, high),
     }

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.core.early_stopping import EarlyStopping
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import class_labels
-from lapwing.core.progress import ProgressBar
+from lapwing.core.progress import EarlyStopping, ProgressBar
 from lapwing.core.random import normal, uniform
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import NumericalError
