@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
 
 from lapwing.core.state import State, class_named, saved
-from lapwing.curvature.blocks.diagonal import DiagonalPrecision
-from lapwing.curvature.blocks.protocol import BlockCurvature, BlockPrecision
+from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision
 from lapwing.errors import UnsupportedError
 from lapwing.networks.blocks import Block
 from lapwing.networks.jacobians import LayerJacobians
@@ -26,21 +27,14 @@ class BlockwisePrecision:
     blocks: tuple[BlockPrecision, ...]
     layout: tuple[Block, ...]
     selection: Selection
-    log_determinant: Tensor | None = None  # if it is not the sum over blocks (single weights selected)
 
     def logdet(self) -> Tensor:
-        if self.log_determinant is not None:
-            return self.log_determinant
         return torch.stack([block.logdet().double() for block in self.blocks]).sum()
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
-        total: Tensor | None = None
-        for precision, (_, part) in zip(self.blocks, jacobian, strict=True):
-            covariance = precision.quadratic(part, jacobian.tokens, full)
-            total = covariance if total is None else total + covariance
-        assert total is not None
-        return total
+        pairs = zip(self.blocks, jacobian, strict=True)
+        return reduce(add, (precision.quadratic(part, jacobian.tokens, full) for precision, (_, part) in pairs))
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
         parts = [precision.cross(part) for precision, (_, part) in zip(self.blocks, jacobian, strict=True)]
@@ -95,7 +89,8 @@ class BlockwiseCurvature:
     def precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
         if self.selection.index is not None:
             return self._subnetwork_precision(phi, prior)
-        blocks = tuple(c.precision(phi, prior.on(b), b) for c, b in zip(self.blocks, self.layout, strict=True))
+        triples = zip(self.blocks, [prior.on(block) for block in self.layout], self.layout, strict=True)
+        blocks = tuple(curvature.precision(phi, on_block, block) for curvature, on_block, block in triples)
         return BlockwisePrecision(blocks, self.layout, self.selection)
 
     def _subnetwork_precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
@@ -111,9 +106,7 @@ class BlockwiseCurvature:
             )
         values = in_order(diagonals, self.layout, self.selection, picked=False)
         precision = self.selection.picked(values) / phi.to(values) + prior.vector.to(values)
-        inverse = self.selection.split(precision.reciprocal())
-        blocks = tuple(DiagonalPrecision(block.arrange(inverse), precision.new_zeros(())) for block in self.layout)
-        return BlockwisePrecision(blocks, self.layout, self.selection, precision.log().sum(dtype=torch.float64))
+        return _diagonal_precision(precision, self.layout, self.selection)
 
     def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         return self.precision(phi, prior).logdet()
@@ -149,9 +142,27 @@ def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selectio
     return selection.picked(flat) if picked else flat
 
 
+def summed(
+    sweep: Iterable[LayerJacobians], network: Network, new_sum: Callable[[Block], BlockSum]
+) -> BlockwiseCurvature:
+    """Return the sums of all blocks over a pass."""
+    sums = [new_sum(block) for block in network.layout]
+    for jacobians in sweep:
+        for total, (_, part) in zip(sums, jacobians, strict=True):
+            total.add(part)
+        del jacobians, part  # before the next chunk is computed
+    return BlockwiseCurvature(tuple(total.value() for total in sums), network.layout, network.selection)
+
+
 def prior_precision(prior: BoundPrior, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
     """Return the prior alone as a precision: its ``quadratic`` is the prior covariance of outputs."""
-    inverse = selection.split(prior.vector.detach().double().reciprocal())
-    zero = torch.zeros((), dtype=torch.float64, device=prior.values.device)
-    parts = tuple(DiagonalPrecision(block.arrange(inverse), zero) for block in layout)
-    return BlockwisePrecision(parts, layout, selection)
+    return _diagonal_precision(prior.vector.detach().double(), layout, selection)
+
+
+def _diagonal_precision(values: Tensor, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
+    """Return Λ = diag(values), (P,). Entries that are not selected get no variance and a log-precision of zero."""
+    inverse, logs = selection.split(values.reciprocal()), selection.split(values.log())
+    blocks = tuple(
+        DiagonalPrecision(block.arrange(inverse), block.arrange(logs).sum(dtype=torch.float64)) for block in layout
+    )
+    return BlockwisePrecision(blocks, layout, selection)

@@ -84,7 +84,7 @@ class Sweep:
     ) -> None:
         self._network, self._likelihood, self._data = network, likelihood, data
         self._seeds, self._label, self._max_samples = seeds or Seeds(), label, max_samples
-        self._statistics: Statistics | None = None
+        self.statistics: Statistics  # loss and counts of the pass; only after the iteration
 
     def __iter__(self) -> Iterator[LayerJacobians]:
         network, likelihood = self._network, self._likelihood
@@ -114,14 +114,7 @@ class Sweep:
                 raise NumericalError(
                     "the loss is not finite although inputs, targets and outputs are; check the scale."
                 )
-        self._statistics = Statistics(float(total), checked_count(int(count)), network.output_shape[-1])
-
-    @property
-    def statistics(self) -> Statistics:
-        """Loss and counts of the pass; only after the iteration."""
-        if self._statistics is None:
-            raise AssertionError("iterate over the sweep before asking for its statistics")
-        return self._statistics
+        self.statistics = Statistics(float(total), checked_count(int(count)), network.output_shape[-1])
 
 
 class SquaredSum:

@@ -116,14 +116,6 @@ class EstimatesEvidence(Protocol):
 
 
 @runtime_checkable
-class HasTrace(Protocol):
-    """A posterior that holds the trace of the tuner that it came from."""
-
-    @property
-    def trace(self) -> Trace | None: ...
-
-
-@runtime_checkable
 class HasCurvature(Protocol):
     """A posterior with a curvature H in weight space, at unit dispersion."""
 
@@ -147,8 +139,3 @@ class HasFunctionSamples(Protocol):
     """A posterior that draws functions, evaluated at x: (n, B, [T,] C). Each draw is one function at all inputs."""
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor: ...
-
-
-def trace_of(posterior: Posterior) -> Trace | None:
-    """Return the trace that a posterior holds; None if it holds none."""
-    return posterior.trace if isinstance(posterior, HasTrace) else None

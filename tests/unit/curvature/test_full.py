@@ -10,10 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.curvature import full, full_sum, hessian
-from lapwing.curvature.per_output import PerOutputCurvature
+from lapwing.curvature import full, hessian
 from lapwing.linalg.gram import STRIP
 from lapwing.networks.network import Network
+from lapwing.posteriors.weight_space import PerOutputCurvature
 from lapwing.priors import isotropic
 from tests.cases import BY_NAME
 from tests.tolerances import assert_close
@@ -151,7 +151,7 @@ def test_memory_of_the_matrix() -> None:
     assert size > 2 * STRIP
     matrix = 8 * size**2
     sweep = [network.linearise(x).jacobians()]
-    assert matrix <= peak(lambda: full_sum.full_curvature(sweep, network)) < 1.9 * matrix
+    assert matrix <= peak(lambda: full.full_curvature(sweep, network)) < 1.9 * matrix
     curvature = full.FullCurvature(torch.eye(size, dtype=torch.float64), network.selection)
     prior = isotropic(1.0).bound(network.selection, network.theta())
     assert peak(lambda: curvature.precision(torch.tensor(2.0), prior)) < 2.5 * matrix
