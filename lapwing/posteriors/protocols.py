@@ -10,22 +10,10 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
-from lapwing.linalg.logdet import Logdet
-from lapwing.linalg.solution import Solution
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
-
-
-class Solver(Protocol):
-    """A solver for samples of a posterior, its log-determinant and γ, for any prior and noise."""
-
-    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution: ...
-
-    def logdet(self, problem: Problem) -> Logdet: ...
-
-    def gamma(self, problem: Problem, samples: Tensor) -> Tensor: ...
 
 
 class Posterior(Protocol):

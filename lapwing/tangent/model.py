@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -64,10 +64,7 @@ class DenseTangent:
     y: Tensor
     jacobian: Tensor  # (N [T] C, P)
     likelihood: Likelihood
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64
+    dtype: ClassVar[torch.dtype] = torch.float64
 
     @classmethod
     def built(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,18 +92,13 @@ class Operator:
         except ImportError as error:
             raise UnsupportedError("a SciPy view of an operator needs scipy: pip install scipy.") from error
 
-        def times(operator: Operator) -> Any:
-            def product(v: Any) -> Any:
-                if np.iscomplexobj(v):
-                    raise DataError(
-                        f"a product of an operator {operator.shape} with an array {np.shape(v)} of {v.dtype}; expected "
-                        "real numbers. Multiply the real and the imaginary part separately."
-                    )
-                return (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
+        def times(operator: Operator, v: Any) -> Any:
+            if np.iscomplexobj(v):
+                raise DataError(
+                    f"a product of an operator {operator.shape} with an array {np.shape(v)} of {v.dtype}; expected "
+                    "real numbers. Multiply the real and the imaginary part separately."
+                )
+            return (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
 
-            return product
-
-        return LinearOperator(
-            self.shape, matvec=times(self), rmatvec=times(self.T), matmat=times(self), rmatmat=times(self.T),
-            dtype=np.float64,
-        )  # fmt: skip
+        here, back = partial(times, self), partial(times, self.T)
+        return LinearOperator(self.shape, matvec=here, rmatvec=back, matmat=here, rmatmat=back, dtype=np.float64)
