@@ -27,8 +27,9 @@ S = TypeVar("S")
 class BlockPrecision(Protocol):
     """Λ of one block, factorised."""
 
-    def logdet(self) -> Tensor:
-        """Return the log-determinant of Λ."""
+    @property
+    def log_determinant(self) -> Tensor:
+        """The log-determinant of Λ."""
         ...
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
@@ -97,9 +98,6 @@ class DiagonalPrecision:
 
     inverse: Tensor
     log_determinant: Tensor
-
-    def logdet(self) -> Tensor:
-        return self.log_determinant
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
         return jacobian.weighted(self.inverse, tokens, full)
@@ -171,7 +169,8 @@ class CholeskyPrecision:
 
     factor: Tensor
 
-    def logdet(self) -> Tensor:
+    @property
+    def log_determinant(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()
 
     @cached_property

@@ -29,7 +29,7 @@ class BlockwisePrecision:
     selection: Selection
 
     def logdet(self) -> Tensor:
-        return torch.stack([block.logdet().double() for block in self.blocks]).sum()
+        return torch.stack([block.log_determinant.double() for block in self.blocks]).sum()
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
@@ -41,23 +41,22 @@ class BlockwisePrecision:
         return torch.stack(parts).sum(0)
 
     def sample(self, eps: Tensor) -> Tensor:
-        return self._flat([p.sample(part) for p, part in zip(self.blocks, self._arranged(eps), strict=True)])
+        return self._by_block(eps, lambda precision, part: precision.sample(part))
 
     def adjoint(self, v: Tensor) -> Tensor:
-        return self._flat([p.adjoint(part) for p, part in zip(self.blocks, self._arranged(v), strict=True)])
+        return self._by_block(v, lambda precision, part: precision.adjoint(part))
 
     def solve(self, v: Tensor) -> Tensor:
-        pairs = zip(self.blocks, self._arranged(v), strict=True)
-        return self._flat([p.sample(p.adjoint(part)) for p, part in pairs])
+        return self._by_block(v, lambda precision, part: precision.sample(precision.adjoint(part)))
 
     def variances(self) -> Tensor:
-        return self._flat([precision.variances() for precision in self.blocks])
+        return in_order([precision.variances() for precision in self.blocks], self.layout, self.selection)
 
-    def _arranged(self, rows: Tensor) -> list[Tensor]:
+    def _by_block(self, rows: Tensor, apply: Callable[[BlockPrecision, Tensor], Tensor]) -> Tensor:
+        """Return ``apply(precision, part)`` of all blocks, joined, for the parts of rows (n, P)."""
         values = self.selection.split(rows)
-        return [block.arrange(values) for block in self.layout]
-
-    def _flat(self, parts: list[Tensor]) -> Tensor:
+        pairs = zip(self.blocks, self.layout, strict=True)
+        parts = [apply(precision, block.arrange(values)) for precision, block in pairs]
         return in_order(parts, self.layout, self.selection)
 
 
@@ -112,8 +111,7 @@ class BlockwiseCurvature:
         return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
-        parts = [block.diagonal() for block in self.blocks]
-        return in_order(parts, self.layout, self.selection)
+        return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
 
     def state(self) -> State:
         return State("BlockwiseCurvature", parts={str(i): block.state() for i, block in enumerate(self.blocks)})
@@ -142,7 +140,7 @@ def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selectio
     return selection.picked(flat) if picked else flat
 
 
-def summed(
+def blockwise_sum(
     sweep: Iterable[LayerJacobians], network: Network, new_sum: Callable[[Block], BlockSum]
 ) -> BlockwiseCurvature:
     """Return the sums of all blocks over a pass."""

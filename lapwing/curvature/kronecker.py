@@ -14,7 +14,7 @@ from lapwing.core.latest import Latest
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockSum, DiagonalSum, FullSum
-from lapwing.curvature.blockwise import BlockwiseCurvature, summed
+from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import NumericalError, UnsupportedError
@@ -45,7 +45,7 @@ def kronecker_curvature(
             return _KroneckerSum(block, sharing, network)
         return FullSum(block, network) if block.size <= full_limit else DiagonalSum(block, network)
 
-    return summed(sweep, network, new_sum)
+    return blockwise_sum(sweep, network, new_sum)
 
 
 class _KroneckerSum:
@@ -102,9 +102,6 @@ class EigenPrecision:
     inp: Tensor | None
     inverse: Tensor
     log_determinant: Tensor
-
-    def logdet(self) -> Tensor:
-        return self.log_determinant
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
         return jacobian.rotated(self.out, self.inp).weighted(self.inverse.to(self.out.dtype), tokens, full)

@@ -10,7 +10,7 @@ import torch
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
 from lapwing.curvature.blocks import DiagonalSum
-from lapwing.curvature.blockwise import BlockwiseCurvature, summed
+from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.sweep import Seeds, Sweep, checked_curvature
 from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
@@ -51,7 +51,7 @@ class Diagonal:
 
         def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
             sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Diagonal")
-            return summed(sweep, network, lambda block: DiagonalSum(block, network)), sweep.statistics
+            return blockwise_sum(sweep, network, lambda block: DiagonalSum(block, network)), sweep.statistics
 
         return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))
 

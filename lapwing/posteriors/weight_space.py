@@ -116,7 +116,7 @@ class WeightPosterior:
     def precision(self) -> Precision:
         return self.current.precision(self._phi, self.problem.prior)
 
-    @cached_property
+    @property
     def _phi(self) -> Tensor:
         return self.problem.likelihood.dispersion.to(self.theta.device)
 
@@ -212,8 +212,8 @@ class WeightPosterior:
 
     def log_likelihood(self) -> Tensor:
         """Return log p(D | theta) at the centre."""
-        phi, likelihood = self._phi, self.problem.likelihood
-        normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
+        phi = self._phi
+        normaliser = self.problem.likelihood.log_normaliser(phi, self.statistics.outputs)
         return -self.loss / phi - self.statistics.data * normaliser
 
     def log_occam(self) -> Tensor:
