@@ -124,24 +124,18 @@ class FullCurvature:
         return replace(self, matrix=weighted_sum([self.matrix, *(other.matrix for other in others)], weights))
 
     @cached_property
-    def eigenvalues(self) -> Tensor:
-        """The eigenvalues of H, computed once for all isotropic priors and dispersions."""
-        return self._spectrum(self.matrix.double())
+    def _spectra(self) -> Latest[Tensor, Tensor]:
+        """The eigenvalues for the last scale of a prior, computed once for all its precisions and dispersions."""
+        return Latest(torch.equal)
 
-    def _spectrum(self, matrix: Tensor) -> Tensor:
+    def _eigenvalues(self, scale: Tensor | None) -> Tensor:
+        """Return the eigenvalues of H, or of D^-½ H D^-½ for a scale D (P,)."""
+        matrix = self.matrix.double()
+        if scale is not None:
+            root = scale.double().rsqrt()
+            matrix = root[:, None] * matrix * root
         values = torch.linalg.eigvalsh(matrix)
         return values.clamp_min(0) if self.definite else values
-
-    def _scaled_eigenvalues(self, scale: Tensor) -> Tensor:
-        """Return the eigenvalues of D^-½ H D^-½, computed once for all precisions g D."""
-        return self._scaled.at(scale, lambda: self._spectrum(self._in_units_of(scale.double().rsqrt())))
-
-    def _in_units_of(self, root: Tensor) -> Tensor:
-        return root[:, None] * self.matrix.double() * root
-
-    @cached_property
-    def _scaled(self) -> Latest[Tensor, Tensor]:
-        return Latest(torch.equal)
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> FullPrecision:
         matrix = self.matrix.double() / phi.double()
@@ -157,13 +151,13 @@ class FullCurvature:
         """Return the log-determinant of H/φ + A: from the eigenvalues for a prior with one number, else by Cholesky."""
         if not prior.is_single:
             return self.precision(phi, prior).logdet()
-        eigenvalues = self.eigenvalues if prior.scale is None else self._scaled_eigenvalues(prior.scale)
+        scale = prior.values.new_ones(()) if prior.scale is None else prior.scale
+        eigenvalues = self._spectra.at(scale, lambda: self._eigenvalues(prior.scale))
         values = eigenvalues / phi.double() + prior.values.double()
         smallest = float(values.detach().min())
         if smallest <= 0:
             raise NumericalError(not_definite(self._name, smallest))
-        total = values.log().sum()
-        return total if prior.scale is None else total + prior.scale.double().log().sum()
+        return values.log().sum() + scale.double().log().sum()
 
     def diagonal(self) -> Tensor:
         return floored_by_layer(self.matrix.diagonal().double(), self.selection)
