@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapwing.core.latest import Latest
 from lapwing.core.settings import require_integer
-from lapwing.core.state import State, saved
+from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockSum, DiagonalSum, FullSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.protocols import floored, weighted_sum
