@@ -11,8 +11,8 @@ from torch import nn
 from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors, tensors_in
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
-from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.forward import has_dropout
+from lapwing.networks.jacobians import Block
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -97,7 +97,7 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     layers, blocks = [], []
     for block, jacobian in tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0)):
         positions = jacobian.positions
-        layers.append(Layer("+".join(block.names), block.size, positions, _handled(block, jacobian)))
+        layers.append(Layer("+".join(block.names), block.size, positions, block.handling))
         blocks.append(_block_work(block, positions))
     workload = _workload(network, inputs, tuple(blocks), data)
     methods = [kind() for kind in METHODS.values()]
@@ -146,16 +146,6 @@ def _suffices(model: nn.Module, inputs: Inputs) -> bool:
     if isinstance(inputs, tuple | list) and accepts(model, tuple(inputs)):
         return True
     return isinstance(inputs, Mapping) or accepts(model, (inputs,))
-
-
-def _handled(block: Block, jacobian: BlockJacobian) -> str:
-    if jacobian.remark:
-        return jacobian.remark
-    if block.linear:
-        groups = f" in {block.groups} groups" if block.groups > 1 else ""
-        return f"linear map{groups}" + (", with its bias" if block.bias else "")
-    slow = "; slow: torch.func or single backward passes" if block.kind == "opaque" else ""
-    return f"block of its own ({block.why}){slow}"
 
 
 def _bytes(count: int) -> str:

@@ -17,8 +17,7 @@ from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import Block, BlockJacobian
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.network import Network
 
 

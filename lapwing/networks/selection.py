@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import ModelError
-from lapwing.networks.graph import Graph, Uses
+from lapwing.networks.graph import Graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +81,8 @@ class Weights(Protocol):
         """Return the names of the parameters that must be in the graph before the choice can be made."""
         ...
 
-    def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
-        """Return the selection, given the graph of the outputs and the uses of the needed parameters in it."""
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        """Return the selection, given the graph of the outputs with the uses of the needed parameters."""
         ...
 
 
@@ -121,7 +121,7 @@ class AllWeights:
             )
         return names
 
-    def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
         return selected(model, self.needs(model))
 
 
@@ -143,7 +143,7 @@ class Named:
             )
         return names
 
-    def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
         return selected(model, self.needs(model))
 
 
@@ -156,7 +156,7 @@ class Subnetwork:
     def needs(self, model: nn.Module) -> tuple[str, ...]:
         return all_weights.needs(model)
 
-    def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
         whole = selected(model, self.needs(model))
         index = self.index.nonzero()[:, 0] if self.index.dtype == torch.bool else self.index.long()
         if self.index.dtype == torch.bool and len(self.index) != whole.size:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.core.state import State
 from lapwing.errors import NumericalError
-from lapwing.networks.blocks import Block
+from lapwing.networks.jacobians import Block
 from lapwing.networks.selection import Selection
 from lapwing.priors.sharing import Sharing
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.core.latest import Latest
 from lapwing.errors import NumericalError
-from lapwing.networks.blocks import Block
+from lapwing.networks.jacobians import Block
 from lapwing.networks.selection import Selection
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.core.state import State, saved
 from lapwing.curvature.protocols import floored, weighted_sum
-from lapwing.networks.blocks import Block, BlockJacobian
+from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 

@@ -15,7 +15,7 @@ from lapwing.core.state import State, saved
 from lapwing.curvature.blocks.eigen import EigenPrecision
 from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.networks.blocks import Block
+from lapwing.networks.jacobians import Block
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from lapwing.core.state import State
-from lapwing.networks.blocks import Block, BlockJacobian
+from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.priors.bound import BlockPrior
 
 S = TypeVar("S")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.dense_jacobian import DenseJacobian, LookupJacobian
 from lapwing.networks.linear_jacobian import LinearJacobian
-from lapwing.networks.lookup_jacobian import LookupJacobian
 from tests.tolerances import assert_close
 
 D = torch.float64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,8 @@ import lapwing as lw
 from lapwing.networks import normalised
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
+from lapwing.networks.norm_rules import batch_norm_eps
 from lapwing.networks.normalised import ScaleFree, members, scale_free_groups
-from lapwing.networks.ops.norms import batch_norm_eps
 from tests import problems
 from tests.cases import BY_NAME, CASES, Wrapped
 from tests.references import dense
@@ -415,8 +415,8 @@ def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
                 raise AttributeError(name)
             return getattr(self._node, name)
 
-    def disguised(raw: Tensor, batch: int) -> Any:
-        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw, batch).nodes]
+    def disguised(raw: Tensor, parameters: Mapping[str, Tensor]) -> Any:
+        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw, parameters).nodes]
         return SimpleNamespace(nodes=nodes)
 
     monkeypatch.setattr(normalised, "read", disguised)

@@ -1,42 +1,54 @@
-"""One entry for each autograd operation that Lapwing knows."""
+"""Autograd operations: one entry for each that Lapwing knows.
+
+``operation.py`` defines an entry: how rows of samples may pass through an operation and how gradients may be pulled
+back. ``rules.py`` and ``norm_rules.py`` have the functions that the entries name.
+"""
 
 from __future__ import annotations
 
-from lapwing.networks.ops import elementwise, linear, norms, shapes
-from lapwing.networks.ops.operation import (
+from lapwing.networks import norm_rules, rules
+from lapwing.networks.operation import (
     Expanded,
     New,
     Operation,
     Slope,
     View,
     along,
+    entries,
     normalised_rows,
+    operation,
+    operation_named,
     permuted,
     register,
     reordered,
     row_wise,
 )
 
+__all__ = [
+    "Expanded", "New", "Operation", "Slope", "View", "along", "entries", "operation", "operation_named", "register",
+    "row_wise",
+]  # fmt: skip
+
 # Operations that keep all entries in their order.
 register(
-    Operation("ViewBackward0", reshapes=True, gradient=View(shapes.view)),
-    Operation("UnsafeViewBackward0", reshapes=True, gradient=View(shapes.view)),
-    Operation("ReshapeAliasBackward0", reshapes=True, gradient=View(shapes.view)),
+    Operation("ViewBackward0", reshapes=True, gradient=View(rules.view)),
+    Operation("UnsafeViewBackward0", reshapes=True, gradient=View(rules.view)),
+    Operation("ReshapeAliasBackward0", reshapes=True, gradient=View(rules.view)),
     Operation("SqueezeBackward0", reshapes=True),
-    Operation("SqueezeBackward1", reshapes=True, gradient=View(shapes.view)),
+    Operation("SqueezeBackward1", reshapes=True, gradient=View(rules.view)),
     Operation("SqueezeBackward2", reshapes=True),
-    Operation("UnsqueezeBackward0", reshapes=True, gradient=View(shapes.unsqueeze)),
-    Operation("AliasBackward0", reshapes=True, gradient=View(shapes.same)),
-    Operation("CloneBackward0", reshapes=True, gradient=View(shapes.same)),
+    Operation("UnsqueezeBackward0", reshapes=True, gradient=View(rules.unsqueeze)),
+    Operation("AliasBackward0", reshapes=True, gradient=View(rules.same)),
+    Operation("CloneBackward0", reshapes=True, gradient=View(rules.same)),
     Operation("ToCopyBackward0", reshapes=True, casts=True),
 )
 
 # Operations that move entries.
 register(
     Operation("TBackward0", moves=True, transposes=True, rows=reordered),
-    Operation("TransposeBackward0", moves=True, rows=along("dim0", "dim1"), gradient=View(shapes.transpose)),
+    Operation("TransposeBackward0", moves=True, rows=along("dim0", "dim1"), gradient=View(rules.transpose)),
     Operation("TransposeBackward1", rows=along("dim0", "dim1")),
-    Operation("PermuteBackward0", moves=True, rows=permuted, gradient=View(shapes.permute)),
+    Operation("PermuteBackward0", moves=True, rows=permuted, gradient=View(rules.permute)),
     Operation("SplitBackward0", moves=True, rows=along("dim")),
     Operation("SplitWithSizesBackward0", moves=True, rows=along("dim")),
     Operation("UnsafeSplitBackward0", moves=True, rows=along("dim")),
@@ -58,30 +70,30 @@ register(
 
 # Products with a weight.
 register(
-    Operation("MmBackward0", data_operand=0, gradient=New(linear.pull_mm), uses=linear.use_mm),
-    Operation("AddmmBackward0", data_operand=1, gradient=New(linear.pull_addmm), uses=linear.use_addmm),
+    Operation("MmBackward0", data_operand=0, gradient=New(rules.pull_mm), uses=rules.use_mm),
+    Operation("AddmmBackward0", data_operand=1, gradient=New(rules.pull_addmm), uses=rules.use_addmm),
     Operation("LinearBackward0", data_operand=0),
     Operation(
         "ConvolutionBackward0",
         data_operand=0,
-        gradient=New(linear.pull_convolution),
-        uses=linear.use_convolution,
-        seed_by_seed=linear.convolution_seed_by_seed,
+        gradient=New(rules.pull_convolution),
+        uses=rules.use_convolution,
+        seed_by_seed=lambda node, on_cpu: on_cpu,  # batched convolutions are slow on a CPU
     ),
     Operation("MkldnnConvolutionBackward0", rows=row_wise),
     Operation("CudnnConvolutionBackward0", rows=row_wise),
     Operation(
         "EmbeddingBackward0",
         rows=row_wise,
-        uses=linear.use_embedding,
-        seed_by_seed=linear.embedding_seed_by_seed,
-        not_derivative=linear.embedding_not_derivative,
-        forward_differs=linear.embedding_forward_differs,
+        uses=rules.use_embedding,
+        seed_by_seed=lambda node, on_cpu: bool(node._saved_sparse),  # autograd cannot batch a sparse gradient
+        not_derivative=rules.embedding_not_derivative,
+        forward_differs=rules.embedding_forward_differs,
     ),
     Operation("BmmBackward0", rows=reordered),
     Operation("BaddbmmBackward0", rows=reordered),
-    Operation("ThnnFusedLstmCellBackward0", rows=reordered, uses=elementwise.use_fused_cell),
-    Operation("ThnnFusedGruCellBackward0", rows=reordered, uses=elementwise.use_fused_cell),
+    Operation("ThnnFusedLstmCellBackward0", rows=reordered, uses=rules.use_fused_cell),
+    Operation("ThnnFusedGruCellBackward0", rows=reordered, uses=rules.use_fused_cell),
 )
 
 # Attention in one kernel, which autograd takes one seed at a time.
@@ -104,37 +116,42 @@ register(
         Operation(
             f"{kernel}BatchNormBackward0",
             data_operand=0,
-            gradient=New(norms.pull_batch_norm),
-            uses=norms.use_batch_norm,
-            norm=norms.batch_norm_statistics,
+            gradient=New(norm_rules.pull_batch_norm),
+            uses=norm_rules.use_batch_norm,
+            norm=norm_rules.batch_norm_statistics,
         )
         for kernel in ("Native", "Cudnn")
     ),
-    Operation("NativeGroupNormBackward0", data_operand=0, uses=norms.use_group_norm, norm=norms.own_statistics),
+    Operation(
+        "NativeGroupNormBackward0",
+        data_operand=0,
+        uses=norm_rules.scale_and_shift(norm_rules.group_normalised),
+        norm=norm_rules.own_statistics,
+    ),
     Operation(
         "NativeLayerNormBackward0",
         rows=normalised_rows,
-        gradient=New(norms.pull_layer_norm),
-        uses=norms.use_layer_norm,
-        norm=norms.own_statistics,
+        gradient=New(norm_rules.pull_layer_norm),
+        uses=norm_rules.scale_and_shift(norm_rules.layer_normalised, channel=False),
+        norm=norm_rules.own_statistics,
     ),
     Operation("FusedRmsNormBackward0", rows=reordered),
 )
 
 # Activations with a slope.
 register(
-    Operation("ReluBackward0", rows=row_wise, gradient=Slope(elementwise.relu)),
-    Operation("TanhBackward0", rows=row_wise, gradient=Slope(elementwise.tanh)),
-    Operation("SigmoidBackward0", rows=row_wise, gradient=Slope(elementwise.sigmoid)),
-    Operation("GeluBackward0", rows=row_wise, gradient=Slope(elementwise.gelu)),
-    Operation("SiluBackward0", rows=row_wise, gradient=Slope(elementwise.silu)),
-    Operation("LeakyReluBackward0", rows=row_wise, gradient=Slope(elementwise.leaky_relu)),
+    Operation("ReluBackward0", rows=row_wise, gradient=Slope(rules.relu)),
+    Operation("TanhBackward0", rows=row_wise, gradient=Slope(rules.tanh)),
+    Operation("SigmoidBackward0", rows=row_wise, gradient=Slope(rules.sigmoid)),
+    Operation("GeluBackward0", rows=row_wise, gradient=Slope(rules.gelu)),
+    Operation("SiluBackward0", rows=row_wise, gradient=Slope(rules.silu)),
+    Operation("LeakyReluBackward0", rows=row_wise, gradient=Slope(rules.leaky_relu)),
 )
 
 # Sums, products and other functions of each entry or of each row.
 register(
-    Operation("AddBackward0", adds=True, rows=row_wise, gradient=View(elementwise.pull_add), uses=elementwise.use_add),
-    Operation("MulBackward0", rows=row_wise, gradient=New(elementwise.pull_mul), uses=elementwise.use_mul),
+    Operation("AddBackward0", adds=True, rows=row_wise, gradient=View(rules.pull_add), uses=rules.use_add),
+    Operation("MulBackward0", rows=row_wise, gradient=New(rules.pull_mul), uses=rules.use_mul),
     *(
         Operation(f"{name}Backward{digit}", rows=row_wise)
         for digit, names in (
@@ -149,15 +166,15 @@ register(
 
 # Pooling, sums and other reductions.
 register(
-    Operation("MaxPool2DWithIndicesBackward0", rows=row_wise, gradient=New(shapes.max_pool)),
-    Operation("AdaptiveAvgPool2DBackward0", rows=row_wise, gradient=New(shapes.adaptive_pool)),
-    Operation("AvgPool2DBackward0", rows=row_wise, gradient=New(shapes.average_pool)),
+    Operation("MaxPool2DWithIndicesBackward0", rows=row_wise, gradient=New(rules.max_pool)),
+    Operation("AdaptiveAvgPool2DBackward0", rows=row_wise, gradient=New(rules.adaptive_pool)),
+    Operation("AvgPool2DBackward0", rows=row_wise, gradient=New(rules.average_pool)),
     Operation("MaxPool3DWithIndicesBackward0", rows=row_wise),
     Operation("AvgPool3DBackward0", rows=row_wise),
     Operation("AdaptiveMaxPool2DBackward0", rows=row_wise),
     Operation("MkldnnMaxPool2DBackward0", rows=row_wise),
-    Operation("MeanBackward1", rows=along("dim"), gradient=New(shapes.mean)),
-    Operation("SumBackward1", rows=along("dim"), gradient=Expanded(shapes.total)),
+    Operation("MeanBackward1", rows=along("dim"), gradient=New(rules.mean)),
+    Operation("SumBackward1", rows=along("dim"), gradient=Expanded(rules.total)),
     *(
         Operation(f"{name}Backward0", rows=along("dim"))
         for name in ("Softmax", "LogSoftmax", "Amax", "Max", "Cumsum", "Glu")
