@@ -40,7 +40,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
             grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
             gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
             if gradient.requires_grad:
-                looped = seed_by_seed(read(raw, {}), raw, network.recurrent)
+                looped = seed_by_seed(read(raw), raw, network.recurrent)
                 _add_slopes(total, gradient, network, raw.shape[0], looped)
         loss_sum += float(loss.detach())
         count += int(likelihood.count(f.detach(), y))

@@ -46,15 +46,10 @@ def _restored(buffers: Sequence[tuple[nn.Module, str, Tensor | None]], copies: S
         module._buffers[key] = buffer
     with torch.no_grad():
         for tensor, before in copies:
-            if not torch.equal(tensor, before) and not _same_with_nan(tensor, before):
+            if not torch.isclose(tensor, before, rtol=0, atol=0, equal_nan=True).all():
                 changed = True
                 tensor.copy_(before)
     return changed
-
-
-def _same_with_nan(tensor: Tensor, before: Tensor) -> bool:
-    """Return whether all entries are equal, or NaN in both."""
-    return bool((tensor == before).logical_or(tensor.isnan() & before.isnan()).all())
 
 
 def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:

@@ -51,9 +51,6 @@ class DenseJacobian:
         rows, weights = self.j.reshape(len(self.j), tokens, -1, self.j.shape[-1]), weights.reshape(-1)
         return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
 
-    def cross(self, weights: Tensor) -> Tensor:
-        return self.between(self, weights)
-
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         return whole_between(self, other, weights)
 
@@ -147,9 +144,6 @@ class LookupJacobian:
         scaled = rows * scale[:, None, None]
         parts = scaled @ rows.mT if full else (scaled * rows).sum(-1)
         return parts.new_zeros(self.batch, *parts.shape[1:]).index_add_(0, self.owner, parts)
-
-    def cross(self, weights: Tensor) -> Tensor:
-        return self.between(self, weights)
 
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         """Return J diag(weights) J'ᵀ, over the rows of the table that either batch has."""

@@ -87,16 +87,6 @@ def plain_kernels(plain: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def twice_differentiable(wanted: bool) -> Iterator[None]:
-    """Run attention in plain operations, if ``wanted``: its fused kernels have no second derivative."""
-    if not wanted:
-        yield
-        return
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        yield
-
-
-@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence PyTorch's warnings about its internals (no batching rule, no TF32), which do not concern a result."""
     with warnings.catch_warnings():
@@ -168,20 +158,11 @@ def shaped(raw: Tensor) -> Tensor:
     return raw.unsqueeze(-1) if raw.ndim == 1 else raw
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of factors for a model of this dtype: float32 at least."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the plain module inside a compiled or data-parallel one, whose graph shows no operations."""
-    for attribute, kinds in (
-        ("_orig_mod", ("OptimizedModule",)),
-        ("module", ("DataParallel", "DistributedDataParallel")),
-    ):
-        if type(model).__name__ in kinds and isinstance(getattr(model, attribute, None), nn.Module):
-            return unwrapped(getattr(model, attribute))
-    return model
+    wrappers = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+    inner = getattr(model, wrappers.get(type(model).__name__, ""), None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def has_dropout(module: nn.Module) -> bool:

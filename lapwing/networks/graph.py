@@ -8,7 +8,7 @@ hooked, patched or registered in the model, so functional code, attention and ti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,12 @@ class Graph:
     without_rule: Mapping[Node, tuple[str, ...]]  # the nodes that use parameters without a rule, and these parameters
 
 
-def read(output: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
-    """Walk the graph of ``output``, follow the samples of its first dimension, and find the uses of the parameters."""
+def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Collection[str] = ()) -> Graph:
+    """Walk the graph of ``output``, follow the samples of its first dimension, and find the uses of parameters.
+
+    ``tensors`` are all parameters of the network; those with these ``names`` are looked for.
+    """
+    parameters = {name: tensors[name] for name in names} if tensors else {}
     root: Node = output.grad_fn
     batch = output.shape[0]
     degree: dict[Node, int] = {root: 0}
@@ -55,20 +59,21 @@ def read(output: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
             degree[child] += 1
     consumers = dict(degree)
     major = dict.fromkeys(degree, True)
-    names = {id(tensor): name for name, tensor in parameters.items()}
+    name_of = {id(tensor): name for name, tensor in parameters.items()}
     operations: dict[Node, Operation] = {}
     leaves: dict[Node, str] = {}
-    signature, queue = [], deque[Node]([root])
+    signature, follows_shapes, queue = [], True, deque[Node]([root])
     while queue:
         node = queue.popleft()
         name = node.name()
         facts = operations[node] = operation_named(name)
         if name == LEAF:
-            if id(node.variable) in names:
-                leaves[node] = names[id(node.variable)]
+            if id(node.variable) in name_of:
+                leaves[node] = name_of[id(node.variable)]
             continue
         shape = output_shape(node)
         signature.append((name, shape))
+        follows_shapes = follows_shapes and facts.follows_shapes
         keeps = facts.keeps(node, shape, batch) if major[node] else None
         for operand, (child, number) in enumerate(node.next_functions):
             if child is None:
@@ -78,7 +83,6 @@ def read(output: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
             degree[child] -= 1
             if degree[child] == 0:
                 queue.append(child)
-    follows_shapes = all(operation_named(name).follows_shapes for name, _ in signature)
     uses, without_rule = _find_uses(operations, leaves, parameters)
     return Graph(
         tuple(operations), operations, consumers, major, follows_shapes, tuple(signature), leaves, uses, without_rule

@@ -171,10 +171,6 @@ class BlockJacobian(Protocol):
         """Return Σ_ij J_kij weights_ij J_lij: (B, S, C, C) if full, otherwise its diagonal (B, S, C)."""
         ...
 
-    def cross(self, weights: Tensor) -> Tensor:
-        """Return Σ_ij J_bkij weights_ij J_clij between all samples: (B K, B K)."""
-        ...
-
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         """Return J diag(weights) J'ᵀ between the samples of two batches, (B K, B' K'); without weights, J J'ᵀ."""
         ...

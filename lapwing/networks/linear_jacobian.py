@@ -118,9 +118,6 @@ class LinearJacobian:
         rows = self.g[:, :, :, 0].permute(0, 2, 1, 3).reshape(groups, batch, tokens, -1, d_out)
         return ((rows * scale[:, :, None, None]) @ rows.mT).sum(0)
 
-    def cross(self, weights: Tensor) -> Tensor:
-        return self.between(self, weights)
-
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         """Return J diag(weights) J'ᵀ between the samples of two batches, (B K, B' K').
 

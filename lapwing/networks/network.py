@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Inputs, check_finite, map_tensors
 from lapwing.core.samples import SampleRows, take
@@ -27,11 +29,9 @@ from lapwing.networks.forward import (
     refuse_training_mode,
     shaped,
     swapped,
-    twice_differentiable,
     unwrapped,
-    working_dtype,
 )
-from lapwing.networks.graph import Graph, Patterns, find_patterns, forward_differs, read, refuse_wrong_gradients
+from lapwing.networks.graph import Patterns, find_patterns, forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.jacobians import Block
 from lapwing.networks.layout import Layout, arranged, footprint
 from lapwing.networks.selection import Selection, Weights, all_weights
@@ -83,13 +83,13 @@ class Network:
         rows = learn(model, inputs, raw.detach(), rows, plain, copied=count == 1)
         if raw.grad_fn is None:
             raise ModelError("the output does not depend on any selected parameter; choose other weights.")
-        graph = _read(raw, tensors, needed)
+        graph = read(raw, tensors, needed)
         refuse_wrong_gradients(graph)
         selection = weights.choose(model, graph)
         if selection.names != needed:
             with recording(tensors, selection.names, plain):
                 raw = raw_output(model, inputs)
-            graph = _read(raw, tensors, selection.names)
+            graph = read(raw, tensors, selection.names)
         with plain_kernels(plain):
             patterns, _ = find_patterns(raw, graph)
         layout = arranged(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
@@ -135,7 +135,7 @@ class Network:
     def dtype(self) -> torch.dtype:
         """The dtype of factors and Jacobians: the widest of the model's, and float32 at least."""
         dtypes = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
-        return working_dtype(reduce(torch.promote_types, dtypes))
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     @cached_property
     def _memory(self) -> _Memory:
@@ -181,11 +181,13 @@ class Network:
     def linearise(self, inputs: Inputs, differentiable: bool = False) -> Tangent:
         """Run the model once with a graph. ``differentiable`` keeps the path from the inputs to the Jacobians."""
         tensors = dict(self.model.named_parameters())
-        with recording(tensors, self.selection.names, self.plain), twice_differentiable(differentiable):
+        # The fused kernels of attention have no second derivative.
+        kernels = sdpa_kernel(SDPBackend.MATH) if differentiable else contextlib.nullcontext()
+        with recording(tensors, self.selection.names, self.plain), kernels:
             raw = raw_output(self.model, inputs)
             self._checked(shaped(raw))
         with torch.no_grad():
-            graph = _read(raw, tensors, self.selection.names)
+            graph = read(raw, tensors, self.selection.names)
         return Tangent(self, inputs, raw, graph, differentiable)
 
     def tangents(
@@ -194,10 +196,9 @@ class Network:
         """Yield the batch linearised in chunks that fit the byte budget, of at most ``most`` samples each."""
         batch = self.count(inputs)
         seeds = torch.Size(self.output_shape).numel() if seeds is None else seeds
-        for chunk in self.footprint.chunks(batch, seeds, self.dtype, self.device):
-            for part in _split(chunk, most):
-                whole = part == slice(0, batch)
-                yield part, self.linearise(inputs if whole else self.take(inputs, part))
+        for part in self.footprint.chunks(batch, seeds, self.dtype, self.device, most):
+            whole = part == slice(0, batch)
+            yield part, self.linearise(inputs if whole else self.take(inputs, part))
 
     def count(self, inputs: Inputs) -> int:
         """Return how many samples a batch has; the model runs only where the tensors do not tell."""
@@ -261,15 +262,3 @@ class _Memory:
 
     rows: SampleRows
     patterns: dict[Any, Any] = field(default_factory=dict)
-
-
-def _read(raw: Tensor, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> Graph:
-    return read(raw, {name: tensors[name] for name in names})
-
-
-def _split(rows: slice, most: int | None) -> Iterator[slice]:
-    """Yield the rows in runs of at most ``most``, as even as possible."""
-    count = rows.stop - rows.start
-    runs = 1 if most is None else -(-count // most)
-    for i in range(runs):
-        yield slice(rows.start + i * count // runs, rows.start + (i + 1) * count // runs)

@@ -136,7 +136,7 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
     with torch.inference_mode(False), torch.enable_grad(), plain_kernels(network.plain):
         raw = swapped(network.model, chosen, lambda: raw_output(network.model, inputs))
     norms, inverses, eps = [], [0.0], [0.0]
-    for node in read(raw, {}).nodes:
+    for node in read(raw).nodes:
         rule = operation(node).norm
         statistics = None if rule is None else rule(node)
         if statistics is None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -37,8 +38,8 @@ class Selection:
     @cached_property
     def slices(self) -> Mapping[str, slice]:
         """The place of each parameter in the concatenation of all."""
-        ends = torch.tensor((0, *self.sizes)).cumsum(0).tolist()
-        return {name: slice(a, b) for name, a, b in zip(self.names, ends[:-1], ends[1:], strict=True)}
+        ends = accumulate(self.sizes)
+        return {name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)}
 
     @property
     def total(self) -> int:
@@ -64,10 +65,8 @@ class Selection:
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:
         """Return theta (..., P) as parameters by name, (..., *shape)."""
-        full = self.filled(theta)
-        shapes = dict(zip(self.names, self.shapes, strict=True))
-        return {name: full[..., part].unflatten(-1, shapes[name] or (1,)) if shapes[name] else full[..., part][..., 0]
-                for name, part in self.slices.items()}  # fmt: skip
+        full, parts = self.filled(theta), zip(self.slices.items(), self.shapes, strict=True)
+        return {name: full[..., part].reshape(*full.shape[:-1], *shape) for (name, part), shape in parts}
 
     def layer_of(self) -> tuple[str, ...]:
         """Return the name of the module that has each parameter: weight and bias of one layer share it."""

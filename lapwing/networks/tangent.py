@@ -93,20 +93,17 @@ class Tangent:
         patterns: Patterns,
         opaque: Callable[[], Mapping[str, Tensor]],
     ) -> BlockJacobian:
-        if block.has_rule:
-            with torch.set_grad_enabled(self.differentiable):
-                return self._from_uses(block, seeds.to(self.network.dtype), grads, patterns)
-        if self.differentiable:
-            raise ModelError(
-                f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
-                "inputs. Leave it out with named(), or keep the inputs where they are: VaLLA(optimiser='none'), "
-                "with alpha=0 and without validation data."
-            )
-        return DenseJacobian(opaque()[block.weight])
-
-    def _from_uses(self, block: Block, seeds: Tensor, grads: Gradients, patterns: Patterns) -> BlockJacobian:
         """Return the sum of the Jacobians of all uses of the block's weight; zero where this batch does not use it."""
+        if not block.has_rule:
+            if self.differentiable:
+                raise ModelError(
+                    f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
+                    "inputs. Leave it out with named(), or keep the inputs where they are: VaLLA(optimiser='none'), "
+                    "with alpha=0 and without validation data."
+                )
+            return DenseJacobian(opaque()[block.weight])
         total: BlockJacobian | None = None
+        dtype = self.network.dtype
         for use in self.graph.uses:
             if use.name != block.weight:
                 continue
@@ -116,19 +113,13 @@ class Tangent:
                     f"the graph of this batch uses {block.weight!r} in another way than the first batch did; "
                     "expected one fixed computation. Fix the control flow, or leave the parameter out with named()."
                 )
-            part = use.jacobian(grads[use.node].to(seeds.dtype), pattern, block.bias is not None).to(seeds.dtype)
-            if not block.linear:  # it is kept whole, such as a tied embedding and head
-                ((_, flat),) = replace(block, kind=use.kind, groups=use.groups).spread(part.whole())
-                part = DenseJacobian(flat)
-            total = part if total is None else total.joined(part)
-        if total is not None:
-            return total
-        outputs, batch = seeds.shape[:2]
-        if not block.linear:
-            return DenseJacobian(seeds.new_zeros(batch, outputs, block.size))
-        groups, d_out, d_in = block.form
-        a, g = seeds.new_zeros(groups, batch, 1, d_in), seeds.new_zeros(groups, outputs, batch, 1, d_out)
-        return LinearJacobian(a, g)
+            with torch.set_grad_enabled(self.differentiable):
+                part = use.jacobian(grads[use.node].to(dtype), pattern, block.bias is not None).to(dtype)
+                if not block.linear:  # it is kept whole, such as a tied embedding and head
+                    ((_, flat),) = replace(block, kind=use.kind, groups=use.groups).spread(part.whole())
+                    part = DenseJacobian(flat)
+                total = part if total is None else total.joined(part)
+        return _zero(block, seeds.to(dtype)) if total is None else total
 
     def _fallback(self, seeds: Tensor) -> dict[str, Tensor]:
         """Return the Jacobians (B, K, p) of all parameters without a rule, by name."""
@@ -138,3 +129,12 @@ class Tangent:
         with recording(dict(network.model.named_parameters()), network.selection.names, network.plain):
             jacobians = sample_jacobians(network.model, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2))
         return {name: jacobian.to(network.dtype) for name, jacobian in jacobians.items()}
+
+
+def _zero(block: Block, seeds: Tensor) -> BlockJacobian:
+    """Return the Jacobian of a block that this batch does not use."""
+    outputs, batch = seeds.shape[:2]
+    if not block.linear:
+        return DenseJacobian(seeds.new_zeros(batch, outputs, block.size))
+    groups, d_out, d_in = block.form
+    return LinearJacobian(seeds.new_zeros(groups, batch, 1, d_in), seeds.new_zeros(groups, outputs, batch, 1, d_out))

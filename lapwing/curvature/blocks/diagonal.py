@@ -29,7 +29,7 @@ class DiagonalPrecision:
         return jacobian.weighted(self.inverse, tokens, full)
 
     def cross(self, jacobian: BlockJacobian) -> Tensor:
-        return jacobian.cross(self.inverse)
+        return jacobian.between(jacobian, self.inverse)
 
     def sample(self, eps: Tensor) -> Tensor:
         return eps * self.inverse.sqrt().to(eps)

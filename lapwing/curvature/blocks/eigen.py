@@ -36,7 +36,8 @@ class EigenPrecision:
         return self._rotated(jacobian).weighted(self.inverse.to(self.out.dtype), tokens, full)
 
     def cross(self, jacobian: BlockJacobian) -> Tensor:
-        return self._rotated(jacobian).cross(self.inverse.to(self.out.dtype))
+        rotated = self._rotated(jacobian)
+        return rotated.between(rotated, self.inverse.to(self.out.dtype))
 
     def _rotated(self, jacobian: BlockJacobian) -> BlockJacobian:
         return jacobian.rotated(self.out, self.inp)

@@ -151,7 +151,7 @@ def test_squares_and_weighted_sums_of_every_block(case: Case) -> None:
         assert_close(part.weighted(form, tokens, True), full)
         assert_close(part.weighted(form, tokens, False), full.diagonal(dim1=-2, dim2=-1))
         tall = flat.reshape(-1, flat.shape[-1])
-        assert_close(part.cross(form), (tall * weights) @ tall.T)
+        assert_close(part.between(part, form), (tall * weights) @ tall.T)
 
 
 def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.Monkey
     weights = [torch.rand(block.form, dtype=torch.float64) for block in network.layout]
 
     def summary(jacobians: LayerJacobians) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [(part.squares(), part.weighted(w, jacobians.tokens, True), part.cross(w))
+        return [(part.squares(), part.weighted(w, jacobians.tokens, True), part.between(part, w))
                 for w, (_, part) in zip(weights, jacobians, strict=True)]  # fmt: skip
 
     before = summary(whole)

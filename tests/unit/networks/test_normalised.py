@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -415,8 +415,8 @@ def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
                 raise AttributeError(name)
             return getattr(self._node, name)
 
-    def disguised(raw: Tensor, parameters: Mapping[str, Tensor]) -> Any:
-        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw, parameters).nodes]
+    def disguised(raw: Tensor) -> Any:
+        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw).nodes]
         return SimpleNamespace(nodes=nodes)
 
     monkeypatch.setattr(normalised, "read", disguised)
