@@ -30,26 +30,20 @@ def refusing_changes(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        changed = _restored(buffers, copies)
+        changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer
+        with torch.no_grad():
+            for tensor, before in copies:
+                if not torch.isclose(tensor, before, rtol=0, atol=0, equal_nan=True).all():
+                    changed = True
+                    tensor.copy_(before)
     if changed:
         raise ModelError(
             "running the model changes its own weights or buffers (running statistics, spectral norm, an embedding's "
             "max_norm, a counter); expected a function of the input alone. They were restored. Call model.eval(), or "
             "remove what changes them."
         )
-
-
-def _restored(buffers: Sequence[tuple[nn.Module, str, Tensor | None]], copies: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Restore buffers and the numbers of every tensor, and return whether any had changed."""
-    changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
-    for module, key, buffer in buffers:
-        module._buffers[key] = buffer
-    with torch.no_grad():
-        for tensor, before in copies:
-            if not torch.isclose(tensor, before, rtol=0, atol=0, equal_nan=True).all():
-                changed = True
-                tensor.copy_(before)
-    return changed
 
 
 def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing.networks.halves import product
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
-
-if TYPE_CHECKING:
-    from lapwing.networks.linear_jacobian import LinearJacobian
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +35,7 @@ class DenseJacobian:
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
         raise AssertionError("a Jacobian that is kept whole has no Kronecker factors")
 
-    def single_map(self) -> LinearJacobian | None:
+    def single_map(self) -> None:
         return None
 
     def whole(self) -> Tensor:
@@ -60,13 +57,10 @@ class DenseJacobian:
     def vjp(self, u: Tensor) -> Tensor:
         return product(u.flatten(1), self.j.flatten(0, 1))
 
-    def formed(self, count: int) -> DenseJacobian:
+    def formed(self, count: int | None = None) -> DenseJacobian:
         return self
 
-    def compact(self) -> DenseJacobian:
-        return self
-
-    def compact_numbers(self) -> int:
+    def formed_numbers(self) -> int:
         return self.j.numel()
 
 
@@ -117,15 +111,14 @@ class LookupJacobian:
         return self._pooled(key, g, self.batch, self.table, rows)
 
     def rotated(self, out: Tensor, inp: Tensor | None) -> LookupJacobian:
-        if inp is not None:
-            raise AssertionError("a lookup has no input basis")
+        assert inp is None, "a lookup has no input basis"
         return replace(self, g=self.g @ out[0])
 
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
         counts = torch.bincount(self.rows.reshape(-1), minlength=self.table)
         return KroneckerRows(None, counts, self.g.flatten(0, 1), False, self.rows.numel())
 
-    def single_map(self) -> LinearJacobian | None:
+    def single_map(self) -> None:
         return None
 
     def whole(self) -> Tensor:
@@ -174,13 +167,10 @@ class LookupJacobian:
         total = mixed.new_zeros(u.shape[0], self.table, self.g.shape[-1]).index_add_(1, self.token, mixed)
         return total.mT.unsqueeze(1)
 
-    def formed(self, count: int) -> LookupJacobian:
+    def formed(self, count: int | None = None) -> LookupJacobian:
         return self
 
-    def compact(self) -> LookupJacobian:
-        return self
-
-    def compact_numbers(self) -> int:
+    def formed_numbers(self) -> int:
         return self.g.numel()
 
 

@@ -183,16 +183,12 @@ class BlockJacobian(Protocol):
         """Return Jᵀ u for u (n, B, K), summed over samples: (n, *form)."""
         ...
 
-    def formed(self, count: int) -> BlockJacobian:
-        """Return the form in which one product with ``count`` vectors, there and back, is cheapest."""
+    def formed(self, count: int | None = None) -> BlockJacobian:
+        """Return the form in which one product with ``count`` vectors is cheapest; without it, repeated products."""
         ...
 
-    def compact(self) -> BlockJacobian:
-        """Return the form in which repeated products are cheapest."""
-        ...
-
-    def compact_numbers(self) -> int:
-        """Return how many numbers the compact form has."""
+    def formed_numbers(self) -> int:
+        """Return how many numbers the form for repeated products has."""
         ...
 
 
@@ -248,14 +244,14 @@ class LayerJacobians:
 
     def held(self) -> LayerJacobians:
         """Return it with every block formed now, in the form in which repeated products are cheapest."""
-        return self._formed(part().compact() for part in self.parts)
+        return self._formed(part().formed() for part in self.parts)
 
     def _formed(self, parts: Iterable[BlockJacobian]) -> LayerJacobians:
         return replace(self, parts=tuple(partial(_same, part) for part in parts))
 
     def held_bytes(self) -> int:
         """Return the bytes that ``held`` would take; the blocks are formed one after another."""
-        return sum(part.compact_numbers() for _, part in self) * torch.finfo(self.dtype).bits // 8
+        return sum(part.formed_numbers() for _, part in self) * torch.finfo(self.dtype).bits // 8
 
     @property
     def nbytes(self) -> int:

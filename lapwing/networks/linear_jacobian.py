@@ -207,26 +207,25 @@ class LinearJacobian:
         order = (4, 3) if self._channels_first else (3, 4)
         return self.g.permute(2, 1, 0, *order).reshape(self.batch, self.g.shape[1], -1)
 
-    def formed(self, count: int) -> LinearJacobian | DenseJacobian:
+    def formed(self, count: int | None = None) -> LinearJacobian | DenseJacobian:
         """Return the form in which one product with ``count`` vectors, there and back, is cheapest.
 
         The whole Jacobian takes K T multiplications for each weight to form, and then K for each weight and vector in
-        each direction; the factors take T. It is not formed where it needs much more memory than its factors.
+        each direction; the factors take T. It is not formed where it needs much more memory than its factors. Without
+        ``count`` products are repeated, so it is formed wherever positions outnumber outputs.
         """
         (_, outputs, _, positions, d_out), d_in = self.g.shape, self.a.shape[-1]
-        cheaper = outputs * (positions + 2 * count) < 2 * count * positions
-        small = outputs * d_out * d_in <= 3 * positions * (d_in + outputs * d_out)
-        return DenseJacobian(self.whole().flatten(2)) if cheaper and small else self
+        whole = positions > outputs
+        if count is not None:
+            cheaper = outputs * (positions + 2 * count) < 2 * count * positions
+            whole = cheaper and outputs * d_out * d_in <= 3 * positions * (d_in + outputs * d_out)
+        return DenseJacobian(self.whole().flatten(2)) if whole else self
 
-    def compact(self) -> LinearJacobian | DenseJacobian:
-        """Return it whole where positions outnumber outputs: repeated products are cheaper then."""
-        return self if self.positions <= self.g.shape[1] else DenseJacobian(self.whole().flatten(2))
-
-    def compact_numbers(self) -> int:
-        if self.positions <= self.g.shape[1]:
-            return self.a.numel() + self.g.numel()
-        groups, outputs, batch, _, d_out = self.g.shape
-        return batch * outputs * groups * d_out * self.a.shape[-1]
+    def formed_numbers(self) -> int:
+        groups, outputs, batch, positions, d_out = self.g.shape
+        if positions > outputs:
+            return batch * outputs * groups * d_out * self.a.shape[-1]
+        return self.a.numel() + self.g.numel()
 
 
 def _summed_squares(g: Tensor) -> Tensor:

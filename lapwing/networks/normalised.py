@@ -137,8 +137,7 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
         raw = swapped(network.model, chosen, lambda: raw_output(network.model, inputs))
     norms, inverses, eps = [], [0.0], [0.0]
     for node in read(raw).nodes:
-        rule = operation(node).norm
-        statistics = None if rule is None else rule(node)
+        statistics = operation(node).norm(node)
         if statistics is None:
             continue
         if statistics.running is not None:

@@ -76,7 +76,7 @@ class Operation:
     rows: Rows | None = None
     gradient: Gradient | None = None
     uses: UseRule | None = None
-    norm: Callable[[Node], NormStatistics | None] | None = None
+    norm: Callable[[Node], NormStatistics | None] = lambda node: None
     seed_by_seed: Callable[[Node, bool], bool] = lambda node, on_cpu: False
     not_derivative: Callable[[Node], str] = lambda node: ""
     forward_differs: Callable[[Node], bool] = lambda node: False

@@ -6,6 +6,9 @@ back. ``rules.py`` and ``norm_rules.py`` have the functions that the entries nam
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from lapwing.networks import norm_rules, rules
 from lapwing.networks.operation import (
     Expanded,
@@ -29,47 +32,33 @@ __all__ = [
     "row_wise",
 ]  # fmt: skip
 
-# Operations that keep all entries in their order.
+
+def _alike(names: str, ending: str = "Backward0", **facts: Any) -> Iterator[Operation]:
+    """Yield an entry with the same facts for each of the names, without their common ending."""
+    return (Operation(name + ending, **facts) for name in names.split())
+
+
 register(
-    Operation("ViewBackward0", reshapes=True, gradient=View(rules.view)),
-    Operation("UnsafeViewBackward0", reshapes=True, gradient=View(rules.view)),
-    Operation("ReshapeAliasBackward0", reshapes=True, gradient=View(rules.view)),
+    # Operations that keep all entries in their order.
+    *_alike("View UnsafeView ReshapeAlias", reshapes=True, gradient=View(rules.view)),
+    *_alike("Alias Clone", reshapes=True, gradient=View(lambda node, grad, operand: grad)),
     Operation("SqueezeBackward0", reshapes=True),
     Operation("SqueezeBackward1", reshapes=True, gradient=View(rules.view)),
     Operation("SqueezeBackward2", reshapes=True),
     Operation("UnsqueezeBackward0", reshapes=True, gradient=View(rules.unsqueeze)),
-    Operation("AliasBackward0", reshapes=True, gradient=View(rules.same)),
-    Operation("CloneBackward0", reshapes=True, gradient=View(rules.same)),
     Operation("ToCopyBackward0", reshapes=True, casts=True),
-)
-
-# Operations that move entries.
-register(
+    # Operations that move entries.
     Operation("TBackward0", moves=True, transposes=True, rows=reordered),
     Operation("TransposeBackward0", moves=True, rows=along("dim0", "dim1"), gradient=View(rules.transpose)),
     Operation("TransposeBackward1", rows=along("dim0", "dim1")),
     Operation("PermuteBackward0", moves=True, rows=permuted, gradient=View(rules.permute)),
-    Operation("SplitBackward0", moves=True, rows=along("dim")),
-    Operation("SplitWithSizesBackward0", moves=True, rows=along("dim")),
-    Operation("UnsafeSplitBackward0", moves=True, rows=along("dim")),
-    Operation("SliceBackward0", moves=True, rows=along("dim")),
-    Operation("SelectBackward0", moves=True, rows=along("dim")),
-    Operation("UnbindBackward0", moves=True, rows=along("dim")),
-    Operation("CatBackward0", rows=along("dim")),
-    Operation("StackBackward0", rows=along("dim")),
+    *_alike("Split SplitWithSizes UnsafeSplit Slice Select Unbind", moves=True, rows=along("dim")),
+    *_alike("Cat Stack", rows=along("dim")),
     Operation("FlipBackward0", rows=along("dims")),
     Operation("RepeatBackward0", rows=reordered),
-    Operation("ExpandBackward0", rows=row_wise),
-    Operation("ConstantPadNdBackward0", rows=row_wise),
-    Operation("ReflectionPad2DBackward0", rows=row_wise),
-    Operation("ReplicationPad2DBackward0", rows=row_wise),
-    Operation("PixelShuffleBackward0", rows=row_wise),
-    Operation("UpsampleNearest2DBackward0", rows=row_wise),
-    Operation("UpsampleBilinear2DBackward0", rows=row_wise),
-)
-
-# Products with a weight.
-register(
+    *_alike("Expand ConstantPadNd ReflectionPad2D ReplicationPad2D", rows=row_wise),
+    *_alike("PixelShuffle UpsampleNearest2D UpsampleBilinear2D", rows=row_wise),
+    # Products with a weight.
     Operation("MmBackward0", data_operand=0, gradient=New(rules.pull_mm), uses=rules.use_mm),
     Operation("AddmmBackward0", data_operand=1, gradient=New(rules.pull_addmm), uses=rules.use_addmm),
     Operation("LinearBackward0", data_operand=0),
@@ -80,8 +69,7 @@ register(
         uses=rules.use_convolution,
         seed_by_seed=lambda node, on_cpu: on_cpu,  # batched convolutions are slow on a CPU
     ),
-    Operation("MkldnnConvolutionBackward0", rows=row_wise),
-    Operation("CudnnConvolutionBackward0", rows=row_wise),
+    *_alike("MkldnnConvolution CudnnConvolution", rows=row_wise),
     Operation(
         "EmbeddingBackward0",
         rows=row_wise,
@@ -90,37 +78,22 @@ register(
         not_derivative=rules.embedding_not_derivative,
         forward_differs=rules.embedding_forward_differs,
     ),
-    Operation("BmmBackward0", rows=reordered),
-    Operation("BaddbmmBackward0", rows=reordered),
-    Operation("ThnnFusedLstmCellBackward0", rows=reordered, uses=rules.use_fused_cell),
-    Operation("ThnnFusedGruCellBackward0", rows=reordered, uses=rules.use_fused_cell),
-)
-
-# Attention in one kernel, which autograd takes one seed at a time.
-register(
-    *(
-        Operation(f"ScaledDotProduct{kernel}Backward0", rows=reordered, seed_by_seed=lambda node, on_cpu: True)
-        for kernel in (
-            "FlashAttentionForCpu",
-            "FlashAttention",
-            "EfficientAttention",
-            "FusedAttentionOverrideable",
-            "CudnnAttention",
-        )
-    )
-)
-
-# Normalisations.
-register(
-    *(
-        Operation(
-            f"{kernel}BatchNormBackward0",
-            data_operand=0,
-            gradient=New(norm_rules.pull_batch_norm),
-            uses=norm_rules.use_batch_norm,
-            norm=norm_rules.batch_norm_statistics,
-        )
-        for kernel in ("Native", "Cudnn")
+    *_alike("Bmm Baddbmm", rows=reordered),
+    *_alike("ThnnFusedLstmCell ThnnFusedGruCell", rows=reordered, uses=rules.use_fused_cell),
+    # Attention in one kernel, which autograd takes one seed at a time.
+    *_alike(
+        "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention "
+        "ScaledDotProductFusedAttentionOverrideable ScaledDotProductCudnnAttention",
+        rows=reordered,
+        seed_by_seed=lambda node, on_cpu: True,
+    ),
+    # Normalisations.
+    *_alike(
+        "NativeBatchNorm CudnnBatchNorm",
+        data_operand=0,
+        gradient=New(norm_rules.pull_batch_norm),
+        uses=norm_rules.use_batch_norm,
+        norm=norm_rules.batch_norm_statistics,
     ),
     Operation(
         "NativeGroupNormBackward0",
@@ -136,47 +109,26 @@ register(
         norm=norm_rules.own_statistics,
     ),
     Operation("FusedRmsNormBackward0", rows=reordered),
-)
-
-# Activations with a slope.
-register(
-    Operation("ReluBackward0", rows=row_wise, gradient=Slope(rules.relu)),
-    Operation("TanhBackward0", rows=row_wise, gradient=Slope(rules.tanh)),
+    # Activations with a slope.
+    Operation("ReluBackward0", rows=row_wise, gradient=Slope(lambda node: node._saved_result > 0)),
+    Operation("TanhBackward0", rows=row_wise, gradient=Slope(lambda node: 1 - node._saved_result.square())),
     Operation("SigmoidBackward0", rows=row_wise, gradient=Slope(rules.sigmoid)),
     Operation("GeluBackward0", rows=row_wise, gradient=Slope(rules.gelu)),
     Operation("SiluBackward0", rows=row_wise, gradient=Slope(rules.silu)),
     Operation("LeakyReluBackward0", rows=row_wise, gradient=Slope(rules.leaky_relu)),
-)
-
-# Sums, products and other functions of each entry or of each row.
-register(
+    # Sums, products and other functions of each entry or of each row.
     Operation("AddBackward0", adds=True, rows=row_wise, gradient=View(rules.pull_add), uses=rules.use_add),
     Operation("MulBackward0", rows=row_wise, gradient=New(rules.pull_mul), uses=rules.use_mul),
-    *(
-        Operation(f"{name}Backward{digit}", rows=row_wise)
-        for digit, names in (
-            ("0", "Elu Celu Selu Hardtanh Softplus Exp Expm1 Log Log1P Sqrt Rsqrt Neg Abs Sin Cos Erf Threshold Mish"),
-            ("0", "Hardswish Hardsigmoid Clamp ClampMin ClampMax Reciprocal LogSigmoid Pow Sub Div NativeDropout"),
-            ("0", "Where MaskedFill"),
-            ("1", "Add Mul Sub Div Pow Rsub Clamp"),
-        )
-        for name in names.split()
-    ),
-)
-
-# Pooling, sums and other reductions.
-register(
+    *_alike("Elu Celu Selu Hardtanh Softplus Exp Expm1 Log Log1P Sqrt Rsqrt Neg Abs Sin Cos Erf", rows=row_wise),
+    *_alike("Threshold Mish Hardswish Hardsigmoid Clamp ClampMin ClampMax Reciprocal LogSigmoid", rows=row_wise),
+    *_alike("Pow Sub Div NativeDropout Where MaskedFill", rows=row_wise),
+    *_alike("Add Mul Sub Div Pow Rsub Clamp", "Backward1", rows=row_wise),
+    # Pooling, sums and other reductions.
     Operation("MaxPool2DWithIndicesBackward0", rows=row_wise, gradient=New(rules.max_pool)),
     Operation("AdaptiveAvgPool2DBackward0", rows=row_wise, gradient=New(rules.adaptive_pool)),
     Operation("AvgPool2DBackward0", rows=row_wise, gradient=New(rules.average_pool)),
-    Operation("MaxPool3DWithIndicesBackward0", rows=row_wise),
-    Operation("AvgPool3DBackward0", rows=row_wise),
-    Operation("AdaptiveMaxPool2DBackward0", rows=row_wise),
-    Operation("MkldnnMaxPool2DBackward0", rows=row_wise),
+    *_alike("MaxPool3DWithIndices AvgPool3D AdaptiveMaxPool2D MkldnnMaxPool2D", rows=row_wise),
     Operation("MeanBackward1", rows=along("dim"), gradient=New(rules.mean)),
     Operation("SumBackward1", rows=along("dim"), gradient=Expanded(rules.total)),
-    *(
-        Operation(f"{name}Backward0", rows=along("dim"))
-        for name in ("Softmax", "LogSoftmax", "Amax", "Max", "Cumsum", "Glu")
-    ),
+    *_alike("Softmax LogSoftmax Amax Max Cumsum Glu", rows=along("dim")),
 )

@@ -54,7 +54,11 @@ def seed_by_seed(graph: Graph, seeds: Tensor, recurrent: bool) -> bool:
 
 
 def by_autograd(
-    raw: Tensor, targets: Sequence[GradientEdge | Tensor], seeds: Tensor, looped: bool, differentiable: bool = False
+    raw: Tensor,
+    targets: Sequence[GradientEdge] | Sequence[Tensor],
+    seeds: Tensor,
+    looped: bool,
+    differentiable: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients (K, ...) of seeds · raw at the targets; None where there is no path."""
     options = {"retain_graph": True, "allow_unused": True, "create_graph": differentiable}

@@ -185,16 +185,6 @@ def used_rows(edge: tuple[Node, int], parameter: Tensor, width: int, transposed:
 # Activations, sums and products of two tensors.
 
 
-def relu(node: Node) -> Tensor:
-    """Return where the output is positive."""
-    return node._saved_result > 0
-
-
-def tanh(node: Node) -> Tensor:
-    """Return the slope of tanh."""
-    return 1 - node._saved_result.square()
-
-
 def sigmoid(node: Node) -> Tensor:
     """Return the slope of the logistic function."""
     return node._saved_result * (1 - node._saved_result)
@@ -266,11 +256,6 @@ def use_fused_cell(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) 
 def view(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient in the shape of the operand."""
     return grad.reshape(grad.shape[0], *node._saved_self_sym_sizes)
-
-
-def same(node: Node, grad: Tensor, operand: int) -> Tensor:
-    """Return the gradient as it is."""
-    return grad
 
 
 def unsqueeze(node: Node, grad: Tensor, operand: int) -> Tensor:

@@ -252,7 +252,7 @@ def test_whole_where_positions_outnumber_outputs(positions: int, outputs: int, g
     a = torch.randn(groups, 5, positions, 4, dtype=D, generator=gen)
     g = torch.randn(groups, outputs, 5, positions, 6, dtype=D, generator=gen)
     factors = LinearJacobian(a, g)
-    compact = factors.compact()
+    compact = factors.formed()
     assert isinstance(compact, DenseJacobian if positions > outputs else LinearJacobian)
     exact = torch.einsum("gbti,gkbto->bkgoi", a, g)
     v = torch.randn(2, groups, 6, 4, dtype=D, generator=gen)
