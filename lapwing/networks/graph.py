@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
-from lapwing.networks.operation import LEAF, Operation
+from lapwing.networks.operation import LEAF, Operation, Source
 from lapwing.networks.ops import operation_named
 from lapwing.networks.uses import Node, Pattern, Use, output_shape
 
@@ -99,12 +99,16 @@ def _find_uses(
     for node, facts in operations.items():
         if node in carried:
             continue
-        sources = {i: (*carried[edge[0]], edge) for i, edge in enumerate(node.next_functions) if edge[0] in carried}
+        sources = {}
+        for operand, edge in enumerate(node.next_functions):
+            if edge[0] in carried:
+                name, moves = carried[edge[0]]
+                sources[operand] = Source(name, parameters[name], moves, edge)
         if not sources:
             continue
-        by_operand = {} if facts.uses is None else dict(facts.uses(node, sources, parameters))
+        by_operand = {} if facts.uses is None else dict(facts.uses(node, sources))
         uses.extend(by_operand.values())
-        others = tuple(parameter for operand, (parameter, _, _) in sources.items() if operand not in by_operand)
+        others = tuple(source.name for operand, source in sources.items() if operand not in by_operand)
         if others:
             without_rule[node] = others
     return tuple(uses), without_rule

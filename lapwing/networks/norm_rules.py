@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -39,19 +39,19 @@ def scale_and_shift(factor: Factor, channel: bool = True) -> UseRule:
     ``channel`` says that they lie along dimension 1 and not along the trailing dimensions.
     """
 
-    def rule(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
-        for operand, (name, moves, _) in sources.items():
+    def rule(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
+        for operand, (name, parameter, moves, _) in sources.items():
             if operand in (1, 2) and not moves:
-                shape = tuple(tensors[name].shape)
+                shape = tuple(parameter.shape)
                 yield operand, elementwise(node, name, shape, factor if operand == 1 else None, channel)
 
     return rule
 
 
-def use_batch_norm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def use_batch_norm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the uses of scale and shift of a BatchNorm in evaluation mode."""
     if not node._saved_training:
-        yield from scale_and_shift(_batch_normalised)(node, sources, tensors)
+        yield from scale_and_shift(_batch_normalised)(node, sources)
 
 
 def batch_norm_statistics(node: Node) -> NormStatistics | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,10 +18,20 @@ from lapwing.networks.uses import Node, Shape, Use, output_shape
 LEAF = "torch::autograd::AccumulateGrad"  # the name of a node that stands for a tensor, not for an operation
 Keeps = Callable[[int, Node, int], bool]  # (operand, its node, which output of that node) -> rows are in the same order
 Rows = Callable[[Node, Shape], Keeps | None]  # (node, output shape) -> which operands keep the order of the rows
-# Operands that are parameters: number of the operand -> (name, nodes on the way to it, edge of the graph)
-Sources = Mapping[int, tuple[str, tuple[Node, ...], tuple[Node, int]]]
-UseRule = Callable[[Node, Sources, Mapping[str, Tensor]], Iterator[tuple[int, Use]]]
 Pull = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), operand) -> gradient (K, *operand)
+
+
+class Source(NamedTuple):
+    """A parameter among the operands of a node."""
+
+    name: str
+    parameter: Tensor
+    moves: tuple[Node, ...]  # the nodes on the way to it that only move entries, nearest first
+    edge: tuple[Node, int]  # of the graph, where the node takes it
+
+
+Sources = Mapping[int, Source]  # the number of the operand -> the parameter
+UseRule = Callable[[Node, Sources], Iterator[tuple[int, Use]]]
 
 
 class Gradient(Protocol):

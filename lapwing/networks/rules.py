@@ -5,7 +5,7 @@ sums, reshapes and pooling. Those of norms are in ``norm_rules.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lapwing.networks import uses
-from lapwing.networks.operation import NoRuleError, Sources, operation, signed
+from lapwing.networks.operation import NoRuleError, Source, Sources, operation, signed
 from lapwing.networks.uses import Factor, Node, Part, Use, output_shape
 
 aten = torch.ops.aten
@@ -35,37 +35,34 @@ def pull_mm(node: Node, grad: Tensor, operand: int) -> Tensor:
     return grad @ node._saved_mat2.mT
 
 
-def use_addmm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def use_addmm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the uses of bias and weight in bias + rows @ weight."""
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return
     bias = None
-    if 0 in sources and tensors[sources[0][0]].ndim == 1:
-        added = broadcast(0, node, sources, tensors)
+    if 0 in sources and sources[0].parameter.ndim == 1:
+        added = broadcast(node, sources[0])
         if added is not None:
             yield 0, added
             bias = added.name if added.whole else None
     if 2 in sources and 1 not in sources:
-        yield from _use_weight(2, "_saved_mat1", node, sources, tensors, bias)
+        yield from _use_weight(node, sources, 2, "_saved_mat1", bias)
 
 
-def use_mm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def use_mm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the use of the weight in rows @ weight."""
     if 1 in sources and 0 not in sources:
-        yield from _use_weight(1, "_saved_self", node, sources, tensors, None)
+        yield from _use_weight(node, sources, 1, "_saved_self", None)
 
 
-def _use_weight(
-    operand: int, rows: str, node: Node, sources: Sources, tensors: Mapping[str, Tensor], bias: str | None
-) -> Iterator[tuple[int, Use]]:
-    name, moves, edge = sources[operand]
-    parameter = tensors[name]
+def _use_weight(node: Node, sources: Sources, operand: int, rows: str, bias: str | None) -> Iterator[tuple[int, Use]]:
+    name, parameter, moves, edge = sources[operand]
     if parameter.ndim != 2:
         return
-    moved = [move for move in map(operation, moves) if not move.casts]
-    if not moved:
+    changes = [move for move in map(operation, moves) if not move.casts]
+    if not changes:
         yield operand, uses.matmul(node, name, "columns", rows, bias)
-    elif len(moved) == 1 and moved[0].transposes:
+    elif len(changes) == 1 and changes[0].transposes:
         yield operand, uses.matmul(node, name, "rows", rows, bias)
     else:
         part = used_rows(edge, parameter, output_shape(node)[1], transposed=True)
@@ -89,26 +86,24 @@ def pull_convolution(node: Node, grad: Tensor, operand: int) -> Tensor:
     return back.to(grad.dtype).unflatten(0, grad.shape[:2])
 
 
-def use_convolution(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def use_convolution(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the uses of bias and weight in a convolution, transposed or not."""
     bias = None
-    if 2 in sources and not sources[2][1]:
-        bias = sources[2][0]
-        yield 2, uses.elementwise(node, bias, tuple(tensors[bias].shape), channel=True)
-    if 1 in sources and not sources[1][1]:
-        name = sources[1][0]
-        shape = tuple(tensors[name].shape)
+    if 2 in sources and not sources[2].moves:
+        bias = sources[2].name
+        yield 2, uses.elementwise(node, bias, tuple(sources[2].parameter.shape), channel=True)
+    if 1 in sources and not sources[1].moves:
+        name, shape = sources[1].name, tuple(sources[1].parameter.shape)
         if node._saved_transposed:
             yield 1, uses.transposed_convolution(node, name, shape)
         else:
             yield 1, uses.convolution(node, name, shape, bias)
 
 
-def use_embedding(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def use_embedding(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the use of the table of an embedding."""
-    name, moves, _ = sources[0]
-    if not moves and not node._saved_sparse:
-        yield 0, uses.lookup(node, name, tensors[name].shape[0])
+    if not sources[0].moves and not node._saved_sparse:
+        yield 0, uses.lookup(node, sources[0].name, len(sources[0].parameter))
 
 
 def embedding_not_derivative(node: Node) -> str:
@@ -129,25 +124,22 @@ def embedding_forward_differs(node: Node) -> bool:
 # How a parameter reaches an operation: whole, reshaped, or some of its rows.
 
 
-def broadcast(
-    operand: int, node: Node, sources: Sources, tensors: Mapping[str, Tensor], factor: Factor | None = None
-) -> Use | None:
+def broadcast(node: Node, source: Source, factor: Factor | None = None) -> Use | None:
     """Return the use of a parameter that is broadcast against the rows of the output; None if it spans the batch.
 
     ``factor`` reads from the node what the parameter is multiplied with.
     """
-    name, moves, edge = sources[operand]
+    name, parameter, moves, edge = source
     out = output_shape(node)
     moves = tuple(move for move in moves if not operation(move).casts)
+    shape = tuple(parameter.shape)
     if moves and all(operation(move).reshapes for move in moves):
         shape = output_shape(moves[0], edge[1])
     elif moves:
-        if tensors[name].ndim != 1 or factor is not None:
+        if parameter.ndim != 1 or factor is not None:
             return None
-        part = used_rows(edge, tensors[name], out[-1], transposed=False)
+        part = used_rows(edge, parameter, out[-1], transposed=False)
         return None if part is None else uses.elementwise(node, name, (out[-1],), part=part)
-    else:
-        shape = tuple(tensors[name].shape)
     while shape and shape[0] == 1:
         shape = shape[1:]
     return None if len(shape) >= len(out) else uses.elementwise(node, name, shape, factor)
@@ -220,34 +212,33 @@ def pull_mul(node: Node, grad: Tensor, operand: int) -> Tensor:
     return grad * (node._saved_other if operand == 0 else node._saved_self)
 
 
-def use_add(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def use_add(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the use of a parameter that is added to every row."""
     if node._saved_alpha != 1 or len(sources) > 1:
         return
-    for operand in sources:
-        use = broadcast(operand, node, sources, tensors)
+    for operand, source in sources.items():
+        use = broadcast(node, source)
         if use is not None:
             yield operand, use
 
 
-def use_mul(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def use_mul(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the use of a parameter that is multiplied with every row."""
     if len(sources) > 1:
         return
-    for operand in sources:
+    for operand, source in sources.items():
         other = attrgetter("_saved_other" if operand == 0 else "_saved_self")
-        use = broadcast(operand, node, sources, tensors, other) if other(node) is not None else None
+        use = broadcast(node, source, other) if other(node) is not None else None
         if use is not None:
             yield operand, use
 
 
-def use_fused_cell(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def use_fused_cell(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the biases that a recurrent cell on a GPU adds to the gates itself: their gradient is that of the gates."""
     for operand in (3, 4):
         gates, number = node.next_functions[operand - 3]
-        if operand in sources and not sources[operand][1] and gates is not None and number == 0:
-            name = sources[operand][0]
-            yield operand, uses.elementwise(gates, name, tuple(tensors[name].shape))
+        if operand in sources and not sources[operand].moves and gates is not None and number == 0:
+            yield operand, uses.elementwise(gates, sources[operand].name, tuple(sources[operand].parameter.shape))
 
 
 # Changes of shape, sums, means and pooling.

@@ -97,13 +97,13 @@ def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_differentiable_in_the_factors(name: str, way: str) -> None:
     one, other = pair(name)
 
-    def found(a: Tensor, g: Tensor) -> Tensor:
-        moved = LinearJacobian(a, g)
+    def kernel(a: Tensor, g: Tensor) -> Tensor:
+        varied = LinearJacobian(a, g)
         if way == "grams":
-            return other._grams(moved)
-        return other._outer(moved, weights(name) if way == "weighted" else None)
+            return other._grams(varied)
+        return other._outer(varied, weights(name) if way == "weighted" else None)
 
-    assert torch.autograd.gradcheck(found, (one.a.requires_grad_(), one.g.requires_grad_()), fast_mode=True)
+    assert torch.autograd.gradcheck(kernel, (one.a.requires_grad_(), one.g.requires_grad_()), fast_mode=True)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

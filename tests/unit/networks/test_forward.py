@@ -335,8 +335,8 @@ def test_fit_under_no_grad(mode: Any) -> None:
     model, data = case.build(), problems.batches(case)
     expected = lw.fit(model, data, "classification", method="full")
     with mode():
-        found = lw.fit(model, data, "classification", method="full")
-    assert_close(found.prior.values.clone(), expected.prior.values)
+        posterior = lw.fit(model, data, "classification", method="full")
+    assert_close(posterior.prior.values.clone(), expected.prior.values)
 
 
 def test_compiled_and_parallel_models_are_unwrapped() -> None:
