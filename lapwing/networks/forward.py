@@ -22,11 +22,7 @@ def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain: bool
     ``plain`` switches vendors' kernels off (see ``needs_plain_kernels``).
     """
     changed = [p for name, p in tensors.items() if p.requires_grad != (name in names)]
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(plain_kernels(plain))
+    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(plain):
         try:
             for parameter in changed:
                 parameter.requires_grad_(not parameter.requires_grad)
@@ -54,10 +50,10 @@ def outside_autocast(call: Call) -> Call:
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         with contextlib.ExitStack() as stack:
-            for kind in devices:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             return call(*args, **kwargs)
 
     return run  # type: ignore[return-value]

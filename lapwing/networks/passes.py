@@ -127,12 +127,10 @@ def jvp(model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forwa
     """Return J v (K, B, [T,] C) by vectorised forward mode, or by two backward passes where an operation lacks it."""
     tensors = dict(model.named_parameters())
     tangents = {name: value.to(tensors[name].dtype) for name, value in selection.split(v).items()}
-    if not forward_mode:
-        return _double_backward(model, inputs, tangents, len(v), plain)
-    try:
-        return _forward_mode(model, inputs, tangents)
-    except (RuntimeError, NotImplementedError):  # an attention kernel without a forward rule
-        return _double_backward(model, inputs, tangents, len(v), plain)
+    if forward_mode:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # an attention kernel without a forward rule
+            return _forward_mode(model, inputs, tangents)
+    return _double_backward(model, inputs, tangents, len(v), plain)
 
 
 def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:

@@ -162,18 +162,12 @@ class Subnetwork:
             raise ModelError(f"the mask has {len(self.index)} entries; the model has {whole.size} weights.")
         if not len(index) or int(index.min()) < 0 or int(index.max()) >= whole.size:
             raise ModelError(f"subnetwork indices must be in 0..{whole.size - 1} and at least one; got {len(index)}.")
-        index = torch.unique(index)
-        if len(index) != len(self.index) and self.index.dtype != torch.bool:
+        mask = torch.zeros(whole.size, dtype=torch.bool, device=index.device)
+        mask[index] = True
+        if int(mask.sum()) != len(index):
             raise ModelError("subnetwork indices repeat; give each weight once.")
-        names, parts = [], []
-        start = 0
-        for name, part in whole.slices.items():  # keep only parameters with a selected entry
-            entries = index[(index >= part.start) & (index < part.stop)]
-            if len(entries):
-                names.append(name)
-                parts.append(entries - part.start + start)
-                start += part.stop - part.start
-        return selected(model, tuple(names), torch.cat(parts))
+        masks = {name: mask[part] for name, part in whole.slices.items() if bool(mask[part].any())}
+        return selected(model, tuple(masks), torch.cat(list(masks.values())).nonzero()[:, 0])
 
 
 all_weights = AllWeights()
