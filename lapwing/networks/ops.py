@@ -110,8 +110,8 @@ register(
     ),
     Operation("FusedRmsNormBackward0", rows=reordered),
     # Activations with a slope.
-    Operation("ReluBackward0", rows=row_wise, gradient=Slope(lambda node: node._saved_result > 0)),
-    Operation("TanhBackward0", rows=row_wise, gradient=Slope(lambda node: 1 - node._saved_result.square())),
+    Operation("ReluBackward0", rows=row_wise, gradient=Slope(rules.relu)),
+    Operation("TanhBackward0", rows=row_wise, gradient=Slope(rules.tanh)),
     Operation("SigmoidBackward0", rows=row_wise, gradient=Slope(rules.sigmoid)),
     Operation("GeluBackward0", rows=row_wise, gradient=Slope(rules.gelu)),
     Operation("SiluBackward0", rows=row_wise, gradient=Slope(rules.silu)),

@@ -177,6 +177,16 @@ def used_rows(edge: tuple[Node, int], parameter: Tensor, width: int, transposed:
 # Activations, sums and products of two tensors.
 
 
+def relu(node: Node) -> Tensor:
+    """Return where the output is positive."""
+    return node._saved_result > 0
+
+
+def tanh(node: Node) -> Tensor:
+    """Return the slope of tanh."""
+    return 1 - node._saved_result.square()
+
+
 def sigmoid(node: Node) -> Tensor:
     """Return the slope of the logistic function."""
     return node._saved_result * (1 - node._saved_result)
