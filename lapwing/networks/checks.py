@@ -132,14 +132,17 @@ def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, 
         crossed = _crossed(model, inputs, per_sample, batch, plain)
     except (RuntimeError, NotImplementedError):  # no slope in the inputs: running parts of the batch must do
         return
-    keys = [key for key, _ in placed(inputs)]
-    names = ", ".join(place_name(key) for key, mixed in zip(keys, crossed, strict=True) if mixed)
+    names = _names(inputs, crossed)
     if names and sum(crossed) < sum(per_sample):  # all tensors: the model itself mixes samples, refused elsewhere
         raise DataError(
             f"{names} has as many rows as there are samples, {batch}, but every sample depends on all; expected "
             "a row for each sample, or another number of rows where all samples share the tensor. Use another batch "
             "size, or expand it to one for each sample."
         )
+
+
+def _names(inputs: Inputs, flags: Sequence[bool]) -> str:
+    return ", ".join(place_name(key) for (key, _), flag in zip(placed(inputs), flags, strict=True) if flag)
 
 
 def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> list[bool]:
@@ -178,12 +181,10 @@ def _refuse_pooled(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...
         return  # dynamic padding: lengths follow the batch
     gap, allowed = relative_gap(model, alone, whole[some.to(whole.device)], whole)
     if not bool(gap < allowed):
-        keys = [key for key, _ in placed(inputs)]
-        names = ", ".join(place_name(key) for key, flag in zip(keys, per_sample, strict=True) if flag)
         raise DataError(
-            f"of {names}, each with as many rows as there are samples, {batch}, one is shared: the output for a sample "
-            f"changes by {gap.item():.2g} (relative) where rows of the others are left out; expected a row for each "
-            "sample. Use another batch size, or expand what all samples share to one for each."
+            f"of {_names(inputs, per_sample)}, each with as many rows as there are samples, {batch}, one is shared: "
+            f"the output for a sample changes by {gap.item():.2g} (relative) where rows of the others are left out; "
+            "expected a row for each sample. Use another batch size, or expand what all samples share to one for each."
         )
 
 

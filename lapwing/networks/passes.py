@@ -31,11 +31,10 @@ def gradients(
 
     ``differentiable`` gradients are part of a graph that leads back to the inputs, by autograd and seed by seed.
     """
-    if not (recurrent or differentiable):
-        leading = _leading_to(graph, nodes)
-        if _has_rules(graph, leading, seeds.dtype):
-            with contextlib.suppress(NoRuleError), torch.no_grad():
-                return _folded(graph, nodes, leading, seeds)
+    leading = None if recurrent or differentiable else _leading_to(graph, nodes, seeds.dtype)
+    if leading is not None:
+        with contextlib.suppress(NoRuleError), torch.no_grad():
+            return _folded(graph, nodes, leading, seeds)
     looped = differentiable or seed_by_seed(graph, seeds, recurrent)
     grads = by_autograd(raw, [GradientEdge(node, 0) for node in nodes], seeds, looped, differentiable)
     return [_or_zero(grad, seeds, (len(seeds), *output_shape(node))) for grad, node in zip(grads, nodes, strict=True)]
@@ -105,20 +104,16 @@ def _folded(graph: Graph, targets: list[Node], leading: set[Node], seeds: Tensor
     return [_or_zero(at_targets.get(node), seeds, (len(seeds), *output_shape(node))) for node in targets]
 
 
-def _has_rules(graph: Graph, leading: set[Node], dtype: torch.dtype) -> bool:
-    """Return whether every node on the way to the targets has a rule and one dtype; casts are left to autograd."""
-    return all(
-        graph.operations[node].gradient is not None and node._input_metadata[0].dtype == dtype
-        for node in graph.nodes
-        if node in leading and any(child in leading for child, _ in node.next_functions)
-    )
+def _leading_to(graph: Graph, targets: list[Node], dtype: torch.dtype) -> set[Node] | None:
+    """Return the targets and every node from which one of them is reached.
 
-
-def _leading_to(graph: Graph, targets: list[Node]) -> set[Node]:
-    """Return the targets and every node from which one of them is reached."""
+    None if one on the way has no rule or another dtype; casts are left to autograd.
+    """
     leading = set(targets)
     for node in reversed(graph.nodes):  # producers before consumers
-        if node not in leading and any(child in leading for child, _ in node.next_functions):
+        if any(child in leading for child, _ in node.next_functions):
+            if graph.operations[node].gradient is None or node._input_metadata[0].dtype != dtype:
+                return None
             leading.add(node)
     return leading
 

@@ -1,5 +1,6 @@
-"""How operations pull gradients back, and how they use parameters: products, convolutions, embeddings, activations,
-sums, reshapes and pooling. Those of norms are in ``norm_rules.py``.
+"""How operations pull gradients back, and how they use parameters.
+
+Here are products, convolutions, embeddings, activations, sums, reshapes and pooling; norms are in ``norm_rules.py``.
 """
 
 from __future__ import annotations
