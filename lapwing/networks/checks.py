@@ -1,7 +1,7 @@
 """What a model must be before it is used: a function of its input alone, and of one sample at a time.
 
 ``learn`` tries out which tensors of a batch have a row for each sample, where their numbers of rows do not tell;
-``core/samples.py`` has the rule. A tensor that is met for the first time with as many rows as there are samples may
+``core/data.py`` has the rule. A tensor that is met for the first time with as many rows as there are samples may
 have them by chance. It is tried: no output may depend on a row of another sample. A batch that fails is refused.
 """
 
@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, map_tensors, tensors_in
-from lapwing.core.samples import SampleRows, place_name, placed, take
+from lapwing.core.data import Inputs, SampleRows, map_tensors, place_name, placed, take, tensors_in
 from lapwing.errors import DataError, ModelError
 from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording, swapped
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Inputs, map_tensors
-from lapwing.core.samples import take
+from lapwing.core.data import Inputs, map_tensors, take
 from lapwing.errors import ModelError
 from lapwing.networks.checks import relative_gap
 from lapwing.networks.forward import quiet, raw_output, swapped
