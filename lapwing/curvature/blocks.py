@@ -17,7 +17,7 @@ from lapwing.core.state import State, saved
 from lapwing.curvature.protocols import floored, row_products, weighted_sum
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import Block, BlockJacobian
+from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 
@@ -103,7 +103,7 @@ class DiagonalPrecision:
         return jacobian.weighted(self.inverse, tokens, full)
 
     def cross(self, jacobian: BlockJacobian) -> Tensor:
-        return jacobian.cross(self.inverse)
+        return jacobian.between(jacobian, self.inverse)
 
     def sample(self, eps: Tensor) -> Tensor:
         return eps * self.inverse.sqrt().to(eps)

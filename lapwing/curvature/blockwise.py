@@ -13,8 +13,7 @@ from torch import Tensor
 from lapwing.core.state import State, class_named, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision
 from lapwing.errors import UnsupportedError
-from lapwing.networks.blocks import Block
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior

@@ -15,9 +15,8 @@ from lapwing.curvature.protocols import floored_by_layer, row_products, weighted
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import Block
 from lapwing.networks.budget import temporary
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection

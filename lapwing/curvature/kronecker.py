@@ -18,8 +18,7 @@ from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import Block, BlockJacobian
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 
@@ -106,7 +105,8 @@ class EigenPrecision:
         return jacobian.rotated(self.out, self.inp).weighted(self.inverse.to(self.out.dtype), tokens, full)
 
     def cross(self, jacobian: BlockJacobian) -> Tensor:
-        return jacobian.rotated(self.out, self.inp).cross(self.inverse.to(self.out.dtype))
+        rotated = jacobian.rotated(self.out, self.inp)
+        return rotated.between(rotated, self.inverse.to(self.out.dtype))
 
     def sample(self, eps: Tensor) -> Tensor:
         rotated = self.out.to(eps) @ (eps * self.inverse.sqrt().to(eps))

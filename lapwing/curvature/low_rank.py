@@ -14,8 +14,7 @@ from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
 from lapwing.curvature.protocols import floored_by_layer, row_products
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cholesky import cholesky
-from lapwing.networks.blocks import Block
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior

@@ -17,7 +17,7 @@ from lapwing.errors import ModelError, UnsupportedError
 from lapwing.losses import summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import needs_plain_kernels, plain_kernels, raw_output, refuse_training_mode, shaped
+from lapwing.networks.forward import is_recurrent, needs_plain_kernels, output_alone, refuse_training_mode, shaped
 from lapwing.posteriors.members import MembersPosterior, mean_of
 from lapwing.problem import Problem
 
@@ -115,8 +115,7 @@ class Networks:
     def __call__(self, x: Inputs) -> Tensor:
         outputs: list[Tensor] = []
         for model in self.models:
-            with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
-                outputs.append(shaped(raw_output(model, x)))
+            outputs.append(shaped(output_alone(model, x, needs_plain_kernels(model, is_recurrent(model)))))
             if outputs[-1].shape != outputs[0].shape:
                 raise ModelError(
                     f"member {len(outputs) - 1} gives outputs of the shape {tuple(outputs[-1].shape)}; expected "

@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Batch, Data, Inputs, map_tensors
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.fallback import swapped
-from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped
+from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped, swapped
 from lapwing.networks.functionals import scalar
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior

@@ -201,7 +201,7 @@ def test_layer_jacobians_in_hand_have_the_same_sums(case: Case) -> None:
     for (block, plain), (_, held) in zip(jacobians, jacobians.held(), strict=True):
         weights = rows(1, block.size)[0].square().reshape(block.form) + 0.1
         assert_close(held.squares().reshape(block.form), plain.squares().reshape(block.form))
-        assert_close(held.cross(weights), plain.cross(weights))
+        assert_close(held.between(held, weights), plain.between(plain, weights))
         for full in (True, False):
             assert_close(
                 held.weighted(weights, jacobians.tokens, full), plain.weighted(weights, jacobians.tokens, full)
@@ -252,7 +252,7 @@ def test_whole_where_positions_outnumber_outputs(positions: int, outputs: int, g
     a = torch.randn(groups, 5, positions, 4, dtype=D, generator=gen)
     g = torch.randn(groups, outputs, 5, positions, 6, dtype=D, generator=gen)
     factors = LinearJacobian(a, g)
-    compact = factors.compact()
+    compact = factors.formed()
     assert isinstance(compact, DenseJacobian if positions > outputs else LinearJacobian)
     exact = torch.einsum("gbti,gkbto->bkgoi", a, g)
     v = torch.randn(2, groups, 6, 4, dtype=D, generator=gen)
