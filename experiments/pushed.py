@@ -21,10 +21,8 @@ from lapwing.core.data import Data
 from lapwing.demo.report import Report
 from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
 from lapwing.demo.training import best_seconds
-from lapwing.methods.hfl.calibration import fitted_scale
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
-from lapwing.methods.hfl.pretrained import averaged, random_forces
-from lapwing.methods.hfl.pushed_weights import PushedWeights
+from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.pretrained import PushedWeights, averaged, fitted_scale, random_forces
 from lapwing.methods.hfl.responder import Responder
 from lapwing.metrics import ood
 

@@ -15,7 +15,7 @@ import lapwing as lw
 from experiments.minimum import minimised, squared_error
 from lapwing.demo.figures import NORMAL_95
 from lapwing.demo.training import Recipe, mlp
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.posteriors import ResponsePosterior
 from lapwing.metrics import regression
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -15,10 +15,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # of the variances
 # The bend cancels between up and down to first order; its square is left, 6 % here, which is as much as Adam may leave
 # out. One side then moves 1.7 times as far as the other.
 BENT = 0.25
-NO_FILE = (
-    "this HFL posterior re-optimises on its data at every prediction, and a file does not hold those; fit it again "
-    "where it is needed, or save HFL(mode='pretrained')."
-)
 TWIN = ", measured by how far an unpushed twin moves what is pushed"
 
 
