@@ -15,18 +15,20 @@ from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.linalg.block_cg import block_conjugate_gradients
+from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.design import (
     Design,
     OperatorDesign,
     back_product,
+    checked_features,
+    checked_targets,
+    feature_design,
     forward_product,
     gram_product,
     refuse_unpaired,
 )
-from lapwing.linalg.features import checked_features, checked_targets, feature_design
+from lapwing.linalg.operators import Solution
 from lapwing.linalg.ridge import Ridge
-from lapwing.linalg.solution import Solution
 from lapwing.predictives.normal import NormalPredictive
 
 __all__ = ["LinearPosterior", "OperatorDesign", "fit"]

@@ -1,16 +1,19 @@
-"""Design matrices known by their products, for ridge regression and similar problems."""
+"""Design matrices known by their products, for ridge regression and similar problems, and checks of given ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from lapwing.core.data import check_finite
 from lapwing.core.random import normal
 from lapwing.errors import DataError, NumericalError
+
+WIDE = (torch.float32, torch.float64)
 
 
 class Part(Protocol):
@@ -55,20 +58,12 @@ class Design(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixPart:
-    """Rows of a matrix in memory."""
+class OperatorPart:
+    """Rows of a design given by two functions."""
 
-    matrix: Tensor
-
-    @property
-    def rows(self) -> int:
-        return self.matrix.shape[0]
-
-    def forward(self, v: Tensor) -> Tensor:
-        return v.to(self.matrix) @ self.matrix.mT
-
-    def back(self, u: Tensor) -> Tensor:
-        return u.to(self.matrix) @ self.matrix
+    rows: int
+    forward: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
 
     def gram(self, v: Tensor) -> Tensor:
         return self.back(self.forward(v))
@@ -95,20 +90,8 @@ class MatrixDesign:
         return self.matrix[:0, 0]
 
     def __iter__(self) -> Iterator[Part]:
-        for rows in self.matrix.split(self.part):
-            yield MatrixPart(rows)
-
-
-@dataclass(frozen=True, eq=False)
-class OperatorPart:
-    """Rows of a design given by two functions."""
-
-    rows: int
-    forward: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
-
-    def gram(self, v: Tensor) -> Tensor:
-        return self.back(self.forward(v))
+        for x in self.matrix.split(self.part):
+            yield OperatorPart(len(x), lambda v, x=x: v.to(x) @ x.mT, lambda u, x=x: u.to(x) @ x)  # type: ignore[misc]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,3 +216,59 @@ def located_parts(design: Design) -> Iterator[tuple[Part, slice]]:
     for part in design:
         yield part, slice(start, start + part.rows)
         start += part.rows
+
+
+def feature_design(features: Tensor | OperatorDesign) -> Design:
+    """Return the design of features without gradients; a matrix in half precision becomes float32."""
+    if isinstance(features, Tensor):
+        x = checked_features(features.detach())
+        return MatrixDesign(x if x.dtype in WIDE else x.float())
+    if not isinstance(features, OperatorDesign):
+        raise DataError(f"features are a {type(features).__name__}; expected a tensor or an OperatorDesign.")
+    if features.like.dtype not in WIDE:
+        raise DataError(
+            f"the functions of an OperatorDesign take {features.like.dtype}; expected float32 or float64. Compute in "
+            "one of them, and give a like=... of it."
+        )
+    return replace(features, forward=_detached(features.forward), back=_detached(features.back))
+
+
+def checked_features(x: Tensor, columns: int | None = None) -> Tensor:
+    """Return the features (rows, columns); raise unless they are a finite floating-point matrix of that width."""
+    if not isinstance(x, Tensor):
+        raise DataError(f"features are a {type(x).__name__}; expected a tensor (rows, {columns or 'columns'}).")
+    if x.ndim != 2 or x.numel() == 0 or x.shape[1] != (columns or x.shape[1]):
+        raise DataError(f"features have the shape {tuple(x.shape)}; expected (rows, {columns or 'columns'}).")
+    if not x.dtype.is_floating_point:
+        raise DataError(f"features are {x.dtype}; expected floating-point numbers.")
+    check_finite(x.detach(), "features")
+    return x
+
+
+def checked_targets(targets: Tensor, design: Design) -> Tensor:
+    """Return the targets (rows,) in float64 on the design's device; raise unless there is one number for each row."""
+    if not isinstance(targets, Tensor):
+        raise DataError(f"targets are a {type(targets).__name__}; expected a tensor ({design.rows},).")
+    if targets.is_complex():
+        raise DataError(f"targets are {targets.dtype}; expected real numbers.")
+    y = targets.detach().reshape(-1).double().to(design.like.device)
+    if len(y) != design.rows or targets.shape[:1] != (design.rows,):
+        raise DataError(
+            f"{design.rows} rows of features and targets {tuple(targets.shape)}; expected ({design.rows},)."
+        )
+    if not bool(torch.isfinite(y).all()):
+        raise DataError("targets hold NaN or infinity; expected finite numbers.")
+    return y
+
+
+def _detached(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function with results that are checked to be real tensors and require no gradients."""
+
+    def apply(v: Tensor) -> Tensor:
+        image = function(v)
+        if not isinstance(image, Tensor) or image.is_complex():
+            seen = image.dtype if isinstance(image, Tensor) else f"a {type(image).__name__}"
+            raise DataError(f"a function of an OperatorDesign gave {seen}; expected a tensor of real numbers.")
+        return image.detach()
+
+    return apply

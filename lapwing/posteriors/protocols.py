@@ -11,7 +11,7 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
 from lapwing.linalg.logdet import Logdet
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.operators import Solution
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.bound import BoundPrior

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lapwing.errors import NumericalError
 from lapwing.linalg.cg import conjugate_gradients
-from lapwing.linalg.operators import Product
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.operators import Product, Solution
 from lapwing.posteriors.weight_space import Mode
 from lapwing.problem import Problem
 from lapwing.tangent.model import TangentModel

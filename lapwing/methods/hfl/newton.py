@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NumericalError
-from lapwing.linalg.block_cg import block_conjugate_gradients
+from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.cholesky import not_definite
 from lapwing.methods.hfl.objective import Objective
 

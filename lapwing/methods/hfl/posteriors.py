@@ -12,9 +12,9 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.state import State
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.block_cg import block_conjugate_gradients
+from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.operators import Solution
 from lapwing.losses import Statistics
 from lapwing.methods.hfl.responder import AnyResponder
 from lapwing.methods.hfl.response import Response
