@@ -348,7 +348,7 @@ class DrawnPosterior:
     def from_state(cls, state: State, problem: Problem) -> DrawnPosterior:
         settings, network = state.settings, problem.network
         names = ("theta", "mean", "variance", "deviations")
-        theta, *moments = (state.tensors[name].to(network.dtype) for name in names)
-        draws = Draws(network, *moments, settings["count"], settings["seed"])
+        theta, mean, variance, deviations = (state.tensors[name].to(network.dtype) for name in names)
+        draws = Draws(network, mean, variance, deviations, settings["count"], settings["seed"])
         statistics = Statistics.from_settings(settings["statistics"])
         return cls(problem, draws, statistics, theta, settings["learning_rate"])

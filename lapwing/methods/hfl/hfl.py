@@ -152,12 +152,7 @@ class HFL:
         problem = problem.with_residual_noise(statistics).with_known_prior()
         dtype = self._dtype(network.selection.size)
         objective = Objective.build(network, problem.likelihood, problem.prior, data, dtype)
-        responder: AnyResponder
-        if self._uses_adam(objective.size):
-            settings = self.tolerance or TUNED, self.steps, self.learning_rate, self.batch_size
-            responder, findings = FineTuner(objective, data, generator, *settings), ()
-        else:
-            responder, findings = self._responder(objective)
+        responder, findings = self._responder(objective, data, generator)
         return self._posterior(problem, responder, data, statistics, findings, generator)
 
     def cost(self, workload: Workload) -> Cost:
@@ -189,8 +184,13 @@ class HFL:
     def _uses_adam(self, weights: int) -> bool:
         return (self.solver or ("newton" if weights <= EXACT else "adam")) == "adam"
 
-    def _responder(self, objective: Objective) -> tuple[Responder, tuple[str, ...]]:
-        """Return a responder that pushes by Newton steps, centred at the minimum; raise if that is too far away."""
+    def _responder(
+        self, objective: Objective, data: Data, generator: torch.Generator
+    ) -> tuple[AnyResponder, tuple[str, ...]]:
+        """Return what pushes the network, and findings; raise if Newton steps are to start too far from a minimum."""
+        if self._uses_adam(objective.size):
+            settings = self.tolerance or TUNED, self.steps, self.learning_rate, self.batch_size
+            return FineTuner(objective, data, generator, *settings), ()
         minimum, decrements = nearest_minimum(objective)
         distance = math.sqrt(max(decrements[0], 0.0))
         if decrements[-1] > 1e-10 * max(1.0, decrements[0]) and decrements[-1] > 1e-12:

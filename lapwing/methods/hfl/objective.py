@@ -143,7 +143,7 @@ class Objective:
     def _each_sample(self, function: Callable[..., Tensor], d: Tensor, inputs: Inputs, *others: Tensor) -> Tensor:
         """Return the function of row k, the batch of sample k alone, and row k of the others, for every k."""
         if isinstance(inputs, Tensor):
-            return self.each(lambda row, x, *rest: function(row, x.unsqueeze(0), *rest), d, 1, inputs, *others)
+            return self.each(function, d, 1, inputs.unsqueeze(1), *others)
         samples = [self.network.take(inputs, slice(k, k + 1)) for k in range(len(d))]
         return torch.stack([function(*parts).detach() for parts in zip(d, samples, *others, strict=True)])
 
