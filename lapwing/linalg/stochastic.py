@@ -178,10 +178,6 @@ class Passes:
         parts = tuple(located_parts(design))
         return cls(design, parts, len(parts))
 
-    def in_order(self) -> Iterator[tuple[Part, slice]]:
-        """Yield the parts of one pass in the order of the design."""
-        yield from located_parts(self.design) if self.parts is None else self.parts
-
     def shuffled(self, epochs: int, generator: torch.Generator | None) -> Iterator[tuple[Part, slice]]:
         """Yield the parts of several passes; every part comes once in each pass."""
         for _ in range(epochs):
@@ -211,7 +207,7 @@ class Passes:
         whole, worst = 0.0, 0.0
         for _ in range(POWER):
             v, image, worst = v / v.norm().clamp_min(TINY), torch.zeros_like(v), 0.0
-            for part, rows in self.in_order():
+            for part, rows in located_parts(self.design):
                 image += part.back(part.forward(v))
                 u[:, rows] = part.forward(part.back(u[:, rows] / u[:, rows].norm().clamp_min(TINY))).double()
                 worst = max(worst, float(u[:, rows].norm()))

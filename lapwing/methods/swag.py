@@ -283,9 +283,6 @@ class Draws:
     count: int  # K
     seed: int
 
-    def __len__(self) -> int:
-        return self.count
-
     def __call__(self, x: Inputs) -> Tensor:
         """Return the outputs of all draws, (K, B, [T,] C)."""
         return torch.stack([self.outputs(x, self.numbered(k)) for k in range(self.count)])

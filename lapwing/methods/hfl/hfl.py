@@ -12,7 +12,7 @@ from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood, Logits
+from lapwing.likelihoods.protocol import Logits
 from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.hfl.newton import DENSE, Hessian, nearest_minimum
 from lapwing.methods.hfl.objective import Objective
@@ -212,7 +212,9 @@ class HFL:
         theta = problem.network.theta()
         if self.mode == "nonlinear":
             return ResponsePosterior(problem, responder, statistics, theta, self.lam, findings, self.drift)
-        variant = self.variant or _default_variant(problem.likelihood)
+        likelihood = problem.likelihood  # one that ignores the sum of the logits ignores a push of their mean
+        ignores_mean = isinstance(likelihood, Logits) and likelihood.ignores_common_shift
+        variant = self.variant or ("absolute" if ignores_mean else "mean")
         push, count = self._push(problem, responder, data, variant, generator)
         tolerance = max(responder.tolerance, 1e-2)
         if self.lam is None:
@@ -240,8 +242,3 @@ class HFL:
             return (lambda d: force), self.pushes
         batches = evaluation_batches(self.evaluation, objective, data, few=self._uses_adam(objective.size))
         return averaged(objective, batches, variant == "absolute"), 1
-
-
-def _default_variant(likelihood: Likelihood) -> str:
-    """Return "mean"; "absolute" if the likelihood ignores the sum of the logits, which "mean" would push."""
-    return "absolute" if isinstance(likelihood, Logits) and likelihood.ignores_common_shift else "mean"

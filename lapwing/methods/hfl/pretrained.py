@@ -63,15 +63,13 @@ def averaged(objective: Objective, batches: list[Inputs], absolute: bool) -> Pus
     """Return the gradient of the average over inputs of Σ_c f_c, or of Σ_c |f_c|, as a function of d (K, P)."""
     parts = [objective.cast(part) for part in batches]
     sizes = [objective.network.count(part) for part in batches]
-    total = sum(sizes)
+    total, size = sum(sizes), torch.abs if absolute else lambda f: f
 
     def push(d: Tensor) -> Tensor:
         gradient = torch.zeros_like(d)
         for part, n_samples in zip(parts, sizes, strict=True):
-            size = lambda row, x=part: (
-                (objective.run(row, x).abs() if absolute else objective.run(row, x)).sum() / total
-            )
-            gradient = gradient + objective.each(torch.func.grad(size), d, n_samples)
+            average = lambda row, x=part: size(objective.run(row, x)).sum() / total
+            gradient = gradient + objective.each(torch.func.grad(average), d, n_samples)
         return gradient
 
     return push

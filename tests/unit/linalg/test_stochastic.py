@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.sampling import gradient_variance
 from lapwing.errors import NumericalError
-from lapwing.linalg.design import MatrixDesign, OperatorDesign, Part, back_product
+from lapwing.linalg.design import MatrixDesign, OperatorDesign, Part, back_product, located_parts
 from lapwing.linalg.operators import Solution
 from lapwing.linalg.stochastic import Passes, Perturbed, dual_descent, sdd, sgd
 from tests.tolerances import SOLVED, assert_close, assert_within
@@ -50,7 +50,7 @@ def solved(solve: Solve, system: Perturbed, **settings: Any) -> Tensor:
 def gradient(system: Perturbed, z: Tensor, objective: str) -> Tensor:
     """The gradient at z, as the mean of the estimates from all parts."""
     passes, function = Passes.over(system.design), system.objective(objective)
-    return torch.stack([function.estimate(z, *part, passes.count) for part in passes.in_order()]).mean(0)
+    return torch.stack([function.estimate(z, *part, passes.count) for part in located_parts(system.design)]).mean(0)
 
 
 class Stream:
@@ -89,7 +89,9 @@ def test_estimates_have_the_variance_that_is_stated(objective: str) -> None:
     x, (zeta, eps) = matrix(), noise()
     system, z = Perturbed(MatrixDesign(x, 7), zeta, eps, SHIFT), torch.randn(3, SIZE, dtype=D)
     passes, function = Passes.over(system.design), system.objective(objective)
-    estimates = torch.stack([function.estimate(z, part, rows, passes.count) for part, rows in passes.in_order()])
+    estimates = torch.stack(
+        [function.estimate(z, part, rows, passes.count) for part, rows in located_parts(system.design)]
+    )
     assert len(estimates) == 7
     assert_close(gradient_variance(system, z, objective), estimates.var(0, correction=0).sum(1))
 
