@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -91,7 +92,12 @@ class MatrixDesign:
 
     def __iter__(self) -> Iterator[Part]:
         for x in self.matrix.split(self.part):
-            yield OperatorPart(len(x), lambda v, x=x: v.to(x) @ x.mT, lambda u, x=x: u.to(x) @ x)  # type: ignore[misc]
+            yield OperatorPart(len(x), partial(_times, matrix=x.mT), partial(_times, matrix=x))
+
+
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Return the rows times a matrix, in its dtype and on its device."""
+    return rows.to(matrix) @ matrix
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,7 +134,8 @@ class Objective:
 
     def slopes(self, d: Tensor, inputs: Inputs, seeds: Tensor) -> Tensor:
         """Return the gradient of seeds_k · f(x_k; θ) at every row k of d, (K, P); seeds (K, [T,] C)."""
-        return self._each_sample(torch.func.grad(lambda row, x, s: (self.run(row, x)[0] * s).sum()), d, inputs, seeds)
+        weighted = lambda row, x, s: (self.run(row, x)[0] * s).sum()
+        return self._each_sample(torch.func.grad(weighted), d, inputs, seeds)
 
     def each_output(self, d: Tensor, inputs: Inputs) -> Tensor:
         """Return f(x_k; centre + d_k) for every row k, (K, [T,] C)."""
