@@ -102,10 +102,8 @@ def block_conjugate_gradients(
     root: Product | None = None,
     adjoint: Product | None = None,
     tolerance: float = 1e-6,
-    sizes: Tensor | None = None,
     max_iterations: int = 1000,
     truncated: bool = False,
-    advice: str = ADVICE,
 ) -> Solution:
     """Solve A x = b for all rows of ``rhs`` (K, P) in the Krylov space that they span together.
 
@@ -119,10 +117,8 @@ def block_conjugate_gradients(
         root: multiplies rows by L; the identity if None.
         adjoint: multiplies rows by Lᵀ; None if L is symmetric.
         tolerance: the relative residual that every row must reach.
-        sizes: the lengths (K,) that residuals are relative to; None for those of the right-hand sides.
         max_iterations: the largest number of iterations.
         truncated: return any iterate instead of raising, as for the inner loop of a Newton method.
-        advice: what the error says if the tolerance was not reached.
 
     Returns:
         The solution x (K, P) with the residual of each row.
@@ -136,10 +132,19 @@ def block_conjugate_gradients(
     1
     """
     check_finite(rhs, "right-hand sides of block conjugate gradients")
+    sizes = rhs.double().norm(dim=1, keepdim=True).clamp_min(TINY)
+    solution = _block_iterate(product, rhs.double() / sizes, root, adjoint, tolerance, max_iterations, truncated)
+    solution = replace(solution, x=sizes * solution.x)
+    return solution if truncated else solution.require_convergence("block conjugate gradients", ADVICE)
+
+
+def _block_iterate(
+    product: Product, b: Tensor, root: Product | None, adjoint: Product | None, tolerance: float, max_iterations: int,
+    truncated: bool,
+) -> Solution:  # fmt: skip
+    """Iterate on A x = b until every residual has at most the length ``tolerance``; return the last iterate."""
     root = _checked(root)
     adjoint = root if adjoint is None else _checked(adjoint)
-    size = (rhs.double().norm(dim=1) if sizes is None else sizes.double())[:, None].clamp_min(TINY)
-    b = rhs.double() / size
     monitor = ResidualMonitor(product, b, b.new_ones(len(b)), tolerance)
     x, r, turned = torch.zeros_like(b), b.clone(), adjoint(b)
     mix, q = _residual_basis(turned)
@@ -177,8 +182,7 @@ def block_conjugate_gradients(
             if bool(replaced.any()) or len(q) == 0 or _differ(mix @ q, turned, active):
                 mix, q = _residual_basis(turned)
         s = q - torch.cholesky_solve(curved @ q.mT, factor).mT @ s
-    solution = monitor.solution(size * x, r, iterations)
-    return solution if truncated else solution.require_convergence("block conjugate gradients", advice)
+    return monitor.solution(x, r, iterations)
 
 
 def _checked(root: Product | None) -> Product:
@@ -251,9 +255,11 @@ def solve_samples(
     """
     advice = f"Raise the prior precision or the tolerance of the samples{hint}."
     left = rhs if start is None else rhs - apply(start)
-    sizes = residual_sizes(noise, rhs, tolerance)
-    rest = block_conjugate_gradients(apply, left, root=root, tolerance=tolerance, sizes=sizes, advice=advice)
-    return rest if start is None else replace(rest, x=start + rest.x)
+    check_finite(left, "right-hand sides of block conjugate gradients")
+    sizes = residual_sizes(noise, rhs, tolerance).double()[:, None].clamp_min(TINY)
+    rest = _block_iterate(apply, left.double() / sizes, root, None, tolerance, 1000, truncated=False)
+    rest.require_convergence("block conjugate gradients", advice)
+    return replace(rest, x=sizes * rest.x if start is None else start + sizes * rest.x)
 
 
 def residual_sizes(noise: Tensor, rhs: Tensor, tolerance: float) -> Tensor:
