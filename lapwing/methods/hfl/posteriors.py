@@ -80,15 +80,9 @@ class ResponsePosterior:
         if joint:
             everywhere = lambda d: objective.outputs(d, x).flatten(1)
             return self.responder.respond(push, everywhere, len(index), self.strength, torch.diagonal)
+        there = lambda d: objective.each_output(d.expand(len(index), -1), inputs).flatten(1)
         value = lambda reading: (seeds.flatten(1) * reading).sum(1)
-        return self.responder.respond(push, lambda d: self._row_outputs(d, inputs), len(index), self.strength, value)
-
-    def _row_outputs(self, d: Tensor, inputs: Inputs) -> Tensor:
-        """Return f(x_k) at row k of d, (K, C); a single row stands for all."""
-        count = self.problem.network.count(inputs)
-        if len(d) != count:
-            d = d.expand(count, -1)
-        return self.responder.objective.each_output(d, inputs).flatten(1)
+        return self.responder.respond(push, there, len(index), self.strength, value)
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights by name, or of the outputs at x, by pushing it."""
