@@ -122,15 +122,15 @@ def test_members_are_trained_from_new_weights() -> None:
     random = torch.get_rng_state()
     method = lw.baselines.Ensemble(train=train, members=4)
     fit = lambda gen=None: lw.fit(first, [(X, Y)], "regression", method=method, generator=gen)
-    posterior = problems.unchanged(first, fit)
+    found = problems.unchanged(first, fit)
     assert torch.equal(torch.get_rng_state(), random)
     assert [seed for seed, _ in calls] == [1, 2, 3]
     starts = [weight for _, weight in calls]
     assert all(not torch.equal(a, b) for a, b in ((starts[0], starts[1]), (starts[0], first[0].weight)))
-    draws = posterior.function_samples(NEW, 4)
+    draws = found.function_samples(NEW, 4)
     assert_close(draws[0], first(NEW).detach())
     again = fit()
-    assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
+    assert torch.equal(again.functions(NEW).cov, found.functions(NEW).cov)
     expected = trained(renewed(first, 2), 2)(NEW).detach()
     assert_close(draws[2], expected)
 

@@ -70,7 +70,7 @@ def iterates(
     """PyTorch's own SGD on the same mini-batches: the weights after every ``between`` steps, (T, P)."""
     model = copy.deepcopy(model)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-    iterates = []
+    found = []
     for step, x in enumerate(batches):
         optimiser.zero_grad()
         loss = 0.5 * (model(x) - targets_of(x)).square().sum(1).mean()
@@ -78,8 +78,8 @@ def iterates(
         (loss + 0.5 * decay * penalty).backward()
         optimiser.step()
         if (step + 1) % between == 0:
-            iterates.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-    return torch.stack(iterates)
+            found.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    return torch.stack(found)
 
 
 RUNS: dict[str, tuple[dict[str, Any], int, float]] = {
@@ -98,13 +98,13 @@ RUNS: dict[str, tuple[dict[str, Any], int, float]] = {
 def test_moments_are_those_of_sgd(name: str) -> None:
     settings, between, momentum = RUNS[name]
     model = Spy(net()).eval()
-    posterior = fitted(model, **settings)
+    found = fitted(model, **settings)
     noise = float((net()(X) - Y).square().mean().detach())  # the dispersion at the start
     decay = {"decay": 0.7, "decay before prior": 0.7, "prior": noise * 5.0 / 11}.get(name, 0.0)
     seen = model.seen[-6 * between :]
     rows = iterates(net(), seen, between, momentum, decay, 0.2 if name == "prior" else 0.0)
     start = nn.utils.parameters_to_vector(net().parameters()).detach()
-    draws = posterior.posterior.draws
+    draws = found.posterior.draws
     assert_close(start + draws.mean, rows.mean(0))
     assert_close(draws.variance, rows.var(0))
     assert_close(draws.deviations, rows[-settings.get("rank", 4) :] - rows.mean(0))
@@ -149,10 +149,10 @@ def test_the_spread_on_a_quadratic_is_that_of_the_theory() -> None:
         method = lw.baselines.SWAG(
             500, 2, learning_rate=rate, momentum=m, steps_between=round(1.2 / rate), batch_size=10
         )
-        posterior = lw.fit(model, Fresh(x, y), lw.Gaussian(noise_std=0.5), method=method)
+        found = lw.fit(model, Fresh(x, y), lw.Gaussian(noise_std=0.5), method=method)
         theory = rate * s * (1 + m) / (h * (1 - m) * (2 * (1 + m) - rate * h))
         # The standard error of a variance from 500 independent snapshots is 6 %; their correlation is 0.03.
-        assert float(posterior.posterior.draws.variance) == pytest.approx(theory, rel=0.3)
+        assert float(found.posterior.draws.variance) == pytest.approx(theory, rel=0.3)
 
 
 # The draws
@@ -160,11 +160,11 @@ def test_the_spread_on_a_quadratic_is_that_of_the_theory() -> None:
 
 def test_draws_have_the_stated_mean_and_covariance() -> None:
     model = nn.Sequential(nn.Linear(4, 2)).double()
-    posterior = fitted(model, snapshots=7, rank=5)
-    draws = posterior.posterior.draws
+    found = fitted(model, snapshots=7, rank=5)
+    draws = found.posterior.draws
     expected = 0.5 * torch.diag(draws.variance) + 0.5 * sum(torch.outer(d, d) for d in draws.deviations) / 4
-    samples = posterior.weight_samples(5_000, torch.Generator().manual_seed(0))
-    centre = posterior.network.theta() + draws.mean
+    samples = found.weight_samples(5_000, torch.Generator().manual_seed(0))
+    centre = found.network.theta() + draws.mean
     gap = samples - centre
     assert float((gap.mean(0).abs() / (gap.std(0) / 5_000**0.5)).max()) < 5
     assert_within(torch.einsum("ni,nj->nij", gap, gap), expected)
@@ -184,31 +184,31 @@ def by_hand(model: nn.Sequential, weights: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("samples", "seed"), [(2, 0), (7, 100)])
 def test_predictions_are_those_of_networks_with_drawn_weights(samples: int, seed: int) -> None:
     model = net()
-    posterior = fitted(model, samples=samples, seed=seed)
-    each = torch.stack([by_hand(model, w, NEW) for w in posterior.weight_samples(samples)])
-    assert_close(posterior.function_samples(NEW, samples), each)
-    belief, mean = posterior.functions(NEW), each.mean(0)
+    found = fitted(model, samples=samples, seed=seed)
+    each = torch.stack([by_hand(model, w, NEW) for w in found.weight_samples(samples)])
+    assert_close(found.function_samples(NEW, samples), each)
+    belief, mean = found.functions(NEW), each.mean(0)
     assert_close(belief.mean, mean)
     assert_close(belief.variance, each.var(0))
     for b in range(5):
         total = sum(torch.outer(f[b] - mean[b], f[b] - mean[b]) for f in each)
         assert_close(belief.cov[b], total / (samples - 1))
     flat = (each - mean).reshape(samples, 10)
-    assert_close(posterior.functions(NEW, joint=True).cov.reshape(10, 10), flat.T @ flat / (samples - 1))
+    assert_close(found.functions(NEW, joint=True).cov.reshape(10, 10), flat.T @ flat / (samples - 1))
     assert float(belief.variance.min()) > 0
 
 
 def test_functions_are_the_same_wherever_they_are_looked_at() -> None:
-    posterior = fitted(net(), samples=4, seed=3)
-    whole = posterior.function_samples(NEW, 6)  # two more than predictions use
+    found = fitted(net(), samples=4, seed=3)
+    whole = found.function_samples(NEW, 6)  # two more than predictions use
     for part in ([2], [4, 0], [1, 1, 3]):
-        assert_close(posterior.function_samples(NEW[part], 6), whole[:, part])
-        assert_close(posterior.functions(NEW[part]).cov, posterior.functions(NEW).cov[part])
-    assert_close(posterior.function_samples(NEW, 3), whole[:3])
+        assert_close(found.function_samples(NEW[part], 6), whole[:, part])
+        assert_close(found.functions(NEW[part]).cov, found.functions(NEW).cov[part])
+    assert_close(found.function_samples(NEW, 3), whole[:3])
     seeded = lambda: torch.Generator().manual_seed(8)
-    drawn = posterior.function_samples(NEW, 3, seeded())
-    assert_close(posterior.function_samples(NEW[1:3], 3, seeded()), drawn[:, 1:3])
-    assert_close(posterior.network_samples(NEW, 3, seeded()), drawn)
+    drawn = found.function_samples(NEW, 3, seeded())
+    assert_close(found.function_samples(NEW[1:3], 3, seeded()), drawn[:, 1:3])
+    assert_close(found.network_samples(NEW, 3, seeded()), drawn)
     assert not torch.allclose(drawn, whole[:3])
 
 
@@ -227,10 +227,10 @@ def test_seeds_fix_the_result() -> None:
 
 
 def test_the_noise_is_the_residual_of_the_mean() -> None:
-    posterior = fitted(net(), learning_rate=0.05)
-    mean = posterior.functions(X).mean
-    assert_close(posterior.likelihood.dispersion, (mean - Y).square().mean())
-    assert float((posterior.likelihood.dispersion - (net()(X) - Y).square().mean()).detach().abs()) > 1e-4
+    found = fitted(net(), learning_rate=0.05)
+    mean = found.functions(X).mean
+    assert_close(found.likelihood.dispersion, (mean - Y).square().mean())
+    assert float((found.likelihood.dispersion - (net()(X) - Y).square().mean()).detach().abs()) > 1e-4
     kept = fitted(net(), lw.Gaussian(noise_std=0.3))
     assert_close(kept.predict(NEW).std, (kept.functions(NEW).variance + 0.09).sqrt())
 
@@ -244,11 +244,11 @@ def test_the_model_and_the_global_generator_are_left_alone() -> None:
     random = torch.get_rng_state()
 
     def run() -> None:
-        posterior = fitted(model)
-        posterior.functions(NEW, joint=True)
-        posterior.function_samples(NEW, 2)
-        posterior.weight_samples(2, torch.Generator().manual_seed(0))
-        _ = posterior.predict(NEW).std
+        found = fitted(model)
+        found.functions(NEW, joint=True)
+        found.function_samples(NEW, 2)
+        found.weight_samples(2, torch.Generator().manual_seed(0))
+        _ = found.predict(NEW).std
 
     problems.unchanged(model, run)
     assert torch.equal(torch.get_rng_state(), random)
@@ -258,19 +258,19 @@ def test_the_model_and_the_global_generator_are_left_alone() -> None:
 def test_only_the_chosen_weights_move(weights: Any) -> None:
     """The outputs are those of networks in which nothing else has moved; SGD of these weights alone is the measure."""
     model = net()
-    posterior = fitted(model, weights=weights, weight_decay=0.1)
-    selection = posterior.network.selection
+    found = fitted(model, weights=weights, weight_decay=0.1)
+    selection = found.network.selection
     every = dict(model.named_parameters())
-    for sample, f in zip(posterior.weight_samples(3), posterior.function_samples(NEW, 3), strict=True):
+    for sample, f in zip(found.weight_samples(3), found.function_samples(NEW, 3), strict=True):
         moved = copy.deepcopy(model)
         tensors = dict(moved.named_parameters())
-        for name, step in selection.split(sample - posterior.network.theta()).items():
+        for name, step in selection.split(sample - found.network.theta()).items():
             tensors[name].data = every[name].detach() + step
         assert_close(f, moved(NEW).detach())
         still = [name for name in every if name not in selection.names]
         assert all(torch.equal(tensors[name], every[name]) for name in still)
-    assert float(posterior.posterior.draws.variance.min()) > 0
-    assert len(posterior.posterior.draws.mean) == selection.size
+    assert float(found.posterior.draws.variance.min()) > 0
+    assert len(found.posterior.draws.mean) == selection.size
 
 
 def test_a_frozen_rest_is_the_same_as_the_last_layer() -> None:
@@ -292,22 +292,22 @@ def test_every_kind_of_network(case: Case) -> None:
     def run() -> lw.Fitted:
         return lw.fit(model, problems.batches(case), problems.likelihood(case), method=method)
 
-    posterior = problems.unchanged(model, run)
+    found = problems.unchanged(model, run)
     inputs = case.batch(3, seed=1)
     seeded = lambda: torch.Generator().manual_seed(0)
-    assert_close(posterior.function_samples(inputs, 2, seeded()), posterior.network_samples(inputs, 2, seeded()))
-    assert float(posterior.functions(inputs).variance.max()) > 0
+    assert_close(found.function_samples(inputs, 2, seeded()), found.network_samples(inputs, 2, seeded()))
+    assert float(found.functions(inputs).variance.max()) > 0
 
 
 def test_an_embedding_with_sparse_gradients() -> None:
     gen = torch.Generator().manual_seed(0)
     x, y = torch.randint(0, 7, (12, 4), generator=gen), torch.randint(0, 3, (12,), generator=gen)
-    covariances = []
+    found = []
     for sparse in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(7, 5, sparse=sparse), nn.Flatten(), nn.Linear(20, 3)).double()
-        covariances.append(lw.fit(model, [(x, y)], "classification", method=swag(batch_size=4)).functions(x).cov)
-    assert_close(covariances[0], covariances[1])
+        found.append(lw.fit(model, [(x, y)], "classification", method=swag(batch_size=4)).functions(x).cov)
+    assert_close(found[0], found[1])
 
 
 LIKELIHOODS: dict[str, tuple[Any, Tensor]] = {
@@ -320,9 +320,9 @@ LIKELIHOODS: dict[str, tuple[Any, Tensor]] = {
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_every_likelihood(name: str) -> None:
     likelihood, y = LIKELIHOODS[name]
-    posterior = fitted(net(), likelihood, y, learning_rate=None)
-    assert float(posterior.functions(NEW).variance.min()) > 0
-    assert bool(torch.isfinite(posterior.predict(NEW).log_prob(posterior.predict(NEW).sample(1)[0])).all())
+    found = fitted(net(), likelihood, y, learning_rate=None)
+    assert float(found.functions(NEW).variance.min()) > 0
+    assert bool(torch.isfinite(found.predict(NEW).log_prob(found.predict(NEW).sample(1)[0])).all())
 
 
 def test_it_goes_downhill() -> None:
@@ -337,11 +337,11 @@ def test_it_goes_downhill() -> None:
 def test_narrow_numbers(dtype: torch.dtype) -> None:
     model, wide = net().to(dtype), net().to(dtype).double()
     data = [(X.to(dtype), Y.to(dtype))]
-    posterior = lw.fit(model, data, "regression", method=swag())
+    found = lw.fit(model, data, "regression", method=swag())
     same = lw.fit(wide, [(X.to(dtype).double(), Y.to(dtype).double())], "regression", method=swag())
-    ratio = (posterior.posterior.draws.variance.double() / same.posterior.draws.variance).mean()
+    ratio = (found.posterior.draws.variance.double() / same.posterior.draws.variance).mean()
     assert 0.8 < float(ratio) < 1.25
-    assert posterior.functions(NEW.to(dtype)).mean.dtype == torch.float32
+    assert found.functions(NEW.to(dtype)).mean.dtype == torch.float32
 
 
 # The rate
@@ -369,11 +369,11 @@ def test_the_rate_that_is_chosen_is_the_largest_that_stays_near() -> None:
     model[0].weight.data = torch.linalg.lstsq(x, y).solution.T.contiguous()
     model[0].bias.data.zero_()
     spy = Spy(model).eval()
-    posterior = lw.fit(spy, [(x, y)], "regression", method=lw.baselines.SWAG(snapshots=8, rank=4, batch_size=5))
-    rate = posterior.posterior.learning_rate
+    found = lw.fit(spy, [(x, y)], "regression", method=lw.baselines.SWAG(snapshots=8, rank=4, batch_size=5))
+    rate = found.posterior.learning_rate
     assert rate in [0.1 / 2**k for k in range(1, 12)]
     same = lw.fit(model, [(x, y)], "regression", method=lw.baselines.SWAG(8, 4, learning_rate=rate, batch_size=5))
-    assert_close(same.functions(x).cov, posterior.functions(x).cov)
+    assert_close(same.functions(x).cov, found.functions(x).cov)
     seen = [(each, y[(each[:, None] == x).all(2).double().argmax(1)]) for each in spy.seen[-64:]]
     noise = (model(x) - y).square().mean().detach()  # the dispersion, and for two outputs the mean loss
     assert float(passes(model, seen, rate).max()) <= 1.1 * float(noise)
@@ -403,8 +403,8 @@ def test_a_strong_prior_raises_the_loss_and_not_the_objective() -> None:
         optimiser.step()
     start = 0.5 * (model(X) - Y).square().sum(1).mean().detach()
     assert float(start) < 0.1
-    posterior = fitted(model, lw.Gaussian(noise_std=0.1), prior=1e4, learning_rate=1e-3, snapshots=100)
-    assert posterior.posterior.statistics.loss / 11 > float(start) + 5 * max(float(start), 0.01)
+    found = fitted(model, lw.Gaussian(noise_std=0.1), prior=1e4, learning_rate=1e-3, snapshots=100)
+    assert found.posterior.statistics.loss / 11 > float(start) + 5 * max(float(start), 0.01)
 
 
 def test_a_rate_that_cannot_be_found() -> None:
@@ -419,16 +419,16 @@ def test_a_rate_that_cannot_be_found() -> None:
 
 @pytest.mark.parametrize("weights", ["all", "last_layer", lw.subnetwork(torch.tensor([1, 7, 30]))])
 def test_files(tmp_path: Path, weights: Any) -> None:
-    posterior = fitted(net(), samples=6, seed=3, weights=weights)
-    posterior.save(tmp_path / "it")
+    found = fitted(net(), samples=6, seed=3, weights=weights)
+    found.save(tmp_path / "it")
     again = lw.load(tmp_path / "it", net())
-    assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
-    assert torch.equal(again.predict(NEW).std, posterior.predict(NEW).std)
-    assert torch.equal(again.function_samples(NEW, 7), posterior.function_samples(NEW, 7))
+    assert torch.equal(again.functions(NEW).cov, found.functions(NEW).cov)
+    assert torch.equal(again.predict(NEW).std, found.predict(NEW).std)
+    assert torch.equal(again.function_samples(NEW, 7), found.function_samples(NEW, 7))
     seeded = lambda: torch.Generator().manual_seed(2)
-    assert torch.equal(again.weight_samples(3, seeded()), posterior.weight_samples(3, seeded()))
+    assert torch.equal(again.weight_samples(3, seeded()), found.weight_samples(3, seeded()))
     assert again.posterior.learning_rate == 0.01
-    assert torch.equal(posterior.to("cpu").functions(NEW).cov, posterior.functions(NEW).cov)
+    assert torch.equal(found.to("cpu").functions(NEW).cov, found.functions(NEW).cov)
 
 
 # What is refused
@@ -475,11 +475,11 @@ def test_a_model_in_training_mode() -> None:
 
 
 def test_what_it_does_not_have() -> None:
-    posterior = fitted(net())
+    found = fitted(net())
     for call in (
-        posterior.log_evidence,
-        lambda: posterior.with_prior(1.0),
-        lambda: posterior.variance_of(lambda w: w["3.bias"][0]),
+        found.log_evidence,
+        lambda: found.with_prior(1.0),
+        lambda: found.variance_of(lambda w: w["3.bias"][0]),
     ):
         with pytest.raises(lw.errors.UnsupportedError, match=r"(SWAG|DrawnPosterior) has no"):
             call()

@@ -75,12 +75,12 @@ def test_adam_across_inputs_and_outputs() -> None:
 def test_unfinished_fine_tuning_is_refused_and_can_be_looked_at() -> None:
     energy = small()
     x = new(energy)
-    posterior = fitted(energy, lw.HFL(solver="adam", steps=25))
+    found = fitted(energy, lw.HFL(solver="adam", steps=25))
     message = r"HFL: 3 of 3 responses have not converged; .* after 25 steps; expected 0.05\."
     with pytest.raises(lw.errors.NumericalError, match=message) as error:
-        posterior.functions(x)
+        found.functions(x)
     stated = re.search(r"off by about (\S+) of its value", str(error.value))
-    response = posterior.posterior.respond(x)
+    response = found.posterior.respond(x)
     assert stated is not None
     assert float(stated.group(1)) == pytest.approx(float(response.missing.max()), rel=0.05)
     assert response.cov.shape == (3, 1)
@@ -93,10 +93,10 @@ def test_what_fine_tuning_leaves_out_is_not_understated() -> None:
     """A stiff loss and too few steps: half the response is missing, and that is about what is said."""
     energy = small()
     x = new(energy, 2)
-    responses = adam(energy, steps=80).respond(x)
-    error = (responses.cov[:, 0] / energy.each(x).flatten() - 1).abs()
+    found = adam(energy, steps=80).respond(x)
+    error = (found.cov[:, 0] / energy.each(x).flatten() - 1).abs()
     assert float(error.max()) > 0.3
-    assert bool((responses.missing > 0.7 * error).all())
+    assert bool((found.missing > 0.7 * error).all())
 
 
 def test_both_solvers_see_the_same_bend() -> None:
@@ -131,13 +131,13 @@ def test_the_twin_stays_at_a_minimum_and_goes_to_one() -> None:
     """By the distance between the outputs at the minimum and at the weights, in their standard deviations."""
     energy, x, response = at_minimum()
     assert float(response.drift.max()) < 1e-6
-    posterior, responses = near_minimum()
+    posterior, found = near_minimum()
     gap = (energy.model(x) - posterior.problem.network(x)).detach().abs().flatten()
     exact = gap / energy.each(x).flatten().sqrt()
-    assert float((responses.drift / exact - 1).abs().max()) < 0.01
-    assert float(responses.bend.max()) < 0.03  # a drift of all three is no bend
+    assert float((found.drift / exact - 1).abs().max()) < 0.01
+    assert float(found.bend.max()) < 0.03  # a drift of all three is no bend
     assert 5e-3 < float(exact.min()) < 0.05 > float(exact.max()) > 0.04
-    assert float((responses.cov[:, 0] / energy.each(x).flatten() - 1).abs().max()) < 0.01  # the variance at the minimum
+    assert float((found.cov[:, 0] / energy.each(x).flatten() - 1).abs().max()) < 0.01  # the variance at the minimum
 
 
 def test_the_drift_is_the_same_however_an_output_is_pushed() -> None:

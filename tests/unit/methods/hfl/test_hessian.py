@@ -19,8 +19,8 @@ D = torch.float64
 
 
 def responder(energy: Any, **settings: Any) -> Responder:
-    newton: Responder = fitted(energy, lw.HFL(**settings)).posterior.responder
-    return newton
+    found: Responder = fitted(energy, lw.HFL(**settings)).posterior.responder
+    return found
 
 
 @pytest.mark.parametrize(("kind", "outputs"), [("gaussian", 2), ("categorical", 3)])
@@ -59,13 +59,13 @@ def test_weights_near_a_minimum_are_told_and_moved_there() -> None:
     energy = small("bernoulli", 1)
     x = new(energy)
     moved = shifted(energy, 0.05)
-    posterior = fitted(moved, lw.HFL())
-    (finding,) = posterior.posterior.findings
+    found = fitted(moved, lw.HFL())
+    (finding,) = found.posterior.findings
     said = re.match(r"the weights are (\S+) posterior standard deviations from the minimum", finding)
     assert said is not None
     assert float(said.group(1)) == pytest.approx(0.05, rel=0.1)
-    assert off(posterior.functions(x).cov, energy.each(x)) < 1e-6  # at the minimum
-    assert torch.equal(posterior.functions(x).mean, moved.model(x).detach())  # of the network as it is
+    assert off(found.functions(x).cov, energy.each(x)) < 1e-6  # at the minimum
+    assert torch.equal(found.functions(x).mean, moved.model(x).detach())  # of the network as it is
     assert fitted(energy, lw.HFL()).posterior.findings == ()
 
 

@@ -24,9 +24,9 @@ KINDS = [("gaussian", 2), ("categorical", 3), ("bernoulli", 1), ("poisson", 1)]
 
 
 def built(energy: Energy, dtype: torch.dtype = D, **options: Any) -> Objective:
-    posterior = fitted(energy, lw.baselines.MapOnly(), **options)
+    found = fitted(energy, lw.baselines.MapOnly(), **options)
     device = torch.device("cpu")
-    return Objective.build(posterior.network, posterior.likelihood, posterior.prior, Data(data(energy), device), dtype)
+    return Objective.build(found.network, found.likelihood, found.prior, Data(data(energy), device), dtype)
 
 
 def steps(energy: Energy, count: int = 3) -> Tensor:
@@ -110,10 +110,10 @@ def test_chunks_of_rows_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> N
     whole = built(energy)
     expected = whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)
     monkeypatch.setattr("lapwing.methods.hfl.objective.BYTES", 1)
-    for rows, wanted in zip(
+    for found, wanted in zip(
         (whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)), expected, strict=True
     ):
-        assert_close(rows, wanted)
+        assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("name", ["lstm", "attention", "dict_input", "tuple_input", "token_level", "resnet_batchnorm"])
@@ -121,12 +121,10 @@ def test_other_networks_row_by_row(name: str) -> None:
     """Recurrent kernels have no vectorised form, several inputs are taken one by one: the same numbers as a loop."""
     case = BY_NAME[name]
     model = case.build()
-    posterior = lw.fit(
-        model, problems.batches(case), problems.likelihood(case), method=lw.baselines.MapOnly(), prior=0.7
-    )
+    found = lw.fit(model, problems.batches(case), problems.likelihood(case), method=lw.baselines.MapOnly(), prior=0.7)
     source = Data(problems.batches(case), torch.device("cpu"))
     objective = problems.unchanged(
-        model, lambda: Objective.build(posterior.network, posterior.likelihood, posterior.prior, source, D)
+        model, lambda: Objective.build(found.network, found.likelihood, found.prior, source, D)
     )
     size = objective.size
     d = 0.1 * torch.randn(2, size, dtype=D, generator=torch.Generator().manual_seed(1))
@@ -149,19 +147,19 @@ def test_single_precision_networks_are_widened() -> None:
     """The copy is float64, starts at the float32 weights, and the model stays as it is."""
     energy = small()
     model = copied(energy).model.float()
-    posterior = lw.fit(
+    found = lw.fit(
         model, [(energy.x.float(), energy.y.float())], lw.Gaussian(noise_std=0.2), method=lw.baselines.MapOnly()
     )
     source = Data([(energy.x.float(), energy.y.float())], torch.device("cpu"))
     objective = problems.unchanged(
-        model, lambda: Objective.build(posterior.network, posterior.likelihood, posterior.prior, source, D)
+        model, lambda: Objective.build(found.network, found.likelihood, found.prior, source, D)
     )
     assert objective.dtype == D
     assert {p.dtype for p in objective.model.parameters()} == {D}
     assert objective.batches[0].inputs.dtype == objective.batches[0].targets.dtype == D
     assert torch.equal(objective.centre, nn.utils.parameters_to_vector(model.parameters()).detach().double())
     wide = Energy("gaussian", copied(energy).model.float().double(), energy.x.float().double(),
-                  energy.y.float().double(), float(posterior.prior.values), 0.04)  # fmt: skip
+                  energy.y.float().double(), float(found.prior.values), 0.04)  # fmt: skip
     d = steps(energy)
     expected = torch.stack([wide.gradient(wide.theta + row) for row in d])
     assert_close(objective.gradient(d), expected)
@@ -172,5 +170,5 @@ def test_the_copy_keeps_no_graph() -> None:
     objective = built(small())
     assert not any(p.requires_grad for p in objective.model.parameters())
     d = steps(small())
-    for result in (objective.gradient(d), objective.hessian_product(d), objective.outputs(d, small().x)):
-        assert not result.requires_grad
+    for found in (objective.gradient(d), objective.hessian_product(d), objective.outputs(d, small().x)):
+        assert not found.requires_grad

@@ -37,12 +37,12 @@ def test_the_mean_push_has_the_row_means_of_the_covariance(kind: str, outputs: i
     energy = small(kind, outputs)
     x, evaluation = new(energy, 5), new(energy, 9, seed=8)
     exact = responses(energy, x, evaluation)
-    posterior = pretrained(energy, evaluation=evaluation, variant="mean")
-    f, scores = posterior.posterior.scores(x)
+    found = pretrained(energy, evaluation=evaluation, variant="mean")
+    f, scores = found.posterior.scores(x)
     assert scores.shape == (1, 5, outputs)
     assert off(scores[0], exact) < 1e-3
     assert torch.equal(f, energy.model(x).detach())
-    belief = posterior.functions(x)
+    belief = found.functions(x)
     assert off(belief.variance, exact.clamp_min(0)) < 1e-3
     assert_close(belief.cov, torch.diag_embed(belief.variance))  # outputs apart
     ggn = energy.jacobian(x) @ torch.linalg.solve(energy.ggn(), energy.jacobian(evaluation).T)
@@ -66,8 +66,8 @@ def test_the_absolute_push() -> None:
     x, evaluation = new(energy, 5), new(energy, 9, seed=8)
     signs = energy.model(evaluation).detach().sign()
     assert set(signs.flatten().tolist()) == {-1.0, 1.0}
-    belief = pretrained(energy, variant="absolute", evaluation=evaluation).functions(x)
-    assert off(belief.variance, responses(energy, x, evaluation, signs).abs()) < 1e-3
+    found = pretrained(energy, variant="absolute", evaluation=evaluation).functions(x)
+    assert off(found.variance, responses(energy, x, evaluation, signs).abs()) < 1e-3
 
 
 def test_the_error_of_a_strength_falls_with_it() -> None:
@@ -137,8 +137,8 @@ def test_outputs_in_a_small_unit() -> None:
     precision = torch.tensor([0.5] * 18 + [0.5 / unit**2] * 7, dtype=D)
     x = new(energy, 5)
     scores = pretrained(energy).posterior.scores(x)[1]
-    posterior = fitted(tiny, lw.HFL(mode="pretrained"), prior=lw.priors.diagonal(precision)).posterior.scores(x)[1]
-    assert off(posterior / unit**2, scores) < 1e-3
+    found = fitted(tiny, lw.HFL(mode="pretrained"), prior=lw.priors.diagonal(precision)).posterior.scores(x)[1]
+    assert off(found / unit**2, scores) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["tuple_input", "dict_input"])
@@ -174,12 +174,12 @@ def test_random_pushes_are_draws_of_the_posterior(kind: str, formed: bool, monke
     middle = energy.hessian() if formed else energy.ggn()
     exact = energy.covariance(x, torch.linalg.inv(inverse @ middle @ inverse))
     count = 1500
-    posterior = pretrained(energy, variant="random", pushes=count, generator=torch.Generator().manual_seed(1))
-    belief, error = posterior.functions(x), posterior.posterior.standard_error(x)
+    found = pretrained(energy, variant="random", pushes=count, generator=torch.Generator().manual_seed(1))
+    belief, error = found.functions(x), found.posterior.standard_error(x)
     variance = exact.diagonal().reshape(3, 3)
     assert bool(((belief.variance - variance).abs() < 5 * error).all())
     assert float((error / belief.variance / (2 / count) ** 0.5 - 1).abs().max()) < 0.25
-    joint = posterior.functions(x, joint=True).cov.reshape(9, 9)
+    joint = found.functions(x, joint=True).cov.reshape(9, 9)
     limit = 5 * ((exact.square() + torch.outer(exact.diagonal(), exact.diagonal())) / count).sqrt()
     assert bool(((joint - exact).abs() < limit).all())
     assert_close(joint.diagonal().reshape(3, 3), belief.variance)
@@ -208,13 +208,13 @@ def counted(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize(("settings", "more"), [({}, 1), ({"variant": "absolute"}, 1), ({"variant": "random"}, 32)])
 def test_a_prediction_costs_a_forward_pass_for_every_push(settings: dict[str, Any], more: int) -> None:
     energy = copied(small())
-    posterior = pretrained(energy, **settings)
+    found = pretrained(energy, **settings)
     passes = counted(energy.model)
     x = new(energy)
-    posterior.functions(x)
+    found.functions(x)
     assert len(passes) == 1 + more
     passes.clear()
-    _ = posterior.predict(x).std
+    _ = found.predict(x).std
     assert len(passes) == 1 + more
 
 
@@ -228,14 +228,14 @@ def test_a_convolutional_network(solver: str) -> None:
     prior = lw.isotropic(2.0, theta)
     lam = 1e-3 if solver == "newton" else 0.1
     method = lw.HFL(mode="pretrained", solver=solver, steps=200, learning_rate=1e-2, lam=lam, tolerance=0.05)
-    posterior = problems.unchanged(
+    found = problems.unchanged(
         model, lambda: lw.fit(model, [(inputs, y)], lw.Gaussian(noise_std=1.0), method=method, prior=prior)
     )
     energy = Energy("gaussian", model, inputs, y, 2.0)
     x = case.batch(3, seed=1)
     rows = energy.jacobian(x)
     exact = (rows @ torch.linalg.solve(energy.ggn(), energy.jacobian(inputs).sum(0) / 6)).reshape(3, 3)
-    score = problems.unchanged(model, lambda: posterior.posterior.scores(x)[1][0])
+    score = problems.unchanged(model, lambda: found.posterior.scores(x)[1][0])
     assert off(score, exact) < (1e-3 if solver == "newton" else 0.03)
 
 
@@ -244,23 +244,23 @@ def test_a_convolutional_network(solver: str) -> None:
 def test_files_hold_all_that_is_needed(variant: str, weights: Any, tmp_path: Path) -> None:
     energy = small()
     method = lw.HFL(mode="pretrained", variant=variant, pushes=4, calibration=held_out(energy))
-    posterior = fitted(energy, method, weights=weights)
-    posterior.save(tmp_path / "it")
+    found = fitted(energy, method, weights=weights)
+    found.save(tmp_path / "it")
     again = lw.load(tmp_path / "it", copied(energy).model)
     x = new(energy, 5)
-    assert torch.equal(again.functions(x).cov, posterior.functions(x).cov)
-    assert torch.equal(again.functions(x, joint=True).cov, posterior.functions(x, joint=True).cov)
-    assert torch.equal(again.predict(x).std, posterior.predict(x).std)
-    assert again.posterior.scale == posterior.posterior.scale != 1.0
+    assert torch.equal(again.functions(x).cov, found.functions(x).cov)
+    assert torch.equal(again.functions(x, joint=True).cov, found.functions(x, joint=True).cov)
+    assert torch.equal(again.predict(x).std, found.predict(x).std)
+    assert again.posterior.scale == found.posterior.scale != 1.0
 
 
 def test_files_keep_what_was_found(tmp_path: Path) -> None:
     energy = copied(small("bernoulli", 1))
     energy.place(energy.theta + 0.02)
-    posterior = pretrained(energy)
-    assert "posterior standard deviations from the minimum" in posterior.posterior.findings[0]
-    posterior.save(tmp_path / "it")
-    assert lw.load(tmp_path / "it", energy.model).posterior.findings == posterior.posterior.findings
+    found = pretrained(energy)
+    assert "posterior standard deviations from the minimum" in found.posterior.findings[0]
+    found.save(tmp_path / "it")
+    assert lw.load(tmp_path / "it", energy.model).posterior.findings == found.posterior.findings
 
 
 def moved_by(energy: Energy, size: float, evaluation: Tensor) -> Energy:
@@ -290,19 +290,19 @@ def test_a_twin_that_drifts_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return responses[0]
 
     monkeypatch.setattr(FineTuner, "respond_alike", recorded)
-    posterior = pretrained(moved, evaluation=evaluation, **TUNED)
-    (finding,) = posterior.posterior.findings
+    found = pretrained(moved, evaluation=evaluation, **TUNED)
+    (finding,) = found.posterior.findings
     told = r"the weights are (\S+) posterior .* minimum .*, measured by how far an unpushed twin moves what is"
     said = re.match(told, finding)
     assert said is not None
     assert float(said.group(1)) == pytest.approx(0.2, rel=0.1)
-    posterior.save(tmp_path / "it")
+    found.save(tmp_path / "it")
     assert lw.load(tmp_path / "it", moved.model).posterior.findings == (finding,)
     with pytest.raises(lw.errors.NumericalError, match=r"posterior standard deviations .*; expected at most 0\.05\."):
         pretrained(moved, evaluation=evaluation, drift=0.05, **TUNED)
     loose = pretrained(moved, evaluation=evaluation, drift=0.05, tolerance=math.inf, **TUNED)
     assert loose.posterior.findings == (finding,)
-    assert_close(loose.posterior.scores(x)[1], posterior.posterior.scores(x)[1])
+    assert_close(loose.posterior.scores(x)[1], found.posterior.scores(x)[1])
 
 
 def test_unfinished_random_pushes_are_taken_as_they_come() -> None:
@@ -310,9 +310,9 @@ def test_unfinished_random_pushes_are_taken_as_they_come() -> None:
     energy = copied(small("bernoulli", 1))
     energy.place(energy.theta + 0.5)
     method = {"solver": "adam", "steps": 10, "variant": "random", "pushes": 3}
-    posterior = pretrained(energy, tolerance=math.inf, **method)
-    assert bool(torch.isfinite(posterior.functions(new(energy)).variance).all())
-    assert len(posterior.posterior.findings) == 1
+    found = pretrained(energy, tolerance=math.inf, **method)
+    assert bool(torch.isfinite(found.functions(new(energy)).variance).all())
+    assert len(found.posterior.findings) == 1
     with pytest.raises(lw.errors.NumericalError, match="of 3 responses have not converged"):
         pretrained(energy, **method)
 

@@ -51,9 +51,9 @@ def sprung(spring: Spring, tolerance: float = 1e-6, **settings: Any) -> Responde
 def test_a_quadratic_answers_the_same_to_every_strength() -> None:
     ends = [sprung(Spring(curvature=4.0)).respond(lambda d: 3 * torch.ones_like(d), lambda d: 3 * d, 1, lam)
             for lam in (1e-6, 1e-3, 0.5)]  # fmt: skip
-    for end in ends:
-        assert_close(end.cov, torch.tensor([[9 / 4]], dtype=D), SOLVED)
-        assert float(end.change) == 0.0
+    for found in ends:
+        assert_close(found.cov, torch.tensor([[9 / 4]], dtype=D), SOLVED)
+        assert float(found.change) == 0.0
     chosen = sprung(Spring(curvature=4.0)).respond(lambda d: 3 * torch.ones_like(d), lambda d: 3 * d, 1)
     assert_close(chosen.cov, torch.tensor([[9 / 4]], dtype=D), SOLVED)
     assert float(chosen.strength) == pytest.approx(0.005 / 1.5)  # a hundredth of the deviation, halved once to compare
@@ -61,21 +61,21 @@ def test_a_quadratic_answers_the_same_to_every_strength() -> None:
 
 def test_a_strength_is_halved_until_two_estimates_agree() -> None:
     """d + k d³ = λ: the response is 1 - k λ² + …, and what two strengths say of λ² is taken off."""
-    responses = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1)
-    assert float(responses.cov) == pytest.approx(1.0, rel=1e-6)
-    assert float(responses.strength) < 0.005
-    assert float(responses.change) <= 0.3e-6
-    plain = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1, float(responses.strength))
-    assert abs(float(plain.cov) - 1) > 10 * abs(float(responses.cov) - 1)
-    assert float(plain.cov) == pytest.approx(1 - 30 * float(responses.strength) ** 2, rel=1e-6)
+    found = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1)
+    assert float(found.cov) == pytest.approx(1.0, rel=1e-6)
+    assert float(found.strength) < 0.005
+    assert float(found.change) <= 0.3e-6
+    plain = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1, float(found.strength))
+    assert abs(float(plain.cov) - 1) > 10 * abs(float(found.cov) - 1)
+    assert float(plain.cov) == pytest.approx(1 - 30 * float(found.strength) ** 2, rel=1e-6)
 
 
 def test_every_push_has_a_strength_of_its_own() -> None:
     energy = gapped()
     x = torch.tensor([[-1.5], [0.0], [2.5]], dtype=D)
-    posterior = fitted(energy, lw.HFL()).posterior.respond(x)
+    found = fitted(energy, lw.HFL()).posterior.respond(x)
     first = 0.01 / energy.each(x).flatten().sqrt()
-    halvings = (first / posterior.strength).log2()
+    halvings = (first / found.strength).log2()
     assert_close(halvings, halvings.round())
     assert bool((halvings.round() >= 1).all())
     assert len(set(halvings.round().tolist())) > 1
@@ -89,10 +89,10 @@ def skewed(lam: float) -> tuple[float, float]:
 @pytest.mark.parametrize("lam", [1e-4, 1e-2, 0.1, 0.2])
 def test_the_bend_of_a_spring_that_is_softer_one_way(lam: float) -> None:
     up, down = skewed(lam)
-    responses = sprung(Spring(skew=1.0), 1e-9, max_steps=500).respond(torch.ones_like, lambda d: d, 1, lam)
-    assert float(responses.bend) == pytest.approx((-up - down) / (up - down), rel=1e-6)
-    assert float(responses.bend) == pytest.approx(lam, rel=0.2)  # falls with the strength
-    assert float(responses.drift) == 0.0
+    found = sprung(Spring(skew=1.0), 1e-9, max_steps=500).respond(torch.ones_like, lambda d: d, 1, lam)
+    assert float(found.bend) == pytest.approx((-up - down) / (up - down), rel=1e-6)
+    assert float(found.bend) == pytest.approx(lam, rel=0.2)  # falls with the strength
+    assert float(found.drift) == 0.0
     straight = sprung(Spring(stiffening=1.0)).respond(torch.ones_like, lambda d: d, 1, lam)
     assert float(straight.bend) < 1e-9
 
@@ -102,8 +102,8 @@ def test_the_bend_is_that_of_what_was_pushed() -> None:
     spring = sprung(Spring(), 1e-9)
     both = lambda d: torch.cat([d, d**2], 1)
     for own, bend in ((lambda seen: seen[:, 0], 0.0), (lambda seen: seen[:, 0] + seen[:, 1], 0.1)):
-        responses = spring.respond(torch.ones_like, both, 1, 0.1, own)
-        assert float(responses.bend) == pytest.approx(bend, abs=1e-9)  # (d² + d²) / 2 d at d = 0.1
+        found = spring.respond(torch.ones_like, both, 1, 0.1, own)
+        assert float(found.bend) == pytest.approx(bend, abs=1e-9)  # (d² + d²) / 2 d at d = 0.1
     assert float(spring.respond(torch.ones_like, lambda d: d, 1, 0.1).bend) == pytest.approx(0.0, abs=1e-12)
 
 
@@ -121,12 +121,12 @@ def test_the_bend_of_a_network_falls_with_the_strength() -> None:
 
 def test_a_push_to_where_there_is_no_minimum() -> None:
     """d + d² = -λ has no solution for λ above a quarter; up there is one."""
-    responses = sprung(Spring(skew=1.0), max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.5)
-    assert responses.steps < 500
+    found = sprung(Spring(skew=1.0), max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.5)
+    assert found.steps < 500
     with pytest.raises(
         lw.errors.NumericalError, match=r"not converged.*do not reach the pushed minimum \(bend 0\.15.*smaller lam"
     ):
-        responses.checked(1e-6)
+        found.checked(1e-6)
     near = sprung(Spring(skew=1.0), 1e-3, max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.24)
     with pytest.raises(
         lw.errors.NumericalError, match=r"1 of 1 responses are not straight.*bend 0\.33; expected at most 0\.25"
@@ -180,9 +180,9 @@ def test_a_strength_is_chosen_above_rounding() -> None:
     """In single precision a value of one has no difference of a hundred-thousandth to a hundredth."""
     push, read = (lambda d: 1e-3 * torch.ones_like(d)), (lambda d: 1 + 1e-3 * d)
     spring = sprung(Spring(dtype=torch.float32), 1e-2)
-    responses = spring.respond(push, read, 1).checked(1e-2)
-    assert float(responses.cov) == pytest.approx(1e-6, rel=1e-2)
-    assert float(responses.strength) > 12 > 0.01 / 1e-3  # a hundredth of the deviation
+    found = spring.respond(push, read, 1).checked(1e-2)
+    assert float(found.cov) == pytest.approx(1e-6, rel=1e-2)
+    assert float(found.strength) > 12 > 0.01 / 1e-3  # a hundredth of the deviation
     message = (
         r"no push is above rounding in torch.float32 .* deviation \(0\.001\), with a tolerance of 0\.01\. Give a larger"
     )
@@ -201,8 +201,8 @@ def response(
 
 
 def test_finished_responses_pass() -> None:
-    responses = response(1e-7, 1e-8)
-    assert responses.checked(1e-6) is responses
+    found = response(1e-7, 1e-8)
+    assert found.checked(1e-6) is found
 
 
 @pytest.mark.parametrize(("missing", "change"), [(1e-3, 0.0), (0.0, 1e-3), (math.nan, 0.0), (0.0, math.inf)])
@@ -272,8 +272,8 @@ def test_what_drifted_is_refused() -> None:
 
 
 def test_an_infinite_tolerance_takes_what_comes() -> None:
-    responses = response(missing=3.0, bend=2.0, drift=5.0)
-    assert responses.checked(math.inf, 1.0) is responses
+    found = response(missing=3.0, bend=2.0, drift=5.0)
+    assert found.checked(math.inf, 1.0) is found
     with pytest.raises(lw.errors.NumericalError, match="is off by about nan"):
         response(missing=math.nan).checked(math.inf)
 
