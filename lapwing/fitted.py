@@ -13,9 +13,9 @@ from torch import Tensor
 from lapwing import files
 from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.moving import on_device
 from lapwing.core.progress import shows_progress
 from lapwing.core.settings import require_integer
+from lapwing.core.state import on_device
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood
@@ -34,12 +34,12 @@ from lapwing.posteriors.protocols import (
     Reweightable,
     trace_of,
 )
-from lapwing.priors import isotropic
 from lapwing.priors.bound import BoundPrior, Prior
+from lapwing.registry import prior_given
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
-from lapwing.tuners.maximise_evidence import MaximiseEvidence
-from lapwing.tuners.protocol import Tuner, with_training_data
+from lapwing.tuners.evidence import MaximiseEvidence
+from lapwing.tuners.protocol import Tuner, checked_tuner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -298,8 +298,7 @@ class Fitted:
         problem = self.posterior.problem
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
-        given = checked_prior(prior)
-        bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
+        bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if isinstance(self.posterior, HasCurvature):
             return replace(self, posterior=self.posterior.with_prior(bound))
         return replace(self, posterior=self.posterior.with_problem(problem.with_prior(bound)))
@@ -338,8 +337,7 @@ class Fitted:
     def _unchanged(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""
         model = self.network.model
-        if any(module.training for module in model.modules()):
-            refuse_training_mode(model)
+        refuse_training_mode(model)
         self.fingerprint.refuse_other(model)
 
     def _checked(self, x: Inputs) -> Inputs:
@@ -358,26 +356,6 @@ class Fitted:
             name = self.method or type(self.posterior).__name__
             raise UnsupportedError(f"{name} has no {what}; choose a method that has.")
         return self.posterior
-
-
-def checked_prior(given: Prior | float) -> Prior:
-    """Return the prior, or the isotropic one with this precision; raise for names and functions."""
-    if isinstance(given, Prior):
-        return given
-    if isinstance(given, str) or callable(given):
-        raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
-    return isotropic(given)
-
-
-def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
-    """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
-    if isinstance(tuner, type):
-        raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
-    if not callable(tuner):
-        raise UnsupportedError(
-            f"tuner is {tuner!r:.80}; expected an object such as lw.tuners.FixedPoint(), not its name."
-        )
-    return with_training_data(tuner, data)
 
 
 def _first_three(values: Tensor) -> str:

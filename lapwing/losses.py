@@ -77,14 +77,17 @@ def summed_loss(
 
     ``what`` names the outputs in the error for numbers that are not finite.
     """
+    return total_loss(likelihood, _pairs(outputs, likelihood, data, "loss", what))
 
-    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in data.batches("loss"):
-            f = outputs(batch.inputs).double()
-            check_finite(f, what)
-            yield f, likelihood.targets(f, batch.targets)
 
-    return total_loss(likelihood, pairs())
+def _pairs(
+    outputs: Callable[[Inputs], Tensor], likelihood: Likelihood, data: Data, label: str, what: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield outputs in float64 and targets of every batch; raise if an output is not finite."""
+    for batch in data.batches(label):
+        f = outputs(batch.inputs).double()
+        check_finite(f, what)
+        yield f, likelihood.targets(f, batch.targets)
 
 
 def total_loss(likelihood: Likelihood, pairs: Iterable[tuple[Tensor, Tensor]]) -> Statistics:
@@ -100,10 +103,8 @@ def total_loss(likelihood: Likelihood, pairs: Iterable[tuple[Tensor, Tensor]]) -
 def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) -> Tensor:
     """Return the mean squared residual of each output, (C,), by one forward pass."""
     total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0
-    for batch in data.batches("residuals"):
-        f = network(batch.inputs).double()
-        check_finite(f, "outputs of the network")
-        residuals = (f - likelihood.targets(f, batch.targets).double()).reshape(-1, f.shape[-1])
+    for f, y in _pairs(network, likelihood, data, "residuals", "outputs of the network"):
+        residuals = (f - y.double()).reshape(-1, f.shape[-1])
         total += residuals.square().sum(0)
         count += len(residuals)
     return total / checked_count(count)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass
 
 NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 
@@ -39,13 +36,8 @@ class Trace:
     tuner: str
     score: str = "log evidence"
     steps: tuple[Step, ...] = ()
-    findings: tuple[str, ...] = field(default=())
+    findings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.tuner}: {self.score}", *(f"{i:4d}  {step}" for i, step in enumerate(self.steps))]
         return "\n".join([*lines, *self.findings])
-
-
-def finite(*values: Tensor | float) -> bool:
-    """Return whether all numbers are finite."""
-    return all(bool(v.isfinite().all()) if isinstance(v, Tensor) else math.isfinite(v) for v in values)

@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.latest import Latest
-from lapwing.core.state import State, saved
+from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.protocols import floored_by_layer, weighted_sum
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky, not_definite

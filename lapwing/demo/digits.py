@@ -16,11 +16,10 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing import metrics
 from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save, share_vertical_range
 from lapwing.demo.result import Result, Row, plain
 from lapwing.demo.training import Batches, Recipe, batches, best_seconds, epoch_seconds, trained
-from lapwing.metrics import classification
-from lapwing.metrics.ood import auroc
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,12 @@ def _scores(probs: dict[str, Tensor], y: Tensor) -> dict[str, float]:
     """Return the scores on the test images; images of other kinds should be predicted with less confidence."""
     doubt = {kind: 1 - values.amax(1) for kind, values in probs.items()}
     return {
-        "NLL": classification.nll(probs["test"], y),
-        "accuracy": classification.accuracy(probs["test"], y),
-        "ECE": classification.ece(probs["test"], y),
-        "Brier": classification.brier(probs["test"], y),
-        "AUROC shuffled": auroc(doubt["test"], doubt["shuffled"]),
-        "AUROC rotated": auroc(doubt["test"], doubt["rotated"]),
+        "NLL": metrics.categorical_nll(probs["test"], y),
+        "accuracy": metrics.accuracy(probs["test"], y),
+        "ECE": metrics.ece(probs["test"], y),
+        "Brier": metrics.brier(probs["test"], y),
+        "AUROC shuffled": metrics.auroc(doubt["test"], doubt["shuffled"]),
+        "AUROC rotated": metrics.auroc(doubt["test"], doubt["rotated"]),
     }
 
 
@@ -126,7 +125,7 @@ def picture(result: Result, path: Path) -> None:
 
 def _reliability(axis: Any, row: Row, arrays: Mapping[str, list[float]]) -> None:
     confidence, correct = (torch.tensor(arrays[f"{row.name}/{key}"]) for key in ("test", "correct"))
-    calibration = classification.calibration(confidence, correct)
+    calibration = metrics.calibration(confidence, correct)
     bins = len(calibration.weight)
     centres = [(i + 0.5) / bins for i in range(bins)]
     # Bins with few images are pale, because their accuracy is uncertain.

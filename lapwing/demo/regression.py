@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing import metrics
 from lapwing.demo.training import Batches, Standardiser
-from lapwing.metrics import regression
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +71,9 @@ def tempered(model: nn.Module, held_out: Batches) -> lw.Gaussian:
 def scores(predicted: Predicted) -> dict[str, float]:
     """Return NLL, RMSE and CRPS, the share of targets inside their intervals, and the width of these intervals."""
     return {
-        "NLL": regression.nll(predicted.mean, predicted.std, predicted.y),
-        "RMSE": regression.rmse(predicted.mean, predicted.y),
-        "CRPS": regression.crps(predicted.mean, predicted.std, predicted.y),
-        "coverage 95 %": regression.coverage(predicted.low, predicted.high, predicted.y),
-        "width": regression.interval_width(predicted.low, predicted.high),
+        "NLL": metrics.normal_nll(predicted.mean, predicted.std, predicted.y),
+        "RMSE": metrics.rmse(predicted.mean, predicted.y),
+        "CRPS": metrics.crps(predicted.mean, predicted.std, predicted.y),
+        "coverage 95 %": metrics.coverage(predicted.low, predicted.high, predicted.y),
+        "width": metrics.interval_width(predicted.low, predicted.high),
     }

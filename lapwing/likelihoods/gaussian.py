@@ -1,19 +1,21 @@
-"""Regression with Gaussian noise."""
+"""Regression with Gaussian noise, the same for all inputs or given by the network, and the normal predictive."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributions
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
+from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, with_tuples
-from lapwing.predictives.normal import NormalPredictive
+from lapwing.likelihoods.protocol import matched, plain_numbers, refuse_dispersion
 
 
 @saved
@@ -123,13 +125,190 @@ class Gaussian:
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
-        std = None if self.noise_std is None else torch.as_tensor(self.noise_std, dtype=torch.float64).tolist()
-        tensors = {"dispersion": self.dispersion.detach()}
-        if self.ratios is not None:
-            tensors["ratios"] = self.ratios
-        return State("Gaussian", {"noise_std": std, "per_output": self.per_output}, tensors)
+        ratios = {} if self.ratios is None else {"ratios": self.ratios}
+        settings = {"noise_std": plain_numbers(self.noise_std), "per_output": self.per_output}
+        return State("Gaussian", settings, {"dispersion": self.dispersion.detach(), **ratios})
 
     @classmethod
     def from_state(cls, state: State) -> Gaussian:
         """Build the likelihood from its state."""
-        return cls(**with_tuples(state.settings), phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
+        return cls(**state.settings, phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticGaussian:
+    """Regression with noise that depends on the input: outputs f = (m, s) are D means and then D log-variances.
+
+    The Hessian in (m, s) is indefinite, so the curvature is the Fisher matrix, diag(exp(-s), 1/2).
+
+    >>> likelihood = HeteroscedasticGaussian()
+    >>> likelihood.loss(torch.zeros(1, 2), torch.zeros(1, 1))  # ½ log 2π
+    tensor([0.9189])
+    """
+
+    dispersion: ClassVar[Tensor] = torch.tensor(1.0, dtype=torch.float64)
+    learns_dispersion: ClassVar[bool] = False
+
+    def with_dispersion(self, phi: Tensor) -> HeteroscedasticGaussian:
+        refuse_dispersion(phi, "HeteroscedasticGaussian has no dispersion to change, the network gives the noise.")
+        return self
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        if f.shape[-1] % 2:
+            raise DataError(
+                f"HeteroscedasticGaussian: the network has {f.shape[-1]} outputs; expected an even number: "
+                "the means first, then as many log-variances."
+            )
+        return matched(f[..., : f.shape[-1] // 2], y, "HeteroscedasticGaussian")
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        each = log_variance + (y - mean).square() * (-log_variance).exp() + math.log(2 * math.pi)
+        return 0.5 * each.sum(-1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        return torch.diag_embed(torch.cat([(-0.5 * log_variance).exp(), torch.full_like(mean, math.sqrt(0.5))], -1))
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        eps = normal(tuple(mean.shape), generator, f)
+        return torch.cat([-eps * (-0.5 * log_variance).exp(), 0.5 * (1 - eps.square())], -1)
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        return f[..., 0].numel()
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        return torch.zeros_like(phi)
+
+    def predict(self, belief: FunctionGaussian) -> NormalPredictive:
+        size = belief.mean.shape[-1] // 2
+        noise = (belief.mean[..., size:] + 0.5 * belief.variance[..., size:]).exp()  # E exp(s) of a Gaussian s
+        means = FunctionGaussian(belief.mean[..., :size], belief.marginal.cov[..., :size, :size])
+        return NormalPredictive(means, noise)
+
+    def state(self) -> State:
+        """Return the state for a file; there is nothing to store."""
+        return State("HeteroscedasticGaussian")
+
+    @classmethod
+    def from_state(cls, state: State) -> HeteroscedasticGaussian:
+        """Build the likelihood from its state."""
+        return cls()
+
+
+@dataclass(frozen=True, eq=False)
+class NormalPredictive:
+    """Normal predictive y ~ N(mean, cov of f + noise).
+
+    Args:
+        belief: The Gaussian belief about the outputs f (B, C).
+        noise: Noise variances, in the shape of the mean.
+
+    >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
+    >>> p.std.item(), p.epistemic_variance.item(), p.aleatoric_variance.item()
+    (2.0, 3.0, 1.0)
+    """
+
+    belief: FunctionGaussian
+    noise: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The predicted mean, (B, C)."""
+        return self.belief.mean
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """The variance of y, noise included, (B, C)."""
+        return self.belief.variance + self.noise
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of y, noise included, (B, C)."""
+        return self.variance.sqrt()
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """The variance of f, which more data would lower, (B, C)."""
+        return self.belief.variance
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """The variance of the noise, which more data would not lower, (B, C)."""
+        return self.noise
+
+    epistemic = epistemic_variance
+    aleatoric = aleatoric_variance
+
+    @cached_property
+    def distribution(self) -> distributions.Distribution:
+        """The joint distribution of the outputs of one input; a multivariate normal if there are several."""
+        if self.mean.shape[-1] == 1:
+            return distributions.Independent(distributions.Normal(self.mean, self.std, validate_args=False), 1)
+        cov = self.belief.cov + torch.diag_embed(self.noise)
+        return distributions.MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return (low, high), each (B, C), between which each output by itself lies with probability ``level``.
+
+        Raises:
+            ValueError: ``level`` is not between 0 and 1.
+
+        >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
+        >>> low, high = p.interval(0.95)
+        >>> round(high.item(), 2)
+        3.92
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
+        z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64)).to(self.mean)
+        return self.mean - z * self.std, self.mean + z * self.std
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        """Return the probability of at most y, for each output by itself, (B, C).
+
+        Args:
+            y: One number, or (B, C).
+
+        Raises:
+            ValueError: ``y`` has another shape.
+
+        >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
+        >>> round(1 - p.cdf(2.0).item(), 4)  # the probability of more than 2, one standard deviation
+        0.1587
+        """
+        y = torch.as_tensor(y).to(self.mean)
+        if y.ndim and y.shape != self.mean.shape:
+            raise ValueError(f"y has the shape {tuple(y.shape)}; expected {tuple(self.mean.shape)}, or one number.")
+        return torch.special.ndtr((y - self.mean) / self.std)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """Return the log-density of the targets, (B,)."""
+        return self.distribution.log_prob(y.to(self.mean).reshape(self.mean.shape))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of the targets, (n, B, C); inputs are independent.
+
+        Args:
+            n: The number of draws.
+            generator: Source of randomness; torch's global one if None.
+
+        Raises:
+            UnsupportedError: ``n`` is not a positive integer.
+        """
+        require_integer("n", n)
+        eps = normal((n, *self.mean.shape), generator, self.mean)
+        return self.belief.sample(n, generator) + eps * self.noise.sqrt()
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats, (B,)."""
+        return self.distribution.entropy()
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """The mutual information of y and f in nats, (B,): entropy minus the entropy of the noise."""
+        noise = distributions.Independent(distributions.Normal(self.mean, self.noise.sqrt(), validate_args=False), 1)
+        return self.entropy - noise.entropy()

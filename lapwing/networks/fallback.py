@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Inputs, map_tensors, rebuilt
-from lapwing.core.samples import take
+from lapwing.core.data import Inputs, map_tensors, rebuilt, take
 from lapwing.errors import ModelError
 from lapwing.networks.forward import quiet, relative_gap
 

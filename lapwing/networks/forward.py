@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, call, map_tensors, tensors_in
-from lapwing.core.samples import take
+from lapwing.core.data import Inputs, call, map_tensors, take, tensors_in
 from lapwing.errors import ModelError
 
 FEW = 32  # samples that show whether two forward passes agree

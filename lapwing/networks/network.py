@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, check_finite, map_tensors
-from lapwing.core.samples import SampleRows, take
+from lapwing.core.data import Inputs, SampleRows, check_finite, map_tensors, take
 from lapwing.core.state import State
 from lapwing.errors import DataError, ModelError
 from lapwing.networks import products

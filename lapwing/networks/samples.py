@@ -1,6 +1,6 @@
 """Trying out which tensors of a batch have a row for each sample, where their numbers of rows do not tell.
 
-``core/samples.py`` has the rule. A tensor that is met for the first time with as many rows as there are samples may
+``core/data.py`` has the rule. A tensor that is met for the first time with as many rows as there are samples may
 have them by chance. It is tried: no output may depend on a row of another sample. A batch that fails is refused.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, map_tensors
-from lapwing.core.samples import SampleRows, place_name, placed, take
+from lapwing.core.data import Inputs, SampleRows, map_tensors, place_name, placed, take
 from lapwing.errors import DataError
 from lapwing.networks.fallback import swapped
 from lapwing.networks.forward import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import lapwing as lw
-from lapwing.priors.single import Isotropic
+from lapwing.priors.given import Isotropic
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.tolerances import assert_close
@@ -95,10 +95,10 @@ SOURCES: dict[str, tuple[Any, list[int]]] = {
 def test_every_source_of_the_same_data_gives_the_same_posterior(source: str, method: Any, x: Tensor, y: Tensor) -> None:
     make, used = SOURCES[source]
     expected = fit(net(), [(x[used], y[used])], method=method)
-    found = fit(net(), make(x, y), method=method)
-    assert found.posterior.statistics.data == len(used)  # what was iterated, not what a length says
-    assert_close(found.functions(x).cov, expected.functions(x).cov)
-    assert_close(found.log_evidence(), expected.log_evidence())
+    posterior = fit(net(), make(x, y), method=method)
+    assert posterior.posterior.statistics.data == len(used)  # what was iterated, not what a length says
+    assert_close(posterior.functions(x).cov, expected.functions(x).cov)
+    assert_close(posterior.log_evidence(), expected.log_evidence())
 
 
 def test_mappings_with_a_target(x: Tensor, y: Tensor) -> None:
@@ -136,8 +136,8 @@ def test_generators_are_refused_untouched(x: Tensor, y: Tensor) -> None:
 
 def test_progress_shows_and_changes_nothing(x: Tensor, y: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
     loud = fit(net(), [(x, y)], progress=True)
-    shown = capsys.readouterr().err
-    assert "Full" in shown
+    printed = capsys.readouterr().err
+    assert "Full" in printed
     quiet = fit(net(), [(x, y)], progress=False)
     assert capsys.readouterr().err == ""
     assert_close(loud.functions(x).cov, quiet.functions(x).cov)
@@ -356,10 +356,10 @@ def test_evidence_and_tuning_in_inference_mode(method: Any, x: Tensor, y: Tensor
     one, other = (fit(net(), [(x, y)], method=method, prior=1.0) for _ in range(2))
     expected = one.log_evidence(), one.tuned().prior.values
     with torch.inference_mode():
-        found = other.log_evidence(), other.tuned().prior.values
-    assert not any(t.is_inference() for t in found)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+        results = other.log_evidence(), other.tuned().prior.values
+    assert not any(t.is_inference() for t in results)
+    assert torch.equal(results[0], expected[0])
+    assert torch.equal(results[1], expected[1])
 
 
 def test_tuners_with_data_in_inference_mode(x: Tensor, y: Tensor) -> None:
@@ -374,9 +374,9 @@ def test_training_in_inference_mode(x: Tensor, y: Tensor) -> None:
     recipe = lw.recipes.online(epochs=2)
     expected = lw.train(net(), [(x, y)], "classification", recipe=recipe)
     with torch.inference_mode():
-        found = lw.train(net(), [(x, y)], "classification", recipe=recipe)
-    assert not any(p.is_inference() for p in found.model.parameters())
-    assert torch.equal(found.posterior.network.theta(), expected.posterior.network.theta())
+        trained = lw.train(net(), [(x, y)], "classification", recipe=recipe)
+    assert not any(p.is_inference() for p in trained.model.parameters())
+    assert torch.equal(trained.posterior.network.theta(), expected.posterior.network.theta())
 
 
 @pytest.mark.parametrize("needed", [False, True])

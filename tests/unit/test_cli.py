@@ -79,7 +79,7 @@ def test_missing_extras_are_named(
 
 
 def test_python_m_lapwing_is_the_same_command() -> None:
-    shown = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "lapwing", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
-    assert "{run}" in shown.stdout
+    assert "{run}" in completed.stdout

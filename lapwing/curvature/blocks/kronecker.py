@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapwing.core.latest import Latest
-from lapwing.core.state import State, saved
+from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.blocks.eigen import EigenPrecision
 from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.errors import NumericalError, UnsupportedError

@@ -9,9 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.early_stopping import EarlyStopping
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.progress import ProgressBar
+from lapwing.core.progress import EarlyStopping, ProgressBar
 from lapwing.core.random import uniform
 from lapwing.core.trace import Step
 from lapwing.errors import NumericalError

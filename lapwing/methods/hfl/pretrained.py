@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, check_finite, map_tensors
+from lapwing.core.data import Data, Inputs, SampleRows, check_finite, map_tensors
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import Pool
 from lapwing.core.random import normal
-from lapwing.core.samples import SampleRows
 from lapwing.core.state import State, saved
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import DataError, LapwingError, NumericalError

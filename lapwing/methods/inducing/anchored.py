@@ -19,7 +19,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior
-from lapwing.priors.single import isotropic
+from lapwing.priors.given import isotropic
 
 
 @dataclass(frozen=True, eq=False)

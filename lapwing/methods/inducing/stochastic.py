@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data
-from lapwing.core.early_stopping import EarlyStopping
 from lapwing.core.pool import shuffled
-from lapwing.core.progress import ProgressBar
+from lapwing.core.progress import EarlyStopping, ProgressBar
 from lapwing.core.trace import Step
 from lapwing.errors import NumericalError
 from lapwing.likelihoods.energies import energy

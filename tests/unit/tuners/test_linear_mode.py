@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.priors.single import Isotropic
+from lapwing.priors.given import Isotropic
 from lapwing.tangent import model as tangent_model
-from lapwing.tuners.mode_solver import ModeSolver
+from lapwing.tuners.linear_mode import ModeSolver
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense, kfac, structures
@@ -99,10 +99,10 @@ def test_the_evidence_of_a_gaussian_process(method: str, weights: str) -> None:
         tuner=lw.tuners.LinearMode(tolerance=1e-9),
     )  # fmt: skip
     exact = lambda log: float(regress(phi, y, torch.full((5,), math.exp(log), dtype=D), noise).log_evidence)
-    found = float(fitted.prior.values.log())
-    assert relative(fitted.log_evidence(), exact(found)) <= 1e-10
-    assert found == pytest.approx(golden(exact, -8, 8), abs=1e-6)
-    assert exact(found) >= max(exact(found + shift) for shift in (-3, -1, -0.1, -0.01, 0.01, 0.1, 1, 3))
+    log_precision = float(fitted.prior.values.log())
+    assert relative(fitted.log_evidence(), exact(log_precision)) <= 1e-10
+    assert log_precision == pytest.approx(golden(exact, -8, 8), abs=1e-6)
+    assert exact(log_precision) >= max(exact(log_precision + shift) for shift in (-3, -1, -0.1, -0.01, 0.01, 0.1, 1, 3))
 
 
 def test_the_naive_evidence_is_another() -> None:
@@ -300,15 +300,15 @@ def test_stationary_in_the_weights_and_in_every_precision(kind: str, method: str
     assert_close(theta, best, 0.4)
     matrix = unit_curvature(kind, method) / phi
     shares = torch.linalg.solve(matrix + torch.diag(vector), matrix).diagonal()
-    groups, found = (83,) if prior == "isotropic" else (30, 35, 18), 0
+    groups, n_stationary = (83,) if prior == "isotropic" else (30, 35, 18), 0
     parts = (part.split(groups) for part in (shares, vector * theta.square(), vector, matrix.diagonal()))
     for gamma, squares, alpha, curvature in zip(*parts, strict=True):
         if float(alpha[0]) > 0.9e5 * float(curvature.mean()):  # at the upper limit, pushing further up
             assert 1e-5 * len(alpha) >= float(gamma.sum()) > float(squares.sum())
         else:
             assert float(gamma.sum()) == pytest.approx(float(squares.sum()), abs=1e-5)
-            found += 1
-    assert found >= 1
+            n_stationary += 1
+    assert n_stationary >= 1
     assert_close(fitted.log_evidence(), exact.evidence(vector, phi * matrix, phi), SOLVED)
 
 
@@ -571,9 +571,9 @@ def test_fit_gives_its_own_data_with_their_keys() -> None:
 
 def test_data_given_to_the_tuner_come_first() -> None:
     """The mode belongs to the tuner's data, the curvature to the fit's."""
-    own = problems.split(MLP.batch(20), labels("categorical").flip(0), (2, 18))
+    other_data = problems.split(MLP.batch(20), labels("categorical").flip(0), (2, 18))
     fitted = lw.fit(MLP.build(), network_data("categorical"), "classification", method=lw.Full(), prior=1.0,
-                    tuner=lw.tuners.LinearMode(own))  # fmt: skip
+                    tuner=lw.tuners.LinearMode(other_data))  # fmt: skip
     exact = Tangent.of("categorical", MLP.build(), MLP.batch(20), labels("categorical").flip(0))
     vector = fitted.prior.vector
     assert float((exact.objective_slope(fitted.posterior.mode.theta, vector) / vector.sqrt()).abs().max()) <= 1e-4

@@ -13,7 +13,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.core.trace import Step
 from lapwing.methods.inducing import valla as module
-from lapwing.priors.groups import PerLayer
+from lapwing.priors.given import PerLayer
 from tests import problems
 from tests.cases import BY_NAME
 from tests.tolerances import SOLVED, assert_close

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.predictives.binary import BinaryPredictive
-from lapwing.predictives.counts import CountPredictive
-from lapwing.predictives.normal import NormalPredictive
-from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.likelihoods.bernoulli import BinaryPredictive
+from lapwing.likelihoods.categorical import SoftmaxPredictive
+from lapwing.likelihoods.gaussian import NormalPredictive
+from lapwing.likelihoods.poisson import CountPredictive
 
 BELIEF = lw.FunctionGaussian(torch.zeros(3, 2), torch.eye(2).expand(3, 2, 2))
 PREDICTIVES: dict[str, Any] = {

@@ -1,21 +1,99 @@
-"""Priors with several precisions: by layer, by pattern, by what the network ignores, or one for each weight."""
+"""Priors as users give them: one precision for all weights, one for each group, one for each weight, or a g-prior."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from lapwing.core.state import State, saved
+from lapwing.core.state import saved
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.priors.bound import BoundPrior, Precisions, bind, stored_mean
-from lapwing.priors.sharing import NotShared, SharedByGroup
+from lapwing.priors.bound import BoundPrior, Precisions, bind, restored
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class Isotropic:
+    """One precision for all weights."""
+
+    precision: float | Tensor = 1.0
+    mean: float | Tensor = 0.0
+    needs_groups: ClassVar[bool] = False
+    needs_curvature: ClassVar[bool] = False
+    from_state = classmethod(restored)
+
+    def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
+        return bind(self, selection, self.precision, like)
+
+
+def isotropic(precision: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> Isotropic:
+    """Return a prior with one precision for all weights.
+
+    Args:
+        precision: One over the prior variance of every weight, positive.
+        mean: The prior mean: a number, or a vector with one entry for each selected weight (P,).
+
+    Returns:
+        The prior, for ``fit(prior=...)``, ``train`` or ``posterior.with_prior(...)``.
+
+    Raises:
+        NumericalError: when the prior is used, if the precision is not one positive, finite number or the mean does
+            not fit the weights.
+
+    >>> import torch
+    >>> import lapwing as lw
+    >>> x, net = torch.tensor([[-1.0], [3.0]]), torch.nn.Linear(1, 1)
+    >>> lw.fit(net, [(x, 2 * x)], "regression", prior=lw.isotropic(2.0)).prior.vector
+    tensor([2., 2.], dtype=torch.float64)
+    """
+    return Isotropic(precision, mean)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class GPrior:
+    """The precision of every weight is g, here ``precision``, times its curvature: A = g diag(H)."""
+
+    precision: float | Tensor = 1.0
+    mean: float | Tensor = 0.0
+    needs_groups: ClassVar[bool] = False
+    needs_curvature: ClassVar[bool] = True
+    from_state = classmethod(restored)
+
+    def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
+        return bind(self, selection, self.precision, like)
+
+
+def g_prior(g: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> GPrior:
+    """Return a prior whose precision is g times the curvature of each weight: A = g diag(H), H at unit dispersion.
+
+    Predictions do not change if a weight and the layer after it are rescaled such that the network computes the same
+    function, and there is one number to learn instead of one for each group. A weight with nearly no curvature gets at
+    least a thousandth of the median curvature of its layer.
+
+    Args:
+        g: The factor, positive.
+        mean: The prior mean: a number, or a vector with one entry for each selected weight (P,).
+
+    Returns:
+        The prior, for ``fit(prior=...)`` or ``posterior.with_prior(...)``.
+
+    Raises:
+        NumericalError: when the prior is used, if g is not one positive, finite number or the mean does not fit the
+            weights.
+        UnsupportedError: when the prior is used with a method that computes no curvature of its own.
+
+    >>> import torch
+    >>> import lapwing as lw
+    >>> x, net = torch.tensor([[-1.0], [3.0]]), torch.nn.Linear(1, 1)
+    >>> lw.fit(net, [(x, 2 * x)], "regression", prior=lw.priors.g_prior(0.5)).prior.vector.detach()
+    tensor([5., 1.], dtype=torch.float64)
+    """
+    return GPrior(g, mean)
 
 
 @saved
@@ -27,86 +105,10 @@ class PerLayer:
     mean: float | Tensor = 0.0
     needs_groups: ClassVar[bool] = False
     needs_curvature: ClassVar[bool] = False
+    from_state = classmethod(restored)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
-        return bind(self, SharedByGroup(selection, selection.layer_of()), self.precision, like)
-
-    def with_precision(self, precision: Tensor) -> PerLayer:
-        return replace(self, precision=precision)
-
-    @classmethod
-    def from_state(cls, state: State, network: Network) -> BoundPrior:
-        return _restored(cls(state.tensors["precision"], stored_mean(state)), state, network)
-
-
-@saved
-@dataclass(frozen=True, eq=False)
-class Grouped:
-    """One precision for each pattern of parameter names."""
-
-    precision: Mapping[str, float]
-    mean: float | Tensor = 0.0
-    needs_groups: ClassVar[bool] = False
-    needs_curvature: ClassVar[bool] = False
-
-    def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
-        members = tuple(_matching(name, self.precision) for name in selection.names)
-        return bind(self, SharedByGroup(selection, members), self.precision, like)
-
-    def with_precision(self, precision: Tensor) -> Grouped:
-        """Raise: without a selection it is not known which precision belongs to which pattern."""
-        raise UnsupportedError("this prior by patterns belongs to other weights already; give grouped({...}) itself.")
-
-    @classmethod
-    def from_state(cls, state: State, network: Network) -> BoundPrior:
-        names = dict.fromkeys(state.settings["members"])  # a group has its pattern as its name
-        precisions = dict(zip(names, state.tensors["precision"].tolist(), strict=True))
-        return _restored(cls(precisions, stored_mean(state)), state, network)
-
-
-@saved
-@dataclass(frozen=True, eq=False)
-class PerNormalisedGroup:
-    """One precision for each group of weights whose scale the network ignores, and one for the rest."""
-
-    precision: Precisions = 1.0
-    mean: float | Tensor = 0.0
-    needs_groups: ClassVar[bool] = True
-    needs_curvature: ClassVar[bool] = False
-
-    def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
-        if groups is None:
-            raise UnsupportedError(
-                "the groups of per_normalised_group() are found by evaluating the network; give the prior to fit()."
-            )
-        members = tuple(groups[name] for name in selection.names)
-        return bind(self, SharedByGroup(selection, members), self.precision, like)
-
-    def with_precision(self, precision: Tensor) -> PerNormalisedGroup:
-        return replace(self, precision=precision)
-
-    @classmethod
-    def from_state(cls, state: State, network: Network) -> BoundPrior:
-        return _restored(cls(state.tensors["precision"], stored_mean(state)), state, network)
-
-
-def _restored(given: PerLayer | Grouped | PerNormalisedGroup, state: State, network: Network) -> BoundPrior:
-    """Return the prior with the groups that were stored."""
-    sharing = SharedByGroup(network.selection, tuple(state.settings["members"]))
-    return bind(given, sharing, state.tensors["precision"], torch.empty(0, device=network.device))
-
-
-def _matching(name: str, patterns: Mapping[str, float]) -> str:
-    """Return the one pattern that matches the whole name of a parameter; refuse none or several."""
-    try:
-        matches = [pattern for pattern in patterns if re.fullmatch(pattern, name)]
-    except re.error as error:
-        raise UnsupportedError(f"grouped(): one of {list(patterns)} is no regular expression: {error}.") from error
-    if len(matches) != 1:
-        raise NumericalError(
-            f"grouped(): the parameter {name!r} matches {len(matches)} of the patterns {list(patterns)}; expected one."
-        )
-    return matches[0]
+        return bind(self, selection, self.precision, like, selection.layer_of())
 
 
 def per_layer(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> PerLayer:
@@ -126,6 +128,7 @@ def per_layer(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> PerLa
         NumericalError: when the prior is used, if a precision is not positive and finite, or numbers or names do not
             fit the layers.
 
+    >>> import torch
     >>> import lapwing as lw
     >>> net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Tanh(), torch.nn.Linear(1, 1))
     >>> x = torch.tensor([[-1.0], [3.0]])
@@ -133,6 +136,39 @@ def per_layer(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> PerLa
     tensor([1., 1., 9., 9.], dtype=torch.float64)
     """
     return PerLayer(precisions, mean)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """One precision for each pattern of parameter names."""
+
+    precision: Mapping[str, float] | Tensor
+    mean: float | Tensor = 0.0
+    needs_groups: ClassVar[bool] = False
+    needs_curvature: ClassVar[bool] = False
+    from_state = classmethod(restored)
+
+    def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
+        if not isinstance(self.precision, Mapping):  # without names: these were learned or stored for other weights
+            raise UnsupportedError(
+                "this prior by patterns belongs to other weights already; give grouped({...}) itself."
+            )
+        members = tuple(_matching(name, self.precision) for name in selection.names)
+        return bind(self, selection, self.precision, like, members)
+
+
+def _matching(name: str, patterns: Mapping[str, float]) -> str:
+    """Return the one pattern that matches the whole name of a parameter; refuse none or several."""
+    try:
+        matches = [pattern for pattern in patterns if re.fullmatch(pattern, name)]
+    except re.error as error:
+        raise UnsupportedError(f"grouped(): one of {list(patterns)} is no regular expression: {error}.") from error
+    if len(matches) != 1:
+        raise NumericalError(
+            f"grouped(): the parameter {name!r} matches {len(matches)} of the patterns {list(patterns)}; expected one."
+        )
+    return matches[0]
 
 
 def grouped(precisions: Mapping[str, float], mean: float | Tensor = 0.0) -> Grouped:
@@ -152,6 +188,7 @@ def grouped(precisions: Mapping[str, float], mean: float | Tensor = 0.0) -> Grou
         NumericalError: when the prior is used, if a precision is not positive and finite, a parameter matches no
             pattern or several, or a pattern matches no parameter.
 
+    >>> import torch
     >>> import lapwing as lw
     >>> x, net = torch.tensor([[-1.0], [3.0]]), torch.nn.Linear(1, 1)
     >>> prior = lw.grouped({r".*weight": 1.0, r".*bias": 0.5})
@@ -164,6 +201,26 @@ def grouped(precisions: Mapping[str, float], mean: float | Tensor = 0.0) -> Grou
             'for example {".*weight": 1.0, ".*bias": 0.1}.'
         )
     return Grouped(precisions, mean)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class PerNormalisedGroup:
+    """One precision for each group of weights whose scale the network ignores, and one for the rest."""
+
+    precision: Precisions = 1.0
+    mean: float | Tensor = 0.0
+    needs_groups: ClassVar[bool] = True
+    needs_curvature: ClassVar[bool] = False
+    from_state = classmethod(restored)
+
+    def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
+        if groups is None:
+            raise UnsupportedError(
+                "the groups of per_normalised_group() are found by evaluating the network; give the prior to fit()."
+            )
+        members = tuple(groups[name] for name in selection.names)
+        return bind(self, selection, self.precision, like, members)
 
 
 def per_normalised_group(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> PerNormalisedGroup:
@@ -188,6 +245,7 @@ def per_normalised_group(precisions: Precisions = 1.0, mean: float | Tensor = 0.
         UnsupportedError: when the prior is used where no network can be evaluated: in ``train``, or in ``with_prior``
             of a posterior that was fitted with another prior.
 
+    >>> import torch
     >>> import lapwing as lw
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
     >>> x = torch.randn(8, 2)
@@ -206,17 +264,10 @@ class Diagonal:
     mean: float | Tensor = 0.0
     needs_groups: ClassVar[bool] = False
     needs_curvature: ClassVar[bool] = False
+    from_state = classmethod(restored)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
-        return bind(self, NotShared(selection), self.precision, like)
-
-    def with_precision(self, precision: Tensor) -> Diagonal:
-        return replace(self, precision=precision)
-
-    @classmethod
-    def from_state(cls, state: State, network: Network) -> BoundPrior:
-        prior = cls(state.tensors["precision"], stored_mean(state))
-        return prior.bound(network.selection, torch.empty(0, device=network.device))
+        return bind(self, selection, self.precision, like, per_weight=True)
 
 
 def diagonal(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> Diagonal:
@@ -234,6 +285,7 @@ def diagonal(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> Diagon
         NumericalError: when the prior is used, if a precision is not positive and finite, or numbers or names do not
             fit the weights.
 
+    >>> import torch
     >>> import lapwing as lw
     >>> x, net = torch.tensor([[-1.0], [3.0]]), torch.nn.Linear(1, 1)
     >>> prior = lw.priors.diagonal({"weight": 1.0, "bias": 0.5})
