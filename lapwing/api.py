@@ -26,7 +26,7 @@ from lapwing.networks.forward import outside_autocast, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.protocols import HasEvidence, SamplesGamma, trace_of
+from lapwing.posteriors.protocols import HasEvidence, SamplesGamma
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
 from lapwing.registry import Auto, likelihood_named, method_named, prior_given, weights_named
@@ -151,7 +151,7 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """Return the posterior with its prior learned, starting near the optimum."""
     default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
     tuned = checked_tuner(tuner or default, data)(start_near_optimum(posterior))
-    before, after = trace_of(posterior), trace_of(tuned)
+    before, after = getattr(posterior, "trace", None), getattr(tuned, "trace", None)
     if before is None or after is None or not before.findings:
         return tuned
     return tuned.with_trace(replace(after, findings=(*before.findings, *after.findings)))

@@ -82,8 +82,8 @@ def assert_products(design: NetworkDesign, x: Tensor, dtype: torch.dtype = D) ->
     """X v, Xᵀ u and Xᵀ X v for several vectors, and X itself."""
     assert (design.rows, design.size) == x.shape
     v, u = rows(3, design.size), rows(2, design.rows)
-    found = (forward_product(design, v), back_product(design, u), gram_product(design, v))
-    for product, expected in zip(found, (v @ x.T, u @ x, v @ x.T @ x), strict=True):
+    products = (forward_product(design, v), back_product(design, u), gram_product(design, v))
+    for product, expected in zip(products, (v @ x.T, u @ x, v @ x.T @ x), strict=True):
         assert product.dtype == D
         assert_close(product, expected, dtype=dtype)
     assert_close(design.whole(), x, dtype=dtype)
@@ -388,8 +388,8 @@ class Pooled(nn.Module):
         self.layer = nn.Linear(4, 1).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x.mean(1))
-        return found
+        outputs: Tensor = self.layer(x.mean(1))
+        return outputs
 
 
 @pytest.mark.parametrize("cache", [None, 1000], ids=["factors held", "data held"])
