@@ -22,10 +22,8 @@ from lapwing import metrics
 from lapwing.core.data import Data
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import best_seconds
-from lapwing.methods.hfl.calibration import fitted_scale
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
-from lapwing.methods.hfl.pretrained import averaged, random_forces
-from lapwing.methods.hfl.pushed_weights import PushedWeights
+from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.pretrained import PushedWeights, averaged, fitted_scale, random_forces
 from lapwing.methods.hfl.responder import Responder
 
 IN_TABLE = ("NLL", "ECE", "MC NLL", "MC ECE", "accuracy", "OOD AUROC")

@@ -19,7 +19,7 @@ from lapwing.demo.regression import Table
 from lapwing.demo.result import Row
 from lapwing.demo.training import Recipe, mlp, optimise
 from lapwing.errors import LapwingError
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.posteriors import ResponsePosterior
 
 METHODS: dict[str, Any] = {
     "noise only": lw.baselines.MapOnly(),

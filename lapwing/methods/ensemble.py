@@ -81,7 +81,8 @@ class Ensemble:
         networks = Networks(tuple(models))
         statistics = summed_loss(mean_of(networks), problem.likelihood, data, "outputs of a member")
         problem = problem.with_residual_noise(statistics).with_known_prior()
-        return MembersPosterior(problem, networks.with_fingerprints(), statistics, network.theta())
+        networks = Networks(networks.models, tuple(map(Fingerprint.of, models)))
+        return MembersPosterior(problem, networks, statistics, network.theta())
 
     def cost(self, workload: Workload) -> Cost:
         count = self.members if self.train is not None or not self.models else 1 + len(self.models)
@@ -95,10 +96,6 @@ class Networks:
 
     models: tuple[nn.Module, ...]
     fingerprints: tuple[Fingerprint, ...] = ()  # of the models at the fit
-
-    def with_fingerprints(self) -> Networks:
-        """Return the networks with the fingerprints of their present weights."""
-        return Networks(self.models, tuple(Fingerprint.of(model) for model in self.models))
 
     def __len__(self) -> int:
         return len(self.models)

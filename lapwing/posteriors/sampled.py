@@ -16,7 +16,7 @@ from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.logdet import Logdet
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.operators import Solution
 from lapwing.losses import Statistics
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope

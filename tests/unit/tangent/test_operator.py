@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.linalg.block_cg import block_conjugate_gradients
-from lapwing.linalg.cg import conjugate_gradients
+from lapwing.linalg.cg import block_conjugate_gradients, conjugate_gradients
 from lapwing.linalg.operators import Product
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, cast

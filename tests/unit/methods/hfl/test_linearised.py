@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.hfl.linearised import LinearisedResponse
+from lapwing.methods.hfl.posteriors import LinearisedResponse
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, cast
 from tests.minima import copied, fitted, gapped, new, off, small
@@ -46,7 +46,7 @@ def test_rows_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = new(energy, 5)
     found = fitted(energy, lw.HFL(mode="linearised"))
     whole, joint = found.functions(x).cov, found.functions(x, joint=True).cov
-    monkeypatch.setattr("lapwing.methods.hfl.linearised.ROWS", 2)
+    monkeypatch.setattr("lapwing.methods.hfl.posteriors.ROWS", 2)
     assert off(found.functions(x).cov, whole) < 1e-8
     assert off(found.functions(x, joint=True).cov, joint) < 1e-8
 
