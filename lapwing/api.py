@@ -17,7 +17,6 @@ from lapwing.core.progress import shows_progress
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
-from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior
@@ -28,7 +27,7 @@ from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence, SamplesGamma
 from lapwing.priors.bound import Prior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, checked_targets, mean_squared_residual
 from lapwing.registry import Auto, likelihood_named, method_named, prior_given, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online

@@ -13,12 +13,12 @@ from lapwing.curvature.full import FullCurvature
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.gram import symmetrise
-from lapwing.losses import Statistics, checked_count
 from lapwing.networks.budget import near
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
 from lapwing.networks.passes import seed_by_seed, vjp
+from lapwing.problem import Statistics, checked_count
 
 
 def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:

@@ -14,9 +14,9 @@ from lapwing.core.data import Data, check_finite, merged
 from lapwing.curvature.blockwise import in_order
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.losses import Statistics, checked_count, checked_targets
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
+from lapwing.problem import Statistics, checked_count, checked_targets
 
 CURVATURES = ("ggn", "fisher_mc")
 PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output

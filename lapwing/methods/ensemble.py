@@ -14,12 +14,11 @@ from lapwing.core.data import Data, Inputs
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.losses import summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import is_recurrent, needs_plain_kernels, output_alone, refuse_training_mode, shaped
 from lapwing.posteriors.members import MembersPosterior, mean_of
-from lapwing.problem import Problem
+from lapwing.problem import Problem, summed_loss
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
 

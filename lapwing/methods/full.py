@@ -14,10 +14,9 @@ from lapwing.curvature.full import FullCurvature, full_curvature
 from lapwing.curvature.hessian import full_hessian
 from lapwing.curvature.sweep import CURVATURES, Seeds, Sweep, checked_curvature
 from lapwing.errors import UnsupportedError
-from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior, by_output
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from lapwing.core.random import derived_generator, normal
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.core.state import State, saved
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of, spread
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics, summed_loss
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
 NEAR, FAR = 0.1, 1.0  # limits on the rise of the loss (see Descent.run) for a rate chosen here, and for a given one

@@ -17,11 +17,10 @@ from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.operators import Solution
-from lapwing.losses import Statistics
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 
 class Solver(Protocol):

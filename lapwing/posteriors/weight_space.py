@@ -17,12 +17,11 @@ from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
 from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision
 from lapwing.likelihoods.protocol import Likelihood, NoisePerOutput
-from lapwing.losses import Statistics
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 S = TypeVar("S")
 

@@ -17,9 +17,9 @@ from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.design import forward_product, gram_product
 from lapwing.linalg.operators import refuse_asymmetric
-from lapwing.losses import Statistics
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
+from lapwing.problem import Statistics
 
 CACHE = 2 * 2**30  # bytes of layer factors kept between products on a CPU; on a GPU a third of the free memory
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from lapwing.core.data import Data, Inputs, check_finite
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.losses import Statistics, sample_count, total_loss
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network
+from lapwing.problem import Statistics, sample_count, total_loss
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,10 +21,9 @@ from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood, Logits
 from lapwing.linalg.kmeans import centres_by_class
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
-from lapwing.losses import Statistics
 from lapwing.methods.fmgp.features import Sight, Table, Units
 from lapwing.methods.fmgp.posterior import KERNELS, FreeKernel, FunctionPosterior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 if TYPE_CHECKING:
     from lapwing.methods.fmgp.fmgp import FMGP

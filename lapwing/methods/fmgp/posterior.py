@@ -12,10 +12,9 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError
-from lapwing.losses import Statistics
 from lapwing.methods.fmgp.features import Sight
 from lapwing.networks.network import Network
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 WIDE = 32  # number of outputs above which covariances are built only when needed
 

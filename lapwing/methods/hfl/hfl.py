@@ -13,7 +13,6 @@ from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Logits
-from lapwing.losses import Statistics, summed_loss
 from lapwing.methods.hfl.newton import DENSE, Hessian, nearest_minimum
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.posteriors import LinearisedResponse, ResponsePosterior
@@ -21,7 +20,7 @@ from lapwing.methods.hfl.pretrained import PushedWeights, averaged, calibrated, 
 from lapwing.methods.hfl.responder import AnyResponder, FineTuner, Push, Responder
 from lapwing.methods.hfl.response import TOLERANCE, TWIN, distance_finding, far_from_minimum
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics, summed_loss
 from lapwing.tangent.design import NetworkDesign, refuse_reordered
 
 MODES = ("nonlinear", "linearised", "pretrained")

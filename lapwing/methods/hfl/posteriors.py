@@ -15,13 +15,12 @@ from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.operators import Solution
-from lapwing.losses import Statistics
 from lapwing.methods.hfl.responder import AnyResponder
 from lapwing.methods.hfl.response import Response
 from lapwing.networks.forward import outside_inference
 from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 from lapwing.tangent.design import NetworkDesign
 
 ROWS = 256  # outputs that "linearised" solves for at once

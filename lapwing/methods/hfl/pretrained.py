@@ -17,10 +17,9 @@ from lapwing.core.random import normal
 from lapwing.core.state import State, saved
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import DataError, LapwingError, NumericalError
-from lapwing.losses import Statistics
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.responder import Push
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 EVALUATED = 256  # training inputs that are averaged in every step of Adam, if no evaluation inputs are given
 SCALES = (-12, 20)  # range of the log-scale that calibration searches

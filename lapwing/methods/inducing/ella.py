@@ -15,13 +15,12 @@ from lapwing.core.settings import require_integer
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.losses import Statistics
 from lapwing.methods.inducing.anchors import Anchors, Placement
 from lapwing.methods.inducing.curvatures import BoundedCurvature, SubspaceCurvature
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import BoundPrior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening, whitening
-from lapwing.losses import Statistics
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.curvatures import AnchoredCurvature
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.kernel import prior_kernel
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 
 @dataclass(frozen=True, eq=False)

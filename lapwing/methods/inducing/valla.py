@@ -15,7 +15,6 @@ from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy
-from lapwing.losses import summed_loss
 from lapwing.methods.inducing.anchors import STARTS, Placement
 from lapwing.methods.inducing.collapsed import learn_collapsed
 from lapwing.methods.inducing.points import InducingPoints
@@ -23,7 +22,7 @@ from lapwing.methods.inducing.stochastic import STEPS, learn_stochastic
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import starting_precisions
-from lapwing.problem import Problem
+from lapwing.problem import Problem, summed_loss
 
 FEW_ROWS, FEW_BYTES = 20_000, 2**30  # outputs of all data, and bytes of their layer factors, up to which L-BFGS is used
 

@@ -12,10 +12,10 @@ from torch import nn
 import lapwing as lw
 from lapwing.likelihoods.energies import energy
 from lapwing.linalg.variational import Inducing
-from lapwing.losses import Statistics
 from lapwing.methods.fmgp.features import Sight, Table, last_layer_network
 from lapwing.methods.fmgp.learning import Learning, State
 from lapwing.methods.fmgp.posterior import FreeKernel, FunctionPosterior
+from lapwing.problem import Statistics
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.fmgp.tasks import classes, confident, curve, fitted, learned, model
 

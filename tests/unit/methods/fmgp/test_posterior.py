@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.losses import Statistics
 from lapwing.methods.fmgp import posterior as function_space
 from lapwing.methods.fmgp.features import Sight, last_layer_network
 from lapwing.methods.fmgp.posterior import KERNELS, FreeKernel, FunctionPosterior
 from lapwing.networks.network import Network
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 from tests.cases import BY_NAME
 from tests.tolerances import assert_close, assert_within
 
