@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.data import Images, Shuffled, data_folder
 from experiments.options import Progress, add_large_data, positive, silent
+from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, mlp, optimise
 
 

@@ -20,12 +20,12 @@ from experiments.inducing_picture import picture, targets_picture
 from experiments.inducing_published import Schedule, State, learned_as_published, trained_as_published
 from experiments.inducing_task import RECIPE, SEED, Task, divergence
 from experiments.options import Progress, add_data_dir, add_quick, silent
+from experiments.repeats import mean_scores
 from lapwing import metrics
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import derived_generator
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, trained
 from lapwing.errors import DataError
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.data import Images, data_folder
+from experiments.inducing_picture import legend_entries
 from experiments.options import Progress, add_large_data, chosen, positive, silent
+from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, legend_entries, new_figure, save
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Batches, Recipe, batches, optimise
 
 PRIORS: dict[str, Callable[[], Any]] = {

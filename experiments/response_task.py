@@ -16,7 +16,7 @@ from experiments.minimum import minimised, squared_error
 from lapwing import metrics
 from lapwing.demo.figures import NORMAL_95
 from lapwing.demo.training import Recipe, mlp
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.posteriors import ResponsePosterior
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "quadratic": lambda x: x.square(),

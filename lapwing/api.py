@@ -17,7 +17,6 @@ from lapwing.core.progress import shows_progress
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
-from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior
@@ -26,9 +25,9 @@ from lapwing.networks.forward import outside_autocast, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.protocols import HasEvidence, SamplesGamma, trace_of
+from lapwing.posteriors.protocols import HasEvidence, SamplesGamma
 from lapwing.priors.bound import Prior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, checked_targets, mean_squared_residual
 from lapwing.registry import Auto, likelihood_named, method_named, prior_given, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
@@ -151,7 +150,7 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """Return the posterior with its prior learned, starting near the optimum."""
     default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
     tuned = checked_tuner(tuner or default, data)(start_near_optimum(posterior))
-    before, after = trace_of(posterior), trace_of(tuned)
+    before, after = getattr(posterior, "trace", None), getattr(tuned, "trace", None)
     if before is None or after is None or not before.findings:
         return tuned
     return tuned.with_trace(replace(after, findings=(*before.findings, *after.findings)))

@@ -11,7 +11,6 @@ from torch import nn
 from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors, tensors_in
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
-from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.forward import has_dropout
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
@@ -96,7 +95,7 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     layers, blocks = [], []
     for block, jacobian in tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0)):
         positions, form = jacobian.positions, (block.groups, block.d_out, block.d_in)
-        layers.append(Layer("+".join(block.names), block.size, positions, _handled(block, jacobian)))
+        layers.append(Layer("+".join(block.names), block.size, positions, block.handling))
         blocks.append(BlockWork(block.size, positions, form) if block.linear else BlockWork(block.size))
     count = network.count(inputs)
     workload = Workload(
@@ -131,16 +130,6 @@ def _inputs(model: nn.Module, batch: Inputs) -> Inputs:
     if isinstance(first, tuple | list):
         suffices = suffices or accepts(model, tuple(first))
     return first if suffices else batch
-
-
-def _handled(block: Block, jacobian: BlockJacobian) -> str:
-    if jacobian.remark:
-        return jacobian.remark
-    if block.linear:
-        groups = f" in {block.groups} groups" if block.groups > 1 else ""
-        return f"linear map{groups}" + (", with its bias" if block.bias else "")
-    slow = "; slow: torch.func or single backward passes" if block.kind == "opaque" else ""
-    return f"block of its own ({block.why}){slow}"
 
 
 def _bytes(count: int) -> str:

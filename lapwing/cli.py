@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lapwing.errors import LapwingError
 
 if TYPE_CHECKING:
-    from lapwing.demo.report import Report
+    from lapwing.demo.result import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def publish(program: str, work: Callable[[], Report]) -> int:
     """
     try:
         report = work()
-        from lapwing.demo.tables import table
+        from lapwing.demo.result import table
 
         for result in report.results:
             print(table(result), end="\n\n")

@@ -32,7 +32,6 @@ from lapwing.posteriors.protocols import (
     HasVarianceOf,
     HasWeightSamples,
     Reweightable,
-    trace_of,
 )
 from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.registry import prior_given
@@ -237,7 +236,9 @@ class Fitted:
             data: Batches, as for ``fit``.
             progress: Whether to show a progress bar while data are read; None shows one on a terminal.
         """
-        return self._operator(data, "jacobian", progress)
+        design = self._design(data, "jacobian", progress)
+        refuse_reordered(design)
+        return Operator.jacobian(design, self._unchanged)
 
     @outside_autocast
     def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
@@ -247,23 +248,21 @@ class Fitted:
             data: Batches, as for ``fit``.
             progress: As for ``jacobian``.
         """
-        return self._operator(data, "ggn", progress)
+        design = self._design(data, "ggn", progress)
+        refuse_unsteady(design)
+        return Operator.ggn(design, self._unchanged)
 
-    def _operator(self, data: Iterable[Any], kind: str, progress: bool | None) -> Operator:
+    def _design(self, data: Iterable[Any], curvature: str, progress: bool | None) -> NetworkDesign:
+        """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
         self._unchanged()
         batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
         batches = batches if progress is None else replace(batches, progress=progress)
-        design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=kind)
-        if kind == "jacobian":
-            refuse_reordered(design)
-        else:
-            refuse_unsteady(design)
-        return Operator(design, kind, self._unchanged)
+        return NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
 
     @property
     def trace(self) -> Trace | None:
         """The steps of the tuner: every value that it tried, with its evidence or score."""
-        return trace_of(self.posterior)
+        return getattr(self.posterior, "trace", None)
 
     @property
     def prior(self) -> BoundPrior:

@@ -15,11 +15,11 @@ from lapwing.core.settings import is_real, require_integer
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.gaussian import NormalPredictive
-from lapwing.linalg.block_cg import block_conjugate_gradients
-from lapwing.linalg.design import Design, OperatorDesign, back_product, forward_product, gram_product, refuse_unpaired
-from lapwing.linalg.features import checked_features, checked_targets, feature_design
+from lapwing.linalg.cg import block_conjugate_gradients
+from lapwing.linalg.design import Design, OperatorDesign, back_product, forward_product, gram_product
+from lapwing.linalg.features import checked_features, checked_targets, feature_design, refuse_unpaired
+from lapwing.linalg.operators import Solution
 from lapwing.linalg.ridge import Ridge
-from lapwing.linalg.solution import Solution
 
 __all__ = ["LinearPosterior", "OperatorDesign", "fit"]
 

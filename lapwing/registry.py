@@ -28,7 +28,7 @@ from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.protocol import AutoCandidate, Budget, Method
 from lapwing.methods.sampled import Sampled
-from lapwing.methods.swag.swag import SWAG
+from lapwing.methods.swag import SWAG
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import Weights, all_weights
 from lapwing.priors import isotropic

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lapwing.core.state import State
 from lapwing.errors import NumericalError
-from lapwing.networks.blocks import Block
+from lapwing.networks.jacobians import Block
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 

@@ -18,11 +18,10 @@ from lapwing.core.progress import ProgressBar
 from lapwing.core.random import global_seed
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.losses import data_count
 from lapwing.networks.forward import raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.posteriors.protocols import Tunable
-from lapwing.problem import Problem
+from lapwing.problem import Problem, data_count
 from lapwing.training.recipe import OPTIMISERS, Recipe
 from lapwing.training.state import Epoch, State
 from lapwing.tuners.protocol import checked_tuner

@@ -16,10 +16,9 @@ from lapwing.core.settings import require_flag, require_integer
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import IgnoresTargets, Likelihood
-from lapwing.losses import sample_count
 from lapwing.networks.budget import temporary
 from lapwing.posteriors.protocols import HasEvidence, Linearised
-from lapwing.problem import Problem
+from lapwing.problem import Problem, sample_count
 from lapwing.tuners.protocol import as_data
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch

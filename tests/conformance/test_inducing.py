@@ -14,9 +14,9 @@ import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.curvatures import SubspaceCurvature
 from lapwing.methods.inducing.ella import leading_rows, within
 from lapwing.methods.inducing.points import InducingPoints
-from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from tests import problems

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.__main__ import EXPERIMENTS, main
-from lapwing.demo.result import Result, Row
-from lapwing.demo.tables import table
+from lapwing.demo.result import Result, Row, table
 from tests.experiments.test_uci import written
 
 

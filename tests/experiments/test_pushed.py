@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from experiments import pushed
 from experiments.__main__ import main
 from experiments.image_task import Task
 from lapwing.demo.result import Result
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
-from lapwing.methods.hfl.pushed_weights import PushedWeights
+from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.pretrained import PushedWeights
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_the_scale_is_that_of_the_method(folder: Path) -> None:
     method = lw.HFL("pretrained", calibration=found.validation)
     posterior = pushed.fitted(found, method, settings(folder), 0).posterior
     assert isinstance(posterior, PushedWeights)
-    assert pushed._scale(posterior.scaled(1.0), found) == pytest.approx(posterior.scale, rel=1e-6)
+    assert pushed._scale(replace(posterior, scale=1.0), found) == pytest.approx(posterior.scale, rel=1e-6)
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

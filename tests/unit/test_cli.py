@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lapwing.cli import main
-from lapwing.demo.result import Result, Row
-from lapwing.demo.tables import table
+from lapwing.demo.result import Result, Row, table
 
 
 def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

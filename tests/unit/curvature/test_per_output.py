@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.per_output import PerOutputCurvature
+from lapwing.posteriors.weight_space import PerOutputCurvature
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
@@ -73,15 +73,15 @@ def by_output(case: str = "mlp") -> Tensor:
 
 def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-4) -> Tensor:
     """Central differences of the fourth order, one entry after another."""
-    found = []
+    fits = []
     for i in range(len(at)):
         values = []
         for factor in (-2, -1, 1, 2):
-            moved = at.detach().clone()
-            moved[i] += factor * step
-            values.append(of(moved).detach())
-        found.append((values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step))
-    return torch.stack(found)
+            shifted = at.detach().clone()
+            shifted[i] += factor * step
+            values.append(of(shifted).detach())
+        fits.append((values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step))
+    return torch.stack(fits)
 
 
 @pytest.mark.parametrize(("case", "method"), CASES)
@@ -90,12 +90,12 @@ def test_other_noise_is_a_fresh_fit(case: str, method: str) -> None:
     assert isinstance(posterior.posterior.curvature, PerOutputCurvature)
     assert_close(posterior.likelihood.noise_variance, residuals(case).square().mean(0))
     given = lw.Gaussian(noise_std=tuple(noise.sqrt().tolist()))
-    moved, fresh = posterior.posterior.with_noise(noise), fitted(METHODS[method], case, likelihood=given)
+    changed, fresh = posterior.posterior.with_noise(noise), fitted(METHODS[method], case, likelihood=given)
     assert not isinstance(fresh.posterior.curvature, PerOutputCurvature)
-    assert_close(moved.log_evidence(), fresh.log_evidence())
-    assert_close(moved.log_likelihood(), fresh.posterior.log_likelihood())
+    assert_close(changed.log_evidence(), fresh.log_evidence())
+    assert_close(changed.log_likelihood(), fresh.posterior.log_likelihood())
     inputs = BY_NAME[case].batch(4, seed=1)
-    assert_close(moved(inputs).cov, fresh.functions(inputs).cov)
+    assert_close(changed(inputs).cov, fresh.functions(inputs).cov)
 
 
 @pytest.mark.parametrize("case", ["mlp", "token_level"])
@@ -110,14 +110,14 @@ def test_other_noise_is_the_dense_computation(method: str, case: str) -> None:
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     fit = torch.distributions.Normal(0.0, noise.sqrt()).log_prob(residuals(case)).sum()
     occam = 0.5 * (size * math.log(0.6) - 0.6 * theta @ theta - torch.linalg.slogdet(precision)[1])
-    moved = fitted(METHODS[method], case).posterior.with_noise(noise)
-    assert_close(moved.log_likelihood(), fit)
-    assert_close(moved.log_evidence(), fit + occam)
+    changed = fitted(METHODS[method], case).posterior.with_noise(noise)
+    assert_close(changed.log_likelihood(), fit)
+    assert_close(changed.log_evidence(), fit + occam)
     inputs = chosen.batch(4, seed=1)
     jac = dense.by_datum(dense.jacobian(model, inputs, 4), chosen.outputs[-1])
     expected = dense.output_covariance(jac, torch.linalg.inv(precision))
-    assert_close(moved(inputs).cov.reshape(expected.shape), expected)
-    predicted = moved.problem.likelihood.predict(moved(inputs))
+    assert_close(changed(inputs).cov.reshape(expected.shape), expected)
+    predicted = changed.problem.likelihood.predict(changed(inputs))
     assert_close(predicted.variance.reshape(-1, len(noise)), expected.diagonal(dim1=1, dim2=2) + noise)
 
 
@@ -140,12 +140,12 @@ def test_gradient_in_every_noise_equals_finite_differences(method: str, prior: s
 )  # fmt: skip
 def test_other_noise_of_some_weights(method: str, selection: Any) -> None:
     noise = noises("mlp")
-    moved = fitted(METHODS[method], weights=selection).posterior.with_noise(noise)
+    changed = fitted(METHODS[method], weights=selection).posterior.with_noise(noise)
     given = lw.Gaussian(noise_std=tuple(noise.sqrt().tolist()))
     fresh = fitted(METHODS[method], weights=selection, likelihood=given)
-    assert_close(moved.log_evidence(), fresh.log_evidence())
+    assert_close(changed.log_evidence(), fresh.log_evidence())
     inputs = BY_NAME["mlp"].batch(4, seed=1)
-    assert_close(moved(inputs).cov, fresh.functions(inputs).cov)
+    assert_close(changed(inputs).cov, fresh.functions(inputs).cov)
 
 
 @pytest.mark.parametrize("prior", ["about a mean", "g"])
@@ -157,12 +157,12 @@ def test_learned_noise_is_an_optimum(method: str, prior: str) -> None:
     assert noise.shape == (3,)
     for coordinate in range(3):
         for shift in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0):
-            moved = noise.clone()
-            moved[coordinate] *= math.exp(shift)
-            assert float(posterior.posterior.with_noise(moved).log_evidence()) < best
+            changed = noise.clone()
+            changed[coordinate] *= math.exp(shift)
+            assert float(posterior.posterior.with_noise(changed).log_evidence()) < best
     for shift in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0):
-        moved = posterior.prior.with_precision(posterior.prior.values * math.exp(shift))
-        assert float(posterior.with_prior(moved).log_evidence()) < best
+        changed = posterior.prior.with_precision(posterior.prior.values * math.exp(shift))
+        assert float(posterior.with_prior(changed).log_evidence()) < best
     by_noise = slope(lambda v: posterior.posterior.with_noise(v.exp()).log_evidence(), noise.log())
     assert float(by_noise.abs().max()) <= 1e-6
     fixed = fitted(METHODS[method], prior=PRIORS[prior]).tuned(lw.tuners.FixedPoint(tolerance=1e-8))
@@ -211,8 +211,8 @@ def test_other_structures_learn_the_common_scale(method: str) -> None:
     best = float(tuned.log_evidence())
     assert best > float(posterior.log_evidence())
     for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0):
-        moved = tuned.posterior.with_noise(tuned.likelihood.dispersion * factor)
-        assert float(moved.log_evidence()) < best
+        changed = tuned.posterior.with_noise(tuned.likelihood.dispersion * factor)
+        assert float(changed.log_evidence()) < best
     fixed = posterior.tuned(lw.tuners.FixedPoint(tolerance=1e-8))
     assert_close(fixed.likelihood.noise_variance, tuned.likelihood.noise_variance, 0.4)
     given = lw.Gaussian(noise_std=tuple(tuned.likelihood.noise_variance.sqrt().tolist()))
@@ -268,13 +268,13 @@ def test_without_being_asked_the_noise_stays_the_residuals() -> None:
 def test_one_output_is_plain_noise(method: str) -> None:
     case = BY_NAME["squeezed"]
     x, y = case.batch(6), torch.randn(6, dtype=D, generator=torch.Generator().manual_seed(3))
-    found = [
+    posteriors = [
         lw.fit(case.build(), [(x, y)], lw.Gaussian(per_output=each), method=METHODS[method], prior=0.6).tuned(TIGHT)
         for each in (False, True)
     ]
-    assert_close(found[1].log_evidence(), found[0].log_evidence())
-    assert_close(found[1].likelihood.noise_variance, found[0].likelihood.noise_variance[None], 0.4)
-    assert_close(found[1].predict(x).std, found[0].predict(x).std, 0.4)
+    assert_close(posteriors[1].log_evidence(), posteriors[0].log_evidence())
+    assert_close(posteriors[1].likelihood.noise_variance, posteriors[0].likelihood.noise_variance[None], 0.4)
+    assert_close(posteriors[1].predict(x).std, posteriors[0].predict(x).std, 0.4)
 
 
 def test_outputs_in_another_order() -> None:
@@ -322,8 +322,8 @@ def test_in_float32(method: str, tmp_path: Path) -> None:
     wide.save(tmp_path / "net")
     read = lw.load(tmp_path / "net", BY_NAME["mlp"].build().float())
     noise = noises("mlp")
-    for found in (narrow, read):
-        value = found.posterior.with_noise(noise).log_evidence()
+    for posterior in (narrow, read):
+        value = posterior.posterior.with_noise(noise).log_evidence()
         assert_close(value, wide.posterior.with_noise(noise).log_evidence(), 0.5, torch.float32)
-        learned = found.tuned(lw.tuners.MaximiseEvidence(noise=True)).likelihood.noise_variance
+        learned = posterior.tuned(lw.tuners.MaximiseEvidence(noise=True)).likelihood.noise_variance
         assert_close(learned, wide.tuned(TIGHT).likelihood.noise_variance, 0.4, torch.float32)

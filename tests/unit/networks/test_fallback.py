@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lapwing.networks import fallback, tangent
 from lapwing.networks.dense_jacobian import DenseJacobian
-from lapwing.networks.forward import raw_output
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense
@@ -69,7 +68,7 @@ def test_one_pass_for_all_parameters_and_iterations(monkeypatch: pytest.MonkeyPa
     asked: list[tuple[str, ...]] = []
 
     def noted(*args: Any) -> dict[str, Tensor]:
-        asked.append(args[5])
+        asked.append(args[4])
         return fallback.sample_jacobians(*args)
 
     monkeypatch.setattr(tangent, "sample_jacobians", noted)
@@ -88,7 +87,7 @@ def test_the_loop_is_the_vectorised_pass(count: int, monkeypatch: pytest.MonkeyP
     names = tuple(name for name, _ in model.named_parameters() if "parametrizations" in name)
     seeds = torch.randn(count, 6, 5, dtype=torch.float64)
     f = model(inputs).detach()
-    given: tuple[Any, ...] = (model, raw_output, inputs, (True,), f, names, seeds)
+    given: tuple[Any, ...] = (model, inputs, (True,), f, names, seeds)
     by_func = fallback.sample_jacobians(*given)
 
     def refused(*_: Any) -> Any:
@@ -98,8 +97,8 @@ def test_the_loop_is_the_vectorised_pass(count: int, monkeypatch: pytest.MonkeyP
     looped = fallback.sample_jacobians(*given)
     whole = dense.jacobian(model, inputs, 6, list(names))
     expected = torch.einsum("kbm,bmp->bkp", seeds, whole)
-    for found in (by_func, looped):
-        assert_close(torch.cat([found[name] for name in names], -1), expected)
+    for jacobians in (by_func, looped):
+        assert_close(torch.cat([jacobians[name] for name in names], -1), expected)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

@@ -54,11 +54,11 @@ def curvatures() -> dict[str, Tensor]:
     }
 
 
-def matrix_of(method: str, found: lw.Fitted) -> Tensor:
+def matrix_of(method: str, posterior: lw.Fitted) -> Tensor:
     """At a lower rank than the GGN's, what the eigenpairs span; that they are the leading ones is tested elsewhere."""
     if method != "low_rank_3":
         return curvatures()[method]
-    values, vectors = found.posterior.curvature.values, found.posterior.curvature.vectors
+    values, vectors = posterior.posterior.curvature.values, posterior.posterior.curvature.vectors
     assert len(values) == 3
     return vectors.T @ torch.diag(values) @ vectors
 
@@ -86,10 +86,10 @@ def precisions(method: str, prior: str, matrix: Tensor) -> Tensor:
         by = structures.scale_by_factor if method == "kron" else structures.scale_by_layer
         return 0.6 * by(matrix.diagonal(), where)
     if prior == "per_layer":
-        found = torch.empty(P, dtype=D)
+        diagonal = torch.empty(P, dtype=D)
         for index, value in zip(where.values(), (0.3, 2.0, 0.7), strict=True):
-            found[index] = value
-        return found
+            diagonal[index] = value
+        return diagonal
     fixed = given(prior).precision
     return fixed if isinstance(fixed, Tensor) else torch.full((P,), fixed, dtype=D)
 
@@ -242,17 +242,17 @@ def test_without_a_posterior_there_is_none() -> None:
 # Solves and variances.
 
 
-def assert_inverse(found: Any, precision: Tensor, power: float = 2 / 3) -> None:
+def assert_inverse(inverse: Any, precision: Tensor, power: float = 2 / 3) -> None:
     covariance = torch.linalg.inv(precision)
-    assert_close(found.variances(), covariance.diagonal(), power)
+    assert_close(inverse.variances(), covariance.diagonal(), power)
     v = torch.randn(4, len(precision), dtype=D)
     kept = v.clone()
-    assert_close(found.solve(v), v @ covariance, power)
+    assert_close(inverse.solve(v), v @ covariance, power)
     assert torch.equal(v, kept)
-    assert_close(found.solve(v[:1]) @ precision, v[:1], power)
+    assert_close(inverse.solve(v[:1]) @ precision, v[:1], power)
     eye = torch.eye(len(precision), dtype=D)
-    assert_close(found.adjoint(eye), found.sample(eye).T, power)  # as rows: the transpose of the transpose
-    assert_close(found.sample(found.adjoint(v)), v @ covariance, power)
+    assert_close(inverse.adjoint(eye), inverse.sample(eye).T, power)  # as rows: the transpose of the transpose
+    assert_close(inverse.sample(inverse.adjoint(v)), v @ covariance, power)
 
 
 @pytest.mark.parametrize(("method", "prior"), PAIRS)
@@ -296,10 +296,10 @@ def test_solves_and_variances_of_the_last_layer(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["full", "diagonal", "kron", "ekron", "low_rank"])
 def test_solves_in_float32(method: str) -> None:
-    found = regression(METHODS[method], 0.6, torch.float32).posterior.precision
+    inverse = regression(METHODS[method], 0.6, torch.float32).posterior.precision
     covariance = torch.linalg.inv(matrix_of(method, None) / NOISE + 0.6 * torch.eye(P, dtype=D))  # type: ignore[arg-type]
     v = torch.randn(3, P, dtype=torch.float32)
-    assert found.solve(v).dtype == torch.float32
-    assert_close(found.sample(found.adjoint(v)), found.solve(v), SOLVED, torch.float32)
-    assert_close(found.solve(v), v.double() @ covariance, SOLVED)
-    assert_close(found.variances(), covariance.diagonal(), SOLVED, torch.float32)
+    assert inverse.solve(v).dtype == torch.float32
+    assert_close(inverse.sample(inverse.adjoint(v)), inverse.solve(v), SOLVED, torch.float32)
+    assert_close(inverse.solve(v), v.double() @ covariance, SOLVED)
+    assert_close(inverse.variances(), covariance.diagonal(), SOLVED, torch.float32)

@@ -38,8 +38,8 @@ def function(request: pytest.FixtureRequest) -> Function:
 
 def slope(energy: Energy, function: Function) -> Tensor:
     """∇g at the weights, (P,)."""
-    found: Tensor = torch.func.grad(lambda theta: function(energy.named(theta)).sum())(energy.theta)
-    return found.detach()
+    slope: Tensor = torch.func.grad(lambda theta: function(energy.named(theta)).sum())(energy.theta)
+    return slope.detach()
 
 
 @pytest.mark.parametrize(("kind", "outputs"), [("gaussian", 2), ("categorical", 3)])
@@ -91,8 +91,8 @@ def test_samples_have_the_mean_of_their_squares(function: Function) -> None:
     energy = small("categorical", 3)
     posterior = fitted(energy, lw.Sampled(num_samples=400, tolerance=1e-8))
     g = slope(energy, function)
-    own = ((posterior.posterior.weight_samples(400) - energy.theta) @ g).square().mean()
-    assert float(posterior.variance_of(function)) == pytest.approx(float(own), rel=1e-6)
+    by_samples = ((posterior.posterior.weight_samples(400) - energy.theta) @ g).square().mean()
+    assert float(posterior.variance_of(function)) == pytest.approx(float(by_samples), rel=1e-6)
     exact = g @ torch.linalg.solve(energy.ggn(), g)
     assert float(posterior.variance_of(function)) == pytest.approx(float(exact), rel=5 * (2 / 400) ** 0.5)
 
@@ -232,8 +232,8 @@ def test_a_function_at_its_own_minimum_has_no_variance_to_first_order() -> None:
 
 def of_outputs(energy: Energy, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """∇ of g(f(x; θ)) at the weights, (P,)."""
-    found: Tensor = torch.func.grad(lambda theta: function(energy.output(theta, x)).sum())(energy.theta)
-    return found.detach()
+    slope: Tensor = torch.func.grad(lambda theta: function(energy.output(theta, x)).sum())(energy.theta)
+    return slope.detach()
 
 
 PUSHES: dict[str, Any] = {"push": lw.HFL(), "tangent": lw.HFL(mode="linearised")}

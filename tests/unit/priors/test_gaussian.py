@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.networks.blocks import Block
+from lapwing.networks.jacobians import Block
 from lapwing.networks.selection import Selection
 from lapwing.priors import diagonal, isotropic, per_layer
 from lapwing.priors.bound import Prior

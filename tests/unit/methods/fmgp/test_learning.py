@@ -12,12 +12,10 @@ from torch import nn
 import lapwing as lw
 from lapwing.likelihoods.energies import energy
 from lapwing.linalg.variational import Inducing
-from lapwing.losses import Statistics
-from lapwing.methods.fmgp.kernels import FreeKernel
-from lapwing.methods.fmgp.learning import Learning, Schedule
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight, last_layer_network
-from lapwing.methods.fmgp.state import State
-from lapwing.methods.fmgp.table import Table
+from lapwing.methods.fmgp.features import Sight, Table, last_layer_network
+from lapwing.methods.fmgp.learning import Learning, State
+from lapwing.methods.fmgp.posterior import FreeKernel, FunctionPosterior
+from lapwing.problem import Statistics
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.fmgp.tasks import classes, confident, curve, fitted, learned, model
 
@@ -92,7 +90,7 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
     monkeypatch.setattr("lapwing.methods.fmgp.learning.uniform", every_row)
     likelihood, gen = lw.Gaussian(noise_std=2.0), torch.Generator().manual_seed(0)
     start = State.initial("rbf", likelihood, table, torch.tensor([True]), 6, gen)
-    learning = Learning(Schedule(80, 0.0, 60, 1), likelihood, table, None, gen, start)
+    learning = Learning(lw.FMGP(batch_size=60), likelihood, table, None, gen, start)
     still = torch.optim.SGD(start.free, lr=0.0)
     for _ in range(80):
         learning.step(still, 0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_calibration_of_classes() -> None:
     scaled = pretrained(energy, variant="absolute", calibration=[(x, y)])
     assert 0.01 < scaled.posterior.scale < 100
     score = lambda factor: float(
-        lw.Fitted(plain.posterior.scaled(factor), plain.fingerprint).predict(x).log_prob(y).sum()
+        lw.Fitted(replace(plain.posterior, scale=factor), plain.fingerprint).predict(x).log_prob(y).sum()
     )
     best = score(scaled.posterior.scale)
     assert all(best >= score(scaled.posterior.scale * factor) - 1e-6 for factor in (0.5, 0.9, 0.98, 1.02, 1.1, 2.0))
@@ -96,7 +97,9 @@ def test_calibration_of_a_network_that_gives_its_noise(dtype: torch.dtype) -> No
     method = lw.HFL(mode="pretrained", variant="random", pushes=8, calibration=[(x, y)], drift=math.inf)
     found = lw.fit(model, [(x, y)], lw.HeteroscedasticGaussian(), method=method, prior=100.0)
     posterior = found.posterior
-    score = lambda scale: float(lw.Fitted(posterior.scaled(scale), found.fingerprint).predict(x).log_prob(y).sum())
+    score = lambda scale: float(
+        lw.Fitted(replace(posterior, scale=scale), found.fingerprint).predict(x).log_prob(y).sum()
+    )
     assert 1e-4 < posterior.scale < 1e3
     assert all(score(posterior.scale) >= score(posterior.scale * factor) - 1e-3 for factor in (0.5, 0.9, 1.1, 2.0))
 

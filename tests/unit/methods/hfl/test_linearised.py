@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.hfl.linearised import LinearisedResponse
+from lapwing.methods.hfl.posteriors import LinearisedResponse
 from tests import problems
 from tests.cases import BY_NAME, cast
 from tests.minima import copied, fitted, gapped, new, off, small
@@ -27,28 +27,28 @@ def test_solutions_and_their_residuals() -> None:
     energy = small("gaussian", 2)
     posterior = fitted(energy, lw.HFL(mode="linearised")).posterior
     rows = torch.randn(3, len(energy.theta), dtype=D)
-    solution = posterior.solved(rows)
-    assert off(solution.x, torch.linalg.solve(energy.ggn(), rows.T).T) < 1e-8
-    assert solution.converged
-    assert float(solution.residuals.max()) <= posterior.tolerance == 1e-10
+    found = posterior.solved(rows)
+    assert off(found.x, torch.linalg.solve(energy.ggn(), rows.T).T) < 1e-8
+    assert found.converged
+    assert float(found.residuals.max()) <= posterior.tolerance == 1e-10
 
 
 def test_it_takes_fewer_iterations_than_there_are_weights() -> None:
     """In units of the prior only the directions that the data see need work."""
     energy = gapped()
     posterior = fitted(energy, lw.HFL(mode="linearised")).posterior
-    solution = posterior.solved(energy.jacobian(new(energy, 5)))
-    assert solution.iterations < 40 < len(energy.theta)
+    found = posterior.solved(energy.jacobian(new(energy, 5)))
+    assert found.iterations < 40 < len(energy.theta)
 
 
 def test_rows_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     energy = small("gaussian", 2)
     x = new(energy, 5)
-    posterior = fitted(energy, lw.HFL(mode="linearised"))
-    whole, joint = posterior.functions(x).cov, posterior.functions(x, joint=True).cov
-    monkeypatch.setattr("lapwing.methods.hfl.linearised.ROWS", 2)
-    assert off(posterior.functions(x).cov, whole) < 1e-8
-    assert off(posterior.functions(x, joint=True).cov, joint) < 1e-8
+    found = fitted(energy, lw.HFL(mode="linearised"))
+    whole, joint = found.functions(x).cov, found.functions(x, joint=True).cov
+    monkeypatch.setattr("lapwing.methods.hfl.posteriors.ROWS", 2)
+    assert off(found.functions(x).cov, whole) < 1e-8
+    assert off(found.functions(x, joint=True).cov, joint) < 1e-8
 
 
 def test_a_loose_tolerance_costs_its_square() -> None:
@@ -68,10 +68,10 @@ def test_single_precision_has_a_tolerance_that_it_can_reach() -> None:
     energy = gapped()
     model = copied(energy).model.float()
     x = new(energy, 5)
-    posterior = lw.fit(model, [(energy.x.float(), energy.y.float())], lw.Gaussian(noise_std=0.05),
+    found = lw.fit(model, [(energy.x.float(), energy.y.float())], lw.Gaussian(noise_std=0.05),
                    method=lw.HFL(mode="linearised"), prior=1.0)  # fmt: skip
     exact = energy.each(x, copied(energy, phi=0.0025).ggn())
-    assert off(posterior.functions(x.float()).cov, exact) < 1e-3
+    assert off(found.functions(x.float()).cov, exact) < 1e-3
 
 
 def test_iterations_that_run_out_are_an_error() -> None:
@@ -85,18 +85,18 @@ def test_data_that_are_not_kept_are_passed_over_again(monkeypatch: pytest.Monkey
     data, inputs = problems.batches(case), case.batch(2, seed=1)
     full = lw.fit(case.build(), data, "classification", method=lw.Full(), prior=0.7).functions(inputs).cov
     monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
-    posterior = lw.fit(case.build(), data, "classification", method=lw.HFL(mode="linearised"), prior=0.7)
-    assert posterior.posterior.design.streamed
-    assert_close(posterior.functions(inputs).cov, full, 1 / 2)
+    found = lw.fit(case.build(), data, "classification", method=lw.HFL(mode="linearised"), prior=0.7)
+    assert found.posterior.design.streamed
+    assert_close(found.functions(inputs).cov, full, 1 / 2)
 
 
 @pytest.mark.parametrize(("kind", "outputs"), KINDS)
 def test_the_tangent_model_has_the_variance_of_the_ggn(kind: str, outputs: int) -> None:
     energy = small(kind, outputs)
     x = new(energy)
-    posterior = fitted(energy, lw.HFL(mode="linearised"))
-    assert off(posterior.functions(x).cov, energy.each(x, energy.ggn())) < 1e-8
-    joint = posterior.functions(x, joint=True).cov.reshape(3 * outputs, 3 * outputs)
+    found = fitted(energy, lw.HFL(mode="linearised"))
+    assert off(found.functions(x).cov, energy.each(x, energy.ggn())) < 1e-8
+    joint = found.functions(x, joint=True).cov.reshape(3 * outputs, 3 * outputs)
     assert off(joint, energy.covariance(x, energy.ggn())) < 1e-8
 
 
@@ -105,8 +105,8 @@ def test_the_tangent_model_responds_alike_to_every_strength(lam: float | None) -
     """On the task with a gap, to 1e-8: its loss is quadratic."""
     energy = gapped()
     x = torch.linspace(-2.5, 2.5, 11, dtype=D).unsqueeze(1)
-    belief, full = (fitted(energy, method).functions(x) for method in (lw.HFL(mode="linearised", lam=lam), lw.Full()))
-    assert float((belief.cov / full.cov - 1).abs().max()) < 1e-8
+    found, full = (fitted(energy, method).functions(x) for method in (lw.HFL(mode="linearised", lam=lam), lw.Full()))
+    assert float((found.cov / full.cov - 1).abs().max()) < 1e-8
 
 
 @cache
@@ -126,8 +126,8 @@ def much_data(prior: float, place: float, method: Any) -> lw.Fitted:
 @pytest.mark.parametrize("place", [-2.5, 0.0, 1.5])
 def test_single_precision_and_much_data(place: float) -> None:
     """Variances of a millionth of the prior's: residuals must be small beside these, not only beside the push."""
-    belief = much_data(0.1, place, lw.HFL(mode="linearised")).functions(torch.tensor([[place]]))
-    assert_close(belief.variance, exact_variance(0.1, place), SOLVED)
+    found = much_data(0.1, place, lw.HFL(mode="linearised")).functions(torch.tensor([[place]]))
+    assert_close(found.variance, exact_variance(0.1, place), SOLVED)
 
 
 @pytest.mark.parametrize(("prior", "place"), [(1e3, 1.5), (1.0, 1.5), (0.1, 0.0)])
@@ -158,11 +158,11 @@ def test_another_prior_for_the_tangent_model() -> None:
 
 
 def test_a_g_prior_is_refused_later_too() -> None:
-    posterior = fitted(small(), lw.HFL(mode="linearised"))
+    found = fitted(small(), lw.HFL(mode="linearised"))
     with pytest.raises(
         lw.errors.UnsupportedError, match=r"keeps no curvature, and g_prior\(\) needs one; use Full\(\)"
     ):
-        posterior.with_prior(lw.priors.g_prior(1.0))
+        found.with_prior(lw.priors.g_prior(1.0))
 
 
 def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +175,9 @@ def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) ->
             yield energy.x[order], energy.y[order]
 
     x = new(energy)
-    posterior = fitted(energy, lw.HFL(mode="linearised"), data=Shuffled())
-    assert isinstance(posterior.posterior, LinearisedResponse)
-    assert off(posterior.functions(x).cov, energy.each(x, energy.ggn())) < 1e-8
+    found = fitted(energy, lw.HFL(mode="linearised"), data=Shuffled())
+    assert isinstance(found.posterior, LinearisedResponse)
+    assert off(found.functions(x).cov, energy.each(x, energy.ggn())) < 1e-8
     assert off(fitted(energy, lw.HFL(), data=Shuffled()).functions(x).cov, energy.each(x)) < 1e-6
     monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
     with pytest.raises(lw.errors.DataError, match="two passes over the data gave different rows"):

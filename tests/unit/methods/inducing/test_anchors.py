@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.inducing.anchored import AnchoredCurvature, AnchoredRows
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.curvatures import AnchoredCurvature, AnchoredRows
 from lapwing.networks import budget
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME

@@ -19,7 +19,7 @@ from lapwing.linalg.whitening import smooth_whitening
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.collapsed import learn_collapsed
 from lapwing.methods.inducing.points import InducingPoints, whitened_rows
-from lapwing.methods.inducing.stochastic import Stochastic, StochasticSettings, learn_stochastic
+from lapwing.methods.inducing.stochastic import Stochastic, learn_stochastic
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense, inducing
@@ -39,14 +39,10 @@ def fixed_points(prior: Any = 0.5, count: int = 6) -> tuple[InducingPoints, Data
     return InducingPoints(problem, anchors, exact().posterior.statistics, 40, False), Data([curve()], CPU)
 
 
-def learning(points: InducingPoints, data: Data, alpha: float = 0.0) -> Stochastic:
-    return Stochastic.of(points, data, StochasticSettings(alpha), torch.Generator().manual_seed(0))
-
-
 def test_a_natural_gradient_step_on_all_data_is_the_closed_form() -> None:
     """A step of length one from any state gives I + Σ T Λ Tᵀ / φ, and with it the same posterior."""
     start, data = fixed_points()
-    state = learning(start, data)
+    state = Stochastic.of(start, 0.0)
     state.inducing = Inducing(3 * torch.eye(6, dtype=D))
     state.step(Batch(*curve()), None, 1.0)
     white = smooth_whitening(start.anchors.kernel(start.problem.prior))
@@ -65,8 +61,8 @@ def test_a_natural_gradient_step_on_all_data_is_the_closed_form() -> None:
 
 def test_weighted_batches_average_to_the_closed_form() -> None:
     """Every datum once, in steps of length 1, 1/2, 1/3, ...: each batch is an estimate for all data."""
-    start, data = fixed_points()
-    one, other = (learning(start, data) for _ in range(2))
+    start, _ = fixed_points()
+    one, other = (Stochastic.of(start, 0.0) for _ in range(2))
     one.step(Batch(*curve()), None, 1.0)
     for i, rows in enumerate(torch.arange(40).split(10)):
         other.step(Batch(*(t[rows] for t in curve())), None, 1 / (i + 1))
@@ -78,8 +74,7 @@ def test_the_objective_of_a_step_is_the_bound(learn: bool) -> None:
     """At the optimal covariance it is minus the log evidence, without the size of the weights if the prior is given."""
     start, data = fixed_points()
     start = replace(start, problem=replace(start.problem, learn_prior=learn), log_scale=torch.tensor(0.4, dtype=D))
-    state = learning(start, data)
-    state.log_scale = start.log_scale
+    state = Stochastic.of(start, 0.0)
     state.step(Batch(*curve()), None, 1.0)
     value, divergence = state.step(Batch(*curve()), None, 1.0)
     closed = start.posterior(data)
@@ -93,18 +88,18 @@ def test_the_posterior_has_the_learned_covariance(alpha: float) -> None:
     """Prior and noise of the last state included."""
     start, data = fixed_points()
     start = replace(start, problem=replace(start.problem, learn_prior=True))
-    state = learning(start, data, alpha)
-    state.log_scale, state.log_noise = torch.tensor(0.7, dtype=D), torch.tensor(-2.0, dtype=D)
+    state = Stochastic.of(start, alpha)
+    log_scale, log_noise = torch.tensor(0.7, dtype=D), torch.tensor(-2.0, dtype=D)
+    state.points = replace(start, log_scale=log_scale, log_noise=log_noise)
     for length in (1.0, 0.5, 0.3):
         state.step(Batch(*curve()), None, length)
     x = torch.linspace(-4, 4, 9, dtype=D)[:, None]
     with torch.no_grad():
         white = smooth_whitening(start.anchors.kernel(start.problem.prior))
         _, _, before, rows = whitened_rows(start.problem, Batch(x, x), start.anchors.parts, white)
-        s = state.log_scale.exp()
+        s = log_scale.exp()
         expected = state.inducing.left(s * before, s.sqrt() * rows)
-    ended = replace(start, log_scale=state.log_scale, log_noise=state.log_noise, inducing=state.inducing)
-    found = ended.posterior(data)
+    found = state.snapshot().posterior(data)
     assert_close(found(x).cov, expected, 0.4)
     assert float(found.problem.prior.values) == pytest.approx(0.5 * math.exp(-0.7))
     assert float(found.problem.likelihood.dispersion) == pytest.approx(math.exp(-2.0))
@@ -122,7 +117,7 @@ def test_locations_and_prior_are_learned_together() -> None:
     bounds = [float(moved(f).log_evidence()) for f in (0.98, 1.0, 1.02)]
     assert bounds[1] > max(bounds[0], bounds[2])
     assert precision != pytest.approx(0.5, rel=0.1)
-    settings = StochasticSettings(steps=60, learning_rate=0.05)
+    settings = lw.VaLLA(steps=60, learning_rate=0.05)
     other = learn_stochastic(free, data, settings, torch.Generator().manual_seed(0)).posterior(data)
     assert 0.5 < float(other.problem.prior.values) / precision < 2
 

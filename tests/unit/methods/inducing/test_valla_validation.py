@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.methods.inducing import validation as module
-from lapwing.methods.inducing.validation import COARSE, FINE, Validation
+from lapwing.methods.inducing import stochastic as module
+from lapwing.methods.inducing.stochastic import COARSE, FINE, Validation
 from tests.cases import BY_NAME
 from tests.references import dense, inducing
 from tests.tolerances import SOLVED, assert_close
@@ -75,7 +75,7 @@ def test_validation_data_that_approve_change_nothing(monkeypatch: pytest.MonkeyP
     """Every look is better than the one before, so that the last state is the best."""
     rising = iter(range(100))
     monkeypatch.setattr(
-        Validation, "log_likelihoods", lambda self, state, factors=(1.0,): [float(next(rising))] * len(factors)
+        Validation, "log_likelihoods", lambda self, points, factors: [float(next(rising))] * len(factors)
     )
     method = lw.VaLLA(4, alpha=1.0, steps=20, validation=[curve()])
     one, other = (fitted(m, lw.Gaussian(), None) for m in (method, replace(method, validation=None)))

@@ -1,4 +1,4 @@
-"""All data as the process sees them: features, outputs and targets, and the units they are measured in."""
+"""Features on which a kernel works, and all data as the process sees them, with the units of their features."""
 
 from __future__ import annotations
 
@@ -7,11 +7,50 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, check_finite
-from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood, Logits
-from lapwing.losses import Statistics, sample_count, total_loss
-from lapwing.methods.fmgp.posterior import Sight
+from lapwing.core.data import Data, Inputs, check_finite
+from lapwing.errors import DataError, ModelError, UnsupportedError
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.last_layer import last_layer
+from lapwing.networks.network import Network
+from lapwing.problem import Statistics, sample_count, total_loss
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """The features on which a kernel works: the flattened input, or the input of the network's last layer."""
+
+    network: Network
+    last: Network | None = None  # the network with only its last layer selected, for features
+
+    def __call__(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Return features (B, D) and outputs (B, C), in float64."""
+        if self.last is not None:
+            u, f = features(self.last, x)
+            return u.double(), f.double()
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            raise UnsupportedError(
+                "the rbf kernel needs inputs that are one tensor of real numbers; use kernel='features'."
+            )
+        return x.reshape(len(x), -1).double(), self.network(x).double()
+
+
+def last_layer_network(network: Network, inputs: Inputs) -> Network:
+    """Return the network with only its last layer selected; raise if that is not a single linear map."""
+    last = Network.build(network.model, inputs, last_layer)
+    if len(last.layout) != 1 or not last.layout[0].linear or last.layout[0].groups != 1:
+        raise ModelError("the last layer is no single linear map, so it has no features; use kernel='rbf'.")
+    return last
+
+
+def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
+    tangent = network.linearise(inputs)
+    ((block, part),) = tangent.jacobians(torch.zeros_like(tangent.network_output)[None])
+    single = part.single_map()
+    if single is None:
+        raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
+    a = single.a[0, :, 0]
+    return (a[:, :-1] if block.bias is not None else a), tangent.f
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,28 +116,3 @@ class Units:
     def measured(self, table: Table) -> Table:
         """Return the table with its features in these units."""
         return replace(table, u=(table.u - self.centre) / self.size)
-
-    def flattened(self, table: Table) -> Table:
-        """Return the table without rounding in constant columns, for which a length-scale would be learned."""
-        return replace(table, u=torch.where(self.varies, table.u, 0))
-
-
-def output_level(likelihood: Likelihood, table: Table) -> Tensor:
-    """Return where the outputs lie, (C,): zero for logits, else their mean."""
-    return torch.zeros_like(table.f[0]) if isinstance(likelihood, Logits) else table.f.mean(0)
-
-
-def output_scale(likelihood: Likelihood, table: Table) -> Tensor:
-    """Return the scale of each output, (C,): one for logits, else its spread over the data.
-
-    If the targets have the units of the outputs, a constant output takes the spread of its targets, or one if these
-    are constant too. Other outputs, such as log-rates, do not have the scale of their targets.
-    """
-    if isinstance(likelihood, Logits):
-        return torch.ones_like(table.f[0])
-    if not isinstance(likelihood, AdditiveNoise):
-        return table.f.std(0, correction=0).clamp_min(1e-3)
-    moments = [(t.mean(0).abs(), t.std(0, correction=0)) for t in (table.f, table.y.to(table.f))]
-    rounding = 1e-9 * torch.maximum(moments[0][0], moments[1][0])
-    outputs, targets = (torch.where(spread > rounding, spread, 0) for _, spread in moments)
-    return torch.where(outputs > 1e-3 * targets, outputs, torch.where(targets > 0, targets, 1))

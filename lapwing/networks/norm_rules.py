@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lapwing.networks.forms import Elementwise, Factor, Node, Use
-from lapwing.networks.ops.operation import NormStatistics, NoRuleError, Sources
+from lapwing.networks.operation import NormStatistics, NoRuleError, Sources, UseRule
+from lapwing.networks.uses import Factor, Node, Use, elementwise
 
 
 def pull_batch_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient in the data of a BatchNorm in evaluation mode."""
     if operand != 0 or node._saved_training:
-        raise NoRuleError("BatchNorm")
+        raise NoRuleError(node.name())
     scale = batch_norm_scale(node)
     if node._saved_weight is not None:
         scale = scale * node._saved_weight
@@ -24,7 +24,7 @@ def pull_batch_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
 def pull_layer_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient in the data of a LayerNorm."""
     if operand != 0:
-        raise NoRuleError("LayerNorm")
+        raise NoRuleError(node.name())
     x, rstd = node._saved_input, node._saved_result2
     dims = tuple(range(-len(node._saved_normalized_shape), 0))
     unit = (x - node._saved_result1) * rstd
@@ -33,29 +33,25 @@ def pull_layer_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
     return (scaled - shift) * rstd
 
 
-def use_batch_norm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
+def scale_and_shift(factor: Factor, channel: bool = True) -> UseRule:
+    """Return the rule for the parameters of a norm; ``factor`` reads from its node what the scale is multiplied with.
+
+    ``channel`` says that they lie along dimension 1 and not along the trailing dimensions.
+    """
+
+    def rule(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
+        for operand, (name, parameter, moves, _) in sources.items():
+            if operand in (1, 2) and not moves:
+                shape = tuple(parameter.shape)
+                yield operand, elementwise(node, name, shape, factor if operand == 1 else None, channel)
+
+    return rule
+
+
+def use_batch_norm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the uses of scale and shift of a BatchNorm in evaluation mode."""
     if not node._saved_training:
-        yield from _use_norm(node, sources, tensors, True, _batch_normalised)
-
-
-def use_group_norm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
-    """Yield the uses of scale and shift of a GroupNorm."""
-    yield from _use_norm(node, sources, tensors, True, _group_normalised)
-
-
-def use_layer_norm(node: Node, sources: Sources, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Use]]:
-    """Yield the uses of scale and shift of a LayerNorm."""
-    yield from _use_norm(node, sources, tensors, False, _layer_normalised)
-
-
-def _use_norm(
-    node: Node, sources: Sources, tensors: Mapping[str, Tensor], channel: bool, factor: Factor
-) -> Iterator[tuple[int, Use]]:
-    for operand, (name, moves, _) in sources.items():
-        if operand in (1, 2) and not moves:
-            form = Elementwise(tuple(tensors[name].shape), channel, factor if operand == 1 else None)
-            yield operand, Use(node, name, form)
+        yield from scale_and_shift(_batch_normalised)(node, sources)
 
 
 def batch_norm_statistics(node: Node) -> NormStatistics | None:
@@ -94,14 +90,16 @@ def _batch_normalised(node: Node) -> Tensor:
     return unit.to(x.dtype)
 
 
-def _group_normalised(node: Node) -> Tensor:
+def group_normalised(node: Node) -> Tensor:
+    """Return the input of a GroupNorm, normalised."""
     x = node._saved_input
     grouped = x.reshape(x.shape[0], node._saved_group, -1)
     unit = _unit(grouped, node._saved_result1[..., None], node._saved_result2[..., None], (-1,))
     return unit.reshape(x.shape).to(x.dtype)
 
 
-def _layer_normalised(node: Node) -> Tensor:
+def layer_normalised(node: Node) -> Tensor:
+    """Return the input of a LayerNorm, normalised."""
     x = node._saved_input
     dims = tuple(range(-len(node._saved_normalized_shape), 0))
     return _unit(x, node._saved_result1, node._saved_result2, dims).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The facts about one autograd operation, and the table of all of them.
+"""The facts about one autograd operation; ``ops.py`` has the table of all of them.
 
 Everything that walks a graph asks ``operation(node)``. An operation without an entry is not an error: its gradient is
 left to autograd, a probe decides which rows belong to which sample, and parameters that it uses go to the fallback.
@@ -9,19 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lapwing.networks.forms import Node, Shape, Use, output_shape
+from lapwing.networks.uses import Node, Shape, Use, output_shape
 
 LEAF = "torch::autograd::AccumulateGrad"  # the name of a node that stands for a tensor, not for an operation
 Keeps = Callable[[int, Node, int], bool]  # (operand, its node, which output of that node) -> rows are in the same order
 Rows = Callable[[Node, Shape], Keeps | None]  # (node, output shape) -> which operands keep the order of the rows
-# Operands that are parameters: number of the operand -> (name, nodes on the way to it, edge of the graph)
-Sources = Mapping[int, tuple[str, tuple[Node, ...], tuple[Node, int]]]
-UseRule = Callable[[Node, Sources, Mapping[str, Tensor]], Iterator[tuple[int, Use]]]
 Pull = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), operand) -> gradient (K, *operand)
+
+
+class Source(NamedTuple):
+    """A parameter among the operands of a node."""
+
+    name: str
+    parameter: Tensor
+    moves: tuple[Node, ...]  # the nodes on the way to it that only move entries, nearest first
+    edge: tuple[Node, int]  # of the graph, where the node takes it
+
+
+Sources = Mapping[int, Source]  # the number of the operand -> the parameter
+UseRule = Callable[[Node, Sources], Iterator[tuple[int, Use]]]
 
 
 class Gradient(Protocol):
@@ -76,10 +86,10 @@ class Operation:
     rows: Rows | None = None
     gradient: Gradient | None = None
     uses: UseRule | None = None
-    norm: Callable[[Node], NormStatistics | None] | None = None
-    seed_by_seed: Callable[[Node, bool], bool] | None = None
-    not_derivative: Callable[[Node], str] | None = None
-    forward_differs: Callable[[Node], bool] | None = None
+    norm: Callable[[Node], NormStatistics | None] = lambda node: None
+    seed_by_seed: Callable[[Node, bool], bool] = lambda node, on_cpu: False
+    not_derivative: Callable[[Node], str] = lambda node: ""
+    forward_differs: Callable[[Node], bool] = lambda node: False
 
     @cached_property
     def carries_parameter(self) -> bool:
@@ -94,7 +104,7 @@ class Operation:
     def keeps(self, node: Node, shape: Shape, batch: int) -> Keeps | None:
         """Return which operands are batch-major if the output, of ``shape``, is; None if none is known to be."""
         if self.reshapes:
-            return _any_operand
+            return lambda operand, child, number: True
         if not shape or shape[0] % batch:
             return None
         if self.data_operand is not None:
@@ -179,25 +189,18 @@ def along(*fields: str) -> Rows:
 
 def permuted(node: Node, shape: Shape) -> Keeps | None:
     """Keep the operand if the first dimension stays the first."""
-    return _any_operand if signed(node._saved_dims[0]) in (0, -len(shape)) else None
+    return (lambda operand, child, number: True) if signed(node._saved_dims[0]) in (0, -len(shape)) else None
 
 
 def normalised_rows(node: Node, shape: Shape) -> Keeps | None:
     """Keep the data of a LayerNorm that does not normalise over the first dimension."""
-    return _first_operand if len(node._saved_normalized_shape) < len(shape) else None
+    data_alone = len(node._saved_normalized_shape) < len(shape)
+    return (lambda operand, child, number: operand == 0) if data_alone else None
 
 
 def reordered(node: Node, shape: Shape) -> Keeps | None:
     """Keep nothing: rows are moved, but in a way that depends on shapes and not on numbers."""
     return None
-
-
-def _any_operand(operand: int, child: Node, number: int) -> bool:
-    return True
-
-
-def _first_operand(operand: int, child: Node, number: int) -> bool:
-    return operand == 0
 
 
 def _dimensions(node: Node, fields: tuple[str, ...], ndim: int) -> set[int]:
