@@ -94,9 +94,12 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     tangent = network.linearise(inputs)
     layers, blocks = [], []
     for block, jacobian in tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0)):
-        positions, form = jacobian.positions, (block.groups, block.d_out, block.d_in)
-        layers.append(Layer("+".join(block.names), block.size, positions, block.handling))
-        blocks.append(BlockWork(block.size, positions, form) if block.linear else BlockWork(block.size))
+        layers.append(Layer("+".join(block.names), block.size, jacobian.positions, block.handling))
+        if block.linear:
+            form = (block.groups, block.d_out, block.d_in)
+            blocks.append(BlockWork(block.size, jacobian.positions, form))
+        else:
+            blocks.append(BlockWork(block.size))
     count = network.count(inputs)
     workload = Workload(
         tuple(blocks),

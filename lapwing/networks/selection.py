@@ -66,7 +66,7 @@ class Selection:
     def split(self, theta: Tensor) -> dict[str, Tensor]:
         """Return theta (..., P) as parameters by name, (..., *shape)."""
         full, parts = self.filled(theta), zip(self.slices.items(), self.shapes, strict=True)
-        return {name: full[..., part].reshape(*full.shape[:-1], *shape) for (name, part), shape in parts}
+        return {name: full[..., part].reshape((*full.shape[:-1], *shape)) for (name, part), shape in parts}
 
     def layer_of(self) -> tuple[str, ...]:
         """Return the name of the module that has each parameter: weight and bias of one layer share it."""
