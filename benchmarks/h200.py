@@ -22,7 +22,7 @@ from torch import nn
 
 import lapwing as lw
 from benchmarks import models
-from lapwing.curvature.blocks.kronecker import KroneckerBlock
+from lapwing.curvature.kronecker import KroneckerBlock
 
 PEER = {  # laplace-torch 0.3 on the same kind of GPU; norm scales frozen there
     ("MLP", "Kron"): "2.29 s, 128 inputs 40.5 ms, 4.3 GB",

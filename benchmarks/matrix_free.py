@@ -38,7 +38,7 @@ def products(name: str, model: nn.Module, shape: tuple[int, ...]) -> list[dict[s
     plain = forward(model, data)
     rows = []
     for kind, cache in (("kept", None), ("streamed", 0)):
-        operator = Operator(NetworkDesign.build(network, lw.Categorical(), batches, cache), "ggn")
+        operator = Operator.ggn(NetworkDesign.build(network, lw.Categorical(), batches, cache))
         vectors = {k: torch.randn(operator.shape[1], k) for k in COUNTS}
         times = {k: best_of(5, lambda v=v, g=operator: g @ v) for k, v in vectors.items()}  # type: ignore[misc]
         rows.append({"network": name, "factors": kind, **{f"{k} / forward": times[k] / plain for k in COUNTS},

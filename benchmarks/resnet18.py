@@ -27,7 +27,7 @@ import lapwing as lw
 from benchmarks import models
 from experiments.data import digits_like
 from experiments.resnets import cifar10, cropped
-from lapwing.metrics import classification, ood
+from lapwing import metrics
 
 Pair = tuple[Tensor, Tensor]
 DECAY = 5e-4
@@ -87,8 +87,8 @@ def scores(probs: Callable[[Tensor], Tensor], test: Pair, strange: Tensor, size:
     inside, outside = (torch.cat([probs(part) for part in parts(x, size)]) for x in (test[0], strange))
     entropy = lambda p: torch.special.entr(p).sum(-1)
     return {
-        "accuracy": classification.accuracy(inside, test[1]), "NLL": classification.nll(inside, test[1]),
-        "ECE": classification.ece(inside, test[1]), "OOD AUROC": ood.auroc(entropy(inside), entropy(outside)),
+        "accuracy": metrics.accuracy(inside, test[1]), "NLL": metrics.categorical_nll(inside, test[1]),
+        "ECE": metrics.ece(inside, test[1]), "OOD AUROC": metrics.auroc(entropy(inside), entropy(outside)),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from lapwing.cli import publish
-from lapwing.demo.report import Report
+from lapwing.demo.result import Report
 
 EXPERIMENTS = {  # the name of a module in this folder, and its help
     "uci": "nine regression tables from a data folder",

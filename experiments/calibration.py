@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lapwing as lw
-from experiments.calibration_tasks import SETS, TABLES, TASKS, Pair, Split, Task, quick
+from experiments.calibration_tasks import SETS, TASKS, Pair, Split, Task, quick
 from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, chosen, positive, silent
 from experiments.uci import SETS as UCI
@@ -69,7 +68,9 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         data_dir=None if arguments.quick else data_folder(arguments.data_dir),
         tasks=("noisy digits, MLP, unregularised", "breast cancer, MLP, overtrained")
         if arguments.quick
-        else () if arguments.tasks == [] else chosen(arguments.tasks, names, "--tasks"),
+        else ()
+        if arguments.tasks == []
+        else chosen(arguments.tasks, names, "--tasks"),
         tables=() if arguments.quick or arguments.tables == [] else chosen(arguments.tables, UCI, "--tables"),
         seeds=arguments.seeds,
         splits=arguments.splits,
@@ -97,7 +98,15 @@ def run(settings: Calibration, progress: Progress = silent) -> Result:
             rows.append(Row(name, {**mean_scores(of_row), "NLL error": _error(of_row)}, group))
             arrays |= {f"{group}/{name}/{key}": [each[key] for each in of_row] for key in of_row[0]}
     notes = [*_classification_notes(settings, collected), *_regression_notes(settings, collected)]
-    return Result("calibration", plain(settings), settings.seed, tuple(rows), {"total": time.perf_counter() - start}, arrays, tuple(notes))
+    return Result(
+        "calibration",
+        plain(settings),
+        settings.seed,
+        tuple(rows),
+        {"total": time.perf_counter() - start},
+        arrays,
+        tuple(notes),
+    )
 
 
 def _done(jobs: Sequence[Callable[[], Scores]], workers: int) -> Iterator[Scores]:
@@ -105,7 +114,9 @@ def _done(jobs: Sequence[Callable[[], Scores]], workers: int) -> Iterator[Scores
     if workers == 1:
         yield from (job() for job in jobs)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         yield from (future.result() for future in [pool.submit(job) for job in jobs])
 
 
@@ -227,7 +238,12 @@ def _classification_notes(settings: Calibration, collected: dict[str, list[Score
         groups = {task.name: collected[task.name] for task in TASKS if task.half == half and task.name in collected}
         if not groups:
             continue
-        for row, base in (("evidence", "plain"), ("default", "plain"), ("validation", "plain"), ("validation", "temperature")):
+        for row, base in (
+            ("evidence", "plain"),
+            ("default", "plain"),
+            ("validation", "plain"),
+            ("validation", "temperature"),
+        ):
             gaps = {name: _means(runs, row, "NLL") - _means(runs, base, "NLL") for name, runs in groups.items()}
             single = [each[row]["NLL"] - each[base]["NLL"] for runs in groups.values() for each in runs]
             ece = [_means(runs, row, "ECE") - _means(runs, base, "ECE") for runs in groups.values()]
@@ -243,7 +259,13 @@ def _classification_notes(settings: Calibration, collected: dict[str, list[Score
 
 def _regression_notes(settings: Calibration, collected: dict[str, list[Scores]]) -> Iterator[str]:
     """Yield the error of the coverage and the tables on which ``fit`` is worse than the plain network."""
-    pairs = (("plain", "plain"), ("evidence", "plain"), ("default", "plain"), ("noise refitted", "plain, fewer rows"), ("validation", "plain, fewer rows"))
+    pairs = (
+        ("plain", "plain"),
+        ("evidence", "plain"),
+        ("default", "plain"),
+        ("noise refitted", "plain, fewer rows"),
+        ("validation", "plain, fewer rows"),
+    )
     for row, base in pairs if settings.tables else ():
         errors, gaps = [], {}
         for table in settings.tables:

@@ -89,7 +89,9 @@ class Transformer(nn.Module):
         self.place = nn.Parameter(0.1 * torch.randn(length, width))
         self.queries, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, classes)
-        self.inner = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x.squeeze(1) if x.ndim == 4 else x) + self.place
@@ -108,7 +110,9 @@ def transformer(split: Split) -> nn.Module:
 
 def words_mlp(split: Split) -> nn.Module:
     """Return embeddings of words, their mean, and a hidden layer."""
-    return nn.Sequential(nn.Embedding(WORDS, 32), MeanOfTokens(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, split.classes))
+    return nn.Sequential(
+        nn.Embedding(WORDS, 32), MeanOfTokens(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, split.classes)
+    )
 
 
 class MeanOfTokens(nn.Module):
@@ -133,7 +137,9 @@ RECIPES = {
 }
 
 
-def _table(read: Callable[..., tuple[np.ndarray, np.ndarray]], noise: float = 0.0, image: bool = False) -> Callable[..., Split]:
+def _table(
+    read: Callable[..., tuple[np.ndarray, np.ndarray]], noise: float = 0.0, image: bool = False
+) -> Callable[..., Split]:
     """Return a function that splits a table of scikit-learn: 40 % to train, 30 % to validate, 30 % to test."""
 
     def split(folder: Path | None, seed: int, validation: int) -> Split:

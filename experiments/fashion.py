@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.data import Images, Shuffled, data_folder
 from experiments.options import Progress, add_large_data, positive, silent
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from experiments.repeats import mean_scores, spread_scores
+from lapwing import metrics
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, mlp, optimise
-from lapwing.metrics import classification
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _cross_validated(images: Images, settings: Fashion, seed: int) -> tuple[str,
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
     kept, held_out = order[len(x) // 10 :], order[: len(x) // 10]
     scores = {
-        precision: classification.nll(
+        precision: metrics.categorical_nll(
             _softmax(_trained(x[kept], y[kept], precision, settings, seed), x[held_out]), y[held_out]
         )
         for precision in settings.precisions
@@ -146,7 +146,7 @@ def _softmax(model: nn.Module, x: Tensor) -> Tensor:
 
 def _scores(probs: Tensor, y: Tensor) -> dict[str, float]:
     return {
-        "accuracy": classification.accuracy(probs, y),
-        "log-likelihood": -classification.nll(probs, y),
-        "ECE": classification.ece(probs, y),
+        "accuracy": metrics.accuracy(probs, y),
+        "log-likelihood": -metrics.categorical_nll(probs, y),
+        "ECE": metrics.ece(probs, y),
     }

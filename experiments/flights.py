@@ -16,9 +16,10 @@ from torch import nn
 import lapwing as lw
 from experiments.data import data_folder
 from experiments.options import Progress, add_large_data, chosen, silent
-from lapwing.demo.regression import Table, predict, scores, tempered
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from experiments.repeats import mean_scores, spread_scores
+from experiments.uci import tempered
+from lapwing.demo.regression import Table, predict, scores
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Batches, Recipe, batches, trained
 from lapwing.errors import DataError
 
@@ -90,7 +91,7 @@ def run(settings: Flights, progress: Progress = silent) -> Result:
             generator = torch.Generator().manual_seed(seed)
             posterior = lw.fit(model, data, progress=False, generator=generator, **options)
             taken = time.perf_counter() - start
-            of_seed = {**scores(predict(posterior, table)), "fit s": taken}
+            of_seed = {**scores(predict(posterior, table), table.y_test), "fit s": taken}
             scores_of.setdefault(name, []).append(of_seed)
             progress(f"seed {seed}, {name}: { {k: float(f'{v:.4g}') for k, v in of_seed.items()} }")
     rows = tuple(Row(name, {**mean_scores(each), **spread_scores(each, ("NLL",))}) for name, each in scores_of.items())

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing import metrics
 from lapwing.demo.training import batches
-from lapwing.metrics import classification, ood
 from lapwing.predictives.softmax import SoftmaxPredictive
 
 Pair = tuple[Tensor, Tensor]  # images and classes
@@ -54,12 +54,12 @@ def scored(beliefs: Beliefs, task: Task, draws: int) -> dict[str, float]:
         probs, strange_probs = (
             torch.cat([SoftmaxPredictive(part, link, draws).probs for part in parts]) for parts in (test, strange)
         )
-        scores[prefix + "NLL"] = classification.nll(probs, y)
-        scores[prefix + "ECE"] = classification.ece(probs, y)
-        scores[prefix + "Brier"] = classification.brier(probs, y)
-        scores[prefix + "OOD AUROC"] = ood.auroc(_entropy(probs), _entropy(strange_probs))
+        scores[prefix + "NLL"] = metrics.categorical_nll(probs, y)
+        scores[prefix + "ECE"] = metrics.ece(probs, y)
+        scores[prefix + "Brier"] = metrics.brier(probs, y)
+        scores[prefix + "OOD AUROC"] = metrics.auroc(_entropy(probs), _entropy(strange_probs))
         if not prefix:
-            scores["accuracy"] = classification.accuracy(probs, y)
+            scores["accuracy"] = metrics.accuracy(probs, y)
     return {**scores, "test s": taken}
 
 

@@ -18,8 +18,8 @@ from experiments import resnets
 from experiments.data import Images, data_folder, digits_like
 from experiments.image_task import Beliefs, Pair, Task, best_temperature, scaled, scored
 from experiments.options import Progress, add_large_data, chosen, positive, silent
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from experiments.repeats import mean_scores, spread_scores
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, mlp, optimise
 from lapwing.errors import DataError
 

@@ -20,14 +20,14 @@ from experiments.inducing_picture import picture, targets_picture
 from experiments.inducing_published import Schedule, State, learned_as_published, trained_as_published
 from experiments.inducing_task import RECIPE, SEED, Task, divergence
 from experiments.options import Progress, add_data_dir, add_quick, silent
+from experiments.repeats import mean_scores
+from lapwing import metrics
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import derived_generator
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, trained
 from lapwing.errors import DataError
-from lapwing.metrics import regression
 
 STARTS, OPTIMISERS = ("greedy", "kmeans", "random"), ("none", "lbfgs", "adam")
 LEARNED = {"as started": "none", "learned": "lbfgs"}
@@ -100,11 +100,11 @@ class HeldOut:
     def nll(self, fitted: lw.Fitted) -> float:
         """Return the NLL of a posterior."""
         predicted = fitted.predict(self.task.grid)
-        return regression.nll(predicted.mean, predicted.std, self.targets)
+        return metrics.normal_nll(predicted.mean, predicted.std, self.targets)
 
     def nll_of(self, variance: Tensor) -> float:
         """Return the NLL of the network with this variance of f, (G,), and the shared noise."""
-        return regression.nll(self.task.mean, (variance + self.task.noise).sqrt().unsqueeze(1), self.targets)
+        return metrics.normal_nll(self.task.mean, (variance + self.task.noise).sqrt().unsqueeze(1), self.targets)
 
 
 @dataclass(frozen=True, eq=False)

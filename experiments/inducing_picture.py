@@ -14,7 +14,6 @@ from lapwing.demo.figures import (
     PLAIN,
     POSTERIOR,
     TOTAL,
-    legend_entries,
     new_figure,
     save,
     share_vertical_range,
@@ -123,3 +122,12 @@ def _against_full(axis: Any, arrays: Mapping[str, list[float]], group: str, name
     axis.scatter(arrays[f"{group}/x"], y, s=4, color=PLAIN, zorder=3, label="data")
     room = 0.6 * (max(y) - min(y))
     axis.set(xlabel="x", ylabel="y", xlim=(grid[0], grid[-1]), ylim=(min(y) - room, max(y) + room))
+
+
+def legend_entries(axes: Any) -> tuple[list[Any], list[str]]:
+    """Return handles and labels of the legends of some axes, each label once."""
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    return list(entries.values()), list(entries)

@@ -12,9 +12,9 @@ from torch import Tensor
 import lapwing as lw
 from experiments.inducing_task import RECIPE, SEED, Task, divergence
 from experiments.options import Progress, silent
+from lapwing import metrics
 from lapwing.demo.result import Result, Row, plain
 from lapwing.demo.training import Recipe, trained
-from lapwing.metrics import regression
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "step": lambda x: (x > 0).to(x),
@@ -96,6 +96,6 @@ def _on_new_points(fitted: lw.Fitted, x: Tensor, y: Tensor, gap: tuple[float, fl
     inside = ((x > gap[0]) & (x < gap[1])).squeeze(1)
     scores: dict[str, float] = {}
     for mask, suffix in ((~inside, ""), (inside, " in gap")):
-        scores[f"coverage 95 %{suffix}"] = regression.coverage(low[mask], high[mask], y[mask])
-        scores[f"NLL{suffix}"] = regression.nll(predicted.mean[mask], predicted.std[mask], y[mask])
+        scores[f"coverage 95 %{suffix}"] = metrics.coverage(low[mask], high[mask], y[mask])
+        scores[f"NLL{suffix}"] = metrics.normal_nll(predicted.mean[mask], predicted.std[mask], y[mask])
     return scores

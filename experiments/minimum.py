@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.posteriors import ResponsePosterior
 from lapwing.methods.hfl.responder import Responder
 
 

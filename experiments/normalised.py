@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.data import Images, data_folder
+from experiments.inducing_picture import legend_entries
 from experiments.options import Progress, add_large_data, chosen, positive, silent
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, legend_entries, new_figure, save
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from experiments.repeats import mean_scores, spread_scores
+from lapwing import metrics
+from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Batches, Recipe, batches, optimise
-from lapwing.metrics import classification
 
 PRIORS: dict[str, Callable[[], Any]] = {
     "one precision": lambda: lw.isotropic(1.0),
@@ -161,9 +162,9 @@ def _measuring(
         probs = [_probs(_fit(model, data, "one precision", tuner, settings), test[0]) for tuner in _tuners().values()]
         divergence = (probs[0] * (probs[0].clamp_min(1e-30) / probs[1].clamp_min(1e-30)).log()).sum(1).mean()
         variation = 0.5 * (probs[0] - probs[1]).abs().sum(1).mean()
-        nll = {f"NLL {name}": classification.nll(p, test[1]) for name, p in zip(_tuners(), probs, strict=True)}
+        nll = {f"NLL {name}": metrics.categorical_nll(p, test[1]) for name, p in zip(_tuners(), probs, strict=True)}
         with torch.no_grad():
-            plain_nll = classification.nll(model(test[0]).softmax(-1), test[1])
+            plain_nll = metrics.categorical_nll(model(test[0]).softmax(-1), test[1])
         distances.append({"KL": float(divergence), "total variation": float(variation), **nll, "NLL plain": plain_nll})
 
     return measure
@@ -204,9 +205,9 @@ def _probs(fitted: lw.Fitted, x: Tensor) -> Tensor:
 
 def _scores(probs: Tensor, y: Tensor) -> dict[str, float]:
     return {
-        "NLL": classification.nll(probs, y),
-        "accuracy": classification.accuracy(probs, y),
-        "ECE": classification.ece(probs, y),
+        "NLL": metrics.categorical_nll(probs, y),
+        "accuracy": metrics.accuracy(probs, y),
+        "ECE": metrics.ece(probs, y),
     }
 
 

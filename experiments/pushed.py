@@ -17,16 +17,14 @@ from experiments.data import Images, data_folder
 from experiments.image_task import Beliefs, Task, best_temperature, scaled, scored
 from experiments.minimum import minimised, rank_correlation
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, silent
+from experiments.repeats import mean_scores, spread_scores
+from lapwing import metrics
 from lapwing.core.data import Data
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain, spread_scores
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import best_seconds
-from lapwing.methods.hfl.calibration import fitted_scale
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
-from lapwing.methods.hfl.pretrained import averaged, random_forces
-from lapwing.methods.hfl.pushed_weights import PushedWeights
+from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.pretrained import PushedWeights, averaged, fitted_scale, random_forces
 from lapwing.methods.hfl.responder import Responder
-from lapwing.metrics import ood
 
 IN_TABLE = ("NLL", "ECE", "MC NLL", "MC ECE", "accuracy", "OOD AUROC")
 CPU = torch.device("cpu")
@@ -162,7 +160,7 @@ def _scores(beliefs: Beliefs, task: Task, settings: PushedImages, exact: Tensor)
     variance = _total(beliefs, task.test[0])
     return {
         **{name: scores[name] for name in IN_TABLE},
-        "score AUROC": ood.auroc(variance, _total(beliefs, task.strange)),
+        "score AUROC": metrics.auroc(variance, _total(beliefs, task.strange)),
         "rank correlation": rank_correlation(variance, exact),
         "ratio": float((variance / exact).median()),
         "test s": scores["test s"],

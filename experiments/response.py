@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.minimum import exact_variance
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, silent
+from experiments.repeats import mean_scores
 from experiments.response_picture import picture
 from experiments.response_sensitivity import cost, fine_tuned, strengths
 from experiments.response_tables import table_rows
 from experiments.response_task import Problem, ResponseTask, interval_scores, made
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, mlp, optimise
 
 Belief = Callable[[Tensor], tuple[Tensor, Tensor]]  # new inputs -> mean and epistemic variance of f, (B,) each

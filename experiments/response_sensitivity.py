@@ -8,11 +8,10 @@ import lapwing as lw
 from experiments.minimum import exact_variance
 from experiments.response_task import Problem
 from lapwing.core.data import Data
-from lapwing.methods.hfl.hessian import Hessian
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.newton import Hessian
 from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.pushes import Pushes
-from lapwing.methods.hfl.responder import Responder
+from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.responder import Pushes, Responder
 
 STRENGTHS = tuple(10.0 ** (1 - k / 2) for k in range(21))  # ten decades
 
@@ -32,7 +31,7 @@ def strengths(problem: Problem) -> dict[str, list[float]]:
         pushes = Pushes.of(push, read, start, value=lambda outputs: outputs[:, 0])
         median, worst = [], []
         for strength in STRENGTHS:
-            variance, _ = responder.at(pushes, (strength / exact.sqrt()).to(dtype))
+            variance = responder.at(pushes, (strength / exact.sqrt()).to(dtype)).cov
             error = (variance[:, 0].double() / exact - 1).abs().nan_to_num(1e6).clamp(1e-16, 1e6)
             median.append(float(error.median()))
             worst.append(float(error.max()))

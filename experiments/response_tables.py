@@ -13,12 +13,13 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.data import data_folder
 from experiments.minimum import exact_variance, minimised, rank_correlation, squared_error
+from experiments.repeats import mean_scores
 from experiments.response_task import ResponseTask, interval_scores
 from lapwing.demo.regression import Table
-from lapwing.demo.result import Row, mean_scores
+from lapwing.demo.result import Row
 from lapwing.demo.training import Recipe, mlp, optimise
 from lapwing.errors import LapwingError
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.posteriors import ResponsePosterior
 
 METHODS: dict[str, Any] = {
     "noise only": lw.baselines.MapOnly(),

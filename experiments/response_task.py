@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.minimum import minimised, squared_error
+from lapwing import metrics
 from lapwing.demo.figures import NORMAL_95
 from lapwing.demo.training import Recipe, mlp
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
-from lapwing.metrics import regression
+from lapwing.methods.hfl.posteriors import ResponsePosterior
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "quadratic": lambda x: x.square(),
@@ -104,7 +104,7 @@ def interval_scores(mean: Tensor, std: Tensor, y: Tensor, prefix: str = "") -> d
     """Return coverage (PICP) and mean width (MPIW) of 95 % intervals, and the NLL."""
     low, high = mean - NORMAL_95 * std, mean + NORMAL_95 * std
     return {
-        f"{prefix}PICP": regression.coverage(low, high, y),
-        f"{prefix}MPIW": regression.interval_width(low, high),
-        f"{prefix}NLL": regression.nll(mean, std, y),
+        f"{prefix}PICP": metrics.coverage(low, high, y),
+        f"{prefix}MPIW": metrics.interval_width(low, high),
+        f"{prefix}NLL": metrics.normal_nll(mean, std, y),
     }

@@ -18,11 +18,10 @@ from experiments.options import Progress, add_quick
 from lapwing.core.data import Data
 from lapwing.core.random import normal
 from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, plain
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
-from lapwing.linalg.design import MatrixDesign, forward_product
-from lapwing.linalg.perturbed import Perturbed, gradient_variance
+from lapwing.linalg.design import MatrixDesign, forward_product, located_parts
+from lapwing.linalg.stochastic import Perturbed
 from lapwing.networks.network import Network
 from lapwing.tangent.design import NetworkDesign
 
@@ -149,6 +148,26 @@ def _measured(draws: _Draws, precision: float, count: int) -> dict[str, float]:
         "L / L' at start": _ratio(system, system.prior),
         **{f"sd {space}, %": 100 * float(gammas.std()) / gamma for space, gammas in draws.gammas(alpha).items()},
     }
+
+
+def gradient_variance(system: Perturbed, z: Tensor, objective: str) -> Tensor:
+    """Return the trace (K,) of the covariance of the gradient estimate from one random part, at every row of z.
+
+    With M parts and their data gradients g_i it is M Σ |g_i|² - |Σ g_i|². A design with one datum in each part gives
+    the variance of the estimate from a single datum.
+
+    >>> system = Perturbed(MatrixDesign(torch.eye(2).double(), part=1), torch.ones(1, 2), torch.ones(1, 2), 4.0)
+    >>> gradient_variance(system, torch.ones(1, 2).double(), "reduced")
+    tensor([2.], dtype=torch.float64)
+    """
+    function = system.objective(objective)
+    total, squares, count = torch.zeros_like(z), z.new_zeros(len(z)), 0
+    for part, rows in located_parts(system.design):
+        gradient = function.data_gradient(z, part, rows)
+        total += gradient
+        squares += gradient.square().sum(1)
+        count += 1
+    return count * squares - total.square().sum(1)
 
 
 def _ratio(system: Perturbed, z: Tensor) -> float:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
-from lapwing.demo.regression import Table, predict, scores, tempered
-from lapwing.demo.report import Report
-from lapwing.demo.result import Result, Row, mean_scores, plain
+from experiments.repeats import mean_scores
+from lapwing.demo.regression import Table, predict, scores
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Batches, Recipe, batches, best_seconds, epoch_seconds, trained
 from lapwing.errors import DataError
 
@@ -152,9 +152,16 @@ def _tempered(x: Tensor, y: Tensor, settings: Uci, split: int) -> tuple[nn.Modul
     return model, tempered(model, [(x[held_out], y[held_out])])
 
 
+def tempered(model: nn.Module, held_out: Batches) -> lw.Gaussian:
+    """Return the likelihood whose noise is the error on held-out rows: temperature scaling of a regression."""
+    with torch.no_grad():
+        residuals = torch.cat([model(x) - y for x, y in held_out])
+    return lw.Gaussian(noise_std=float(residuals.square().mean().sqrt()))
+
+
 def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:
     taken, fitted = best_seconds(lambda: lw.fit(model, data, progress=False, **options), repeats=1)
-    return {**scores(predict(fitted, table)), "fit / epoch": taken / epoch}
+    return {**scores(predict(fitted, table), table.y_test), "fit / epoch": taken / epoch}
 
 
 def splits_in(path: Path) -> int:

@@ -6,7 +6,6 @@ The names below are for everyday use. The rest is in namespaces: ``tuners``, ``p
 
 from lapwing import baselines, errors, linear, metrics, priors, recipes, tuners
 from lapwing.api import fit, load, train
-from lapwing.auto import Auto
 from lapwing.check import check
 from lapwing.compare import compare
 from lapwing.core.gaussian import FunctionGaussian
@@ -14,8 +13,7 @@ from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.gaussian import Gaussian
-from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ekron import EKron
@@ -31,6 +29,7 @@ from lapwing.methods.sampled import Sampled
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import all_weights, named, subnetwork
 from lapwing.priors import grouped, isotropic, per_layer
+from lapwing.registry import Auto
 
 __version__ = "0.1.0"
 

@@ -12,33 +12,29 @@ import torch
 from torch import nn
 
 from lapwing import files
-from lapwing.auto import Auto
 from lapwing.core.data import Data
 from lapwing.core.progress import shows_progress
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.fitted import Fitted, checked_prior, checked_tuner
+from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import ChecksOutputs, Likelihood, NeedsResiduals
-from lapwing.losses import checked_targets, mean_squared_residual
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import outside_autocast, raw_output, shaped
+from lapwing.networks.forward import outside_autocast, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.protocols import HasEvidence, SamplesGamma, trace_of
-from lapwing.priors import isotropic
+from lapwing.posteriors.protocols import HasEvidence, SamplesGamma
 from lapwing.priors.bound import Prior
-from lapwing.problem import Problem
-from lapwing.registry import likelihood_named, method_named, weights_named
+from lapwing.problem import Problem, checked_targets, mean_squared_residual
+from lapwing.registry import Auto, likelihood_named, method_named, prior_given, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
-from lapwing.tuners.maximise_evidence import MaximiseEvidence
-from lapwing.tuners.protocol import Tuner
-from lapwing.tuners.sample_em import SampleEM
-from lapwing.tuners.search import start_near_optimum
+from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
+from lapwing.tuners.fixed_point import SampleEM
+from lapwing.tuners.protocol import Tuner, checked_tuner
 
 
 @outside_autocast
@@ -97,8 +93,7 @@ def fit(
     >>> posterior.predict(x[:3]).std.shape
     torch.Size([3, 1])
     """
-    device = _device(model)
-    batches = Data(data, device, target_key, shows_progress(progress))
+    batches = Data(data, _device(model), target_key, shows_progress(progress))
     problem = _problem(model, batches, likelihood, weights, prior)
     chosen, why = _method(method, problem, batches)
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
@@ -128,10 +123,8 @@ def _problem(
         chosen.check_outputs(f)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
-    given = isotropic(1.0) if prior is None else checked_prior(prior)
-    groups = None
-    if given.needs_groups:
-        groups = members(network, scale_free_groups(network, first.inputs))
+    given = prior_given(1.0 if prior is None else prior)
+    groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
 
@@ -157,7 +150,7 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """Return the posterior with its prior learned, starting near the optimum."""
     default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
     tuned = checked_tuner(tuner or default, data)(start_near_optimum(posterior))
-    before, after = trace_of(posterior), trace_of(tuned)
+    before, after = getattr(posterior, "trace", None), getattr(tuned, "trace", None)
     if before is None or after is None or not before.findings:
         return tuned
     return tuned.with_trace(replace(after, findings=(*before.findings, *after.findings)))
@@ -165,11 +158,11 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:
     """Return the method, and the reason for it if ``Auto`` chose it."""
-    auto = Auto() if method == "auto" else method
-    if not isinstance(auto, Auto):
-        return method_named(auto), ""
+    chosen = method_named(method)
+    if not isinstance(chosen, Auto):
+        return chosen, ""
     network, selection = problem.network, problem.network.selection
-    auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
+    auto = replace(chosen, gpu=chosen.gpu or network.device.type == "cuda")
     # Ignored data count too: they have rows of zeros in a design.
     rows = sum(checked_targets(network, problem.likelihood, batch)[0].numel() for batch in data.batches("counting"))
     choice = auto.choose(selection.size, rows, selection.index is not None, problem.learn_prior)
@@ -220,31 +213,21 @@ def train(
     >>> trained.posterior.predict(x[:3]).std.shape
     torch.Size([3, 1])
     """
-    device = _device(model)
-    batches = Data(data, device, target_key)
+    batches = Data(data, _device(model), target_key, shows_progress(progress))
     inputs = batches.look()[1].inputs
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
-    network_of = lambda copied: Network.build(copied, inputs, weights_named(weights))
-    with torch.no_grad():  # a copy: in training mode a forward pass changes running statistics
-        f = shaped(raw_output(copy.deepcopy(model).eval(), inputs))
-    chosen = likelihood_named(likelihood, f.shape[-1])
+    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), inputs, weights_named(weights))
+    chosen = likelihood_named(likelihood, network.output_shape[-1])
     if isinstance(chosen, ChecksOutputs):
-        chosen.check_outputs(f)
+        chosen.check_outputs(network(inputs))
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
-    outcome = training.run(
-        model,
-        replace(batches, progress=shows_progress(progress)),
-        chosen,
-        network_of,
-        recipe,
-        resume=State.load(resume) if isinstance(resume, str | Path) else resume,
-        checkpoint=None if checkpoint is None else Path(checkpoint),
-    )
-    fitted = Fitted(outcome.posterior, Fingerprint.of(outcome.model), type(recipe.method).__name__)
-    return Trained(outcome.model, fitted, outcome.history, outcome.state)
+    modes = [module.training for module in unwrapped(model).modules()]
+    posterior, state = training.run(network, modes, batches, chosen, recipe, resume, checkpoint)
+    fitted = Fitted(posterior, Fingerprint.of(network.model), type(recipe.method).__name__)
+    return Trained(network.model, fitted, state.history, state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,8 +261,7 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     >>> torch.allclose(again.predict(x).std, posterior.predict(x).std)
     True
     """
-    posterior, fingerprint, method = files.load(path, model)
-    return Fitted(posterior, fingerprint, method)
+    return Fitted(*files.load(path, model))
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -3,6 +3,6 @@
 from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ensemble import Ensemble
 from lapwing.methods.map_only import MapOnly
-from lapwing.methods.swag.swag import SWAG
+from lapwing.methods.swag import SWAG
 
 __all__ = ["MCDropout", "Ensemble", "MapOnly", "SWAG"]

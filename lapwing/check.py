@@ -11,7 +11,6 @@ from torch import nn
 from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors, tensors_in
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
-from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.forward import has_dropout
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
@@ -89,17 +88,31 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     """
     if data is not None and data < 1:
         raise DataError(f"data is {data}; expected the number of training data, at least 1.")
-    inputs = _inputs(model, batch)
     device = next(model.parameters()).device
-    inputs = map_tensors(inputs, lambda t: t.to(device))
+    inputs = map_tensors(_inputs(model, batch), lambda t: t.to(device))
     network = Network.build(model, inputs, weights_named(weights))
     tangent = network.linearise(inputs)
     layers, blocks = [], []
     for block, jacobian in tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0)):
-        positions = jacobian.positions
-        layers.append(Layer("+".join(block.names), block.size, positions, _handled(block, jacobian)))
-        blocks.append(_block_work(block, positions))
-    workload = _workload(network, inputs, tuple(blocks), data)
+        layers.append(Layer("+".join(block.names), block.size, jacobian.positions, block.handling))
+        if block.linear:
+            form = (block.groups, block.d_out, block.d_in)
+            blocks.append(BlockWork(block.size, jacobian.positions, form))
+        else:
+            blocks.append(BlockWork(block.size))
+    count = network.count(inputs)
+    workload = Workload(
+        tuple(blocks),
+        weights=network.selection.size,
+        parameters=sum(p.numel() for p in model.parameters()),
+        output_shape=network.output_shape,
+        input_size=sum(t.numel() for t in tensors_in(inputs)) // count,
+        data=count if data is None else data,
+        itemsize=8 if network.dtype == torch.float64 else 4,
+        width=network.footprint.width,
+        single=network.selection.index is not None,
+        dropout=any(has_dropout(module) for module in model.modules()),
+    )
     methods = [kind() for kind in METHODS.values()]
     return Report(
         workload.weights, network.output_shape, str(network.dtype).removeprefix("torch."), tuple(layers),
@@ -109,53 +122,17 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     )  # fmt: skip
 
 
-def _block_work(block: Block, positions: int) -> BlockWork:
-    if not block.linear:
-        return BlockWork(block.size)
-    groups, d_out, d_in = block.form
-    return BlockWork(block.size, positions, (groups, d_out, d_in))
-
-
-def _workload(network: Network, inputs: Inputs, blocks: tuple[BlockWork, ...], data: int | None) -> Workload:
-    count = network.count(inputs)
-    return Workload(
-        blocks,
-        weights=network.selection.size,
-        parameters=sum(p.numel() for p in network.model.parameters()),
-        output_shape=network.output_shape,
-        input_size=sum(t.numel() for t in tensors_in(inputs)) // count,
-        data=count if data is None else data,
-        itemsize=8 if network.dtype == torch.float64 else 4,
-        width=network.footprint.width,
-        single=network.selection.index is not None,
-        dropout=any(has_dropout(module) for module in network.model.modules()),
-    )
-
-
 def _inputs(model: nn.Module, batch: Inputs) -> Inputs:
     """Return the inputs alone: a pair is (inputs, targets) unless the model needs two arguments."""
-    if isinstance(batch, tuple | list) and len(batch) == 2 and _suffices(model, batch[0]):
-        return batch[0]
     if isinstance(batch, Mapping):
         return {key: value for key, value in batch.items() if key not in TARGET_KEYS}
-    return batch
-
-
-def _suffices(model: nn.Module, inputs: Inputs) -> bool:
-    """Return whether ``forward`` can be called with these inputs and no other."""
-    if isinstance(inputs, tuple | list) and accepts(model, tuple(inputs)):
-        return True
-    return isinstance(inputs, Mapping) or accepts(model, (inputs,))
-
-
-def _handled(block: Block, jacobian: BlockJacobian) -> str:
-    if jacobian.remark:
-        return jacobian.remark
-    if block.linear:
-        groups = f" in {block.groups} groups" if block.groups > 1 else ""
-        return f"linear map{groups}" + (", with its bias" if block.bias else "")
-    slow = "; slow: torch.func or single backward passes" if block.kind == "opaque" else ""
-    return f"block of its own ({block.why}){slow}"
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        return batch
+    first = batch[0]
+    suffices = isinstance(first, Mapping) or accepts(model, (first,))
+    if isinstance(first, tuple | list):
+        suffices = suffices or accepts(model, tuple(first))
+    return first if suffices else batch
 
 
 def _bytes(count: int) -> str:

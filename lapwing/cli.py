@@ -11,23 +11,19 @@ from typing import TYPE_CHECKING
 from lapwing.errors import LapwingError
 
 if TYPE_CHECKING:
-    from lapwing.demo.report import Report
+    from lapwing.demo.result import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, or 1 with a message on stderr."""
-    arguments = _parser().parse_args(argv)
-    return publish("lapwing", lambda: _run(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lapwing", description="Calibrated error bars for trained networks.")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="digits, diabetes and a 1-D gap: tables, pictures and results.json")
     run.add_argument("--quick", action="store_true", help="train for ten epochs only, to try the command out")
     run.add_argument("--out", type=Path, required=True, help="folder for the files that are written")
     run.add_argument("--seed", type=int, default=0)
-    return parser
+    arguments = parser.parse_args(argv)
+    return publish("lapwing", lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> Report:
@@ -44,7 +40,12 @@ def publish(program: str, work: Callable[[], Report]) -> int:
     ``LapwingError`` or ``OSError``.
     """
     try:
-        _print(work())
+        report = work()
+        from lapwing.demo.result import table
+
+        for result in report.results:
+            print(table(result), end="\n\n")
+        print(*report.write(), sep="\n")
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith(("lapwing", "experiments")):
             raise
@@ -54,11 +55,3 @@ def publish(program: str, work: Callable[[], Report]) -> int:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _print(report: Report) -> None:
-    from lapwing.demo.tables import table
-
-    for result in report.results:
-        print(table(result), end="\n\n")
-    print(*report.write(), sep="\n")

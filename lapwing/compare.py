@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -96,7 +95,7 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     with torch.no_grad():
         evidences = {name: float(fitted.log_evidence()) for name, fitted in posteriors.items()}
         errors = {name: float(fitted.evidence_error) for name, fitted in posteriors.items()}
-        fits = {name: float(_posterior(fitted).log_likelihood()) for name, fitted in posteriors.items()}
+        fits = {name: float(fitted.posterior.log_likelihood()) for name, fitted in posteriors.items()}
     probabilities = _probabilities(evidences, errors)
     gammas = {name: fitted.effective_parameters() for name, fitted in posteriors.items()}
     rows = [
@@ -113,14 +112,12 @@ def _probabilities(evidences: Mapping[str, float], errors: Mapping[str, float]) 
 
     The draws are fixed and assigned by rank, so that the order of the mapping does not matter.
     """
-    if not any(errors.values()):
-        top = max(evidences.values())
-        total = sum(math.exp(value - top) for value in evidences.values())
-        return {name: math.exp(value - top) / total for name, value in evidences.items()}
     names = sorted(evidences, key=lambda name: -evidences[name])
     values, spread = (torch.tensor([each[name] for name in names], dtype=torch.float64) for each in (evidences, errors))
-    z = torch.randn(DRAWS, len(names), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    means = torch.stack([(values + sign * spread * z).softmax(1).mean(0) for sign in (1, -1)]).mean(0)
+    means = values.softmax(0)
+    if bool(spread.any()):
+        z = torch.randn(DRAWS, len(names), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        means = torch.stack([(values + sign * spread * z).softmax(1).mean(0) for sign in (1, -1)]).mean(0)
     return dict(zip(names, means.tolist(), strict=True))
 
 
@@ -130,23 +127,17 @@ def _undecided(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:
     near = [c for c in others if best.log_evidence - c.log_evidence < DISTINCT * math.hypot(best.error, c.error)]
     if not near:
         return ()
-    gaps = ", ".join(
-        f"{c.name} by {best.log_evidence - c.log_evidence:.2g} +- {math.hypot(best.error, c.error):.2g} nats"
-        for c in near
-    )
+    gap = lambda c: f"{best.log_evidence - c.log_evidence:.2g} +- {math.hypot(best.error, c.error):.2g} nats"
+    gaps = ", ".join(f"{c.name} by {gap(c)}" for c in near)
     return (
         f"{best.name} leads {gaps}: within {DISTINCT:g} standard errors of the estimated evidences, so this order is "
         "not decided. Raise probes= and steps= of Sampled(), or use an exact method.",
     )
 
 
-def _posterior(fitted: Fitted) -> Any:
-    return fitted.posterior
-
-
 def _refuse_different(posteriors: Mapping[str, Fitted]) -> None:
     """Raise unless all have the same number of data and the same kind of likelihood."""
-    sizes = {name: _posterior(fitted).statistics.data for name, fitted in posteriors.items()}
+    sizes = {name: fitted.posterior.statistics.data for name, fitted in posteriors.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"the posteriors saw different numbers of data: {sizes}; expected the same data for all, since an evidence "
@@ -159,10 +150,9 @@ def _refuse_different(posteriors: Mapping[str, Fitted]) -> None:
 
 def _findings(ranked: tuple[Candidate, ...], gammas: Mapping[str, EffectiveParameters]) -> tuple[str, ...]:
     """Return advice that follows from γ: a network that is too small, and one that is larger than needed."""
-    findings = [f"{name}: {line}" for name, effective in gammas.items() for line in effective.findings[:1]
-             if "too small" in line]  # fmt: skip
-    by_size = sorted(ranked, key=lambda row: row.weights)
-    for small, large in pairwise(by_size):
+    first_lines = [(name, line) for name, effective in gammas.items() for line in effective.findings[:1]]
+    findings = [f"{name}: {line}" for name, line in first_lines if "too small" in line]
+    for small, large in pairwise(sorted(ranked, key=lambda row: row.weights)):
         if large.weights > small.weights and abs(large.gamma - small.gamma) <= 0.05 * small.gamma:
             findings.append(
                 f"{large.name} has {large.weights} weights and gamma {large.gamma:.1f}, {small.name} {small.weights} "

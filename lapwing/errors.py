@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 __all__ = [
     "LapwingError", "DataError", "ModelError", "NumericalError", "FileError", "UnsupportedError", "DivergedError",
 ]  # fmt: skip
-
-
-class HasSteps(Protocol):
-    """The trace of a tuner (``lapwing.core.trace.Trace``)."""
-
-    @property
-    def steps(self) -> tuple[object, ...]: ...
 
 
 class LapwingError(ValueError):
@@ -53,7 +46,7 @@ class DivergedError(NumericalError):
 
     Args:
         message: What happened and what to do.
-        trace: Every step of the tuner; the last three are added to the message.
+        trace: Every step of the tuner, a ``lapwing.core.trace.Trace``; the last three are added to the message.
         posterior: The posterior at the last good step, to continue with.
 
     >>> from lapwing.core.trace import Step, Trace
@@ -61,7 +54,7 @@ class DivergedError(NumericalError):
     No optimum. The last steps were: -3 at precision 1e+13.
     """
 
-    def __init__(self, message: str, trace: HasSteps, posterior: object) -> None:
+    def __init__(self, message: str, trace: Any, posterior: Any) -> None:
         last = "; ".join(str(step) for step in trace.steps[-3:])
         super().__init__(f"{message} The last steps were: {last}." if last else message)
         self.trace = trace

@@ -70,8 +70,8 @@ def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, st
     try:
         _refuse_other_model(meta["fingerprint"], model)
         device = next(model.parameters()).device
-        moved = {key: tensor.to(device) for key, tensor in tensors.items()}
-        states = {name: _unflattened(meta[name], name, moved) for name in PARTS}
+        tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
+        states = {name: _unflattened(meta[name], name, tensors) for name in PARTS}
         network = Network.from_state(states["network"], model)
         likelihood = class_named(states["likelihood"].name).from_state(states["likelihood"])
         prior = class_named(states["prior"].name).from_state(states["prior"], network)
@@ -83,9 +83,9 @@ def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, st
 
 
 def _unflattened(meta: Mapping[str, Any], prefix: str, tensors: Mapping[str, Tensor]) -> State:
-    own = {key: tensors[f"{prefix}.{key}"] for key in meta["tensors"]}
+    named = {key: tensors[f"{prefix}.{key}"] for key in meta["tensors"]}
     parts = {key: _unflattened(part, f"{prefix}.{key}", tensors) for key, part in meta["parts"].items()}
-    return State(meta["name"], meta["settings"], own, parts)
+    return State(meta["name"], meta["settings"], named, parts)
 
 
 def _refuse_other_model(stored: Mapping[str, Any], model: nn.Module) -> None:
@@ -94,10 +94,9 @@ def _refuse_other_model(stored: Mapping[str, Any], model: nn.Module) -> None:
         tuple(stored["names"]), tuple(tuple(shape) for shape in stored["shapes"]), tuple(stored["marks"]),
         tuple(stored["norms"]),
     )  # fmt: skip
-    narrowest = min((p.dtype for p in model.parameters()), key=lambda dtype: -torch.finfo(dtype).eps)
-    tolerance = 4 * torch.finfo(narrowest).eps if narrowest != torch.float64 else 1e-6
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     try:
-        fingerprint.refuse_other(model, tolerance=tolerance)
+        fingerprint.refuse_other(model, tolerance=1e-6 if eps == torch.finfo(torch.float64).eps else 4 * eps)
     except ModelError as error:
         raise FileError(f"the file belongs to another model: {error}") from error
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from lapwing import files
 from lapwing.core.data import Data, Inputs, check_finite, map_tensors
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.moving import on_device
 from lapwing.core.progress import shows_progress
 from lapwing.core.settings import require_integer
+from lapwing.core.state import on_device
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood
@@ -34,14 +34,13 @@ from lapwing.posteriors.protocols import (
     HasVarianceOf,
     HasWeightSamples,
     Reweightable,
-    trace_of,
 )
-from lapwing.priors import isotropic
 from lapwing.priors.bound import BoundPrior, Prior
+from lapwing.registry import prior_given
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
-from lapwing.tuners.maximise_evidence import MaximiseEvidence
-from lapwing.tuners.protocol import Tuner, with_training_data
+from lapwing.tuners.evidence import MaximiseEvidence
+from lapwing.tuners.protocol import Tuner, checked_tuner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -242,7 +241,9 @@ class Fitted:
             data: Batches, as for ``fit``.
             progress: Whether to show a progress bar while data are read; None shows one on a terminal.
         """
-        return self._operator(data, "jacobian", progress)
+        design = self._design(data, "jacobian", progress)
+        refuse_reordered(design)
+        return Operator.jacobian(design, self._unchanged)
 
     @outside_autocast
     def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
@@ -252,23 +253,21 @@ class Fitted:
             data: Batches, as for ``fit``.
             progress: As for ``jacobian``.
         """
-        return self._operator(data, "ggn", progress)
+        design = self._design(data, "ggn", progress)
+        refuse_unsteady(design)
+        return Operator.ggn(design, self._unchanged)
 
-    def _operator(self, data: Iterable[Any], kind: str, progress: bool | None) -> Operator:
+    def _design(self, data: Iterable[Any], curvature: str, progress: bool | None) -> NetworkDesign:
+        """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
         self._unchanged()
         batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
         batches = batches if progress is None else replace(batches, progress=progress)
-        design = NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=kind)
-        if kind == "jacobian":
-            refuse_reordered(design)
-        else:
-            refuse_unsteady(design)
-        return Operator(design, kind, self._unchanged)
+        return NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
 
     @property
     def trace(self) -> Trace | None:
         """The steps of the tuner: every value that it tried, with its evidence or score."""
-        return trace_of(self.posterior)
+        return getattr(self.posterior, "trace", None)
 
     @property
     def prior(self) -> BoundPrior:
@@ -303,8 +302,7 @@ class Fitted:
         problem = self.posterior.problem
         if not isinstance(self.posterior, Reweightable):
             raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
-        given = checked_prior(prior)
-        bound = given.bound(self.network.selection, self.network.theta(), self.prior.network_groups)
+        bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if isinstance(self.posterior, HasCurvature):
             return replace(self, posterior=self.posterior.with_prior(bound))
         return replace(self, posterior=self.posterior.with_problem(problem.with_prior(bound)))
@@ -343,8 +341,7 @@ class Fitted:
     def _unchanged(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""
         model = self.network.model
-        if any(module.training for module in model.modules()):
-            refuse_training_mode(model)
+        refuse_training_mode(model)
         self.fingerprint.refuse_other(model)
 
     def _checked(self, x: Inputs) -> Inputs:
@@ -363,26 +360,6 @@ class Fitted:
             name = self.method or type(self.posterior).__name__
             raise UnsupportedError(f"{name} has no {what}; choose a method that has.")
         return self.posterior
-
-
-def checked_prior(given: Prior | float) -> Prior:
-    """Return the prior, or the isotropic one with this precision; raise for names and functions."""
-    if isinstance(given, Prior):
-        return given
-    if isinstance(given, str) or callable(given):
-        raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
-    return isotropic(given)
-
-
-def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
-    """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
-    if isinstance(tuner, type):
-        raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
-    if not callable(tuner):
-        raise UnsupportedError(
-            f"tuner is {tuner!r:.80}; expected an object such as lw.tuners.FixedPoint(), not its name."
-        )
-    return with_training_data(tuner, data)
 
 
 def _first_three(values: Tensor) -> str:

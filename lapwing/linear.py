@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +14,11 @@ from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.linalg.block_cg import block_conjugate_gradients
-from lapwing.linalg.design import (
-    Design,
-    OperatorDesign,
-    back_product,
-    forward_product,
-    gram_product,
-    refuse_unpaired,
-)
-from lapwing.linalg.features import checked_features, checked_targets, feature_design
+from lapwing.linalg.cg import block_conjugate_gradients
+from lapwing.linalg.design import Design, OperatorDesign, back_product, forward_product, gram_product
+from lapwing.linalg.features import checked_features, checked_targets, feature_design, refuse_unpaired
+from lapwing.linalg.operators import Solution
 from lapwing.linalg.ridge import Ridge
-from lapwing.linalg.solution import Solution
 from lapwing.predictives.normal import NormalPredictive
 
 __all__ = ["LinearPosterior", "OperatorDesign", "fit"]
@@ -75,7 +67,14 @@ def fit(
     """
     design = feature_design(features)
     y = checked_targets(targets, design)
-    _refuse_settings(precision, noise_std, num_samples, tolerance, generator)
+    for name, value in (("precision", precision), ("noise_std", noise_std)):
+        if value is not None and not (is_real(value) and 0 < value < math.inf):
+            raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
+    require_integer("num_samples", num_samples)
+    if not (is_real(tolerance) and 0 < tolerance < 1):
+        raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise DataError(f"generator is {generator!r:.80}; expected a torch.Generator, or None.")
     if isinstance(design, OperatorDesign):
         refuse_unpaired(design)
     generator = generator_or_default(generator)
@@ -87,18 +86,6 @@ def fit(
     if precision is not None and noise_std is not None:
         return start
     return start.tuned(precision is None, noise_std is None)
-
-
-def _refuse_settings(precision: Any, noise_std: Any, num_samples: Any, tolerance: Any, generator: Any) -> None:
-    """Raise if a setting of ``fit`` is invalid."""
-    for name, value in (("precision", precision), ("noise_std", noise_std)):
-        if value is not None and not (is_real(value) and 0 < value < math.inf):
-            raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
-    require_integer("num_samples", num_samples)
-    if not (is_real(tolerance) and 0 < tolerance < 1):
-        raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise DataError(f"generator is {generator!r:.80}; expected a torch.Generator, or None.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,11 +151,11 @@ class LinearPosterior:
             UnsupportedError: more samples are asked for than are stored.
             NumericalError: a sample does not reach the tolerance.
         """
-        count = len(self.solution.x)
         if n is not None:
             require_integer("n", n, least=0)
-        if n is not None and n > count:
-            raise UnsupportedError(f"{n} samples were asked for and {count} are stored; raise num_samples.")
+            count = len(self.solution.x)
+            if n > count:
+                raise UnsupportedError(f"{n} samples were asked for and {count} are stored; raise num_samples.")
         return self.mean + self.solution.x[:n]
 
     @cached_property

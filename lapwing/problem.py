@@ -1,16 +1,38 @@
-"""The problem of inference: a network, a likelihood and a prior."""
+"""The problem of inference (a network, a likelihood and a prior), and losses and counts over a data set."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from lapwing.core.data import Batch, Data, Inputs, check_finite
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.losses import Statistics
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Loss and counts of a pass over the data."""
+
+    loss: float  # at unit dispersion, summed
+    data: int  # data with a target that is not ignored
+    outputs: int  # numbers predicted for each datum
+    losses: tuple[float, ...] = ()  # of each output at unit noise, if each output has its own noise
+
+    def __add__(self, other: Statistics) -> Statistics:
+        losses = tuple(a + b for a, b in zip(self.losses, other.losses, strict=True))
+        return Statistics(self.loss + other.loss, self.data + other.data, self.outputs, losses)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Statistics:
+        """Return the statistics from a mapping that ``dataclasses.asdict`` made and JSON stored."""
+        return cls(**{**settings, "losses": tuple(settings["losses"])})
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,3 +68,79 @@ class Problem:
             )
         noise = torch.tensor(phi, dtype=torch.float64, device=self.network.device)
         return self.with_likelihood(self.likelihood.with_dispersion(noise))
+
+
+def sample_count(network: Network, batch: Batch) -> int:
+    """Return the number of samples in a batch; raise unless each has a target."""
+    inputs, targets = network.count(batch.inputs), batch.targets.shape[0] if batch.targets.ndim else 1
+    if inputs != targets:
+        raise DataError(
+            f"{inputs} inputs with {targets} targets; expected one target for each. A Dataset gives single samples: "
+            "wrap it in a DataLoader."
+        )
+    return inputs
+
+
+def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return (outputs, targets) of a batch, checked against each other before the network runs.
+
+    The outputs have a shape but no values.
+    """
+    size, shape = sample_count(network, batch), network.output_shape
+    if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
+        shape = (batch.targets.shape[1], shape[1])
+    outputs = torch.empty(1, dtype=network.dtype, device=network.device).expand(size, *shape)
+    return outputs, likelihood.targets(outputs, batch.targets)
+
+
+def data_count(network: Network, likelihood: Likelihood, data: Data) -> int:
+    """Return the number of data with a target that is not ignored, without running the network."""
+    pairs = (checked_targets(network, likelihood, batch) for batch in data.batches("counting"))
+    return checked_count(sum(int(likelihood.count(f, y)) for f, y in pairs))
+
+
+def checked_count(count: int) -> int:
+    """Return the number of data; raise if it is zero."""
+    if count == 0:
+        raise DataError("every target is ignored; expected at least one that is not.")
+    return count
+
+
+def summed_loss(
+    outputs: Callable[[Inputs], Tensor], likelihood: Likelihood, data: Data, what: str = "outputs of the network"
+) -> Statistics:
+    """Return loss and counts of ``outputs(inputs)`` over the data, in float64, by one pass.
+
+    ``what`` names the outputs in the error for numbers that are not finite.
+    """
+    return total_loss(likelihood, _pairs(outputs, likelihood, data, "loss", what))
+
+
+def _pairs(
+    outputs: Callable[[Inputs], Tensor], likelihood: Likelihood, data: Data, label: str, what: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield outputs in float64 and targets of every batch; raise if an output is not finite."""
+    for batch in data.batches(label):
+        f = outputs(batch.inputs).double()
+        check_finite(f, what)
+        yield f, likelihood.targets(f, batch.targets)
+
+
+def total_loss(likelihood: Likelihood, pairs: Iterable[tuple[Tensor, Tensor]]) -> Statistics:
+    """Return loss and counts of pairs of outputs (B, [T,] C) and checked targets; raise if no datum counts."""
+    loss, count, size = 0.0, 0, 0
+    for f, y in pairs:
+        loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
+        count += int(likelihood.count(f, y))
+        size = f.shape[-1]
+    return Statistics(loss, checked_count(count), size)
+
+
+def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) -> Tensor:
+    """Return the mean squared residual of each output, (C,), by one forward pass."""
+    total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0
+    for f, y in _pairs(network, likelihood, data, "residuals", "outputs of the network"):
+        residuals = (f - y.double()).reshape(-1, f.shape[-1])
+        total += residuals.square().sum(0)
+        count += len(residuals)
+    return total / checked_count(count)

@@ -1,15 +1,16 @@
-"""Names such as "full" or "regression", and the objects that they stand for. Only the front door uses them."""
+"""Names such as "full" or "regression" and the objects that they stand for, and the choice of a method by its cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from lapwing.core.settings import is_real, require_integer
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.gaussian import Gaussian
-from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
@@ -25,11 +26,13 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
-from lapwing.methods.protocol import Method
+from lapwing.methods.protocol import AutoCandidate, Budget, Method
 from lapwing.methods.sampled import Sampled
-from lapwing.methods.swag.swag import SWAG
+from lapwing.methods.swag import SWAG
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import Weights, all_weights
+from lapwing.priors import isotropic
+from lapwing.priors.bound import Prior
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
@@ -42,44 +45,112 @@ LIKELIHOODS = {
     "heteroscedastic": HeteroscedasticGaussian,
 }  # fmt: skip
 WEIGHTS = {"all": all_weights, "all_weights": all_weights, "last_layer": last_layer}
+RATE = 2e10  # multiplications in a second on a plain processor; a GPU does a hundred times as many
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, and the reason why it was chosen."""
+
+    method: Method
+    why: str
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The choice of a method by its cost: exact if affordable, else samples of the exact posterior, else Kronecker.
+
+    Registered methods that offer themselves (``lapwing.methods.protocol.AutoCandidate``) are compared. Costs are
+    counted and not measured, so that the same problem gets the same method on every machine. ``fit(...,
+    method="auto")`` has these defaults; ``posterior.why`` tells the reason.
+
+    Args:
+        memory: The bytes that a method may hold, besides what a pass of the network holds for one chunk of data.
+            ``Sampled`` gets this limit and keeps to it.
+        seconds: The time of the fit, as multiplications over a round figure for a processor.
+        num_samples: The number of samples, for ``Sampled``.
+        gpu: Whether to count with a GPU, a hundred times as fast; ``fit`` sets it if the model is on one.
+
+    Raises:
+        UnsupportedError: If a setting is not a positive number.
+
+    >>> Auto().choose(weights=500, rows=10_000).why
+    'Full: 500 weights, 10000 rows (data times outputs); 0.0037 GiB and about 0.13 s, exact'
+    """
+
+    memory: float = 4 * 2**30
+    seconds: float = 60.0
+    num_samples: int = 64
+    gpu: bool = False
+
+    def __post_init__(self) -> None:
+        if not all(is_real(value) and value > 0 for value in (self.memory, self.seconds)):
+            raise UnsupportedError(
+                f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
+            )
+        require_integer("num_samples", self.num_samples)
+
+    def choose(self, weights: int, rows: int, single: bool = False, tuned: bool = False) -> Choice:
+        """Return the method for a problem of this size, with the reason.
+
+        Args:
+            weights: The number of weights, P.
+            rows: The number of data times outputs, n C.
+            single: Whether the weights are chosen one by one, and so have no Kronecker structure.
+            tuned: Whether the prior precision is still to be learned, for which samples take several solves.
+
+        >>> type(Auto(memory=1e6).choose(weights=5_000, rows=10_000).method).__name__
+        'Kron'
+        """
+        rate = RATE * (100 if self.gpu else 1)
+        budget = Budget(weights, rows, self.memory, self.num_samples, single, tuned)
+        offers = [kind.offer(budget) for kind in METHODS.values() if isinstance(kind, AutoCandidate)]
+        size = f"{weights} weights, {rows} rows (data times outputs)"
+        rejected = ""
+        for offer in sorted((o for o in offers if o is not None), key=lambda o: (o.tier, o.work)):
+            name = type(offer.method).__name__
+            if not offer.kind:
+                return Choice(offer.method, f"{name}: {size}{rejected}")
+            cost = f"{offer.memory / 2**30:.2g} GiB and about {offer.work / rate:.2g} s"
+            if offer.memory <= self.memory and offer.work / rate <= self.seconds:
+                return Choice(offer.method, f"{name}: {size}; {cost}, {offer.kind}{rejected}")
+            rejected += f"; {name} would take {cost}"
+        raise UnsupportedError(f"no registered method takes {size} within these limits; raise memory= and seconds=.")
 
 
 def likelihood_named(name: str | Likelihood, outputs: int) -> Likelihood:
     """Return the likelihood, or the one that a name stands for; "classification" with one output is Bernoulli."""
-    if not isinstance(name, str):
-        return _instance(name, "likelihood")
     if name == "classification" and outputs == 1:
         return Bernoulli()
-    likelihood: Likelihood = _looked_up(name, LIKELIHOODS, "likelihood")()
-    return likelihood
+    return _resolved(name, LIKELIHOODS, "likelihood")
 
 
-def method_named(name: str | Method | None) -> Method:
+def method_named(name: str | Method | Auto | None) -> Method | Auto:
     """Return the method, or the one that a name stands for, with its default settings; ``Kron()`` if None."""
-    if name is None:
-        return Kron()
-    if not isinstance(name, str):
-        return _instance(name, "method")
-    method: Method = _looked_up(name, METHODS, "method", "auto")()
-    return method
+    return Kron() if name is None else _resolved(name, {**METHODS, "auto": Auto}, "method")
 
 
 def weights_named(name: str | Weights | None) -> Weights:
     """Return the rule that selects weights, or the one that a name stands for; ``all_weights`` if None."""
-    if name is None:
-        return all_weights
-    return _looked_up(name, WEIGHTS, "weights") if isinstance(name, str) else name
+    return all_weights if name is None else _resolved(name, WEIGHTS, "weights")
 
 
-def _instance(given: Any, what: str) -> Any:
-    """Return the object; raise if it is a class."""
+def prior_given(given: Prior | float) -> Prior:
+    """Return the prior, or the isotropic one with this precision; raise for names and functions."""
+    if isinstance(given, Prior):
+        return given
+    if isinstance(given, str) or callable(given):
+        raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
+    return isotropic(given)
+
+
+def _resolved(given: Any, table: Mapping[str, Any], what: str) -> Any:
+    """Return the object that was given, or the one that the table has for a name; raise for classes and other names."""
     if isinstance(given, type):
         raise UnsupportedError(f"{what} is the class {given.__name__}; expected an object: {given.__name__}().")
-    return given
-
-
-def _looked_up(name: str, table: Mapping[str, Any], what: str, *more: str) -> Any:
-    """Return the entry of this name; raise if there is none. ``more`` are further names that the caller accepts."""
-    if name not in table:
-        raise UnsupportedError(f"{what} is {name!r}; expected one of {', '.join([*table, *more])}, or an object.")
-    return table[name]
+    if not isinstance(given, str):
+        return given
+    if given not in table:
+        raise UnsupportedError(f"{what} is {given!r}; expected one of {', '.join(table)}, or an object.")
+    entry = table[given]
+    return entry() if isinstance(entry, type) else entry

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, Inputs, map_tensors, tensors_in
+from lapwing.core.data import Batch, Data, Inputs, SampleRows, in_both, map_tensors, take, tensors_in
 from lapwing.core.random import uniform
-from lapwing.core.samples import SampleRows, in_both, take
 from lapwing.errors import DataError
 
 KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from
@@ -140,28 +139,26 @@ def _blocks(data: Data, kept: int) -> Iterator[Block]:
     per_sample: tuple[bool, ...] = ()  # in all batches so far: one alone may have as many rows as a context by chance
     for batch in Data(data.source, home, data.target_key).batches("batches"):
         more = sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
-        fits = not waiting or _fits(waiting[-1], batch, per_sample)
-        if waiting and ((taken + more > kept and not listed) or not fits):
+        flags = row_per_sample(batch)
+        # Batches of another form are never joined: they start again.
+        in_all = in_both(per_sample, flags) if len(per_sample) == len(flags) else flags
+        if waiting and ((taken + more > kept and not listed) or not _fits(waiting[-1], batch, in_all)):
             yield Block.of(waiting, per_sample, copied=taken <= kept)
             waiting, taken = [], 0
         waiting.append(batch)
         taken += more
-        per_sample = _in_all(per_sample, row_per_sample(batch))
+        per_sample = in_all
     yield Block.of(waiting, per_sample, copied=taken <= kept)
 
 
-def _in_all(earlier: tuple[bool, ...], flags: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return which tensors have a row for each sample; batches of another form, which are never joined, start again."""
-    return in_both(earlier, flags) if len(earlier) == len(flags) else flags
-
-
 def _fits(one: Batch, other: Batch, per_sample: tuple[bool, ...]) -> bool:
-    """Return whether rows of both can be in one batch."""
+    """Return whether rows of both can be in one batch; ``per_sample`` says which tensors have a row for each sample."""
     if _form(one.inputs) != _form(other.inputs) or one.targets.shape[1:] != other.targets.shape[1:]:
         return False
     pairs = zip(tensors_in(one.inputs), tensors_in(other.inputs), strict=True)
-    flags = in_both(_in_all(per_sample, row_per_sample(one)), row_per_sample(other))
-    return all(a.shape[1:] == b.shape[1:] if flag else _equal(a, b) for (a, b), flag in zip(pairs, flags, strict=True))
+    return all(
+        a.shape[1:] == b.shape[1:] if flag else _equal(a, b) for (a, b), flag in zip(pairs, per_sample, strict=True)
+    )
 
 
 def _form(tree: Inputs) -> Any:

@@ -41,8 +41,9 @@ def derived_generator(generator: torch.Generator | None, like: Tensor) -> torch.
 
     Its numbers are not correlated with other numbers that were drawn from the same seed.
     """
-    seed = int(uniform((1,), generator, like.double()) * 2**53)
-    return torch.Generator(_home(generator, like)).manual_seed(seed)
+    device = _home(generator, like)
+    draw = torch.rand(1, generator=generator, dtype=torch.float64, device=device)
+    return torch.Generator(device).manual_seed(int(draw * 2**53))
 
 
 def generator_or_default(generator: torch.Generator | None) -> torch.Generator:

@@ -1,14 +1,26 @@
-"""Plain data that represent a value, so that it can be saved to a file without executing anything on loading."""
+"""Values as a whole: as plain data for files, on another device, and with one cached result.
+
+A file holds plain data, so that nothing is executed on loading.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import copy
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lapwing.errors import FileError, UnsupportedError
+
+T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
+C = TypeVar("C", bound=type)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +41,6 @@ class State:
     parts: Mapping[str, State] = field(default_factory=dict)
 
 
-C = TypeVar("C", bound=type)
 _CLASSES: dict[str, Any] = {}
 
 
@@ -59,3 +70,72 @@ def class_named(name: str) -> Any:
     if name not in _CLASSES:
         raise FileError(f"the file names the class {name!r}, which this version does not have.")
     return _CLASSES[name]
+
+
+def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> T:
+    """Return the value with every tensor in it on the device; the value itself is not changed.
+
+    Goes through dataclasses (also their cached values), mappings, tuples, lists and partial functions. Modules
+    are copied, except ``keep``, which its owner moves. A value that is reached twice is moved once.
+
+    >>> on_device({"a": torch.ones(2), "b": (1, "text")}, torch.device("meta"))["a"].device
+    device(type='meta')
+    """
+    return _transferred(value, device, {} if keep is None else {id(keep): (keep, keep)})
+
+
+def _transferred(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Return the value on the device.
+
+    ``done`` maps addresses to values and their copies. It keeps the values, so that no address is used twice.
+    """
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if id(value) not in done:
+        done[id(value)] = (value, _rebuilt(value, device, done))
+    return done[id(value)][1]
+
+
+def _rebuilt(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
+    move = lambda part: _transferred(part, device, done)
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value).to(device)
+    if isinstance(value, partial):
+        return partial(move(value.func), *map(move, value.args), **{key: move(v) for key, v in value.keywords.items()})
+    if is_dataclass(value) and not isinstance(value, type):
+        result = object.__new__(type(value))
+        result.__dict__.update({name: move(part) for name, part in vars(value).items()})
+        return result
+    if isinstance(value, Mapping):
+        return type(value)({key: move(part) for key, part in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its parts one by one
+        return type(value)(*map(move, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(move, value))
+    return value
+
+
+@dataclass(eq=False)
+class Latest(Generic[K, V]):
+    """The result of a computation, kept until it is asked for another key.
+
+    A frozen dataclass holds one as a ``cached_property``: ``dataclasses.replace`` then starts with an empty one, so
+    that a changed value never returns the result of the old value. It is a dataclass itself, so that ``on_device``
+    moves its contents.
+
+    >>> latest = Latest[int, str]()
+    >>> latest.at(1, lambda: "computed"), latest.at(1, lambda: "not computed"), latest.at(2, lambda: "again")
+    ('computed', 'computed', 'again')
+    """
+
+    same: Callable[[K, K], bool] = operator.eq
+    entry: tuple[K, V] | None = None
+
+    def at(self, key: K, compute: Callable[[], V]) -> V:
+        """Return the result for this key, computed only if the last key was another."""
+        entry = self.entry
+        if entry is None or not self.same(entry[0], key):
+            self.entry = entry = (key, compute())
+        return entry[1]

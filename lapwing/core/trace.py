@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 
@@ -40,15 +37,10 @@ class Trace:
     tuner: str
     score: str = "log evidence"
     steps: tuple[Step, ...] = ()
-    findings: tuple[str, ...] = field(default=())
+    findings: tuple[str, ...] = ()
     scores: Mapping[str, float] = field(default_factory=dict)  # of the alternatives that were compared, by name
 
     def __str__(self) -> str:
         lines = [f"{self.tuner}: {self.score}", *(f"{i:4d}  {step}" for i, step in enumerate(self.steps))]
         lines += [f"{score:10.4f}  {name}" for name, score in self.scores.items()]
         return "\n".join([*lines, *self.findings])
-
-
-def finite(*values: Tensor | float) -> bool:
-    """Return whether all numbers are finite."""
-    return all(bool(v.isfinite().all()) if isinstance(v, Tensor) else math.isfinite(v) for v in values)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
 
 from lapwing.core.state import State, class_named, saved
-from lapwing.curvature.blocks.diagonal import DiagonalPrecision
-from lapwing.curvature.blocks.protocol import BlockCurvature, BlockPrecision, SharesBasis
+from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision, SharesBasis
 from lapwing.errors import UnsupportedError
-from lapwing.networks.blocks import Block
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior
@@ -26,21 +26,14 @@ class BlockwisePrecision:
     blocks: tuple[BlockPrecision, ...]
     layout: tuple[Block, ...]
     selection: Selection
-    log_determinant: Tensor | None = None  # if it is not the sum over blocks (single weights selected)
 
     def logdet(self) -> Tensor:
-        if self.log_determinant is not None:
-            return self.log_determinant
-        return torch.stack([block.logdet().double() for block in self.blocks]).sum()
+        return torch.stack([block.log_determinant.double() for block in self.blocks]).sum()
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
-        total: Tensor | None = None
-        for precision, (_, part) in zip(self.blocks, jacobian, strict=True):
-            covariance = precision.quadratic(part, jacobian.tokens, full)
-            total = covariance if total is None else total + covariance
-        assert total is not None
-        return total
+        pairs = zip(self.blocks, jacobian, strict=True)
+        return reduce(add, (precision.quadratic(part, jacobian.tokens, full) for precision, (_, part) in pairs))
 
     def quadratics(self, precisions: Sequence[BlockwisePrecision], jacobian: LayerJacobians) -> list[Tensor]:
         """Return ``quadratic`` of all precisions; every block is formed, and rotated into its basis, once."""
@@ -60,23 +53,22 @@ class BlockwisePrecision:
         return torch.stack(parts).sum(0)
 
     def sample(self, eps: Tensor) -> Tensor:
-        return self._flat([p.sample(part) for p, part in zip(self.blocks, self._arranged(eps), strict=True)])
+        return self._by_block(eps, lambda precision, part: precision.sample(part))
 
     def adjoint(self, v: Tensor) -> Tensor:
-        return self._flat([p.adjoint(part) for p, part in zip(self.blocks, self._arranged(v), strict=True)])
+        return self._by_block(v, lambda precision, part: precision.adjoint(part))
 
     def solve(self, v: Tensor) -> Tensor:
-        pairs = zip(self.blocks, self._arranged(v), strict=True)
-        return self._flat([p.sample(p.adjoint(part)) for p, part in pairs])
+        return self._by_block(v, lambda precision, part: precision.sample(precision.adjoint(part)))
 
     def variances(self) -> Tensor:
-        return self._flat([precision.variances() for precision in self.blocks])
+        return in_order([precision.variances() for precision in self.blocks], self.layout, self.selection)
 
-    def _arranged(self, rows: Tensor) -> list[Tensor]:
+    def _by_block(self, rows: Tensor, apply: Callable[[BlockPrecision, Tensor], Tensor]) -> Tensor:
+        """Return ``apply(precision, part)`` of all blocks, joined, for the parts of rows (n, P)."""
         values = self.selection.split(rows)
-        return [block.arrange(values) for block in self.layout]
-
-    def _flat(self, parts: list[Tensor]) -> Tensor:
+        pairs = zip(self.blocks, self.layout, strict=True)
+        parts = [apply(precision, block.arrange(values)) for precision, block in pairs]
         return in_order(parts, self.layout, self.selection)
 
 
@@ -108,7 +100,8 @@ class BlockwiseCurvature:
     def precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
         if self.selection.index is not None:
             return self._subnetwork_precision(phi, prior)
-        blocks = tuple(c.precision(phi, prior.on(b), b) for c, b in zip(self.blocks, self.layout, strict=True))
+        triples = zip(self.blocks, [prior.on(block) for block in self.layout], self.layout, strict=True)
+        blocks = tuple(curvature.precision(phi, on_block, block) for curvature, on_block, block in triples)
         return BlockwisePrecision(blocks, self.layout, self.selection)
 
     def _subnetwork_precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
@@ -124,16 +117,13 @@ class BlockwiseCurvature:
             )
         values = in_order(diagonals, self.layout, self.selection, picked=False)
         precision = self.selection.picked(values) / phi.to(values) + prior.vector.to(values)
-        inverse = self.selection.split(precision.reciprocal())
-        blocks = tuple(DiagonalPrecision(block.arrange(inverse), precision.new_zeros(())) for block in self.layout)
-        return BlockwisePrecision(blocks, self.layout, self.selection, precision.log().sum(dtype=torch.float64))
+        return _diagonal_precision(precision, self.layout, self.selection)
 
     def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
-        parts = [block.diagonal() for block in self.blocks]
-        return in_order(parts, self.layout, self.selection)
+        return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
 
     def state(self) -> State:
         return State("BlockwiseCurvature", parts={str(i): block.state() for i, block in enumerate(self.blocks)})
@@ -162,9 +152,27 @@ def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selectio
     return selection.picked(flat) if picked else flat
 
 
+def blockwise_sum(
+    sweep: Iterable[LayerJacobians], network: Network, new_sum: Callable[[Block], BlockSum]
+) -> BlockwiseCurvature:
+    """Return the sums of all blocks over a pass."""
+    sums = [new_sum(block) for block in network.layout]
+    for jacobians in sweep:
+        for total, (_, part) in zip(sums, jacobians, strict=True):
+            total.add(part)
+        del jacobians, part  # before the next chunk is computed
+    return BlockwiseCurvature(tuple(total.value() for total in sums), network.layout, network.selection)
+
+
 def prior_precision(prior: BoundPrior, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
     """Return the prior alone as a precision: its ``quadratic`` is the prior covariance of outputs."""
-    inverse = selection.split(prior.vector.detach().double().reciprocal())
-    zero = torch.zeros((), dtype=torch.float64, device=prior.values.device)
-    parts = tuple(DiagonalPrecision(block.arrange(inverse), zero) for block in layout)
-    return BlockwisePrecision(parts, layout, selection)
+    return _diagonal_precision(prior.vector.detach().double(), layout, selection)
+
+
+def _diagonal_precision(values: Tensor, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
+    """Return Λ = diag(values), (P,). Entries that are not selected get no variance and a log-precision of zero."""
+    inverse, logs = selection.split(values.reciprocal()), selection.split(values.log())
+    blocks = tuple(
+        DiagonalPrecision(block.arrange(inverse), block.arrange(logs).sum(dtype=torch.float64)) for block in layout
+    )
+    return BlockwisePrecision(blocks, layout, selection)

@@ -13,13 +13,12 @@ from lapwing.curvature.full import FullCurvature
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.gram import symmetrise
-from lapwing.losses import Statistics, checked_count
-from lapwing.networks import products
-from lapwing.networks.backward import seed_by_seed
 from lapwing.networks.budget import near
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
+from lapwing.networks.passes import seed_by_seed, vjp
+from lapwing.problem import Statistics, checked_count
 
 
 def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:
@@ -41,7 +40,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
             grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
             gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
             if gradient.requires_grad:
-                looped = seed_by_seed(read(raw, raw.shape[0]), raw, network.recurrent)
+                looped = seed_by_seed(read(raw), raw, network.recurrent)
                 _add_slopes(total, gradient, network, raw.shape[0], looped)
         loss_sum += float(loss.detach())
         count += int(likelihood.count(f.detach(), y))
@@ -55,7 +54,7 @@ def _add_slopes(total: Tensor, gradient: Tensor, network: Network, batch: int, l
     """Add ∂ gradient / ∂ θ to ``total``, as many rows at once as fit the byte budget; one by one if ``looped``."""
     size, width = len(gradient), 4 * batch * network.footprint.width  # forward, backward, and the gradients of both
     step = max(1, near(network.device) // (gradient.element_size() * (2 * size + width)))
-    rows = partial(products.vjp, network.model, network.selection, gradient)
+    rows = partial(vjp, network.model, network.selection, gradient)
     for start in range(0, size, step):
         stop = min(start + step, size)
         seeds = torch.nn.functional.one_hot(torch.arange(start, stop, device=gradient.device), size)

@@ -1,25 +1,27 @@
-"""Kronecker factors of the curvature, and their correction in the eigenbasis."""
+"""Kronecker factors of the curvature and their correction in the eigenbasis: sums, blocks and precision."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lapwing.core.settings import require_integer
-from lapwing.curvature.blocks.diagonal import DiagonalBlock
-from lapwing.curvature.blocks.eigen import EigenBlock
-from lapwing.curvature.blocks.full import FullBlock
-from lapwing.curvature.blocks.kronecker import KroneckerBlock
-from lapwing.curvature.blocks.protocol import BlockCurvature
-from lapwing.curvature.blockwise import BlockwiseCurvature
+from lapwing.core.state import Latest, State, saved
+from lapwing.curvature.blocks import BlockCurvature, BlockSum, DiagonalSum, FullSum
+from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
+from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.curvature.sweep import checked_curvature
-from lapwing.errors import UnsupportedError
+from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.gram import Gram
-from lapwing.networks.blocks import Block, BlockJacobian
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
+from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
+from lapwing.priors.bound import BlockPrior
 
 
 def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
@@ -30,22 +32,35 @@ def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
     require_integer("full_limit", full_limit, least=0)
 
 
+def kronecker_curvature(
+    sweep: Iterable[LayerJacobians], network: Network, sharing: str, full_limit: int
+) -> BlockwiseCurvature:
+    """Return Kronecker factors for linear blocks and full or diagonal blocks for the rest, by one pass."""
+    if network.selection.index is not None:
+        raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
+
+    def new_sum(block: Block) -> BlockSum:
+        if block.linear:
+            return _KroneckerSum(block, sharing, network)
+        return FullSum(block, network) if block.size <= full_limit else DiagonalSum(block, network)
+
+    return blockwise_sum(sweep, network, new_sum)
+
+
 class _KroneckerSum:
     """The two factors of a linear block, summed over a pass."""
 
-    def __init__(self, block: Block, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
-        self._sharing, self._block = sharing, block
-        self._out = Gram(block.d_out, dtype, device, block.groups)
-        self._inp: Gram | None = None
-        self._counts: Tensor | None = None
+    def __init__(self, block: Block, sharing: str, network: Network) -> None:
+        self._block, self._reduce, self._options = block, sharing == "reduce", (network.dtype, network.device)
+        self._out = Gram(block.d_out, *self._options, block.groups)
+        self._inp: Gram | None = None  # a lookup has counts instead of this (d_in, d_in) matrix
+        self._counts = torch.zeros((), dtype=network.dtype, device=network.device)
         self._rows = 0
-        self._options = (dtype, device)
 
     def add(self, jacobian: BlockJacobian) -> None:
-        rows = jacobian.kronecker_rows(self._sharing == "reduce")
+        rows = jacobian.kronecker_rows(self._reduce)
         if rows.counts is not None:
-            counts = rows.counts.to(self._options[0])
-            self._counts = counts if self._counts is None else self._counts + counts
+            self._counts = self._counts + rows.counts.to(self._counts)
         if rows.inputs is not None:
             if self._inp is None:
                 self._inp = Gram(self._block.d_in, *self._options, self._block.groups)
@@ -55,70 +70,266 @@ class _KroneckerSum:
         self._rows += rows.number
 
     def value(self) -> KroneckerBlock:
-        out = self._out.value()
-        out = out if out.ndim == 3 else out.unsqueeze(0)
-        if self._counts is not None:
-            return KroneckerBlock(self._counts.unsqueeze(0), out, self._rows)
-        assert self._inp is not None
-        inp = self._inp.value()
-        return KroneckerBlock(inp if inp.ndim == 3 else inp.unsqueeze(0), out, self._rows)
-
-
-class _DenseSum:
-    """A block that is no linear map, summed over a pass: all of it if it is small, else its diagonal."""
-
-    def __init__(self, block: Block, limit: int, dtype: torch.dtype, device: torch.device) -> None:
-        whole = block.size <= limit
-        self._gram = Gram(block.size, dtype, device) if whole else None
-        self._squares = None if whole else torch.zeros(block.size, dtype=dtype, device=device)
-
-    def add(self, jacobian: BlockJacobian) -> None:
-        if self._gram is not None:
-            self._gram.add(jacobian.whole().flatten(0, 1))
-        else:
-            assert self._squares is not None
-            self._squares += jacobian.squares()
-
-    def value(self) -> BlockCurvature:
-        if self._gram is not None:
-            return FullBlock(self._gram.value())
-        assert self._squares is not None
-        return DiagonalBlock(self._squares)
-
-
-def kronecker_curvature(
-    sweep: Iterable[LayerJacobians], network: Network, sharing: str, full_limit: int
-) -> BlockwiseCurvature:
-    """Return Kronecker factors for linear blocks and full or diagonal blocks for the rest, by one pass."""
-    if network.selection.index is not None:
-        raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
-    options = (network.dtype, network.device)
-    sums: list[_KroneckerSum | _DenseSum] = [
-        _KroneckerSum(block, sharing, *options) if block.linear else _DenseSum(block, full_limit, *options)
-        for block in network.layout
-    ]
-    for jacobians in sweep:
-        for total, (_, part) in zip(sums, jacobians, strict=True):
-            total.add(part)
-        del jacobians, part  # before the next chunk is computed
-    return BlockwiseCurvature(tuple(total.value() for total in sums), network.layout, network.selection)
+        d_in, d_out = self._block.d_in, self._block.d_out
+        inp = self._counts.unsqueeze(0) if self._inp is None else self._inp.value().reshape(-1, d_in, d_in)
+        return KroneckerBlock(inp, self._out.value().reshape(-1, d_out, d_out), self._rows)
 
 
 def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -> BlockwiseCurvature:
     """Return the exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass."""
-    bases = [block.eigen if isinstance(block, KroneckerBlock) else None for block in kron.blocks]
-    values: list[Tensor | None] = [None] * len(bases)
+    bases = {i: block.eigen for i, block in enumerate(kron.blocks) if isinstance(block, KroneckerBlock)}
+    values: dict[int, Tensor] = {}
     for jacobians in sweep:
-        for i, (basis, (_, part)) in enumerate(zip(bases, jacobians, strict=True)):
-            if basis is not None:
-                squares = part.rotated(basis[1], basis[3]).squares()
-                total = values[i]
-                values[i] = squares if total is None else total + squares
+        for i, (_, part) in enumerate(jacobians):
+            if i in bases:
+                squares = part.rotated(bases[i].out, bases[i].inp).squares()
+                values[i] = values[i] + squares if i in values else squares
         del jacobians, part  # before the next chunk is computed
-    corrected: list[BlockCurvature] = []
-    for block, basis, value in zip(kron.blocks, bases, values, strict=True):
-        if basis is None or value is None:
-            corrected.append(block)
-        else:
-            corrected.append(EigenBlock(basis[1], basis[3], value))
-    return BlockwiseCurvature(tuple(corrected), kron.layout, kron.selection)
+    corrected: dict[int, BlockCurvature] = {i: EigenBlock(bases[i].out, bases[i].inp, values[i]) for i in values}
+    return replace(kron, blocks=tuple(corrected.get(i, block) for i, block in enumerate(kron.blocks)))
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPrecision:
+    """Λ with known eigenvectors U ⊗ V. ``inverse`` (G, d_out, d_in) holds one over the eigenvalues.
+
+    The bases need not be orthogonal: a prior that differs by input or output is folded into them. ``inp`` is None for
+    the identity.
+    """
+
+    out: Tensor
+    inp: Tensor | None
+    inverse: Tensor
+    log_determinant: Tensor
+
+    def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
+        return jacobian.rotated(self.out, self.inp).weighted(self.inverse.to(self.out.dtype), tokens, full)
+
+    def quadratics(self, precisions: Sequence[EigenPrecision], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+        if any(each.out is not self.out or each.inp is not self.inp for each in precisions):
+            return [each.quadratic(jacobian, tokens, True) for each in precisions]
+        rotated = jacobian.rotated(self.out, self.inp)
+        inverses = [each.inverse.to(self.out.dtype) for each in precisions]
+        if isinstance(rotated, LinearJacobian):
+            return list(rotated.weighted_each(torch.stack(inverses), tokens, True))
+        return [rotated.weighted(inverse, tokens, True) for inverse in inverses]
+
+    def cross(self, jacobian: BlockJacobian) -> Tensor:
+        rotated = jacobian.rotated(self.out, self.inp)
+        return rotated.between(rotated, self.inverse.to(self.out.dtype))
+
+    def sample(self, eps: Tensor) -> Tensor:
+        rotated = self.out.to(eps) @ (eps * self.inverse.sqrt().to(eps))
+        return rotated if self.inp is None else rotated @ self.inp.to(eps).mT
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        rotated = self.out.to(v).mT @ (v if self.inp is None else v @ self.inp.to(v))
+        return rotated * self.inverse.sqrt().to(v)
+
+    def variances(self) -> Tensor:
+        return _squared_bases(self.out, self.inp, self.inverse.to(self.out))
+
+
+class Eigen(NamedTuple):
+    """Eigenvalues and bases of the two factors of a block; ``inp`` is None for the identity."""
+
+    out_values: Tensor
+    out: Tensor
+    inp_values: Tensor
+    inp: Tensor | None
+
+    def precision(self, phi: Tensor, added: Tensor, scale_logdet: Tensor | float = 0.0) -> EigenPrecision:
+        """Return H/φ + ``added``, in units of a prior's scale with this log-determinant.
+
+        In the dtype of the factors: float64 products would cost more than the fit.
+        """
+        products = self.out_values.unsqueeze(-1) * self.inp_values.unsqueeze(-2)
+        values = products / phi.to(products) + added.to(products)
+        logdet = values.log().sum(dtype=torch.float64) + scale_logdet
+        return EigenPrecision(self.out, self.inp, values.reciprocal(), logdet)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class KroneckerBlock:
+    """H ≈ B ⊗ A / rows: sums A of inputs (G, d_in, d_in) and B of output gradients (G, d_out, d_out).
+
+    The A of a lookup is a diagonal of counts (1, d_in). Division by the number of rows makes a single linear layer
+    with constant output curvature exact.
+    """
+
+    inp: Tensor
+    out: Tensor
+    rows: float
+
+    @property
+    def only_diagonal(self) -> None:
+        return None
+
+    def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
+        return KroneckerBlock(self.inp + other.inp, self.out + other.out, self.rows + other.rows)
+
+    def mixed(self, others: Sequence[KroneckerBlock], weights: Tensor) -> KroneckerBlock:
+        """Weight the output factors; all blocks have the same input factor."""
+        return replace(self, out=weighted_sum([self.out, *(block.out for block in others)], weights))
+
+    def state(self) -> State:
+        rows = torch.tensor(self.rows, dtype=torch.float64)
+        return State("KroneckerBlock", tensors={"inp": self.inp, "out": self.out, "rows": rows})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> KroneckerBlock:
+        inp, out = (state.tensors[key].to(network.device, network.dtype) for key in ("inp", "out"))
+        return cls(inp, out, float(state.tensors["rows"]))
+
+    def dense(self) -> Tensor:
+        inp = torch.diag_embed(self.inp) if self.inp.ndim == 2 else self.inp
+        return torch.block_diag(
+            *(torch.kron(o.contiguous(), i.contiguous()) / self.rows for o, i in zip(self.out, inp, strict=True))
+        )
+
+    @cached_property
+    def eigen(self) -> Eigen:
+        """The eigendecomposition of both factors."""
+        inp = (self.inp, None) if self.inp.ndim == 2 else psd_eigh(self.inp)
+        return Eigen(*psd_eigh(self.out / max(self.rows, 1)), *inp)
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
+        if prior.scale is not None:
+            return self._rescaled(phi, prior.value, prior.scale, block)
+        if not prior.value.ndim:
+            return self.eigen.precision(phi, prior.value)
+        if not torch.allclose(prior.value, prior.value[:, :1].expand_as(prior.value)):
+            raise UnsupportedError(
+                f"the prior differs between outputs inside {block.weight}; a Kronecker block allows one "
+                "precision, or one for each input. Use isotropic() or per_layer(), or method=Diagonal() or Full()."
+            )
+        return self._by_input(phi, prior.value.mean(1))  # the gradient is shared equally by all outputs
+
+    def _by_input(self, phi: Tensor, by_input: Tensor) -> EigenPrecision:
+        """Return Λ = (I ⊗ √D)(B ⊗ D^-½ A D^-½ / φ + I)(I ⊗ √D), exact for any prior that differs by input."""
+        if self.inp.ndim == 2:
+            raise UnsupportedError("an embedding in a Kronecker block allows one precision; use method=Diagonal().")
+        white = Eigen(*self.eigen[:2], *_whitened_eigh(self.inp, by_input.to(self.inp).rsqrt()))
+        return white.precision(phi, torch.ones(()), self.out.shape[-1] * by_input.double().log().sum())
+
+    def _rescaled(self, phi: Tensor, g: Tensor, scale: Tensor, block: Block) -> EigenPrecision:
+        """Return Λ for a prior g D with a fixed D = D_out ⊗ D_in.
+
+        Each factor of H is whitened by its factor of D, once for all g and φ.
+        """
+        white, inp_root = self._whitened.at(scale, lambda: self._whitening(scale, block))
+        precision = white.precision(phi, g, scale.double().log().sum())
+        if white.inp is not None:
+            return precision
+        # the basis of a lookup is the identity: its scale goes into the eigenvalues
+        return replace(precision, inverse=precision.inverse * inp_root.square().unsqueeze(-2))
+
+    @cached_property
+    def _whitened(self) -> Latest[Tensor, tuple[Eigen, Tensor]]:
+        return Latest(torch.equal)
+
+    def _whitening(self, scale: Tensor, block: Block) -> tuple[Eigen, Tensor]:
+        """Return the eigendecomposition in units of ``scale``, and the inverse root of its factor for inputs."""
+        by_out, by_inp = scale[:, :, 0], scale[:, 0] / scale[:, 0, :1]
+        if not torch.allclose(by_out.unsqueeze(-1) * by_inp.unsqueeze(-2), scale, rtol=1e-4):
+            raise UnsupportedError(
+                f"the scale of the prior inside {block.weight} is not a product of one factor for outputs and one for "
+                "inputs, which a Kronecker block needs; use method=Diagonal() or Full()."
+            )
+        out = _whitened_eigh(self.out / max(self.rows, 1), by_out.to(self.out).rsqrt())
+        inp_root = by_inp.to(self.inp).rsqrt()
+        is_lookup = self.inp.ndim == 2
+        inp = (self.inp * inp_root.square(), None) if is_lookup else _whitened_eigh(self.inp, inp_root)
+        return Eigen(*out, *inp), inp_root
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal with each factor floored separately, so that it stays a Kronecker product."""
+        inp = self.inp if self.inp.ndim == 2 else self.inp.diagonal(dim1=-2, dim2=-1)
+        out = self.out.diagonal(dim1=-2, dim2=-1) / max(self.rows, 1)
+        return floored(out).unsqueeze(-1) * floored(inp).unsqueeze(-2)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class EigenBlock:
+    """H in a Kronecker eigenbasis with its exact diagonal there (EKFAC): ``values`` (G, d_out, d_in)."""
+
+    out: Tensor
+    inp: Tensor | None
+    values: Tensor
+
+    @property
+    def only_diagonal(self) -> None:
+        return None
+
+    def __add__(self, other: EigenBlock) -> EigenBlock:
+        raise UnsupportedError(
+            "eigenvalue-corrected curvatures of different data have different bases and do not add; "
+            "add Kron() curvatures, or fit EKron() on all the data."
+        )
+
+    def mixed(self, others: Sequence[EigenBlock], weights: Tensor) -> EigenBlock:
+        raise UnsupportedError(
+            "eigenvalue-corrected curvatures of different outputs have different bases and do not add; "
+            "use Kron(), Diagonal() or Full()."
+        )
+
+    def state(self) -> State:
+        tensors = {"out": self.out, "values": self.values}
+        return State("EigenBlock", tensors=tensors if self.inp is None else {**tensors, "inp": self.inp})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> EigenBlock:
+        tensors = {key: t.to(network.device, network.dtype) for key, t in state.tensors.items()}
+        return cls(tensors["out"], tensors.get("inp"), tensors["values"])
+
+    def dense(self) -> Tensor:
+        blocks = []
+        for g, values in enumerate(self.values):
+            inp = torch.eye(values.shape[1]).to(values) if self.inp is None else self.inp[g]
+            basis = torch.kron(self.out[g].contiguous(), inp.contiguous())
+            blocks.append((basis * values.reshape(-1)) @ basis.T)
+        return torch.block_diag(*blocks)
+
+    def diagonal(self) -> Tensor:
+        return floored(_squared_bases(self.out, self.inp, self.values))
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
+        if prior.whole.ndim:
+            raise UnsupportedError(
+                f"the prior differs inside {block.weight}; EKron allows one precision for each block. "
+                "Use isotropic() or per_layer(), or method=Kron(), Diagonal() or Full()."
+            )
+        values = self.values / phi.to(self.values) + prior.value.to(self.values)
+        return EigenPrecision(self.out, self.inp, values.reciprocal(), values.log().sum(dtype=torch.float64))
+
+
+def _squared_bases(out: Tensor, inp: Tensor | None, values: Tensor) -> Tensor:
+    """Return the diagonal of U diag(values) Uᵀ for the basis U = out ⊗ inp, (G, d_out, d_in)."""
+    squares = out.square() @ values
+    return squares if inp is None else squares @ inp.square().mT
+
+
+def _whitened_eigh(matrix: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues of R M R with R = diag(root), and R times its eigenvectors; root (G, d)."""
+    values, basis = psd_eigh(root.unsqueeze(-1) * matrix * root.unsqueeze(-2))
+    return values, root.unsqueeze(-1) * basis
+
+
+def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues, negative ones set to zero, and eigenvectors of a positive semidefinite matrix.
+
+    Single-precision LAPACK returns NaN for some finite matrices of low rank; those are decomposed in float64.
+    """
+    if not bool(torch.isfinite(matrix).all()):
+        raise NumericalError("a curvature factor is not finite; check the data and the network for overflow.")
+    values, vectors = torch.linalg.eigh(matrix)
+    if not bool(torch.isfinite(vectors).all()):
+        values, vectors = (t.to(matrix.dtype) for t in torch.linalg.eigh(matrix.double()))
+    if not bool(torch.isfinite(vectors).all()):
+        raise NumericalError(
+            f"the eigenvectors of a curvature factor {tuple(matrix.shape)} are not finite; expected finite numbers. "
+            "Scale the inputs of the network, or use method=Diagonal()."
+        )
+    return values.clamp_min(0), vectors

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from lapwing.core.state import State, saved
 from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
-from lapwing.curvature.protocols import floored_by_layer
+from lapwing.curvature.protocols import floored_by_layer, row_products
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cholesky import cholesky
-from lapwing.networks.blocks import Block
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior
@@ -91,30 +90,26 @@ class LowRankPrecision:
     def _prior_only(self) -> BlockwisePrecision:
         return prior_precision(self.prior, self.layout, self.selection)
 
-    def _pulled(self, jacobian: LayerJacobians) -> Tensor:
-        """Return L⁻¹ W A⁻¹ Jᵀ, (r, B K)."""
-        return torch.linalg.solve_triangular(self._inner, self.rows.pulled(jacobian, self.prior), upper=False)
-
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
-        # Both terms in float64: their difference cancels if the data leave little variance.
-        jacobian, dtype = jacobian.double(), jacobian.dtype
-        prior = self._prior_only.quadratic(jacobian, full)
-        rows = self._pulled(jacobian).mT.reshape(*prior.shape[:3], -1)
-        reduction = rows @ rows.mT if full else rows.square().sum(-1)
-        if _cancels(prior, reduction, full):
-            rows = self._root_rows(jacobian).reshape(*prior.shape[:3], -1)
-            return (rows @ rows.mT if full else rows.square().sum(-1)).to(dtype)
-        return (prior - reduction).to(dtype)
+        double = jacobian.double()
+        return self._reduced(self._prior_only.quadratic(double, full), double, full).to(jacobian.dtype)
 
     def cross(self, jacobian: LayerJacobians) -> Tensor:
-        jacobian, dtype = jacobian.double(), jacobian.dtype
-        prior = self._prior_only.cross(jacobian)
-        rows = self._pulled(jacobian).mT
-        reduction = rows @ rows.mT
-        if _cancels(prior, reduction, True):
-            rows = self._root_rows(jacobian)
-            return (rows @ rows.mT).to(dtype)
-        return (prior - reduction).to(dtype)
+        double = jacobian.double()
+        return self._reduced(self._prior_only.cross(double), double, True).to(jacobian.dtype)
+
+    def _reduced(self, prior: Tensor, jacobian: LayerJacobians, full: bool) -> Tensor:
+        """Return J Λ⁻¹ Jᵀ in the shape of ``prior``, the covariance J A⁻¹ Jᵀ or, unless full, its diagonal.
+
+        Both terms are float64: their difference cancels if the data leave little variance.
+        """
+        lead = prior.shape[:-1] if full else prior.shape
+        pulled = torch.linalg.solve_triangular(self._inner, self.rows.pulled(jacobian, self.prior), upper=False)
+        covariance = prior - row_products(pulled.mT.reshape(*lead, -1), full)
+        variances, prior_variances = (t.diagonal(dim1=-2, dim2=-1) if full else t for t in (covariance, prior))
+        if bool((variances < CANCELLED * prior_variances).any()):  # mostly rounding
+            return row_products(self._root_rows(jacobian).reshape(*lead, -1), full)
+        return covariance
 
     def _root_rows(self, jacobian: LayerJacobians) -> Tensor:
         r"""Return rows (B K, P + r) whose products are J Λ⁻¹ Jᵀ: a sum of squares, which does not cancel.
@@ -159,13 +154,6 @@ class LowRankPrecision:
         eye = torch.eye(len(self._gram), dtype=self._gram.dtype, device=self._gram.device)
         rows = self.rows.combined(torch.linalg.solve_triangular(self._inner, eye, upper=False)) * prior_variances
         return prior_variances - rows.square().sum(0)
-
-
-def _cancels(prior: Tensor, reduction: Tensor, full: bool) -> bool:
-    """Return whether some variance is so small a part of the prior variance that the difference is mostly rounding."""
-    if full:
-        prior, reduction = (t.diagonal(dim1=-2, dim2=-1) for t in (prior, reduction))
-    return bool((prior - reduction < CANCELLED * prior).any())
 
 
 @saved

@@ -114,14 +114,19 @@ def floored(values: Tensor) -> Tensor:
     return values.clamp_min(float(1e-3 * typical) or 1.0)
 
 
+def layer_numbers(selection: Selection) -> tuple[list[str], Tensor]:
+    """Return the names of all layers, and for every selected weight the position of its layer among them, (P,)."""
+    by_parameter = selection.layer_of()
+    order = {name: i for i, name in enumerate(dict.fromkeys(by_parameter))}
+    numbers = torch.tensor([order[name] for name in by_parameter])
+    return list(order), selection.picked(numbers.repeat_interleave(torch.tensor(selection.sizes)))
+
+
 def floored_by_layer(values: Tensor, selection: Selection) -> Tensor:
     """Apply ``floored`` to each layer separately: values (P,) in the order of theta, selected weights only."""
-    names = selection.layer_of()
-    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    numbers = torch.tensor([order[name] for name in names]).repeat_interleave(torch.tensor(selection.sizes))
-    numbers = selection.picked(numbers).to(values.device)
-    raised = values.clone()
-    for number in range(len(order)):
+    names, numbers = layer_numbers(selection)
+    numbers, raised = numbers.to(values.device), values.clone()
+    for number in range(len(names)):
         in_layer = numbers == number
         raised[in_layer] = floored(values[in_layer])
     return raised
@@ -134,3 +139,8 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Tensor) -> Tensor:
     for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
         total.addcmul_(weight, tensor)
     return total
+
+
+def row_products(rows: Tensor, full: bool = True) -> Tensor:
+    """Return the products of all pairs of rows (..., n, d): (..., n, n), or only their squares (..., n)."""
+    return rows @ rows.mT if full else rows.square().sum(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,9 @@ from lapwing.core.data import Data, check_finite, merged
 from lapwing.curvature.blockwise import in_order
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.losses import Statistics, checked_count, checked_targets
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
+from lapwing.problem import Statistics, checked_count, checked_targets
 
 CURVATURES = ("ggn", "fisher_mc")
 PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
@@ -67,45 +67,41 @@ class Seeds:
         return root_seeds(root if self.output is None else root[..., self.output : self.output + 1])
 
 
+@dataclass(eq=False)
 class Sweep:
     """A pass over the data: iterate to get Jacobians, chunk by chunk; then ``statistics`` holds loss and counts.
 
     ``max_samples`` limits the samples of a chunk; without it only memory does.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        data: Data,
-        seeds: Seeds | None = None,
-        label: str = "curvature",
-        max_samples: int | None = None,
-    ) -> None:
-        self._network, self._likelihood, self._data = network, likelihood, data
-        self._seeds, self._label, self._max_samples = seeds or Seeds(), label, max_samples
-        self._statistics: Statistics | None = None
+    network: Network
+    likelihood: Likelihood
+    data: Data
+    seeds: Seeds = Seeds()
+    label: str = "curvature"
+    max_samples: int | None = None
+    statistics: Statistics = field(init=False)  # only after the iteration
 
     def __iter__(self) -> Iterator[LayerJacobians]:
-        network, likelihood = self._network, self._likelihood
+        network, likelihood = self.network, self.likelihood
         total = torch.zeros((), dtype=torch.float64, device=network.device)
         count: int | Tensor = 0
         # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
         torch.empty(31 * 2**20, dtype=torch.uint8)
-        n_seeds = self._seeds.count(network.output_shape)
-        batches = self._data.batches(self._label)
+        n_seeds = self.seeds.count(network.output_shape)
+        batches = self.data.batches(self.label)
         for batch in merged(batches, network.footprint.joined(n_seeds, network.dtype, network.device)):
             _, y = checked_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: reading one makes a GPU wait.
             before = total.clone()
-            for rows, tangent in network.tangents(batch.inputs, n_seeds, self._max_samples):
+            for rows, tangent in network.tangents(batch.inputs, n_seeds, self.max_samples):
                 f, targets = tangent.f.to(network.dtype), y[rows]
                 if f.shape[0] != len(targets):
                     raise DataError(f"{len(targets)} inputs gave {f.shape[0]} outputs; expected one for each.")
                 total += likelihood.loss(f, targets).sum(dtype=torch.float64)
                 count = count + likelihood.count(f, targets)
-                jacobians = tangent.jacobians(self._seeds.at(likelihood, f, targets))
+                jacobians = tangent.jacobians(self.seeds.at(likelihood, f, targets))
                 del tangent  # free the memory of one chunk before the next is computed
                 yield jacobians
                 del jacobians
@@ -114,14 +110,7 @@ class Sweep:
                 raise NumericalError(
                     "the loss is not finite although inputs, targets and outputs are; check the scale."
                 )
-        self._statistics = Statistics(float(total), checked_count(int(count)), network.output_shape[-1])
-
-    @property
-    def statistics(self) -> Statistics:
-        """Loss and counts of the pass; only after the iteration."""
-        if self._statistics is None:
-            raise AssertionError("iterate over the sweep before asking for its statistics")
-        return self._statistics
+        self.statistics = Statistics(float(total), checked_count(int(count)), network.output_shape[-1])
 
 
 class SquaredSum:

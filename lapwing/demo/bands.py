@@ -44,19 +44,17 @@ def run(settings: Bands) -> Result:
     model = trained(*table.training, 1, settings.recipe, settings.seed)
     data = batches(*table.training, settings.recipe.batch_size)
     predicted = predict(lw.fit(model, data, "regression", method=lw.Full(), progress=False), table)
-    near, gap = (grid.abs() - 2).abs() < 0.5, grid.abs() < 0.5
+    epistemic = predicted["epistemic_std"]
     scores = {
-        "epistemic std at data": float(predicted.epistemic_std[near].mean()),
-        "epistemic std in gap": float(predicted.epistemic_std[gap].mean()),
-        "noise std": float((predicted.std.square() - predicted.epistemic_std.square()).mean().sqrt()),
+        "epistemic std at data": float(epistemic[(grid.abs() - 2).abs() < 0.5].mean()),
+        "epistemic std in gap": float(epistemic[grid.abs() < 0.5].mean()),
+        "noise std": float((predicted["std"].square() - epistemic.square()).mean().sqrt()),
     }
-    arrays = {
-        "x": x, "y": y, "grid": grid, "truth": curve(grid),
-        "mean": predicted.mean, "std": predicted.std, "epistemic_std": predicted.epistemic_std,
-    }  # fmt: skip
-    lists = {name: array.tolist() for name, array in arrays.items()}
+    columns = {"x": x, "y": y, "grid": grid, "truth": curve(grid)}
+    columns |= {name: predicted[name] for name in ("mean", "std", "epistemic_std")}
+    arrays = {name: column.tolist() for name, column in columns.items()}
     seconds = {"total": time.perf_counter() - start}
-    return Result("bands", plain(settings), settings.seed, (Row("posterior", scores),), seconds, lists)
+    return Result("bands", plain(settings), settings.seed, (Row("posterior", scores),), seconds, arrays)
 
 
 def curve(x: Tensor) -> Tensor:
@@ -70,11 +68,8 @@ def picture(result: Result, path: Path) -> None:
     grid, mean = torch.tensor(arrays["grid"]), torch.tensor(arrays["mean"])
     figure, axes = new_figure(1, 1, (8.0, 4.6))
     axis = axes[0][0]
-    styles = {
-        "std": (TOTAL, "95 % of new data: epistemic and noise"),
-        "epistemic_std": (EPISTEMIC, "95 % epistemic"),
-    }
-    for key, (colour, label) in styles.items():
+    bands = (("std", TOTAL, "95 % of new data: epistemic and noise"), ("epistemic_std", EPISTEMIC, "95 % epistemic"))
+    for key, colour, label in bands:
         width = NORMAL_95 * torch.tensor(arrays[key])
         low, high = (mean - width).tolist(), (mean + width).tolist()
         axis.fill_between(grid.tolist(), low, high, color=colour, linewidth=0, label=label)

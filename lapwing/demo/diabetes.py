@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,19 +38,15 @@ def run(settings: Diabetes) -> Result:
     seconds = {"training": time.perf_counter() - start}
     data = batches(*table.training, settings.recipe.batch_size)
     seconds["epoch"] = epoch_seconds(model, data)
+    fit = partial(lw.fit, model, data, "regression", progress=False)
+    plain_network = partial(fit, method=lw.baselines.MapOnly())
     rows, arrays = [], {"observed": y_test.tolist()}
-    timed_fits = {
-        "plain network": best_seconds(
-            lambda: lw.fit(model, data, "regression", method=lw.baselines.MapOnly(), progress=False)
-        ),
-        "posterior": best_seconds(lambda: lw.fit(model, data, "regression", progress=False)),
-    }
-    for name, (taken, posterior) in timed_fits.items():
+    for name, work in (("plain network", plain_network), ("posterior", fit)):
+        seconds[f"fit {name}"], posterior = best_seconds(work)
         predicted = predict(posterior, table)
-        seconds[f"fit {name}"] = taken
-        rows.append(Row(name, {**scores(predicted), "fit / epoch": taken / seconds["epoch"]}))
-        bounds = {"mean": predicted.mean, "std": predicted.std, "low": predicted.low, "high": predicted.high}
-        arrays |= {f"{name}/{key}": values.tolist() for key, values in bounds.items()}
+        relative = seconds[f"fit {name}"] / seconds["epoch"]
+        rows.append(Row(name, {**scores(predicted, y_test), "fit / epoch": relative}))
+        arrays |= {f"{name}/{key}": predicted[key].tolist() for key in ("mean", "std", "low", "high")}
     seconds["total"] = time.perf_counter() - start
     return Result("diabetes", plain(settings), settings.seed, tuple(rows), seconds, arrays)
 

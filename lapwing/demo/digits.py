@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
+from torch import Tensor
 
 import lapwing as lw
+from lapwing import metrics
 from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save, share_vertical_range
 from lapwing.demo.result import Result, Row, plain
-from lapwing.demo.training import Batches, Recipe, batches, best_seconds, epoch_seconds, trained
-from lapwing.metrics import classification
-from lapwing.metrics.ood import auroc
+from lapwing.demo.training import Recipe, batches, best_seconds, epoch_seconds, trained
 
 
 @dataclass(frozen=True)
@@ -38,67 +37,56 @@ class Digits:
     seed: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class _Labelled:
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-
-
 def run(settings: Digits) -> Result:
     """Train once; score the plain network and its posteriors on the same test images."""
     start = time.perf_counter()
-    data = _split(settings)
-    model = trained(*data.train, 10, settings.recipe, settings.seed)
+    train, (x, y) = _split(settings)
+    model = trained(*train, 10, settings.recipe, settings.seed)
     seconds = {"training": time.perf_counter() - start}
-    train = batches(*data.train, settings.recipe.batch_size)
-    seconds["epoch"] = epoch_seconds(model, train)
-    images = _images(data.test[0], settings.seed)
-    rows: list[Row] = []
-    arrays: dict[str, list[float]] = {}
-    timed_fits = _fits(model, train)
-    for name, (taken, posterior) in timed_fits.items():
-        probs = {kind: posterior.predict(x).probs for kind, x in images.items()}
-        seconds[f"fit {name}"] = taken
-        rows.append(Row(name, {**_scores(probs, data.test[1]), "fit / epoch": taken / seconds["epoch"]}))
-        arrays |= {f"{name}/{kind}": values.amax(1).tolist() for kind, values in probs.items()}
-        arrays[f"{name}/correct"] = (probs["test"].argmax(1) == data.test[1]).double().tolist()
-    seconds["total"] = time.perf_counter() - start
-    precisions = {name: float(posterior.prior.values) for name, (_, posterior) in timed_fits.items()}
-    notes = tuple(f"{name}: prior precision {p:.3g}" for name, p in precisions.items() if name != "plain network")
-    return Result("digits", plain(settings), settings.seed, tuple(rows), seconds, arrays, notes)
-
-
-def _fits(model: nn.Module, train: Batches) -> dict[str, tuple[float, lw.Fitted]]:
-    """Return, by name, the seconds of a fit, tuning included, and the posterior."""
-    fit = partial(lw.fit, model, train, "classification", progress=False)
-    return {
-        "plain network": best_seconds(lambda: fit(method=lw.baselines.MapOnly())),
-        "posterior": best_seconds(fit),
-        "posterior, last layer": best_seconds(lambda: fit(method=lw.Full(), weights=lw.last_layer)),
+    data = batches(*train, settings.recipe.batch_size)
+    seconds["epoch"] = epoch_seconds(model, data)
+    fit = partial(lw.fit, model, data, "classification", progress=False)
+    fits: dict[str, Callable[[], lw.Fitted]] = {
+        "plain network": lambda: fit(method=lw.baselines.MapOnly()),
+        "posterior": fit,
+        "posterior, last layer": lambda: fit(method=lw.Full(), weights=lw.last_layer),
     }
+    images = _images(x, settings.seed)
+    arrays: dict[str, list[float]] = {}
+    rows, notes = [], []
+    for name, work in fits.items():
+        seconds[f"fit {name}"], posterior = best_seconds(work)
+        probs = {kind: posterior.predict(x).probs for kind, x in images.items()}
+        relative = seconds[f"fit {name}"] / seconds["epoch"]
+        rows.append(Row(name, {**_scores(probs, y), "fit / epoch": relative}))
+        arrays |= {f"{name}/{kind}": values.amax(1).tolist() for kind, values in probs.items()}
+        arrays[f"{name}/correct"] = (probs["test"].argmax(1) == y).double().tolist()
+        notes.append(f"{name}: prior precision {float(posterior.prior.values):.3g}")
+    seconds["total"] = time.perf_counter() - start
+    # The plain network has no prior.
+    return Result("digits", plain(settings), settings.seed, tuple(rows), seconds, arrays, tuple(notes[1:]))
 
 
 def _scores(probs: dict[str, Tensor], y: Tensor) -> dict[str, float]:
     """Return the scores on the test images; images of other kinds should be predicted with less confidence."""
     doubt = {kind: 1 - values.amax(1) for kind, values in probs.items()}
     return {
-        "NLL": classification.nll(probs["test"], y),
-        "accuracy": classification.accuracy(probs["test"], y),
-        "ECE": classification.ece(probs["test"], y),
-        "Brier": classification.brier(probs["test"], y),
-        "AUROC shuffled": auroc(doubt["test"], doubt["shuffled"]),
-        "AUROC rotated": auroc(doubt["test"], doubt["rotated"]),
+        "NLL": metrics.categorical_nll(probs["test"], y),
+        "accuracy": metrics.accuracy(probs["test"], y),
+        "ECE": metrics.ece(probs["test"], y),
+        "Brier": metrics.brier(probs["test"], y),
+        "AUROC shuffled": metrics.auroc(doubt["test"], doubt["shuffled"]),
+        "AUROC rotated": metrics.auroc(doubt["test"], doubt["rotated"]),
     }
 
 
-def _split(settings: Digits) -> _Labelled:
+def _split(settings: Digits) -> list[tuple[Tensor, Tensor]]:
+    """Return images and labels for training and for testing."""
     x, y = load_digits(return_X_y=True)
     noisy = x / 16 + settings.noise * np.random.default_rng(settings.seed).standard_normal(x.shape)
-    train_x, test_x, train_y, test_y = train_test_split(
-        noisy, y, test_size=settings.test_share, random_state=settings.seed, stratify=y
-    )
-    pairs = ((train_x, train_y), (test_x, test_y))
-    return _Labelled(*((torch.as_tensor(x).float(), torch.as_tensor(y).long()) for x, y in pairs))
+    options = {"test_size": settings.test_share, "random_state": settings.seed, "stratify": y}
+    train_x, test_x, train_y, test_y = (torch.as_tensor(part) for part in train_test_split(noisy, y, **options))
+    return [(train_x.float(), train_y.long()), (test_x.float(), test_y.long())]
 
 
 def _images(test: Tensor, seed: int) -> dict[str, Tensor]:
@@ -119,20 +107,18 @@ def picture(result: Result, path: Path) -> None:
     axes[0][0].set_ylabel("accuracy in bin")
     axes[1][0].set_ylabel("share of images")
     share_vertical_range(axes[1])
-    handles, labels = axes[1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, ncols=3, loc="outside lower center")
+    figure.legend(*axes[1][0].get_legend_handles_labels(), frameon=False, ncols=3, loc="outside lower center")
     save(figure, path)
 
 
 def _reliability(axis: Any, row: Row, arrays: Mapping[str, list[float]]) -> None:
     confidence, correct = (torch.tensor(arrays[f"{row.name}/{key}"]) for key in ("test", "correct"))
-    calibration = classification.calibration(confidence, correct)
+    calibration = metrics.calibration(confidence, correct)
     bins = len(calibration.weight)
-    centres = [(i + 0.5) / bins for i in range(bins)]
     # Bins with few images are pale, because their accuracy is uncertain.
-    for centre, height, weight in zip(centres, calibration.accuracy.tolist(), calibration.weight.tolist(), strict=True):
+    for i, (height, weight) in enumerate(zip(calibration.accuracy.tolist(), calibration.weight.tolist(), strict=True)):
         if weight > 0:
-            axis.bar(centre, height, width=0.92 / bins, color=POSTERIOR, alpha=min(1.0, 0.3 + 7 * weight))
+            axis.bar((i + 0.5) / bins, height, width=0.92 / bins, color=POSTERIOR, alpha=min(1.0, 0.3 + 7 * weight))
     axis.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1)
     axis.set(xlim=(0, 1), ylim=(0, 1.01), xlabel="confidence")
     axis.set_title(f"{row.name}\nNLL {row.scores['NLL']:.3f}, ECE {row.scores['ECE']:.3f}", fontsize=10)

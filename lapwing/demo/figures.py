@@ -34,12 +34,3 @@ def share_vertical_range(axes: Sequence[Any]) -> None:
     limits = [axis.get_ylim() for axis in axes]
     for axis in axes:
         axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-
-
-def legend_entries(axes: Any) -> tuple[list[Any], list[str]]:
-    """Return handles and labels of the legends of some axes, each label once."""
-    entries: dict[str, Any] = {}
-    for axis in axes:
-        handles, labels = axis.get_legend_handles_labels()
-        entries |= dict(zip(labels, handles, strict=True))
-    return list(entries.values()), list(entries)

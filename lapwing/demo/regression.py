@@ -1,15 +1,33 @@
-"""Tables of regression data, and scores of a posterior in the units of the data."""
+"""Tables of regression data, and predictions of a posterior in the units of the data with their scores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lapwing as lw
-from lapwing.demo.training import Batches, Standardiser
-from lapwing.metrics import regression
+from lapwing import metrics
+
+
+@dataclass(frozen=True, eq=False)
+class Standardiser:
+    """Shift and scale that give the training rows mean zero and standard deviation one, column by column."""
+
+    mean: Tensor
+    std: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Standardiser:
+        """Measure mean and standard deviation of some rows."""
+        mean, std = rows.mean(0), rows.std(0, correction=0)
+        # The standard deviation of a constant column is a rounding error; such a column is only shifted.
+        constant = std <= 1e-9 * mean.abs().clamp_min(1e-30)
+        return cls(mean, torch.where(constant, torch.ones_like(std), std))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return (rows - self.mean) / self.std
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,42 +56,27 @@ class Table:
         return self.scale_x(self.x_train), self.scale_y(self.y_train).unsqueeze(1)
 
 
-@dataclass(frozen=True, eq=False)
-class Predicted:
-    """Normal predictions for the test rows, (B,) each, in the units of y."""
+def predict(fitted: lw.Fitted, table: Table) -> dict[str, Tensor]:
+    """Predict the test rows of a table by a posterior that was fitted to its standardised training rows.
 
-    y: Tensor
-    mean: Tensor
-    std: Tensor
-    epistemic_std: Tensor
-    low: Tensor
-    high: Tensor
-
-
-def predict(fitted: lw.Fitted, table: Table, level: float = 0.95) -> Predicted:
-    """Predict the test rows of a table by a posterior that was fitted to its standardised training rows."""
-    standardised = fitted.predict(table.scale_x(table.x_test))
-    shift, scale = table.scale_y.mean, table.scale_y.std
-    low, high = standardised.interval(level)
+    Returns mean, std, epistemic_std, and the ends low and high of 95 % intervals, each (B,) in the units of y.
+    """
+    standardised, units = fitted.predict(table.scale_x(table.x_test)), table.scale_y
+    low, high = standardised.interval(0.95)
+    places = {"mean": standardised.mean, "low": low, "high": high}
+    widths = {"std": standardised.std, "epistemic_std": standardised.epistemic_variance.sqrt()}
     with torch.no_grad():
-        mean, low, high = (t.squeeze(1) * scale + shift for t in (standardised.mean, low, high))
-        std, epistemic = (t.squeeze(1) * scale for t in (standardised.std, standardised.epistemic_variance.sqrt()))
-    return Predicted(table.y_test, mean, std, epistemic, low, high)
+        columns = {name: t.squeeze(1) * units.std + units.mean for name, t in places.items()}
+        return columns | {name: t.squeeze(1) * units.std for name, t in widths.items()}
 
 
-def tempered(model: nn.Module, held_out: Batches) -> lw.Gaussian:
-    """Return the likelihood whose noise is the error on held-out rows: temperature scaling of a regression."""
-    with torch.no_grad():
-        residuals = torch.cat([model(x) - y for x, y in held_out])
-    return lw.Gaussian(noise_std=float(residuals.square().mean().sqrt()))
-
-
-def scores(predicted: Predicted) -> dict[str, float]:
+def scores(predicted: dict[str, Tensor], y: Tensor) -> dict[str, float]:
     """Return NLL, RMSE and CRPS, the share of targets inside their intervals, and the width of these intervals."""
+    mean, std, low, high = (predicted[name] for name in ("mean", "std", "low", "high"))
     return {
-        "NLL": regression.nll(predicted.mean, predicted.std, predicted.y),
-        "RMSE": regression.rmse(predicted.mean, predicted.y),
-        "CRPS": regression.crps(predicted.mean, predicted.std, predicted.y),
-        "coverage 95 %": regression.coverage(predicted.low, predicted.high, predicted.y),
-        "width": regression.interval_width(predicted.low, predicted.high),
+        "NLL": metrics.normal_nll(mean, std, y),
+        "RMSE": metrics.rmse(mean, y),
+        "CRPS": metrics.crps(mean, std, y),
+        "coverage 95 %": metrics.coverage(low, high, y),
+        "width": metrics.interval_width(low, high),
     }

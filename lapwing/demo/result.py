@@ -1,21 +1,20 @@
-"""The result of an experiment: scores, the numbers behind its pictures, settings, seed and versions."""
+"""The result of an experiment (scores, the numbers behind its pictures, settings, seed), as a table and as files."""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import lapwing
 
-
-def versions() -> dict[str, str]:
-    """Return the versions of everything that could change the numbers."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "lapwing": lapwing.__version__}
+# Versions of everything that could change the numbers.
+VERSIONS = {"python": platform.python_version(), "torch": str(torch.__version__), "lapwing": lapwing.__version__}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Result:
     seconds: dict[str, float]
     arrays: dict[str, list[float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    versions: dict[str, str] = field(default_factory=versions)
+    versions: dict[str, str] = field(default_factory=lambda: dict(VERSIONS))
 
     def to_json(self) -> str:
         """Return the result as JSON. Raise ValueError if a number is not finite, since JSON has no such numbers."""
@@ -58,27 +57,58 @@ def plain(settings: Any) -> dict[str, Any]:
     return fields
 
 
-def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of every score over repetitions.
+def table(result: Result) -> str:
+    """Return the title, a line for each row, and the notes; a score that a row lacks stays blank."""
+    columns = list(dict.fromkeys(score for row in result.rows for score in row.scores))
+    grouped = any(row.group for row in result.rows)
+    lines, last = [["", "", *columns]], None
+    for row in result.rows:
+        numbers = (number(row.scores[column]) if column in row.scores else "" for column in columns)
+        lines.append([row.group if row.group != last else "", row.name, *numbers])
+        last = row.group
+    text = aligned(lines, left=2) if grouped else aligned([line[1:] for line in lines], left=1)
+    return "\n".join([result.experiment, *text, *(f"  {note}" for note in result.notes)])
 
-    >>> mean_scores([{"RMSE": 1.0}, {"RMSE": 2.0}])
-    {'RMSE': 1.5}
+
+def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return lines with columns of equal width, the first ``left`` columns flush left.
+
+    >>> aligned([["", "NLL"], ["plain", "1.2"]], left=1)
+    ['       NLL', 'plain  1.2']
     """
-    return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    pad = lambda i, cell: cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
+    return ["  ".join(pad(i, cell) for i, cell in enumerate(line)).rstrip() for line in lines]
 
 
-def spread_scores(scores: Sequence[Mapping[str, float]], names: Sequence[str] | None = None) -> dict[str, float]:
-    """Return the standard error of the mean over repetitions, as "NAME ±"; nothing for one repetition.
+def number(value: float) -> str:
+    """Return the number with three decimals, fewer if it is large, as a power of ten if it is tiny.
 
-    >>> spread_scores([{"RMSE": 1.0}, {"RMSE": 3.0}])
-    {'RMSE ±': 1.0}
+    >>> number(0.12345), number(123.456), number(0.000123), number(0.0)
+    ('0.123', '123.5', '1.23e-04', '0.000')
     """
-    if len(scores) < 2:
-        return {}
-    errors = {}
-    for name in scores[0] if names is None else names:
-        values = [s[name] for s in scores]
-        mean = sum(values) / len(values)
-        variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-        errors[f"{name} ±"] = (variance / len(values)) ** 0.5
-    return errors
+    size = abs(value)
+    if 0 < size < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:.3f}" if size < 10 else f"{value:.2f}" if size < 100 else f"{value:.1f}"
+
+
+Picture = Callable[[Result, Path], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results, the JSON file for their numbers, and their pictures by file name: the first shows the first result."""
+
+    path: Path
+    results: tuple[Result, ...]
+    pictures: Mapping[str, Picture] = field(default_factory=dict)
+
+    def write(self) -> list[Path]:
+        """Draw the pictures beside the JSON file, write that file, and return the paths of all of them."""
+        drawn = [self.path.with_name(name) for name in self.pictures]
+        for path, draw, result in zip(drawn, self.pictures.values(), self.results, strict=False):
+            draw(result, path)
+        documents = {result.experiment: json.loads(result.to_json()) for result in self.results}
+        self.path.write_text(json.dumps(documents, indent=1) + "\n", encoding="utf-8")
+        return [*drawn, self.path]

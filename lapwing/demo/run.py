@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lapwing.demo import bands, diabetes, digits
-from lapwing.demo.report import Report
+from lapwing.demo.result import Report
 
 
 def run(out: Path, seed: int = 0, quick: bool = False) -> Report:

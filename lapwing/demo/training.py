@@ -39,25 +39,6 @@ class Recipe:
     dropout: float = 0.0  # after every activation
 
 
-@dataclass(frozen=True, eq=False)
-class Standardiser:
-    """Shift and scale that give the training rows mean zero and standard deviation one, column by column."""
-
-    mean: Tensor
-    std: Tensor
-
-    @classmethod
-    def of(cls, rows: Tensor) -> Standardiser:
-        """Measure mean and standard deviation of some rows."""
-        mean, std = rows.mean(0), rows.std(0, correction=0)
-        # The standard deviation of a constant column is a rounding error; such a column is only shifted.
-        constant = std <= 1e-9 * mean.abs().clamp_min(1e-30)
-        return cls(mean, torch.where(constant, torch.ones_like(std), std))
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return (rows - self.mean) / self.std
-
-
 def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
     """Return an untrained network. The global random state does not change."""
     sizes = (inputs, *recipe.hidden, outputs)
@@ -97,44 +78,36 @@ def optimise(
     ``after`` is called after every epoch with its number, from 1, while the model is in evaluation mode. Dropout draws
     from the global random state, so that state is seeded as well, and restored at the end.
     """
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-        torch.manual_seed(seed)
-        _optimise(model, x, y, recipe, torch.Generator().manual_seed(seed), after)
-
-
-def _optimise(
-    model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, generator: torch.Generator, after: Callable[[int], None]
-) -> None:
-    loss = loss_of(y)
+    loss, generator = loss_of(y), torch.Generator().manual_seed(seed)
     optimiser = torch.optim.Adam(
         model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
     )
     epoch = math.ceil(len(x) / recipe.batch_size)
     steps = min(recipe.max_steps, recipe.epochs * epoch)
     model.train()
-    for step in range(steps):
-        if step % epoch == 0:
-            order = torch.randperm(len(x), generator=generator).to(x.device).split(recipe.batch_size)
-        rows = order[step % epoch]
-        for group in optimiser.param_groups if recipe.falling else ():
-            group["lr"] = recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
-        optimiser.zero_grad()
-        loss(model(x[rows]), y[rows]).backward()
-        optimiser.step()
-        if (step + 1) % epoch == 0:
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        torch.manual_seed(seed)
+        for step in range(steps):
+            if step % epoch == 0:
+                order = torch.randperm(len(x), generator=generator).to(x.device).split(recipe.batch_size)
+            rows = order[step % epoch]
+            for group in optimiser.param_groups if recipe.falling else ():
+                group["lr"] = recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
             optimiser.zero_grad()
-            model.eval()
-            after((step + 1) // epoch)
-            model.train()
-    for parameter in model.parameters():
-        parameter.grad = None
+            loss(model(x[rows]), y[rows]).backward()
+            optimiser.step()
+            if (step + 1) % epoch == 0:
+                optimiser.zero_grad()
+                model.eval()
+                after((step + 1) // epoch)
+                model.train()
+    optimiser.zero_grad()
     model.eval()
 
 
 def epoch_seconds(model: nn.Module, data: Batches) -> float:
     """Return the seconds of one epoch without the optimiser: forward and backward passes over the batches."""
-    loss = loss_of(data[0][1])
-    parameters = list(model.parameters())
+    loss, parameters = loss_of(data[0][1]), list(model.parameters())
 
     def epoch() -> None:
         for x, y in data:
@@ -145,13 +118,9 @@ def epoch_seconds(model: nn.Module, data: Batches) -> float:
 
 def best_seconds(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
     """Return the time of the shortest of some runs, and the result of the first one."""
-    shortest, result = _timed(work)
-    for _ in range(repeats - 1):
-        shortest = min(shortest, _timed(work)[0])
-    return shortest, result
-
-
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result
+    results, seconds = [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        results.append(work())
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), results[0]

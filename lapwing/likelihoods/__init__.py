@@ -1,5 +1,5 @@
-"""Likelihoods: how targets depend on the outputs of a network. One file each; ``protocol.py`` has the contract.
+"""Likelihoods: how targets depend on the outputs of a network, each with the predictive distribution of its targets.
 
-``energies.py`` has the objectives of methods that learn by predicting. Predictive distributions are in
-``lapwing.predictives``.
+``protocol.py`` has the contract, ``energies.py`` the objectives of methods that learn by predicting. The ``predict`` of
+a likelihood computes its predictive from a Gaussian belief about the outputs, without a network or a posterior.
 """

@@ -1,8 +1,10 @@
-"""Binary targets: one logit, or many for multilabel problems."""
+"""Binary targets, one logit or many for multilabel problems, and their predictive."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, positive, refuse_unused, with_tuples
+from lapwing.likelihoods.protocol import check_logit_settings, matched, plain_numbers, refuse_unused
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
@@ -44,28 +46,15 @@ class Bernoulli:
     link: str = "quadrature"
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
+    learns_dispersion: ClassVar[bool] = False
+    ignores_common_shift: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.link not in BINARY_LINKS:
-            raise DataError(f"link is {self.link!r}; expected one of {', '.join(BINARY_LINKS)}.")
-        if not positive(self.temperature):
-            raise DataError(f"temperature is {self.temperature}; expected a positive number.")
-        if not positive(self.link_temperature):
-            raise DataError(f"link_temperature is {self.link_temperature}; expected a positive number.")
-        if self.pos_weight is not None and not positive(self.pos_weight, zero=True):
-            raise DataError(f"pos_weight is {self.pos_weight}; expected finite numbers that are not negative.")
+        check_logit_settings(self, BINARY_LINKS, pos_weight=self.pos_weight)
 
-    @property
+    @cached_property
     def dispersion(self) -> Tensor:
         return torch.as_tensor(self.temperature, dtype=torch.float64)
-
-    @property
-    def learns_dispersion(self) -> bool:
-        return False
-
-    @property
-    def ignores_common_shift(self) -> bool:
-        return False
 
     def with_dispersion(self, phi: Tensor) -> Bernoulli:
         return replace(self, temperature=phi)
@@ -125,21 +114,12 @@ class Bernoulli:
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
-        weight = self.pos_weight
-        plain = (
-            weight
-            if weight is None or isinstance(weight, float | int)
-            else torch.as_tensor(weight, dtype=torch.float64).tolist()
-        )
-        settings = {
-            "pos_weight": plain,
-            "ignore_index": self.ignore_index,
-            "link": self.link,
-            "link_temperature": self.link_temperature,
-        }
+        weight = plain_numbers(self.pos_weight)
+        link = {"link": self.link, "link_temperature": self.link_temperature}
+        settings = {"pos_weight": weight, "ignore_index": self.ignore_index, **link}
         return State("Bernoulli", settings, {"dispersion": self.dispersion.detach()})
 
     @classmethod
     def from_state(cls, state: State) -> Bernoulli:
         """Build the likelihood from its state."""
-        return cls(**with_tuples(state.settings), temperature=state.tensors["dispersion"])
+        return cls(**state.settings, temperature=state.tensors["dispersion"])

@@ -1,8 +1,10 @@
-"""Classification into C classes."""
+"""Classification into C classes, and the predictive of classes with Gaussian logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.likelihoods.protocol import positive, refuse_unused, with_tuples
+from lapwing.likelihoods.protocol import check_logit_settings, plain_numbers, refuse_unused
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
@@ -48,28 +50,15 @@ class Categorical:
     seed: int = 0
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
+    learns_dispersion: ClassVar[bool] = False
+    ignores_common_shift: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.link not in LINKS:
-            raise DataError(f"link is {self.link!r}; expected one of {', '.join(LINKS)}.")
-        if not positive(self.temperature):
-            raise DataError(f"temperature is {self.temperature}; expected a positive number.")
-        if not positive(self.link_temperature):
-            raise DataError(f"link_temperature is {self.link_temperature}; expected a positive number.")
-        if self.class_weights is not None and not positive(self.class_weights, zero=True):
-            raise DataError(f"class_weights is {self.class_weights}; expected finite numbers that are not negative.")
+        check_logit_settings(self, LINKS, class_weights=self.class_weights)
 
-    @property
+    @cached_property
     def dispersion(self) -> Tensor:
         return torch.as_tensor(self.temperature, dtype=torch.float64)
-
-    @property
-    def learns_dispersion(self) -> bool:
-        return False
-
-    @property
-    def ignores_common_shift(self) -> bool:
-        return True
 
     def with_dispersion(self, phi: Tensor) -> Categorical:
         return replace(self, temperature=phi)
@@ -117,7 +106,7 @@ class Categorical:
     def check_prediction(self) -> None:
         if self.link == "mc":
             raise UnsupportedError(
-                "link is 'mc': a predictive made of draws has no gradient to learn by; use link='probit' or 'bridge'."
+                "link is 'mc': a predictive made of draws has no gradient to learn by; use link='pairwise', 'probit' or 'bridge'."
             )
         refuse_unused("Categorical", class_weights=self.class_weights, temperature=self.temperature)
 
@@ -178,18 +167,13 @@ class Categorical:
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
-        weights = self.class_weights
-        settings = {
-            "class_weights": None if weights is None else [float(w) for w in weights],
-            "ignore_index": self.ignore_index,
-            "link": self.link,
-            "samples": self.samples,
-            "seed": self.seed,
-            "link_temperature": self.link_temperature,
-        }
+        link = {
+            "link": self.link, "samples": self.samples, "seed": self.seed, "link_temperature": self.link_temperature,
+        }  # fmt: skip
+        settings = {"class_weights": plain_numbers(self.class_weights), "ignore_index": self.ignore_index, **link}
         return State("Categorical", settings, {"dispersion": self.dispersion.detach()})
 
     @classmethod
     def from_state(cls, state: State) -> Categorical:
         """Build the likelihood from its state."""
-        return cls(**with_tuples(state.settings), temperature=state.tensors["dispersion"])
+        return cls(**state.settings, temperature=state.tensors["dispersion"])

@@ -1,9 +1,10 @@
-"""Regression with Gaussian noise."""
+"""Regression with Gaussian noise, the same for all inputs or given by the network, and the normal predictive."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, with_tuples
+from lapwing.likelihoods.protocol import matched, plain_numbers, refuse_dispersion
 from lapwing.predictives.normal import NormalPredictive
 from lapwing.predictives.student import StudentPredictive
 
@@ -35,7 +36,8 @@ class Gaussian:
         ratios: Noise variance of each output over ``phi``, (C,). Fitting sets it.
 
     Raises:
-        DataError: ``noise_std`` is not positive and finite, or has more than one dimension.
+        DataError: ``noise_std`` is not positive and finite, or has more than one dimension; ``degrees`` or
+            ``tail_scale`` is out of range.
 
     Cost: ``per_output=True`` takes one more forward pass over the data before the fit.
 
@@ -80,9 +82,6 @@ class Gaussian:
 
     def with_dispersion(self, phi: Tensor) -> Gaussian:
         return replace(self, phi=phi)
-
-    def with_tails(self, degrees: float, scale: float) -> Gaussian:
-        return replace(self, degrees=degrees, tail_scale=scale)
 
     @property
     def learns_ratios(self) -> bool:
@@ -131,6 +130,9 @@ class Gaussian:
         constant = noise.log().sum() + mean.shape[-1] * math.log(2 * math.pi)
         return -0.5 * (gap.square().sum(-1) + growth / alpha + constant)
 
+    def with_tails(self, degrees: float, scale: float) -> Gaussian:
+        return replace(self, degrees=degrees, tail_scale=scale)
+
     @property
     def widening(self) -> float:
         """The variance of y over that of normal noise and a Gaussian belief; other than one with Student tails."""
@@ -139,23 +141,82 @@ class Gaussian:
     def predict(self, belief: FunctionGaussian) -> NormalPredictive | StudentPredictive:
         noise = self.noise_variance.to(belief.mean).expand(belief.mean.shape)
         if self.degrees == math.inf:
-            scale = self.tail_scale**2
-            return NormalPredictive(belief.marginal.widened(scale), scale * noise)
+            return NormalPredictive(belief.marginal.widened(self.widening), self.widening * noise)
         return StudentPredictive(belief.marginal, noise, self.degrees, self.tail_scale)
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
-        std = None if self.noise_std is None else torch.as_tensor(self.noise_std, dtype=torch.float64).tolist()
-        tensors = {"dispersion": self.dispersion.detach()}
-        if self.ratios is not None:
-            tensors["ratios"] = self.ratios
+        ratios = {} if self.ratios is None else {"ratios": self.ratios}
         degrees = None if self.degrees == math.inf else self.degrees  # JSON has no infinity
-        settings = {"noise_std": std, "per_output": self.per_output, "tail_scale": self.tail_scale}
-        return State("Gaussian", {**settings, "degrees": degrees}, tensors)
+        noise = {"noise_std": plain_numbers(self.noise_std), "per_output": self.per_output}
+        settings = {**noise, "degrees": degrees, "tail_scale": self.tail_scale}
+        return State("Gaussian", settings, {"dispersion": self.dispersion.detach(), **ratios})
 
     @classmethod
     def from_state(cls, state: State) -> Gaussian:
         """Build the likelihood from its state."""
-        settings = with_tuples(state.settings)
-        settings["degrees"] = math.inf if settings["degrees"] is None else settings["degrees"]
+        settings = {**state.settings, "degrees": state.settings["degrees"] or math.inf}
         return cls(**settings, phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class HeteroscedasticGaussian:
+    """Regression with noise that depends on the input: outputs f = (m, s) are D means and then D log-variances.
+
+    The Hessian in (m, s) is indefinite, so the curvature is the Fisher matrix, diag(exp(-s), 1/2).
+
+    >>> likelihood = HeteroscedasticGaussian()
+    >>> likelihood.loss(torch.zeros(1, 2), torch.zeros(1, 1))  # ½ log 2π
+    tensor([0.9189])
+    """
+
+    dispersion: ClassVar[Tensor] = torch.tensor(1.0, dtype=torch.float64)
+    learns_dispersion: ClassVar[bool] = False
+
+    def with_dispersion(self, phi: Tensor) -> HeteroscedasticGaussian:
+        refuse_dispersion(phi, "HeteroscedasticGaussian has no dispersion to change, the network gives the noise.")
+        return self
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        if f.shape[-1] % 2:
+            raise DataError(
+                f"HeteroscedasticGaussian: the network has {f.shape[-1]} outputs; expected an even number: "
+                "the means first, then as many log-variances."
+            )
+        return matched(f[..., : f.shape[-1] // 2], y, "HeteroscedasticGaussian")
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        each = log_variance + (y - mean).square() * (-log_variance).exp() + math.log(2 * math.pi)
+        return 0.5 * each.sum(-1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        return torch.diag_embed(torch.cat([(-0.5 * log_variance).exp(), torch.full_like(mean, math.sqrt(0.5))], -1))
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        mean, log_variance = f.chunk(2, -1)
+        eps = normal(tuple(mean.shape), generator, f)
+        return torch.cat([-eps * (-0.5 * log_variance).exp(), 0.5 * (1 - eps.square())], -1)
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        return f[..., 0].numel()
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        return torch.zeros_like(phi)
+
+    def predict(self, belief: FunctionGaussian) -> NormalPredictive:
+        size = belief.mean.shape[-1] // 2
+        noise = (belief.mean[..., size:] + 0.5 * belief.variance[..., size:]).exp()  # E exp(s) of a Gaussian s
+        means = FunctionGaussian(belief.mean[..., :size], belief.marginal.cov[..., :size, :size])
+        return NormalPredictive(means, noise)
+
+    def state(self) -> State:
+        """Return the state for a file; there is nothing to store."""
+        return State("HeteroscedasticGaussian")
+
+    @classmethod
+    def from_state(cls, state: State) -> HeteroscedasticGaussian:
+        """Build the likelihood from its state."""
+        return cls()

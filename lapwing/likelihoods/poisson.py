@@ -1,8 +1,9 @@
-"""Counts with a Poisson distribution."""
+"""Counts with a Poisson distribution, and their predictive: a Poisson with a Gaussian log-rate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched
+from lapwing.likelihoods.protocol import matched, refuse_dispersion
 from lapwing.predictives.counts import CountPredictive
 
 
@@ -26,19 +27,11 @@ class Poisson:
     tensor([1.])
     """
 
-    @property
-    def dispersion(self) -> Tensor:
-        return torch.tensor(1.0, dtype=torch.float64)
-
-    @property
-    def learns_dispersion(self) -> bool:
-        return False
+    dispersion: ClassVar[Tensor] = torch.tensor(1.0, dtype=torch.float64)
+    learns_dispersion: ClassVar[bool] = False
 
     def with_dispersion(self, phi: Tensor) -> Poisson:
-        if float(phi) != 1:
-            raise DataError(
-                f"dispersion {float(phi):g}; Poisson has no dispersion to change, its variance is its mean."
-            )
+        refuse_dispersion(phi, "Poisson has no dispersion to change, its variance is its mean.")
         return self
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -168,10 +169,25 @@ class HasPowerEnergy(Protocol):
         ...
 
 
-def positive(value: Any, zero: bool = False) -> bool:
-    """Return whether all numbers are finite and positive, or at least zero with ``zero``."""
-    numbers = torch.as_tensor(value).detach().double()
-    return bool(torch.isfinite(numbers).all()) and bool(((numbers >= 0) if zero else (numbers > 0)).all())
+def check_logit_settings(likelihood: Any, links: Iterable[str], **weights: Any) -> None:
+    """Raise if the settings that likelihoods with logits share are wrong; ``weights`` has one or None by its name."""
+    if likelihood.link not in links:
+        raise DataError(f"link is {likelihood.link!r}; expected one of {', '.join(links)}.")
+    for name in ("temperature", "link_temperature"):
+        value = getattr(likelihood, name)
+        lowest, highest = torch.as_tensor(value).detach().double().aminmax()
+        if not 0 < lowest <= highest < math.inf:
+            raise DataError(f"{name} is {value}; expected a positive number.")
+    for name, weight in weights.items():
+        numbers = torch.as_tensor(1.0 if weight is None else weight).detach()
+        if not bool(((numbers >= 0) & numbers.isfinite()).all()):
+            raise DataError(f"{name} is {weight}; expected finite numbers that are not negative.")
+
+
+def refuse_dispersion(phi: Tensor, why: str) -> None:
+    """Raise if the dispersion is not one."""
+    if float(phi) != 1:
+        raise DataError(f"dispersion {float(phi):g}; {why}")
 
 
 def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
@@ -197,6 +213,6 @@ def refuse_unused(likelihood: str, **settings: Any) -> None:
             )
 
 
-def with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with tuples in place of lists; JSON has no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+def plain_numbers(value: Any) -> Any:
+    """Return numbers from a user as what JSON can hold: a number, a list or None."""
+    return None if value is None else torch.as_tensor(value, dtype=torch.float64).tolist()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-
-from lapwing.core.random import normal
-from lapwing.errors import DataError, NumericalError
 
 
 class Part(Protocol):
@@ -55,20 +53,12 @@ class Design(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixPart:
-    """Rows of a matrix in memory."""
+class OperatorPart:
+    """Rows of a design given by two functions."""
 
-    matrix: Tensor
-
-    @property
-    def rows(self) -> int:
-        return self.matrix.shape[0]
-
-    def forward(self, v: Tensor) -> Tensor:
-        return v.to(self.matrix) @ self.matrix.mT
-
-    def back(self, u: Tensor) -> Tensor:
-        return u.to(self.matrix) @ self.matrix
+    rows: int
+    forward: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
 
     def gram(self, v: Tensor) -> Tensor:
         return self.back(self.forward(v))
@@ -95,20 +85,13 @@ class MatrixDesign:
         return self.matrix[:0, 0]
 
     def __iter__(self) -> Iterator[Part]:
-        for rows in self.matrix.split(self.part):
-            yield MatrixPart(rows)
+        for x in self.matrix.split(self.part):
+            yield OperatorPart(len(x), partial(_times, matrix=x.mT), partial(_times, matrix=x))
 
 
-@dataclass(frozen=True, eq=False)
-class OperatorPart:
-    """Rows of a design given by two functions."""
-
-    rows: int
-    forward: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
-
-    def gram(self, v: Tensor) -> Tensor:
-        return self.back(self.forward(v))
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Return the rows times a matrix, in its dtype and on its device."""
+    return rows.to(matrix) @ matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,43 +150,6 @@ class ScaledDesign:
 
     def _scaled(self, part: Part) -> Part:
         return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
-
-
-def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
-    """Raise unless u·Xv = v·Xᵀu for random vectors, and a second call of either product equals the first.
-
-    The second call gets its rows in reverse order, so that a product which mixes them is refused as well.
-    """
-    like, gen = torch.empty(0, dtype=torch.float64, device=design.like.device), torch.Generator().manual_seed(0)
-    (part,) = design
-    v, u = normal((2, design.size), gen, like), normal((2, design.rows), gen, like)
-    forward = _repeated(part.forward, v, design.rows, "forward", tolerance)
-    back = _repeated(part.back, u, design.size, "back", tolerance)
-    gap, scale = float(((u * forward).sum(1) - (v * back).sum(1)).norm()), float(forward.norm() + back.norm())
-    if gap > tolerance * scale:
-        raise NumericalError(
-            f"back is not the transpose of forward: u·Xv and v·Xᵀu differ by {gap / scale:.3g} of their size; expected "
-            f"{tolerance:g}. Check the two functions of the OperatorDesign."
-        )
-
-
-def _repeated(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, name: str, tolerance: float) -> Tensor:
-    """Return the product in float64; raise if its shape is wrong, it is not finite, or a second call differs."""
-    first = product(rows)
-    if first.shape != (len(rows), width):
-        raise DataError(
-            f"{name} of an OperatorDesign made {tuple(first.shape)} of rows {tuple(rows.shape)}; expected "
-            f"({len(rows)}, {width}): vectors are rows."
-        )
-    if not bool(torch.isfinite(first).all()):
-        raise NumericalError(f"{name} of an OperatorDesign gave NaN or infinity; expected finite numbers.")
-    gap, scale = float((first - product(rows.flip(0)).flip(0)).norm()), float(first.norm())
-    if gap > tolerance * scale:
-        raise NumericalError(
-            f"two calls of {name} of an OperatorDesign with the same rows differ by {gap / scale:.3g} of their size; "
-            f"expected {tolerance:g}: the same matrix at every call, and rows that do not depend on each other."
-        )
-    return first.double()
 
 
 def gram_product(design: Design, v: Tensor) -> Tensor:

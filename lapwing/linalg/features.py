@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import check_finite
-from lapwing.errors import DataError
+from lapwing.core.random import normal
+from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.design import Design, MatrixDesign, OperatorDesign
 
 WIDE = (torch.float32, torch.float64)
@@ -69,3 +70,40 @@ def _detached(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
         return image.detach()
 
     return apply
+
+
+def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
+    """Raise unless u·Xv = v·Xᵀu for random vectors, and a second call of either product equals the first.
+
+    The second call gets its rows in reverse order, so that a product which mixes them is refused as well.
+    """
+    like, gen = torch.empty(0, dtype=torch.float64, device=design.like.device), torch.Generator().manual_seed(0)
+    (part,) = design
+    v, u = normal((2, design.size), gen, like), normal((2, design.rows), gen, like)
+    forward = _repeated(part.forward, v, design.rows, "forward", tolerance)
+    back = _repeated(part.back, u, design.size, "back", tolerance)
+    gap, scale = float(((u * forward).sum(1) - (v * back).sum(1)).norm()), float(forward.norm() + back.norm())
+    if gap > tolerance * scale:
+        raise NumericalError(
+            f"back is not the transpose of forward: u·Xv and v·Xᵀu differ by {gap / scale:.3g} of their size; expected "
+            f"{tolerance:g}. Check the two functions of the OperatorDesign."
+        )
+
+
+def _repeated(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, name: str, tolerance: float) -> Tensor:
+    """Return the product in float64; raise if its shape is wrong, it is not finite, or a second call differs."""
+    first = product(rows)
+    if first.shape != (len(rows), width):
+        raise DataError(
+            f"{name} of an OperatorDesign made {tuple(first.shape)} of rows {tuple(rows.shape)}; expected "
+            f"({len(rows)}, {width}): vectors are rows."
+        )
+    if not bool(torch.isfinite(first).all()):
+        raise NumericalError(f"{name} of an OperatorDesign gave NaN or infinity; expected finite numbers.")
+    gap, scale = float((first - product(rows.flip(0)).flip(0)).norm()), float(first.norm())
+    if gap > tolerance * scale:
+        raise NumericalError(
+            f"two calls of {name} of an OperatorDesign with the same rows differ by {gap / scale:.3g} of their size; "
+            f"expected {tolerance:g}: the same matrix at every call, and rows that do not depend on each other."
+        )
+    return first.double()

@@ -31,6 +31,18 @@ def kmeans(points: Tensor, count: int, generator: torch.Generator | None = None,
     return centres
 
 
+def centres_by_class(rows: Tensor, labels: Tensor | None, numbers: Tensor, generator: torch.Generator) -> Tensor:
+    """Return one centre for each of the sorted class numbers (M,), (M, D): k-means of the rows (N, D) of its class.
+
+    A class without rows, and every class if ``labels`` (N,) are None, takes all rows.
+    """
+    centres = []
+    for number, count in zip(*(t.tolist() for t in numbers.unique_consecutive(return_counts=True)), strict=True):
+        members = rows if labels is None else rows[labels == number]
+        centres.append(kmeans(members if len(members) else rows, count, generator))
+    return torch.cat(centres)
+
+
 def _initial_centres(points: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """Draw centres among the points, with probability proportional to the squared distance to those drawn before."""
     draws = uniform((count,), generator, points.double())

@@ -1,4 +1,4 @@
-"""Block Krylov spaces, each of which serves a block of right-hand sides and every shift of the operator."""
+"""Block Krylov spaces, which serve every shift of an operator, and its leading eigenpairs by block Lanczos."""
 
 from __future__ import annotations
 
@@ -9,32 +9,87 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lapwing.core.data import check_finite
+from lapwing.core.random import normal
 from lapwing.errors import NumericalError
-from lapwing.linalg.operators import Product, applied
-from lapwing.linalg.orthogonal import OrthonormalRows, orthonormal_rows
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.operators import EPS, TINY, Product, Solution, applied, refuse_asymmetric
 
-TINY = torch.finfo(torch.float64).tiny
+OVERSAMPLE = 20  # vectors in the basis of eigenpairs beyond their number, at least
+
+
+@dataclass(frozen=True, eq=False)
+class OrthonormalRows:
+    """Orthonormal rows (d, P) in one or more blocks: adding a block copies nothing.
+
+    >>> rows = OrthonormalRows((torch.eye(3)[:1],)).extended(torch.eye(3)[2:])
+    >>> len(rows), rows.coordinates(torch.tensor([[1.0, 2.0, 3.0]]))
+    (2, tensor([[1., 3.]]))
+    """
+
+    blocks: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.blocks))
+
+    def extended(self, block: Tensor) -> OrthonormalRows:
+        """Return these rows followed by another block (k, P), orthonormal to them."""
+        return OrthonormalRows((*self.blocks, block))
+
+    def coordinates(self, v: Tensor) -> Tensor:
+        """Return the inner products (n, d) of every row of v (n, P) with the rows."""
+        return torch.cat([v @ block.mT for block in self.blocks], 1)
+
+    def combined(self, y: Tensor) -> Tensor:
+        """Return the combinations (n, P) of the rows with coefficients y (n, d)."""
+        first, *rest = zip(y.split([len(block) for block in self.blocks], 1), self.blocks, strict=True)
+        total = first[0] @ first[1]
+        for part, block in rest:
+            total.addmm_(part, block)
+        return total
+
+    def removed(self, v: Tensor) -> Tensor:
+        """Return the part of v (n, P) that is orthogonal to the rows."""
+        return v - self.combined(self.coordinates(v))
+
+
+def thin_svd(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (left, singular, right) with rows (K, P) = left · diag(singular) · right; a QR first, since K is small."""
+    tall, small = torch.linalg.qr(rows.mT)
+    left, singular, turn = torch.linalg.svd(small.mT, full_matrices=False)
+    return left, singular, turn @ tall.mT
+
+
+def orthonormal_rows(rows: Tensor, *, cut: float, against: OrthonormalRows | None = None) -> tuple[Tensor, Tensor]:
+    """Return (mix, basis) with rows = mix[:, :k] · basis (k, P), without singular values up to ``cut``.
+
+    ``mix`` (K, min(K, P)) has the columns of the directions that were left out too: mix[:, k:] is their part of the
+    rows. Rows that are orthogonal to ``against`` are made so once more after normalisation, which amplifies rounding.
+
+    >>> mix, basis = orthonormal_rows(torch.tensor([[2.0, 0.0], [4.0, 0.0]], dtype=torch.float64), cut=1e-12)
+    >>> len(basis), (mix[:, :1] @ basis).round(decimals=6).abs()
+    (1, tensor([[2., 0.],
+            [4., 0.]], dtype=torch.float64))
+    """
+    left, singular, right = thin_svd(rows)
+    basis = right[singular > cut]
+    if against is not None and len(basis) and len(against):
+        basis = against.removed(basis)
+        tall, small = torch.linalg.qr(basis.mT)
+        basis = tall.mT * small.diagonal().sign()[:, None]
+    return left * singular, basis
 
 
 @dataclass(frozen=True, eq=False)
 class Eigenpairs:
     """Leading eigenvalues ``values`` (r,), descending, with their eigenvectors as rows, ``vectors`` (r, P).
 
-    ``residuals`` (r,) are |A u - s u| relative to the largest eigenvalue, ``products`` is the number of products with
-    a block of rows, and ``tolerance`` is the residual that was asked for.
+    ``residuals`` (r,) are |A u - s u| relative to the largest eigenvalue, and ``products`` is the number of products
+    with a block of rows.
     """
 
     values: Tensor
     vectors: Tensor
     residuals: Tensor
     products: int
-    tolerance: float = 1e-3
-
-    @property
-    def converged(self) -> bool:
-        """Whether every residual is at most the tolerance."""
-        return bool((self.residuals <= self.tolerance).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,19 +126,13 @@ class BlockKrylov:
         return len(self.ahead) == 0
 
     def solve(
-        self,
-        weights: Tensor,
-        shift: float | Tensor,
-        *,
-        tolerance: float = 1e-6,
-        sizes: Tensor | None = None,
-        truncated: bool = False,
+        self, weights: Tensor, shift: float | Tensor, *, tolerance: float = 1e-6, sizes: Tensor | None = None
     ) -> Solution:
-        """Solve (A + shift I) x = weights (n, K) · start without new products; one shift, or one for each row (n,).
+        """Return the best solution of (A + shift I) x = weights (n, K) · start in this space, without new products.
 
-        The residual combines its part inside the basis, its part along the next block and a bound for what was dropped
-        as dependent. It is relative to the right-hand sides, or to ``sizes`` (n,). Raises if it is above the tolerance,
-        unless ``truncated`` asks for the best solution in this space.
+        There is one shift, or one for each row (n,). The residual combines its part inside the basis, its part along
+        the next block and a bound for what was dropped as dependent. It is relative to the right-hand sides, or to
+        ``sizes`` (n,); the solution has converged if it is at most the tolerance.
         """
         shifts = torch.as_tensor(shift, dtype=torch.float64, device=self.start.device).reshape(-1, 1)
         weights = weights.to(self.start)
@@ -92,9 +141,7 @@ class BlockKrylov:
         y = (target @ self.turn / (self.values + shifts)) @ self.turn.mT
         left = self._remainder(y, target, shifts) + weights.abs() @ self.missed
         residuals = left / (target.norm(dim=1) if sizes is None else sizes).clamp_min(TINY)
-        solution = Solution(self.rows.combined(y), residuals, self.products, tolerance)
-        advice = "Take more steps, add rows to the start block, or raise the prior precision."
-        return solution if truncated else solution.require_convergence("a solve in a Krylov space", advice)
+        return Solution(self.rows.combined(y), residuals, self.products, tolerance)
 
     def inverse_root(self, shift: float) -> Product:
         """Return the product with a symmetric root of an approximation to shift · (A + shift I)⁻¹.
@@ -117,8 +164,8 @@ class BlockKrylov:
 
     def pairs(self, rank: int | None = None) -> Eigenpairs:
         """Return the leading Ritz pairs."""
-        y = self.turn.mT[:rank]
-        return Eigenpairs(self.values[:rank], self.rows.combined(y), self.pair_residuals(rank), self.products)
+        vectors = self.rows.combined(self.turn.mT[:rank])
+        return Eigenpairs(self.values[:rank], vectors, self.pair_residuals(rank), self.products)
 
     def pair_residuals(self, rank: int | None = None) -> Tensor:
         """Return the residuals of the leading Ritz pairs, relative to the largest value; forms no vectors."""
@@ -141,7 +188,8 @@ class BlockKrylov:
         """
         basis, (_, size) = self.rows, self.ahead.shape
         room = min(size, len(basis) + steps * len(self.ahead), max_basis or size)
-        projected, lost = self._padded(room)
+        more = room - len(basis)
+        projected, lost = pad(self.projected, (0, more, 0, more)), pad(self.lost, (0, more))
         block, edge, products = self.ahead, self.edge, self.products
         scale = float(projected.norm(dim=1).max()) if room else 0.0
         while products < self.products + steps and 0 < len(block) <= room - len(basis):
@@ -168,11 +216,6 @@ class BlockKrylov:
             self, rows=basis, values=values.flip(0), turn=turn.flip(1), projected=projected,
             edge=edge, ahead=block, lost=lost, products=products,
         )  # fmt: skip
-
-    def _padded(self, room: int) -> tuple[Tensor, Tensor]:
-        """Return ``projected`` and ``lost`` with zeros for a basis of ``room`` rows."""
-        more = room - len(self.rows)
-        return pad(self.projected, (0, more, 0, more)), pad(self.lost, (0, more))
 
     def _remainder(self, y: Tensor, target: Tensor, shifts: Tensor) -> Tensor:
         """Return the length of target · basis - (A + shift) · (y · basis), for every row."""
@@ -209,17 +252,75 @@ def block_krylov(
     >>> space.solve(torch.ones(1, 1), shift=4.0).x
     tensor([[0.2000, 0.1667, 0.1250]], dtype=torch.float64)
     """
-    if steps < 1:
-        raise ValueError(f"a Krylov space needs at least one step, not {steps}.")
     check_finite(start, "the start block of a Krylov space")
     rows = start.double()
     lengths = rows.norm(dim=1, keepdim=True)
     mix, block = orthonormal_rows(rows / lengths.clamp_min(TINY), cut=tolerance)
-    if max_basis is not None and max_basis < len(block):
-        raise ValueError(f"the start block has rank {len(block)}, more than a basis of {max_basis}; raise max_basis.")
     mix, none, square = mix * lengths, rows.new_zeros(0), rows.new_zeros(0, 0)
     empty = BlockKrylov(
         OrthonormalRows((block[:0],)), none, square, mix[:, : len(block)], square, square.new_zeros(0, len(block)),
         block, none, mix[:, len(block) :].norm(dim=1), 0, tolerance,
     )  # fmt: skip
     return empty.extended(product, steps, max_basis=max_basis)
+
+
+def leading_eigenpairs(
+    product: Product,
+    size: int,
+    rank: int,
+    *,
+    block: int = 16,
+    tolerance: float = 1e-3,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
+) -> Eigenpairs:
+    """Return the leading eigenpairs of a positive semi-definite operator on vectors of length ``size``.
+
+    Block Lanczos with full reorthogonalisation and Rayleigh-Ritz. The basis grows by one block with each product until
+    the residuals of the leading ``rank`` pairs are at most ``tolerance``, or it has max(2 rank, rank + 20) vectors (the
+    last block is completed). An operator of lower rank ends early and exactly. Before the end, a block of random
+    vectors looks for copies of an eigenvalue, since the first block shows at most as many copies as it has rows. Two
+    products of two rows check first that the operator is symmetric and does not change.
+
+    >>> a = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+    >>> [round(float(value), 4) for value in leading_eigenpairs(lambda v: v @ a, size=3, rank=2).values]
+    [4.0, 2.0]
+    """
+    refuse_asymmetric(product, size, generator=torch.Generator().manual_seed(0), device=device)
+    rank = min(rank, size)
+    limit = min(size, max(2 * rank, rank + OVERSAMPLE))
+    block = min(block, limit)
+    most = min(size, limit + block - 1)
+    like = torch.empty(0, dtype=torch.float64, device=device)
+    space = block_krylov(product, normal((block, size), generator, like), 1, tolerance=1e2 * EPS, max_basis=most)
+    probes = 0
+    while True:
+        enough = len(space.rows) >= rank and bool((space.pair_residuals(rank) <= tolerance).all())
+        if space.exhausted or enough:
+            room = most - len(space.rows) - len(space.ahead)
+            random = _outside(space, normal((block, size), generator, like))[: max(room, 0)]
+            if len(random) == 0:
+                break
+            probes += 1
+            if not _has_larger(product, random, space, rank):
+                break
+            space = space.widened(random)
+        if len(space.ahead) > most - len(space.rows):
+            break
+        space = space.extended(product, 1)
+    pairs = space.pairs(rank)
+    return replace(pairs, values=pairs.values.clamp_min(0), products=space.products + probes)
+
+
+def _outside(space: BlockKrylov, rows: Tensor) -> Tensor:
+    """Return an orthonormal basis of the part of the rows that is orthogonal to the space and its next block."""
+    known = space.rows.extended(space.ahead)
+    outside = known.removed(known.removed(rows / rows.norm(dim=1, keepdim=True)))
+    return orthonormal_rows(outside, cut=1e2 * EPS, against=known)[1]
+
+
+def _has_larger(product: Product, rows: Tensor, space: BlockKrylov, rank: int) -> bool:
+    """Return whether u·Au is above the smallest of the leading eigenvalues for any of the rows u; one product."""
+    largest = float((rows * applied(product, rows)).sum(1).max())
+    smallest = float(space.values[rank - 1]) if len(space.values) >= rank else 0.0
+    return largest > smallest + 1e3 * EPS * float(space.values[0].abs())

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import derived_generator, normal, uniform
-from lapwing.linalg.block_cg import residual_sizes, solve_samples
+from lapwing.linalg.cg import residual_sizes, solve_samples
 from lapwing.linalg.design import Design, ScaledDesign, back_product, gram_product
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
-from lapwing.linalg.logdet import DeflatedSpectrum, Logdet
-from lapwing.linalg.perturbed import Perturbed
-from lapwing.linalg.quadrature import random_signs
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.logdet import DeflatedSpectrum, Logdet, random_signs
+from lapwing.linalg.operators import Solution
+from lapwing.linalg.stochastic import Perturbed
 
 OUTSIDE = 1e-5  # relative part of a row outside the basis that counts as rounding, in single precision
 FIRST = 4  # products that a basis starts with
@@ -92,10 +91,6 @@ class Ridge:
     def cache(self) -> RidgeCache:
         """The cache of this ridge. ``dataclasses.replace`` makes a ridge with an empty one."""
         return RidgeCache()
-
-    @property
-    def size(self) -> int:
-        return self.design.size
 
     @property
     def float64_hint(self) -> str:
@@ -198,7 +193,7 @@ class Ridge:
         """
         cached = self.cache.spectra.get((probes, steps))
         if cached is None or len(self.basis.rows) >= 2 * cached.rank:
-            rows = random_signs(probes, self.size, torch.Generator().manual_seed(self.seed), self.prior.device)
+            rows = random_signs(probes, self.design.size, torch.Generator().manual_seed(self.seed), self.prior.device)
             cached = DeflatedSpectrum.of(self.product, self.basis, rows, steps)
             self.cache.spectra[probes, steps] = cached
         return cached
@@ -220,7 +215,7 @@ class Ridge:
     @property
     def _max_basis(self) -> int:
         """The number of basis rows that ``bytes`` allows; at least those that the basis starts from."""
-        return max(2 * self._n_first, self.bytes // (8 * self.size))
+        return max(2 * self._n_first, self.bytes // (8 * self.design.size))
 
     def _rhs(self, shift: float, some: slice) -> Tensor:
         """Return the right-hand sides √shift ζ + D^-½ Xᵀε of some samples."""
@@ -233,4 +228,4 @@ class Ridge:
         # The right-hand sides √shift ζ + Xᵀε are combinations of the start block [ζ_1.., Xᵀε_1..].
         eye = torch.eye(count, dtype=torch.float64, device=basis.start.device)
         weights = torch.cat([shift**0.5 * eye, eye], 1)
-        return basis.solve(weights, shift, tolerance=tolerance, sizes=sizes, truncated=True)
+        return basis.solve(weights, shift, tolerance=tolerance, sizes=sizes)

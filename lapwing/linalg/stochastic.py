@@ -1,8 +1,14 @@
 """Stochastic descent for posterior samples of ridge regression: each step uses one part of the design.
 
-``sgd`` minimises one of the objectives of a ``Perturbed`` system. ``sdd`` works on the dual: the solution is
-z = ζ/√s + Xᵀ a for the minimum a of ½ aᵀ(XXᵀ + s I)a - aᵀ(ε - X ζ/√s). Both return the residual that they reached;
-whether it is small enough is for the caller to decide (``Solution.require_convergence``).
+The system (XᵀX + s I) z = √s ζ + Xᵀ ε, for K rows of noise at once, is the minimum of two objectives with the same
+gradient,
+
+    L (z) = ½ |X z - ε|² + ½ s |z - ζ/√s|²         ("classic", noise in the data term),
+    L'(z) = ½ |X z|²     + ½ s |z - ζ/√s - Xᵀε/s|²  ("reduced", noise in the regulariser).
+
+``sgd`` minimises one of them. ``sdd`` works on the dual: the solution is z = ζ/√s + Xᵀ a for the minimum a of
+½ aᵀ(XXᵀ + s I)a - aᵀ(ε - X ζ/√s). Both return the residual that they reached; whether it is small enough is for the
+caller to decide (``Solution.require_convergence``).
 References: Antorán et al. 2023 (objectives); Lin et al. 2024 (dual).
 """
 
@@ -10,18 +16,76 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-from lapwing.linalg.design import Design, Part, located_parts
-from lapwing.linalg.perturbed import Perturbed
-from lapwing.linalg.solution import TINY, Solution
+from lapwing.linalg.design import Design, Part, back_product, gram_product, located_parts
+from lapwing.linalg.operators import TINY, Solution
 
+OBJECTIVES = ("reduced", "classic")
 TAIL = 0.1  # share of the steps whose iterates sgd averages
 AVERAGED = 100  # sdd averages geometrically over about one in so many of its steps
+MOMENTUM = 0.9
 POWER = 10  # power iterations for the largest eigenvalues
+
+
+@dataclass(frozen=True, eq=False)
+class Perturbed:
+    """The system (XᵀX + s I) z = √s ζ + Xᵀ ε; its solution is z ~ N(0, (XᵀX + s I)⁻¹).
+
+    ``zeta`` (K, P) and ``eps`` (K, rows) are standard normal; ``shift`` is s, above zero.
+    """
+
+    design: Design
+    zeta: Tensor
+    eps: Tensor
+    shift: float
+
+    @property
+    def prior(self) -> Tensor:
+        """ζ / √s (K, P): samples of the prior, where every descent starts."""
+        return self.zeta.double() / self.shift**0.5
+
+    @cached_property
+    def rhs(self) -> Tensor:
+        """√s ζ + Xᵀ ε (K, P), by one pass over the design."""
+        return self.shift**0.5 * self.zeta.double() + back_product(self.design, self.eps)
+
+    def objective(self, name: str) -> Objective:
+        """Return the objective with this name, "reduced" or "classic"."""
+        if name == "reduced":
+            return Objective(None, self.rhs, self.shift)
+        return Objective(self.eps, self.shift**0.5 * self.zeta.double(), self.shift)
+
+    def solution(self, z: Tensor, iterations: int, tolerance: float) -> Solution:
+        """Return z as a solution with its residuals, computed by one product."""
+        left = self.rhs - gram_product(self.design, z) - self.shift * z
+        return Solution(z, left.norm(dim=1) / self.rhs.norm(dim=1).clamp_min(TINY), iterations, tolerance)
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """The function ½ |X z - target|² + ½ s |z|² - z · pull, for every row z.
+
+    ``target`` (K, rows) is the noise in the data term, zero if None. ``pull`` (K, P) is the noise in the regulariser,
+    whose gradient is exact at every step.
+    """
+
+    target: Tensor | None
+    pull: Tensor
+    shift: float
+
+    def data_gradient(self, z: Tensor, part: Part, rows: slice) -> Tensor:
+        """Return the gradient (K, P) of the data term of one part."""
+        outputs = part.forward(z)
+        return part.back(outputs if self.target is None else outputs - self.target[:, rows]).double()
+
+    def estimate(self, z: Tensor, part: Part, rows: slice, count: int) -> Tensor:
+        """Estimate the gradient (K, P) from one of ``count`` parts; the mean over all parts is the gradient."""
+        return count * self.data_gradient(z, part, rows) + (self.shift * z - self.pull)
 
 
 def sgd(
@@ -29,30 +93,26 @@ def sgd(
     *,
     objective: str = "reduced",
     epochs: int = 100,
-    step: float | None = None,
-    momentum: float = 0.9,
     generator: torch.Generator | None = None,
     tolerance: float = 1e-2,
 ) -> Solution:
     """Solve a system by stochastic gradients with Nesterov's momentum, linearly decreasing steps and a final average.
 
     With several parts the gradients differ even at the solution, so the error falls slowly, with the step length.
-    ``step`` None measures a stable one. Cost: two products with X for each pass, 4 K P numbers.
+    Cost: two products with X for each pass, 4 K P numbers.
 
     >>> from lapwing.linalg.design import MatrixDesign
     >>> noise = torch.ones(1, 2).double(), torch.tensor([[1.0, 3.0]]).double()
     >>> sgd(Perturbed(MatrixDesign(torch.eye(2).double()), *noise, shift=4.0)).x  # (2 + noise) / 5
     tensor([[0.6000, 1.0000]], dtype=torch.float64)
     """
-    _refuse_settings(epochs, momentum)
     passes = Passes.over(system.design)
-    function = system.objective(objective)
-    step = passes.step(system.shift, momentum, generator) if step is None else step
+    function, step = system.objective(objective), passes.step(system.shift, generator)
     steps, z, averaged = epochs * passes.count, system.prior, 0
     velocity, mean = torch.zeros_like(z), torch.zeros_like(z)
     for t, (part, rows) in enumerate(passes.shuffled(epochs, generator)):
-        ahead = z + momentum * velocity
-        velocity *= momentum
+        ahead = z + MOMENTUM * velocity
+        velocity *= MOMENTUM
         velocity -= step * (1 - t / steps) * function.estimate(ahead, part, rows, passes.count)
         z += velocity
         if t >= (1 - TAIL) * steps - 1:
@@ -61,52 +121,34 @@ def sgd(
     return system.solution(mean, steps, tolerance)
 
 
-@dataclass(frozen=True, eq=False)
-class Dual:
-    """Dual coefficients a (K, rows) together with u = Xᵀ a (K, P)."""
-
-    a: Tensor
-    u: Tensor
-
-
 def dual_descent(
-    system: Perturbed,
-    passes: Passes,
-    *,
-    epochs: int,
-    step: float,
-    momentum: float = 0.9,
-    generator: torch.Generator | None = None,
-) -> Dual:
-    """Return the geometric average of the dual coefficients on their way to (XXᵀ + s I) a = ε - X ζ/√s.
+    system: Perturbed, passes: Passes, epochs: int, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the geometric average of the dual coefficients a (K, rows), and of Xᵀ a (K, P).
 
-    The gradient for the coefficients of one part is exact and vanishes at the solution, so no noise remains there.
+    They are on their way to (XXᵀ + s I) a = ε - X ζ/√s. The gradient for the coefficients of one part is exact and
+    vanishes at the solution, so no noise remains there.
     """
+    step = passes.step(system.shift, generator, dual=True)
     share = min(1.0, AVERAGED / (epochs * passes.count))
     count, prior = system.design.rows, system.prior
     # One tensor for a and u = Xᵀ a: momentum and average are linear, so they keep the relation between the two.
     point = torch.cat([torch.zeros_like(system.eps, dtype=torch.float64), torch.zeros_like(prior)], 1)
     velocity, mean = torch.zeros_like(point), torch.zeros_like(point)
     for part, rows in passes.shuffled(epochs, generator):
-        ahead = point + momentum * velocity
+        ahead = point + MOMENTUM * velocity
         outputs = part.forward(prior + ahead[:, count:]).double()
         change = step * passes.count * (outputs + system.shift * ahead[:, rows] - system.eps[:, rows])
-        velocity *= momentum
+        velocity *= MOMENTUM
         velocity[:, rows] -= change
         velocity[:, count:] -= part.back(change)
         point += velocity
         mean.lerp_(point, share)
-    return Dual(mean[:, :count], mean[:, count:])
+    return mean[:, :count], mean[:, count:]
 
 
 def sdd(
-    system: Perturbed,
-    *,
-    epochs: int = 100,
-    step: float | None = None,
-    momentum: float = 0.9,
-    generator: torch.Generator | None = None,
-    tolerance: float = 1e-2,
+    system: Perturbed, *, epochs: int = 100, generator: torch.Generator | None = None, tolerance: float = 1e-2
 ) -> Solution:
     """Solve a system by stochastic dual descent, whose error falls geometrically; the cost is that of ``sgd``.
 
@@ -115,19 +157,9 @@ def sdd(
     >>> sdd(Perturbed(MatrixDesign(torch.eye(2).double(), part=1), *noise, shift=4.0), tolerance=1e-6).x
     tensor([[0.6000, 1.0000]], dtype=torch.float64)
     """
-    _refuse_settings(epochs, momentum)
     passes = Passes.over(system.design)
-    step = passes.step(system.shift, momentum, generator, dual=True) if step is None else step
-    dual = dual_descent(system, passes, epochs=epochs, step=step, momentum=momentum, generator=generator)
-    return system.solution(system.prior + dual.u, epochs * passes.count, tolerance)
-
-
-def _refuse_settings(epochs: int, momentum: float) -> None:
-    """Raise unless there is at least one pass and 0 <= momentum < 1."""
-    if epochs < 1:
-        raise ValueError(f"epochs is {epochs}; expected at least one pass.")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum is {momentum:g}; expected 0 <= momentum < 1.")
+    _, back = dual_descent(system, passes, epochs, generator)
+    return system.solution(system.prior + back, epochs * passes.count, tolerance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,10 +178,6 @@ class Passes:
         parts = tuple(located_parts(design))
         return cls(design, parts, len(parts))
 
-    def in_order(self) -> Iterator[tuple[Part, slice]]:
-        """Yield the parts of one pass in the order of the design."""
-        yield from located_parts(self.design) if self.parts is None else self.parts
-
     def shuffled(self, epochs: int, generator: torch.Generator | None) -> Iterator[tuple[Part, slice]]:
         """Yield the parts of several passes; every part comes once in each pass."""
         for _ in range(epochs):
@@ -160,8 +188,8 @@ class Passes:
             for i in torch.randperm(self.count, generator=generator, device=device).tolist():
                 yield self.parts[i]
 
-    def step(self, shift: float, momentum: float, generator: torch.Generator | None, dual: bool = False) -> float:
-        """Return a step length that is stable with this momentum: 1 / (λ + (λ_S - λ) / (1 - momentum)).
+    def step(self, shift: float, generator: torch.Generator | None, dual: bool = False) -> float:
+        """Return a step length that is stable with the momentum: 1 / (λ + (λ_S - λ) / (1 - momentum)).
 
         λ is the largest eigenvalue of XᵀX + s I and λ_S that of the worst part, times the number of parts because its
         gradient is multiplied by that. For one part this is Nesterov's 1 / λ; the difference λ_S - λ is due to noise,
@@ -170,7 +198,7 @@ class Passes:
         whole, part = self.largest(generator)
         part = self.count * part + (self.count * shift if dual else shift)
         whole = whole + shift
-        return 1 / (whole + max(0.0, part - whole) / (1 - momentum))
+        return 1 / (whole + max(0.0, part - whole) / (1 - MOMENTUM))
 
     def largest(self, generator: torch.Generator | None) -> tuple[float, float]:
         """Return the largest eigenvalues of XᵀX and of X_S X_Sᵀ over the parts S, by power iterations: from below."""
@@ -179,7 +207,7 @@ class Passes:
         whole, worst = 0.0, 0.0
         for _ in range(POWER):
             v, image, worst = v / v.norm().clamp_min(TINY), torch.zeros_like(v), 0.0
-            for part, rows in self.in_order():
+            for part, rows in located_parts(self.design):
                 image += part.back(part.forward(v))
                 u[:, rows] = part.forward(part.back(u[:, rows] / u[:, rows].norm().clamp_min(TINY))).double()
                 worst = max(worst, float(u[:, rows].norm()))

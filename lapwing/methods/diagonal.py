@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
-from lapwing.curvature.blocks.diagonal import DiagonalBlock
-from lapwing.curvature.blockwise import BlockwiseCurvature
-from lapwing.curvature.per_output import by_output
+from lapwing.curvature.blocks import DiagonalSum
+from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.sweep import Seeds, Sweep, checked_curvature
-from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
-from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.problem import Problem
+from lapwing.posteriors.weight_space import WeightPosterior, by_output
+from lapwing.problem import Problem, Statistics
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,7 @@ class Diagonal:
 
         def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
             sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Diagonal")
-            totals: list[Tensor] = [
-                torch.zeros(block.form, dtype=network.dtype, device=network.device) for block in network.layout
-            ]
-            for jacobians in sweep:
-                for total, (_, part) in zip(totals, jacobians, strict=True):
-                    total += part.squares()
-                del jacobians, part  # free their memory before the next chunk is computed
-            blocks = tuple(DiagonalBlock(total) for total in totals)
-            return BlockwiseCurvature(blocks, network.layout, network.selection), sweep.statistics
+            return blockwise_sum(sweep, network, lambda block: DiagonalSum(block, network)), sweep.statistics
 
         return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))
 

@@ -14,11 +14,10 @@ from lapwing.core.random import global_seed
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
 from lapwing.errors import UnsupportedError
-from lapwing.losses import summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.forward import has_dropout, raw_output, shaped
 from lapwing.posteriors.members import MembersPosterior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, summed_loss
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from lapwing.core.data import Data, Inputs
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.losses import summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import needs_plain_kernels, plain_kernels, raw_output, refuse_training_mode, shaped
+from lapwing.networks.forward import is_recurrent, needs_plain_kernels, output_alone, refuse_training_mode, shaped
 from lapwing.posteriors.members import MembersPosterior, mean_of
-from lapwing.problem import Problem
+from lapwing.problem import Problem, summed_loss
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
 
@@ -81,7 +80,8 @@ class Ensemble:
         networks = Networks(tuple(models))
         statistics = summed_loss(mean_of(networks), problem.likelihood, data, "outputs of a member")
         problem = problem.with_residual_noise(statistics).with_known_prior()
-        return MembersPosterior(problem, networks.with_fingerprints(), statistics, network.theta())
+        networks = Networks(networks.models, tuple(map(Fingerprint.of, models)))
+        return MembersPosterior(problem, networks, statistics, network.theta())
 
     def cost(self, workload: Workload) -> Cost:
         count = self.members if self.train is not None or not self.models else 1 + len(self.models)
@@ -95,10 +95,6 @@ class Networks:
 
     models: tuple[nn.Module, ...]
     fingerprints: tuple[Fingerprint, ...] = ()  # of the models at the fit
-
-    def with_fingerprints(self) -> Networks:
-        """Return the networks with the fingerprints of their present weights."""
-        return Networks(self.models, tuple(Fingerprint.of(model) for model in self.models))
 
     def __len__(self) -> int:
         return len(self.models)
@@ -115,8 +111,7 @@ class Networks:
     def __call__(self, x: Inputs) -> Tensor:
         outputs: list[Tensor] = []
         for model in self.models:
-            with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
-                outputs.append(shaped(raw_output(model, x)))
+            outputs.append(shaped(output_alone(model, x, needs_plain_kernels(model, is_recurrent(model)))))
             if outputs[-1].shape != outputs[0].shape:
                 raise ModelError(
                     f"member {len(outputs) - 1} gives outputs of the shape {tuple(outputs[-1].shape)}; expected "

@@ -10,16 +10,13 @@ import torch
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer
-from lapwing.curvature.full import FullCurvature
-from lapwing.curvature.full_sum import full_curvature
+from lapwing.curvature.full import FullCurvature, full_curvature
 from lapwing.curvature.hessian import full_hessian
-from lapwing.curvature.per_output import by_output
 from lapwing.curvature.sweep import CURVATURES, Seeds, Sweep, checked_curvature
 from lapwing.errors import UnsupportedError
-from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
-from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.problem import Problem
+from lapwing.posteriors.weight_space import WeightPosterior, by_output
+from lapwing.problem import Problem, Statistics
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
 from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
-from lapwing.curvature.per_output import by_output
 from lapwing.curvature.sweep import Seeds, Sweep
-from lapwing.losses import Statistics
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
-from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.problem import Problem
+from lapwing.posteriors.weight_space import WeightPosterior, by_output
+from lapwing.problem import Problem, Statistics
 
 
 @dataclass(frozen=True)

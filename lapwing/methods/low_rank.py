@@ -14,7 +14,7 @@ from lapwing.core.settings import require_integer, require_positive
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.lanczos import leading_eigenpairs
+from lapwing.linalg.krylov import leading_eigenpairs
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.losses import summed_loss
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.posteriors.point import PointPosterior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, summed_loss
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.block_cg import solve_samples
+from lapwing.linalg.cg import solve_samples
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.logdet import Logdet
-from lapwing.linalg.perturbed import OBJECTIVES
+from lapwing.linalg.operators import Solution
 from lapwing.linalg.ridge import Ridge
-from lapwing.linalg.solution import Solution
-from lapwing.linalg.stochastic import sdd, sgd
+from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
 from lapwing.methods.protocol import Budget, Conformance, Cost, Offer, Workload
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.bound import BoundPrior

@@ -37,8 +37,10 @@ class Footprint:
         """Return how many samples are worth joining into one pass: their gradients should stay small."""
         return min(MOST, near(device) // self._bytes(seeds, dtype, 1))
 
-    def chunks(self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
-        """Yield runs of samples whose gradients for this many seeds fit the byte budget."""
+    def chunks(
+        self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device, most: int | None = None
+    ) -> Iterator[slice]:
+        """Yield runs of at most ``most`` samples whose gradients for this many seeds fit the byte budget."""
         budget = BYTES.get(device.type, BYTES["cuda"])
         if device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is usually free
             budget = max(budget, torch.cuda.get_device_properties(device).total_memory // 10)
@@ -46,6 +48,7 @@ class Footprint:
         step = max(1, budget // each)
         if device.type == "cpu":
             step = min(step, max(16, CACHED // each))
+        step = step if most is None else min(step, most)
         step = -(-batch // -(-batch // step))  # as many chunks, but of even size
         for start in range(0, batch, step):
             yield slice(start, min(batch, start + step))

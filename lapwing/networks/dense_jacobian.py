@@ -1,18 +1,15 @@
-"""The Jacobian of a block that is kept whole."""
+"""The Jacobians of blocks that are not kept as two factors: whole ones, and those of embeddings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lapwing.networks.blocks import BlockJacobian, KroneckerRows, whole_between
 from lapwing.networks.halves import product
-
-if TYPE_CHECKING:
-    from lapwing.networks.linear_jacobian import LinearJacobian
+from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,22 +17,11 @@ class DenseJacobian:
     """A Jacobian that is kept whole, j (B, K, p)."""
 
     j: Tensor
-
-    @property
-    def batch(self) -> int:
-        return self.j.shape[0]
-
-    @property
-    def positions(self) -> int:
-        return 1
+    positions: ClassVar[int] = 1
 
     @property
     def nbytes(self) -> int:
         return self.j.nbytes
-
-    @property
-    def remark(self) -> str:
-        return ""
 
     def to(self, dtype: torch.dtype) -> DenseJacobian:
         return DenseJacobian(self.j.to(dtype))
@@ -49,7 +35,7 @@ class DenseJacobian:
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
         raise AssertionError("a Jacobian that is kept whole has no Kronecker factors")
 
-    def single_map(self) -> LinearJacobian | None:
+    def single_map(self) -> None:
         return None
 
     def whole(self) -> Tensor:
@@ -59,11 +45,8 @@ class DenseJacobian:
         return self.j.square().sum((0, 1))
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
-        rows, weights = self.j.reshape(self.batch, tokens, -1, self.j.shape[-1]), weights.reshape(-1)
+        rows, weights = self.j.reshape(len(self.j), tokens, -1, self.j.shape[-1]), weights.reshape(-1)
         return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
-
-    def cross(self, weights: Tensor) -> Tensor:
-        return self.between(self, weights)
 
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         return whole_between(self, other, weights)
@@ -74,11 +57,125 @@ class DenseJacobian:
     def vjp(self, u: Tensor) -> Tensor:
         return product(u.flatten(1), self.j.flatten(0, 1))
 
-    def formed(self, count: int) -> DenseJacobian:
+    def formed(self, count: int | None = None) -> DenseJacobian:
         return self
 
-    def compact(self) -> DenseJacobian:
-        return self
-
-    def compact_numbers(self) -> int:
+    def formed_numbers(self) -> int:
         return self.j.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class LookupJacobian:
+    """The Jacobian of an embedding: its input factor is an index and never a one-hot vector.
+
+    Repeats of a token within a sample are added up first, into U segments. ``g`` (K, U, d_out) holds their gradients;
+    ``token`` and ``owner`` (U,) say to which row of the table and to which sample a segment belongs.
+    """
+
+    g: Tensor
+    token: Tensor
+    owner: Tensor
+    batch: int
+    table: int
+    rows: Tensor  # all indices as they came, without padding, for the factor of counts
+
+    @classmethod
+    def build(cls, indices: Tensor, g: Tensor, real: Tensor, table: int) -> LookupJacobian:
+        """Return it for indices (B, T), gradients g (K, B, T, d_out) and which of them are not padding, real (B, T)."""
+        batch = len(indices)
+        key = (torch.arange(batch, device=indices.device)[:, None] * table + indices)[real]
+        return cls._pooled(key, g[:, real], batch, table, indices[real])
+
+    @classmethod
+    def _pooled(cls, key: Tensor, g: Tensor, batch: int, table: int, rows: Tensor) -> LookupJacobian:
+        """Add up the gradients g (K, n, d_out) that have the same key, sample * table + token."""
+        unique, inverse = torch.unique(key, return_inverse=True)
+        pooled = g.new_zeros(g.shape[0], len(unique), g.shape[-1]).index_add_(1, inverse, g)
+        return cls(pooled, unique % table, unique // table, batch, table, rows)
+
+    @property
+    def positions(self) -> int:
+        return max(1, len(self.rows) // self.batch)
+
+    @property
+    def nbytes(self) -> int:
+        return self.g.nbytes + self.token.nbytes + self.owner.nbytes + self.rows.nbytes
+
+    def to(self, dtype: torch.dtype) -> LookupJacobian:
+        return replace(self, g=self.g.to(dtype))
+
+    def joined(self, other: BlockJacobian) -> LookupJacobian:
+        assert isinstance(other, LookupJacobian)
+        key = torch.cat([part.owner * part.table + part.token for part in (self, other)])
+        g, rows = torch.cat([self.g, other.g], 1), torch.cat([self.rows, other.rows])
+        return self._pooled(key, g, self.batch, self.table, rows)
+
+    def rotated(self, out: Tensor, inp: Tensor | None) -> LookupJacobian:
+        assert inp is None, "a lookup has no input basis"
+        return replace(self, g=self.g @ out[0])
+
+    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
+        counts = torch.bincount(self.rows.reshape(-1), minlength=self.table)
+        return KroneckerRows(None, counts, self.g.flatten(0, 1), False, self.rows.numel())
+
+    def single_map(self) -> None:
+        return None
+
+    def whole(self) -> Tensor:
+        outputs, _, d_out = self.g.shape
+        full = self.g.new_zeros(self.batch, self.table, outputs, d_out)
+        full[self.owner, self.token] = self.g.transpose(0, 1)
+        return full.permute(0, 2, 3, 1).unsqueeze(2)
+
+    def squares(self) -> Tensor:
+        total = self.g.new_zeros(self.table, self.g.shape[-1])
+        return total.index_add_(0, self.token, self.g.square().sum(0)).mT.unsqueeze(0)
+
+    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        scale = weights[0].mT[self.token]  # (U, d_out)
+        rows = self.g.transpose(0, 1).reshape(len(self.owner), tokens, -1, self.g.shape[-1])
+        scaled = rows * scale[:, None, None]
+        parts = scaled @ rows.mT if full else (scaled * rows).sum(-1)
+        return parts.new_zeros(self.batch, *parts.shape[1:]).index_add_(0, self.owner, parts)
+
+    def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
+        """Return J diag(weights) J'ᵀ, over the rows of the table that either batch has."""
+        if not isinstance(other, LookupJacobian):
+            return whole_between(self, other, weights)
+        tokens = torch.unique(torch.cat([self.token, other.token]))
+        left = self._over(tokens)
+        right = left if other is self else other._over(tokens)
+        if weights is not None:
+            left = left * weights[0].mT[tokens]
+        return left.flatten(1) @ right.flatten(1).mT
+
+    def _over(self, tokens: Tensor) -> Tensor:
+        """Return the Jacobian over some rows of the table, (B K, len(tokens), d_out)."""
+        outputs, _, d_out = self.g.shape
+        place = torch.searchsorted(tokens, self.token)
+        full = self.g.new_zeros(self.batch, len(tokens), outputs, d_out)
+        full = full.index_put((self.owner, place), self.g.transpose(0, 1))
+        return full.permute(0, 2, 1, 3).reshape(-1, len(tokens), d_out)
+
+    def jvp(self, v: Tensor) -> Tensor:
+        picked = v[:, 0].mT[:, self.token]  # (n, U, d_out)
+        parts = torch.einsum("kui,nui->nuk", self.g, picked)
+        return parts.new_zeros(v.shape[0], self.batch, self.g.shape[0]).index_add_(1, self.owner, parts)
+
+    def vjp(self, u: Tensor) -> Tensor:
+        mixed = torch.einsum("kui,nuk->nui", self.g, u[:, self.owner])
+        total = mixed.new_zeros(u.shape[0], self.table, self.g.shape[-1]).index_add_(1, self.token, mixed)
+        return total.mT.unsqueeze(1)
+
+    def formed(self, count: int | None = None) -> LookupJacobian:
+        return self
+
+    def formed_numbers(self) -> int:
+        return self.g.numel()
+
+
+def whole_between(one: BlockJacobian, other: BlockJacobian, weights: Tensor | None) -> Tensor:
+    """Return J diag(weights) J'ᵀ, with both Jacobians formed whole."""
+    rows = one.whole().flatten(2).flatten(0, 1)
+    last = rows if other is one else other.whole().flatten(2).flatten(0, 1)
+    return (rows if weights is None else rows * weights.reshape(-1)) @ last.mT

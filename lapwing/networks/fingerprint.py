@@ -29,7 +29,8 @@ class Fingerprint:
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
         """Return the fingerprint of a model as it is."""
-        tensors = _state(model)
+        named = (*model.named_parameters(), *model.named_buffers())
+        tensors: dict[str, Tensor] = {name: t for name, t in named if t.is_floating_point()}
         with torch.no_grad():
             marks = [_mark(t.double()) for t in tensors.values()]
             norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors.values()]
@@ -89,8 +90,3 @@ def _pattern(size: int, phase: float, dtype: torch.dtype, device: torch.device) 
     """
     steps = torch.arange(size, dtype=torch.float64, device=device)
     return (1.5 + (steps * 0.7548776662 + phase).sin_()).to(dtype)
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: t for name, t in tensors.items() if t.is_floating_point()}

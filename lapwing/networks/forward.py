@@ -1,22 +1,18 @@
-"""Running the model as it is: its outputs, what must not happen while it runs, and what is refused."""
+"""Running the model as it is, or with other weights: its outputs, and what must not happen while it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Inputs, call, map_tensors, tensors_in
-from lapwing.core.samples import take
 from lapwing.errors import ModelError
-
-FEW = 32  # samples that show whether two forward passes agree
-REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
 
 
 @contextlib.contextmanager
@@ -26,11 +22,7 @@ def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain: bool
     ``plain`` switches vendors' kernels off (see ``needs_plain_kernels``).
     """
     changed = [p for name, p in tensors.items() if p.requires_grad != (name in names)]
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(plain_kernels(plain))
+    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(plain):
         try:
             for parameter in changed:
                 parameter.requires_grad_(not parameter.requires_grad)
@@ -45,10 +37,9 @@ def is_recurrent(model: nn.Module) -> bool:
     return any(isinstance(module, nn.RNNBase) for module in model.modules())
 
 
-def needs_plain_kernels(model: nn.Module) -> bool:
+def needs_plain_kernels(model: nn.Module, recurrent: bool) -> bool:
     """Return whether vendors' kernels must be off: fused recurrent ones hide products, 16-bit oneDNN ones may crash."""
-    half = any(p.is_cpu and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    return half or is_recurrent(model)
+    return recurrent or any(p.is_cpu and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
 
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -59,10 +50,10 @@ def outside_autocast(call: Call) -> Call:
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         with contextlib.ExitStack() as stack:
-            for kind in devices:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             return call(*args, **kwargs)
 
     return run  # type: ignore[return-value]
@@ -92,56 +83,11 @@ def plain_kernels(plain: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def twice_differentiable(wanted: bool) -> Iterator[None]:
-    """Run attention in plain operations, if ``wanted``: its fused kernels have no second derivative."""
-    if not wanted:
-        yield
-        return
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        yield
-
-
-@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence PyTorch's warnings about its internals (no batching rule, no TF32), which do not concern a result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def refusing_changes(model: nn.Module) -> Iterator[None]:
-    """Restore weights and buffers that the model changes when it runs, and raise; errors of the run have priority."""
-    buffers = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
-    copies = [(t, t.detach().clone()) for t in (*model.parameters(), *(b for _, _, b in buffers if b is not None))]
-    try:
-        yield
-    finally:
-        changed = _restored(buffers, copies)
-    if changed:
-        raise ModelError(
-            "running the model changes its own weights or buffers (running statistics, spectral norm, an embedding's "
-            "max_norm, a counter); expected a function of the input alone. They were restored. Call model.eval(), or "
-            "remove what changes them."
-        )
-
-
-def _restored(buffers: Sequence[tuple[nn.Module, str, Tensor | None]], copies: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Restore buffers and the numbers of every tensor, and return whether any had changed."""
-    changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
-    for module, key, buffer in buffers:
-        module._buffers[key] = buffer
-    with torch.no_grad():
-        for tensor, before in copies:
-            if not torch.equal(tensor, before) and not _same_with_nan(tensor, before):
-                changed = True
-                tensor.copy_(before)
-    return changed
-
-
-def _same_with_nan(tensor: Tensor, before: Tensor) -> bool:
-    """Return whether all entries are equal, or NaN in both."""
-    return bool((tensor == before).logical_or(tensor.isnan() & before.isnan()).all())
 
 
 def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -171,6 +117,28 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
     return out
 
 
+def output_alone(model: nn.Module, inputs: Inputs, plain: bool) -> Tensor:
+    """Return the tensor that the model returns, without a graph; ``plain`` switches vendors' kernels off."""
+    with torch.no_grad(), plain_kernels(plain):
+        return raw_output(model, inputs)
+
+
+def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tensor]) -> Tensor:
+    """Run with other values for some parameters; the model has its own again afterwards, also after an error."""
+
+    class Call(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self) -> Tensor:
+            return run()
+
+    renamed = {"inner." + name: value for name, value in values.items()}
+    out: Tensor = torch.func.functional_call(Call(), renamed, ())
+    return out
+
+
 def _described(model: nn.Module, inputs: Inputs) -> str:
     """Describe the inputs, for the error message: that of the model may name a matrix inside it only."""
     kinds = lambda tensors: ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in tensors)) or "none"
@@ -186,20 +154,11 @@ def shaped(raw: Tensor) -> Tensor:
     return raw.unsqueeze(-1) if raw.ndim == 1 else raw
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of factors for a model of this dtype: float32 at least."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the plain module inside a compiled or data-parallel one, whose graph shows no operations."""
-    for attribute, kinds in (
-        ("_orig_mod", ("OptimizedModule",)),
-        ("module", ("DataParallel", "DistributedDataParallel")),
-    ):
-        if type(model).__name__ in kinds and isinstance(getattr(model, attribute, None), nn.Module):
-            return unwrapped(getattr(model, attribute))
-    return model
+    wrappers = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+    inner = getattr(model, wrappers.get(type(model).__name__, ""), None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def has_dropout(module: nn.Module) -> bool:
@@ -217,62 +176,3 @@ def refuse_training_mode(model: nn.Module) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) is in training mode; expected evaluation mode. "
                 "Call model.eval() first."
             )
-
-
-def refuse_random(model: nn.Module, inputs: Inputs) -> None:
-    """Raise if the same inputs give other outputs: two forward passes, over few samples for one input tensor."""
-    some = inputs
-    if len(list(tensors_in(inputs))) == 1:  # of several, one may be shared by all samples
-        some = map_tensors(inputs, lambda t: t[:FEW])
-    with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
-        first, second = raw_output(model, some), raw_output(model, some)
-    allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
-    if first.shape == second.shape:
-        gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
-        if not bool(gap > allowed * scale):
-            return
-        difference = f"differ by {(gap / scale).item():.2g} of the largest output; expected at most {allowed:.2g}"
-    else:
-        difference = f"give the shapes {tuple(first.shape)} and {tuple(second.shape)}; expected the same"
-    raise ModelError(
-        f"two forward passes over the same inputs {difference}: the forward pass is random, or remembers earlier "
-        "calls. Switch off what draws numbers in evaluation mode too (F.dropout without training=self.training, noise, "
-        "sampling), or use deterministic kernels."
-    )
-
-
-def relative_gap(model: nn.Module, alone: Tensor, within: Tensor, whole: Tensor) -> tuple[Tensor, float]:
-    """Return how far outputs of some samples are from those within a batch, relative, and how far rounding may go."""
-    gap = (alone.float() - within.float()).abs().max() / whole.float().abs().max().clamp_min(1e-6)
-    return gap, 1e3 * max(torch.finfo(dtype).eps for dtype in _dtypes(model, whole)) ** 0.75
-
-
-def _dtypes(model: nn.Module, output: Tensor) -> set[torch.dtype]:
-    """Return the dtypes that a forward pass rounds in: a float64 head may sit on a float32 body."""
-    return {output.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-
-
-def refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor, per_sample: Sequence[bool]) -> None:
-    """Raise if f(x)[b] depends on other samples; ``per_sample`` says which tensors have a row for each sample."""
-    batch = raw.shape[0]
-    if batch == 1:
-        return
-    half = (batch + 1) // 2
-    gap = torch.zeros((), device=raw.device)
-    for rows in (slice(0, half), slice(half, batch)):
-        with torch.no_grad(), plain_kernels(needs_plain_kernels(model)):
-            alone = raw_output(model, take(inputs, per_sample, rows))
-        count = rows.stop - rows.start
-        if alone.shape[0] != count:
-            raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {count}: one for each sample.")
-        if alone.shape[1:] != raw.shape[1:]:
-            return  # dynamic padding: lengths follow the batch
-        half_gap, allowed = relative_gap(model, alone, raw[rows], raw)
-        gap = torch.maximum(gap, half_gap)
-    if not bool(gap < allowed):
-        hint = f" If all samples share an input that has {batch} rows by chance, use another batch size."
-        raise ModelError(
-            f"the output for a sample changes by {gap.item():.2g} (relative) with the rest of its batch; "
-            "expected independent samples. Put normalisation in evaluation mode, or give the model one sample's "
-            f"context inside its own input.{hint if sum(per_sample) > 1 else ''}"
-        )

@@ -8,8 +8,8 @@ hooked, patched or registered in the model, so functional code, attention and ti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +17,36 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
-from lapwing.networks.forms import Node, Pattern, Use, output_shape
-from lapwing.networks.ops.operation import LEAF, operation, operation_named
+from lapwing.networks.operation import LEAF, Operation, Source
+from lapwing.networks.ops import operation_named
+from lapwing.networks.uses import Node, Pattern, Use, output_shape
 
 Patterns = Mapping[Node, Pattern | None]  # how rows run over the samples; None if samples share rows
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The nodes above an output, consumers before producers."""
+    """The nodes above an output, consumers before producers, and all uses of parameters among them."""
 
     nodes: tuple[Node, ...]
+    operations: Mapping[Node, Operation]  # the facts about each node
     consumers: Mapping[Node, int]  # how many nodes use the output of each
     batch_major: Mapping[Node, bool]  # whether sample b owns the b-th contiguous share of the node's output
     follows_shapes: bool  # whether shapes alone decide which rows belong to which sample
     signature: tuple[Any, ...]  # names and shapes of all operations
-
-
-@dataclass(frozen=True, eq=False)
-class Uses:
-    """All uses of parameters in a graph, and those for which there is no rule."""
-
+    leaves: Mapping[Node, str]  # the nodes that stand for a parameter, and its name
     uses: tuple[Use, ...]
-    without_rule: Mapping[str, str] = field(default_factory=dict)  # parameter -> name of the operation
-    nodes_without_rule: Mapping[Node, tuple[str, ...]] = field(default_factory=dict)  # node -> parameters
+    without_rule: Mapping[Node, tuple[str, ...]]  # the nodes that use parameters without a rule, and these parameters
 
 
-def read(output: Tensor, batch: int) -> Graph:
-    """Walk the graph of ``output`` and follow the samples of its first dimension through it."""
+def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Collection[str] = ()) -> Graph:
+    """Walk the graph of ``output``, follow the samples of its first dimension, and find the uses of parameters.
+
+    ``tensors`` are all parameters of the network; those with these ``names`` are looked for.
+    """
+    parameters = {name: tensors[name] for name in names} if tensors else {}
     root: Node = output.grad_fn
+    batch = output.shape[0]
     degree: dict[Node, int] = {root: 0}
     stack = [root]
     while stack:
@@ -58,65 +59,69 @@ def read(output: Tensor, batch: int) -> Graph:
             degree[child] += 1
     consumers = dict(degree)
     major = dict.fromkeys(degree, True)
-    nodes, signature, queue = [], [], deque[Node]([root])
-    follows_shapes = True
+    name_of = {id(tensor): name for name, tensor in parameters.items()}
+    operations: dict[Node, Operation] = {}
+    leaves: dict[Node, str] = {}
+    signature, follows_shapes, queue = [], True, deque[Node]([root])
     while queue:
         node = queue.popleft()
-        nodes.append(node)
         name = node.name()
-        if name != LEAF:
-            shape, facts = output_shape(node), operation_named(name)
-            signature.append((name, shape))
-            follows_shapes = follows_shapes and facts.follows_shapes
-            keeps = facts.keeps(node, shape, batch) if major[node] else None
-            for operand, (child, number) in enumerate(node.next_functions):
-                if child is None:
-                    continue
-                if keeps is None or not keeps(operand, child, number):
-                    major[child] = False
-                degree[child] -= 1
-                if degree[child] == 0:
-                    queue.append(child)
-    return Graph(tuple(nodes), consumers, major, follows_shapes, tuple(signature))
+        facts = operations[node] = operation_named(name)
+        if name == LEAF:
+            if id(node.variable) in name_of:
+                leaves[node] = name_of[id(node.variable)]
+            continue
+        shape = output_shape(node)
+        signature.append((name, shape))
+        follows_shapes = follows_shapes and facts.follows_shapes
+        keeps = facts.keeps(node, shape, batch) if major[node] else None
+        for operand, (child, number) in enumerate(node.next_functions):
+            if child is None:
+                continue
+            if keeps is None or not keeps(operand, child, number):
+                major[child] = False
+            degree[child] -= 1
+            if degree[child] == 0:
+                queue.append(child)
+    uses, without_rule = _find_uses(operations, leaves, parameters)
+    return Graph(
+        tuple(operations), operations, consumers, major, follows_shapes, tuple(signature), leaves, uses, without_rule
+    )
 
 
-def find_uses(graph: Graph, parameters: Mapping[int, str], tensors: Mapping[str, Tensor]) -> Uses:
-    """Return every use of a parameter in the graph. ``parameters`` maps ``id`` to name, ``tensors`` name to tensor."""
+def _find_uses(
+    operations: dict[Node, Operation], leaves: Mapping[Node, str], parameters: Mapping[str, Tensor]
+) -> tuple[tuple[Use, ...], dict[Node, tuple[str, ...]]]:
+    """Return every use of a parameter, and the nodes that use some without a rule."""
     uses: list[Use] = []
-    without_rule: dict[str, str] = {}
-    nodes_without_rule: dict[Node, tuple[str, ...]] = {}
-    carried = _carried_parameters(graph, parameters)
-    for node in graph.nodes:
+    without_rule: dict[Node, tuple[str, ...]] = {}
+    carried = _carried_parameters(operations, leaves)
+    for node, facts in operations.items():
         if node in carried:
             continue
-        sources = {i: (*carried[edge[0]], edge) for i, edge in enumerate(node.next_functions) if edge[0] in carried}
+        sources = {}
+        for operand, edge in enumerate(node.next_functions):
+            if edge[0] in carried:
+                name, moves = carried[edge[0]]
+                sources[operand] = Source(name, parameters[name], moves, edge)
         if not sources:
             continue
-        rule = operation(node).uses
-        by_operand = dict(rule(node, sources, tensors)) if rule is not None else {}
+        by_operand = {} if facts.uses is None else dict(facts.uses(node, sources))
         uses.extend(by_operand.values())
-        for operand, (parameter, _, _) in sources.items():
-            if operand not in by_operand:
-                without_rule.setdefault(parameter, node.name())
-                nodes_without_rule[node] = (*nodes_without_rule.get(node, ()), parameter)
-    return Uses(tuple(uses), without_rule, nodes_without_rule)
+        others = tuple(source.name for operand, source in sources.items() if operand not in by_operand)
+        if others:
+            without_rule[node] = others
+    return tuple(uses), without_rule
 
 
-def leaf_name(node: Node, parameters: Mapping[int, str]) -> str | None:
-    """Return the name of the parameter that this node stands for, or None. ``parameters`` maps ``id`` to name."""
-    return parameters.get(id(node.variable)) if node.name() == LEAF else None
-
-
-def _carried_parameters(graph: Graph, parameters: Mapping[int, str]) -> dict[Node, tuple[str, tuple[Node, ...]]]:
+def _carried_parameters(
+    operations: dict[Node, Operation], leaves: Mapping[Node, str]
+) -> dict[Node, tuple[str, tuple[Node, ...]]]:
     """Return the nodes whose output is a parameter, with its name and the nodes on the way to it, nearest first."""
-    carried: dict[Node, tuple[str, tuple[Node, ...]]] = {}
-    for node in reversed(graph.nodes):  # producers before consumers
-        name = leaf_name(node, parameters)
-        if name is not None:
-            carried[node] = (name, ())
-            continue
+    carried: dict[Node, tuple[str, tuple[Node, ...]]] = {node: (name, ()) for node, name in leaves.items()}
+    for node in reversed(operations):  # producers before consumers
         below = node.next_functions
-        if len(below) == 1 and below[0][0] in carried and operation(node).carries_parameter:
+        if len(below) == 1 and below[0][0] in carried and operations[node].carries_parameter:
             name, moves = carried[below[0][0]]
             carried[node] = (name, (node, *moves))
     return carried
@@ -124,17 +129,15 @@ def _carried_parameters(graph: Graph, parameters: Mapping[int, str]) -> dict[Nod
 
 def refuse_wrong_gradients(graph: Graph) -> None:
     """Raise if the gradient of an operation is not its derivative."""
-    for node in graph.nodes:
-        rule = operation(node).not_derivative
-        reason = "" if rule is None else rule(node)
+    for node, facts in graph.operations.items():
+        reason = facts.not_derivative(node)
         if reason:
             raise ModelError(reason)
 
 
 def forward_differs(graph: Graph) -> bool:
     """Return whether forward mode disagrees with the gradient of an operation."""
-    rules = ((node, operation(node).forward_differs) for node in graph.nodes)
-    return any(rule is not None and rule(node) for node, rule in rules)
+    return any(facts.forward_differs(node) for node, facts in graph.operations.items())
 
 
 # Which rows at a node belong to which sample. In most networks the walk over the graph already knows: rows are
@@ -144,7 +147,7 @@ def forward_differs(graph: Graph) -> bool:
 # several samples (it lies before a broadcast over the batch).
 
 
-def find_patterns(raw: Tensor, graph: Graph, uses: Uses) -> tuple[Patterns, bool]:
+def find_patterns(raw: Tensor, graph: Graph) -> tuple[Patterns, bool]:
     """Return for each node that uses a parameter how its rows run over the samples; None if samples share rows.
 
     The flag says whether every other batch of the same shapes has the same patterns: rows that no gradient reaches
@@ -153,8 +156,7 @@ def find_patterns(raw: Tensor, graph: Graph, uses: Uses) -> tuple[Patterns, bool
     batch = raw.shape[0]
     patterns: dict[Node, Pattern | None] = {}
     probed: dict[Node, int] = {}
-    rows_of = {use.node: use.n_rows for use in uses.uses}
-    for node, rows in rows_of.items():
+    for node, rows in {use.node: use.n_rows for use in graph.uses}.items():
         if graph.batch_major[node] and rows % batch == 0:
             patterns[node] = (1, batch, rows // batch)
         else:
@@ -179,13 +181,11 @@ def _owners(raw: Tensor, rows_of: Mapping[Node, int], batch: int) -> dict[Node, 
 
     numbers = torch.arange(batch, device=raw.device)
     plain = pull(torch.ones(batch, device=raw.device))
-    owners: dict[Node, Tensor | None] = {}
-    sizes = {}
-    for node, grad in zip(nodes, plain, strict=True):
-        rows = rows_of[node]
-        size = raw.new_zeros(rows) if grad is None else grad.reshape(rows, -1).abs().amax(1)
-        sizes[node] = size
-        owners[node] = torch.where(size > 0, 0, -1)
+    sizes = {
+        node: raw.new_zeros(rows) if grad is None else grad.reshape(rows, -1).abs().amax(1)
+        for (node, rows), grad in zip(rows_of.items(), plain, strict=True)
+    }
+    owners: dict[Node, Tensor | None] = {node: torch.where(size > 0, 0, -1) for node, size in sizes.items()}
     tolerance = 64 * torch.finfo(raw.dtype).eps
     for bit in range(max(1, (batch - 1).bit_length())):
         doubled = pull(1.0 + ((numbers >> bit) & 1))

@@ -1,16 +1,195 @@
-"""The Jacobian of a batch, layer by layer."""
+"""Parameters in blocks, and the Jacobian of a batch, block by block.
+
+A *linear* block is a weight used as a linear map, with its bias as one more input column. Every other parameter is a
+block without that structure.
+
+There are three forms of Jacobians. ``LinearJacobian`` keeps the two factors of a linear map, ``LookupJacobian`` those
+of an embedding, and ``DenseJacobian`` the whole Jacobian: small for biases and norms; where it is large, as for tied or
+normalised weights, the byte budget counts it and a chunk has fewer samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from lapwing.networks.blocks import Block, BlockJacobian
-from lapwing.networks.selection import Selection
+if TYPE_CHECKING:
+    from lapwing.networks.linear_jacobian import LinearJacobian
+    from lapwing.networks.selection import Selection
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parameters that are handled together.
+
+    ``kind``: "rows" for a weight stored (d_out, d_in), "columns" for one stored (d_in, d_out), "dense" for a parameter
+    that is no linear map, "opaque" for one that has no rule. ``why`` says why it is no linear map, or that it is the
+    table of an embedding. Groups count independent maps (grouped convolution). ``d_in`` includes the bias column.
+    """
+
+    kind: str
+    weight: str
+    shape: tuple[int, ...]
+    bias: str | None = None
+    groups: int = 1
+    why: str = ""
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is a linear map."""
+        return self.kind in ("rows", "columns")
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether its Jacobian follows from gradients at the nodes that use it; otherwise it takes the fallback."""
+        return self.kind != "opaque"
+
+    @property
+    def handling(self) -> str:
+        """How it is handled, in words, for reports."""
+        if not self.linear:
+            slow = "" if self.has_rule else "; slow: torch.func or single backward passes"
+            return f"block of its own ({self.why}){slow}"
+        groups = f" in {self.groups} groups" if self.groups > 1 else ""
+        return self.why or f"linear map{groups}" + (", with its bias" if self.bias else "")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def d_out(self) -> int:
+        """The number of outputs of each map."""
+        return self.shape[0] // self.groups if self.kind == "rows" else math.prod(self.shape[1:])
+
+    @property
+    def d_in(self) -> int:
+        """The number of inputs of each map, with one more for a bias."""
+        size = math.prod(self.shape[1:]) if self.kind == "rows" else self.shape[0] // self.groups
+        return size + (self.bias is not None)
+
+    @property
+    def size(self) -> int:
+        """The number of entries."""
+        return self.groups * self.d_out * self.d_in if self.linear else math.prod(self.shape)
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The shape in which the entries are arranged: (G, d_out, d_in) for a linear map, otherwise (size,)."""
+        return (self.groups, self.d_out, self.d_in) if self.linear else (self.size,)
+
+    def arrange(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return parameters (..., *shape) as one tensor (..., *form)."""
+        weight = values[self.weight]
+        lead = weight.shape[: weight.ndim - len(self.shape)]
+        if not self.linear:
+            return weight.reshape(*lead, -1)
+        if self.kind == "rows":
+            matrix = weight.reshape(*lead, self.groups, self.d_out, -1)
+        else:
+            matrix = weight.reshape(*lead, self.groups, -1, self.d_out).mT
+        if self.bias is None:
+            return matrix
+        return torch.cat([matrix, values[self.bias].reshape(*lead, self.groups, self.d_out, 1)], -1)
+
+    def spread(self, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter by name, flat in its last dimension: the inverse of ``arrange``."""
+        lead = matrix.shape[: matrix.ndim - len(self.form)]
+        if not self.linear:
+            yield self.weight, matrix
+            return
+        weight = matrix if self.bias is None else matrix[..., :-1]
+        yield self.weight, (weight if self.kind == "rows" else weight.mT).reshape(*lead, -1)
+        if self.bias is not None:
+            yield self.bias, matrix[..., -1].reshape(*lead, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerRows:
+    """Rows whose Gram matrices are the Kronecker factors of a linear block.
+
+    Inputs are either rows (G, N, d_in), or, for an embedding, the number of times that each row of the table is used,
+    (d_in,): the Gram matrix of one-hot rows is the diagonal matrix of these counts.
+    """
+
+    inputs: Tensor | None
+    counts: Tensor | None
+    outputs: Tensor  # ([G,] ..., d_out); by runs (G, M, T, d_out), where channels lie before pixels in memory
+    by_runs: bool
+    number: int  # of positions in all samples together
+
+
+class BlockJacobian(Protocol):
+    """The Jacobian of a block for K seeds and B samples, with the entries of the block in its ``form``."""
+
+    @property
+    def positions(self) -> int:
+        """How often a sample uses the block: pixels of an image, tokens of a text. 1 where the Jacobian is whole."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that its tensors take."""
+        ...
+
+    def to(self, dtype: torch.dtype) -> BlockJacobian:
+        """Return it in another dtype."""
+        ...
+
+    def joined(self, other: BlockJacobian) -> BlockJacobian:
+        """Return the sum with the Jacobian of another use of the same block, which has the same form."""
+        ...
+
+    def rotated(self, out: Tensor, inp: Tensor | None) -> BlockJacobian:
+        """Return it in the bases out (G, d_out, d_out) and inp (G, d_in, d_in). For factored forms."""
+        ...
+
+    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
+        """Return the rows of both Kronecker factors; ``reduce`` pools the positions of a sample. For factored forms."""
+        ...
+
+    def single_map(self) -> LinearJacobian | None:
+        """Return it if it is one linear map that each sample uses once, otherwise None."""
+        ...
+
+    def whole(self) -> Tensor:
+        """Return the Jacobian itself, (B, K, *form)."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Return the sum over samples and outputs of the squared Jacobian, (*form)."""
+        ...
+
+    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        """Return Σ_ij J_kij weights_ij J_lij: (B, S, C, C) if full, otherwise its diagonal (B, S, C)."""
+        ...
+
+    def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
+        """Return J diag(weights) J'ᵀ between the samples of two batches, (B K, B' K'); without weights, J J'ᵀ."""
+        ...
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """Return J v for v (n, *form): (n, B, K)."""
+        ...
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """Return Jᵀ u for u (n, B, K), summed over samples: (n, *form)."""
+        ...
+
+    def formed(self, count: int | None = None) -> BlockJacobian:
+        """Return the form in which one product with ``count`` vectors is cheapest; without it, repeated products."""
+        ...
+
+    def formed_numbers(self) -> int:
+        """Return how many numbers the form for repeated products has."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,49 +214,44 @@ class LayerJacobians:
 
     def whole(self) -> Tensor:
         """Return the Jacobian itself, (B, K, P). For small networks and for tests."""
-        parts: dict[str, Tensor] = {}
-        for block, jacobian in self:
-            dense = jacobian.whole()  # flat where a linear block is kept whole
-            parts.update(block.spread(dense.reshape(*dense.shape[:2], *block.form)))
-        return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
+        lead = (self.batch, self.outputs)
+        return self._side_by_side((block, part.whole().reshape(*lead, *block.form)) for block, part in self)
 
     def double(self) -> LayerJacobians:
         """Return it in float64, for differences in which digits cancel."""
-        parts = tuple(partial(_cast, part, torch.float64) for part in self.parts)
+        parts = tuple(partial(_in_double, part) for part in self.parts)
         return replace(self, parts=parts, dtype=torch.float64)
 
     def jvp(self, v: Tensor) -> Tensor:
         """Return J v for every row of v (n, P): (n, B, K), from the stored factors."""
         values = self.selection.split(v.to(self.dtype))
-        total: Tensor | None = None
-        for block, jacobian in self:
-            part = jacobian.jvp(block.arrange(values))
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+        return reduce(torch.add, (part.jvp(block.arrange(values)) for block, part in self))
 
     def vjp(self, u: Tensor) -> Tensor:
         """Return Jᵀ u for every u (n, B, K), summed over samples: (n, P)."""
-        parts: dict[str, Tensor] = {}
-        for block, jacobian in self:
-            back = jacobian.vjp(u.to(self.dtype)).reshape(len(u), *block.form)
-            parts.update(block.spread(back))
+        u = u.to(self.dtype)
+        return self._side_by_side((block, part.vjp(u).reshape(len(u), *block.form)) for block, part in self)
+
+    def _side_by_side(self, matrices: Iterable[tuple[Block, Tensor]]) -> Tensor:
+        """Return one tensor (..., P) of the matrices (..., *form) of all blocks."""
+        parts = dict(pair for block, matrix in matrices for pair in block.spread(matrix))
         return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
 
     def gram(self, v: Tensor) -> Tensor:
         """Return Jᵀ J v for every row of v (n, P); every block is formed once, for both products."""
-        formed = tuple(partial(_same, part().formed(len(v))) for part in self.parts)
-        ready = replace(self, parts=formed)
+        ready = self._formed(part().formed(len(v)) for part in self.parts)
         return ready.vjp(ready.jvp(v))
 
     def held(self) -> LayerJacobians:
         """Return it with every block formed now, in the form in which repeated products are cheapest."""
-        kept = tuple(part().compact() for part in self.parts)
-        return replace(self, parts=tuple(partial(_same, part) for part in kept))
+        return self._formed(part().formed() for part in self.parts)
+
+    def _formed(self, parts: Iterable[BlockJacobian]) -> LayerJacobians:
+        return replace(self, parts=tuple(partial(_same, part) for part in parts))
 
     def held_bytes(self) -> int:
         """Return the bytes that ``held`` would take; the blocks are formed one after another."""
-        return sum(part.compact_numbers() for _, part in self) * torch.finfo(self.dtype).bits // 8
+        return sum(part.formed_numbers() for _, part in self) * torch.finfo(self.dtype).bits // 8
 
     @property
     def nbytes(self) -> int:
@@ -89,5 +263,5 @@ def _same(part: BlockJacobian) -> BlockJacobian:
     return part
 
 
-def _cast(part: Callable[[], BlockJacobian], dtype: torch.dtype) -> BlockJacobian:
-    return part().to(dtype)
+def _in_double(part: Callable[[], BlockJacobian]) -> BlockJacobian:
+    return part().to(torch.float64)

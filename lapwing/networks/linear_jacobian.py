@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.networks.blocks import BlockJacobian, KroneckerRows, whole_between
 from lapwing.networks.budget import temporary
-from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.dense_jacobian import DenseJacobian, whole_between
 from lapwing.networks.halves import product, product_onto
+from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +35,6 @@ class LinearJacobian:
     @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.g.nbytes
-
-    @property
-    def remark(self) -> str:
-        return ""
 
     def to(self, dtype: torch.dtype) -> LinearJacobian:
         return LinearJacobian(self.a.to(dtype), self.g.to(dtype))
@@ -72,13 +68,13 @@ class LinearJacobian:
         for start in range(0, self.batch, step):
             yield LinearJacobian(self.a[:, start : start + step], self.g[:, :, start : start + step])
 
-    def _products(self) -> Tensor:
-        """Return the Jacobian itself, (B, G, K, d_out, d_in)."""
-        groups, outputs, batch, positions, d_out = self.g.shape
-        g = self.g.permute(2, 0, 1, 4, 3).reshape(batch * groups, outputs * d_out, positions)
-        a = self.a.permute(1, 0, 2, 3).reshape(batch * groups, positions, -1)
-        product = g * a if positions == 1 else torch.bmm(g, a)
-        return product.reshape(batch, groups, outputs, d_out, -1)
+    def _products(self, seeds_first: bool = True) -> Tensor:
+        """Return the Jacobian itself, (B, G, K, d_out, d_in), or (B, G, d_out, K, d_in)."""
+        g = self.g.permute(2, 0, 1, 4, 3) if seeds_first else self.g.permute(2, 0, 4, 1, 3)
+        rows = g.flatten(0, 1).flatten(1, 2)
+        a = self.a.transpose(0, 1).flatten(0, 1)
+        product = rows * a if self.positions == 1 else torch.bmm(rows, a)
+        return product.reshape(*g.shape[:4], -1)
 
     def whole(self) -> Tensor:
         return self._products().transpose(1, 2)
@@ -110,7 +106,7 @@ class LinearJacobian:
         parts = []
         roots = weights.sqrt()[:, :, :, None]  # (n, G, d_out, 1, d_in)
         for piece in self.pieces(2 * outputs * weights[0].numel()):
-            rows = piece._by_output()
+            rows = piece._products(seeds_first=False)
             size, last = piece.batch, rows.shape[-1]
             forms = []
             for number, root in enumerate(roots):
@@ -120,13 +116,6 @@ class LinearJacobian:
                 forms.append((scaled @ scaled.mT).sum(1) if full else scaled.square().sum((1, -1)))
             parts.append(torch.stack(forms))
         return torch.cat(parts, 1)
-
-    def _by_output(self) -> Tensor:
-        """Return the Jacobian as (B, G, d_out, K, d_in)."""
-        groups, outputs, batch, positions, d_out = self.g.shape
-        g = self.g.permute(2, 0, 4, 1, 3).reshape(batch * groups, d_out * outputs, positions)
-        a = self.a.permute(1, 0, 2, 3).reshape(batch * groups, positions, -1)
-        return torch.bmm(g, a).reshape(batch, groups, d_out, outputs, -1)
 
     def _diagonal_form(self, scale: Tensor, tokens: int, full: bool) -> Tensor:
         groups, _, batch, _, d_out = self.g.shape
@@ -139,9 +128,6 @@ class LinearJacobian:
             return torch.einsum("gkbi,gbi->bk", self.g[:, :, :, 0].square(), scale).reshape(batch, tokens, -1)
         rows = self.g[:, :, :, 0].permute(0, 2, 1, 3).reshape(groups, batch, tokens, -1, d_out)
         return ((rows * scale[:, :, None, None]) @ rows.mT).sum(0)
-
-    def cross(self, weights: Tensor) -> Tensor:
-        return self.between(self, weights)
 
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         """Return J diag(weights) J'ᵀ between the samples of two batches, (B K, B' K').
@@ -212,7 +198,7 @@ class LinearJacobian:
         count = u.shape[0]
         groups, _, _, positions, d_out = self.g.shape
         inner = (d_out, positions) if self._channels_first else (positions, d_out)
-        total, start = u.new_zeros(count * d_out * groups, self.a.shape[-1]).reshape(groups, count * d_out, -1), 0
+        total, start = u.new_zeros(groups, count * d_out, self.a.shape[-1]), 0
         for piece in self.pieces(2 * groups * positions * count * d_out):
             size = piece.batch
             mixed = product(u[:, start : start + size].transpose(0, 1), piece._rows())
@@ -232,28 +218,25 @@ class LinearJacobian:
         order = (4, 3) if self._channels_first else (3, 4)
         return self.g.permute(2, 1, 0, *order).reshape(self.batch, self.g.shape[1], -1)
 
-    def formed(self, count: int) -> LinearJacobian | DenseJacobian:
+    def formed(self, count: int | None = None) -> LinearJacobian | DenseJacobian:
         """Return the form in which one product with ``count`` vectors, there and back, is cheapest.
 
         The whole Jacobian takes K T multiplications for each weight to form, and then K for each weight and vector in
-        each direction; the factors take T. It is not formed where it needs much more memory than its factors.
+        each direction; the factors take T. It is not formed where it needs much more memory than its factors. Without
+        ``count`` products are repeated, so it is formed wherever positions outnumber outputs.
         """
         (_, outputs, _, positions, d_out), d_in = self.g.shape, self.a.shape[-1]
-        cheaper = outputs * (positions + 2 * count) < 2 * count * positions
-        small = outputs * d_out * d_in <= 3 * positions * (d_in + outputs * d_out)
-        return DenseJacobian(self.whole().flatten(2)) if cheaper and small else self
+        whole = positions > outputs
+        if count is not None:
+            cheaper = outputs * (positions + 2 * count) < 2 * count * positions
+            whole = cheaper and outputs * d_out * d_in <= 3 * positions * (d_in + outputs * d_out)
+        return DenseJacobian(self.whole().flatten(2)) if whole else self
 
-    def compact(self) -> LinearJacobian | DenseJacobian:
-        """Return it whole where positions outnumber outputs: repeated products are cheaper then."""
-        if self.positions <= self.g.shape[1]:
-            return self
-        return DenseJacobian(self.whole().flatten(2))
-
-    def compact_numbers(self) -> int:
-        if self.positions <= self.g.shape[1]:
-            return self.a.numel() + self.g.numel()
-        groups, outputs, batch, _, d_out = self.g.shape
-        return batch * outputs * groups * d_out * self.a.shape[-1]
+    def formed_numbers(self) -> int:
+        groups, outputs, batch, positions, d_out = self.g.shape
+        if positions > outputs:
+            return batch * outputs * groups * d_out * self.a.shape[-1]
+        return self.a.numel() + self.g.numel()
 
 
 def _summed_squares(g: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
@@ -9,42 +10,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Inputs, check_finite, map_tensors
-from lapwing.core.samples import SampleRows, take
+from lapwing.core.data import Inputs, SampleRows, check_finite, map_tensors, take
 from lapwing.core.state import State
 from lapwing.errors import DataError, ModelError
-from lapwing.networks import products
-from lapwing.networks.backward import seed_by_seed
-from lapwing.networks.blocks import Block
+from lapwing.networks import passes
 from lapwing.networks.budget import Footprint
-from lapwing.networks.fallback import swapped
+from lapwing.networks.checks import learn, refuse_random, refusing_changes
 from lapwing.networks.forward import (
     is_recurrent,
     needs_plain_kernels,
+    output_alone,
     plain_kernels,
     raw_output,
     recording,
-    refuse_random,
     refuse_training_mode,
-    refusing_changes,
     shaped,
-    twice_differentiable,
+    swapped,
     unwrapped,
-    working_dtype,
 )
-from lapwing.networks.graph import (
-    Graph,
-    Patterns,
-    Uses,
-    find_patterns,
-    find_uses,
-    forward_differs,
-    read,
-    refuse_wrong_gradients,
-)
+from lapwing.networks.graph import Patterns, find_patterns, forward_differs, read, refuse_wrong_gradients
+from lapwing.networks.jacobians import Block
 from lapwing.networks.layout import Layout, arranged, footprint
-from lapwing.networks.samples import learn
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
 
@@ -67,39 +55,44 @@ class Network:
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
         """Build the network from a model and one batch; raise if the model cannot be handled.
 
-        Cost: six forward passes, two over the whole batch, one over each half and two over a few samples; some more
-        if there are several inputs, and a few backward passes if a probe must decide which rows belong to which
-        sample. The model is not changed.
+        Cost: five forward passes, one over the whole batch, one over each half and two over a few samples; one more
+        over the whole batch if the rule for the weights must see others in the graph; some more if there are several
+        inputs, and a few backward passes if a probe must decide which rows belong to which sample. The model is not
+        changed.
         """
         model = unwrapped(model)
         refuse_training_mode(model)
         weights = all_weights if weights is None else weights
-        tensors, recurrent = dict(model.named_parameters()), is_recurrent(model)
-        plain = needs_plain_kernels(model)
-        alone = _has_one_sample(model, inputs, plain)
+        recurrent, needed = is_recurrent(model), weights.needs(model)
+        plain = needs_plain_kernels(model, recurrent)
         rows = SampleRows()
-        if alone:  # one sample alone does not show which rows are its own and which are shared: take it twice
+        count = rows.count(inputs)
+        if count is None:  # only the outputs tell how many samples there are
+            with refusing_changes(model):
+                count = len(output_alone(model, inputs, plain))
+        if count == 1:  # one sample alone does not show which rows are its own and which are shared: take it twice
             rows = rows.learned(inputs, 1)
             inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.ndim and t.shape[0] == 1 else t)
-        with recording(tensors, weights.needs(model), plain), refusing_changes(model):
+        tensors = dict(model.named_parameters())
+        with recording(tensors, needed, plain), refusing_changes(model):
             raw = raw_output(model, inputs)
         f = shaped(raw.detach())
         check_finite(f, "outputs of the network")
-        refuse_random(model, inputs)  # first: random outputs look like mixed samples
-        rows = learn(model, inputs, raw.detach(), rows, copied=alone)
+        refuse_random(model, inputs, plain)  # first: random outputs look like mixed samples
+        rows = learn(model, inputs, raw.detach(), rows, plain, copied=count == 1)
         if raw.grad_fn is None:
             raise ModelError("the output does not depend on any selected parameter; choose other weights.")
-        graph, uses = _read(raw, tensors, weights.needs(model))
+        graph = read(raw, tensors, needed)
         refuse_wrong_gradients(graph)
-        selection = weights.choose(model, graph, uses)
-        with recording(tensors, selection.names, plain):
-            raw = raw_output(model, inputs)
-        graph, uses = _read(raw, tensors, selection.names)
+        selection = weights.choose(model, graph)
+        if selection.names != needed:
+            with recording(tensors, selection.names, plain):
+                raw = raw_output(model, inputs)
+            graph = read(raw, tensors, selection.names)
         with plain_kernels(plain):
-            patterns, _ = find_patterns(raw, graph, uses)
-        shapes = dict(zip(selection.names, selection.shapes, strict=True))
-        layout = arranged(graph, uses, patterns, shapes)
-        sizes = footprint(layout, uses, shapes, raw.shape[0], f[0].numel())
+            patterns, _ = find_patterns(raw, graph)
+        layout = arranged(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
+        sizes = footprint(layout, graph, len(raw), f[0].numel())
         forward_mode = not recurrent and not forward_differs(graph)
         return cls(model, selection, layout, tuple(f.shape[1:]), sizes, forward_mode, recurrent, known=rows.known)
 
@@ -130,7 +123,7 @@ class Network:
     @cached_property
     def plain(self) -> bool:
         """Whether vendors' kernels must be switched off while the model runs."""
-        return needs_plain_kernels(self.model)
+        return needs_plain_kernels(self.model, self.recurrent)
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +134,7 @@ class Network:
     def dtype(self) -> torch.dtype:
         """The dtype of factors and Jacobians: the widest of the model's, and float32 at least."""
         dtypes = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
-        return working_dtype(reduce(torch.promote_types, dtypes))
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     @cached_property
     def _memory(self) -> _Memory:
@@ -155,8 +148,7 @@ class Network:
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Return the output f (B, [T,] C) without a graph; that of the tangent model where it is shifted."""
-        with torch.no_grad(), plain_kernels(self.plain):
-            f = self._checked(shaped(raw_output(self.model, inputs)))
+        f = self._checked(shaped(output_alone(self.model, inputs, self.plain)))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
 
     def _checked(self, f: Tensor) -> Tensor:
@@ -188,12 +180,14 @@ class Network:
     def linearise(self, inputs: Inputs, differentiable: bool = False) -> Tangent:
         """Run the model once with a graph. ``differentiable`` keeps the path from the inputs to the Jacobians."""
         tensors = dict(self.model.named_parameters())
-        with recording(tensors, self.selection.names, self.plain), twice_differentiable(differentiable):
+        # The fused kernels of attention have no second derivative.
+        kernels = sdpa_kernel(SDPBackend.MATH) if differentiable else contextlib.nullcontext()
+        with recording(tensors, self.selection.names, self.plain), kernels:
             raw = raw_output(self.model, inputs)
             self._checked(shaped(raw))
         with torch.no_grad():
-            graph, uses = _read(raw, tensors, self.selection.names)
-        return Tangent(self, inputs, raw, graph, uses, differentiable)
+            graph = read(raw, tensors, self.selection.names)
+        return Tangent(self, inputs, raw, graph, differentiable)
 
     def tangents(
         self, inputs: Inputs, seeds: int | None = None, most: int | None = None
@@ -201,10 +195,9 @@ class Network:
         """Yield the batch linearised in chunks that fit the byte budget, of at most ``most`` samples each."""
         batch = self.count(inputs)
         seeds = torch.Size(self.output_shape).numel() if seeds is None else seeds
-        for chunk in self.footprint.chunks(batch, seeds, self.dtype, self.device):
-            for part in _split(chunk, most):
-                whole = part == slice(0, batch)
-                yield part, self.linearise(inputs if whole else self.take(inputs, part))
+        for part in self.footprint.chunks(batch, seeds, self.dtype, self.device, most):
+            whole = part == slice(0, batch)
+            yield part, self.linearise(inputs if whole else self.take(inputs, part))
 
     def count(self, inputs: Inputs) -> int:
         """Return how many samples a batch has; the model runs only where the tensors do not tell."""
@@ -227,15 +220,14 @@ class Network:
 
     def _learn(self, inputs: Inputs) -> int:
         """Run the model to see which tensors have a row for each sample, and return how many samples there are."""
-        with torch.no_grad(), plain_kernels(self.plain):
-            raw = raw_output(self.model, inputs)
-        self._memory.rows = learn(self.model, inputs, raw, self._memory.rows)
+        raw = output_alone(self.model, inputs, self.plain)
+        self._memory.rows = learn(self.model, inputs, raw, self._memory.rows, self.plain)
         return raw.shape[0]
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
         """Return J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""
         try:
-            return products.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
+            return passes.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
         except NotImplementedError:  # an operation with neither a forward rule nor a second derivative
             tangent = self.linearise(inputs)
             return tangent.jacobians().jvp(v.to(self.dtype)).reshape(len(v), *tangent.network_output.shape)
@@ -243,20 +235,20 @@ class Network:
     def vjp(self, inputs: Inputs, u: Tensor) -> Tensor:
         """Return Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""
         tangent = self.linearise(inputs)
-        looped = seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
+        looped = passes.seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
         with plain_kernels(self.plain):
-            return products.vjp(self.model, self.selection, tangent.raw, u, looped).to(self.dtype)
+            return passes.vjp(self.model, self.selection, tangent.raw, u, looped).to(self.dtype)
 
     def patterns(self, tangent: Tangent) -> Patterns:
         """Return which rows belong to which sample, remembered where the shapes alone decide it."""
-        uses, graph = tangent.uses, tangent.graph
-        if all(graph.batch_major[use.node] for use in uses.uses):
-            return find_patterns(tangent.raw, graph, uses)[0]
-        nodes = list(dict.fromkeys(use.node for use in uses.uses))
-        key = (tangent.raw.shape[0], graph.signature, tuple((use.name, use.form.kind) for use in uses.uses))
+        raw, graph = tangent.raw, tangent.graph
+        nodes = list(dict.fromkeys(use.node for use in graph.uses))
+        if all(graph.batch_major[node] for node in nodes):
+            return find_patterns(raw, graph)[0]
+        key = (len(raw), graph.signature, tuple((use.name, use.kind) for use in graph.uses))
         remembered = self._memory.patterns
         if key not in remembered:
-            patterns, certain = find_patterns(tangent.raw, graph, uses)
+            patterns, certain = find_patterns(raw, graph)
             if not graph.follows_shapes or not certain:
                 return patterns
             remembered[key] = [patterns[node] for node in nodes]
@@ -269,26 +261,3 @@ class _Memory:
 
     rows: SampleRows
     patterns: dict[Any, Any] = field(default_factory=dict)
-
-
-def _has_one_sample(model: nn.Module, inputs: Inputs, plain: bool) -> bool:
-    """Return whether a first batch has one sample; the model runs only where the tensors do not tell."""
-    count = SampleRows().count(inputs)
-    if count is None:
-        with torch.no_grad(), plain_kernels(plain), refusing_changes(model):
-            count = raw_output(model, inputs).shape[0]
-    return count == 1
-
-
-def _read(raw: Tensor, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> tuple[Graph, Uses]:
-    """Return the graph of the outputs and the uses of the named parameters in it."""
-    graph = read(raw, raw.shape[0])
-    return graph, find_uses(graph, {id(tensors[name]): name for name in names}, tensors)
-
-
-def _split(rows: slice, most: int | None) -> Iterator[slice]:
-    """Yield the rows in runs of at most ``most``, as even as possible."""
-    count = rows.stop - rows.start
-    runs = 1 if most is None else -(-count // most)
-    for i in range(runs):
-        yield slice(rows.start + i * count // runs, rows.start + (i + 1) * count // runs)

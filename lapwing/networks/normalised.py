@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Inputs
-from lapwing.networks.fallback import swapped
-from lapwing.networks.forward import plain_kernels, raw_output, shaped
+from lapwing.networks.forward import plain_kernels, raw_output, shaped, swapped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
-from lapwing.networks.ops.operation import operation
+from lapwing.networks.ops import operation
 
 FACTOR = 2.0  # a power of two, so that only eps and a true dependence change the outputs, and not rounding
 REST = "rest"
@@ -137,9 +136,8 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
     with torch.inference_mode(False), torch.enable_grad(), plain_kernels(network.plain):
         raw = swapped(network.model, chosen, lambda: raw_output(network.model, inputs))
     norms, inverses, eps = [], [0.0], [0.0]
-    for node in read(raw, raw.shape[0]).nodes:
-        rule = operation(node).norm
-        statistics = None if rule is None else rule(node)
+    for node in read(raw).nodes:
+        statistics = operation(node).norm(node)
         if statistics is None:
             continue
         if statistics.running is not None:

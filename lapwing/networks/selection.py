@@ -9,13 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import ModelError
-from lapwing.networks.graph import Graph, Uses
+from lapwing.networks.graph import Graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +38,8 @@ class Selection:
     @cached_property
     def slices(self) -> Mapping[str, slice]:
         """The place of each parameter in the concatenation of all."""
-        ends = torch.tensor((0, *self.sizes)).cumsum(0).tolist()
-        return {name: slice(a, b) for name, a, b in zip(self.names, ends[:-1], ends[1:], strict=True)}
+        ends = accumulate(self.sizes)
+        return {name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)}
 
     @property
     def total(self) -> int:
@@ -64,10 +65,8 @@ class Selection:
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:
         """Return theta (..., P) as parameters by name, (..., *shape)."""
-        full = self.filled(theta)
-        shapes = dict(zip(self.names, self.shapes, strict=True))
-        return {name: full[..., part].unflatten(-1, shapes[name] or (1,)) if shapes[name] else full[..., part][..., 0]
-                for name, part in self.slices.items()}  # fmt: skip
+        full, parts = self.filled(theta), zip(self.slices.items(), self.shapes, strict=True)
+        return {name: full[..., part].reshape((*full.shape[:-1], *shape)) for (name, part), shape in parts}
 
     def layer_of(self) -> tuple[str, ...]:
         """Return the name of the module that has each parameter: weight and bias of one layer share it."""
@@ -81,8 +80,8 @@ class Weights(Protocol):
         """Return the names of the parameters that must be in the graph before the choice can be made."""
         ...
 
-    def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
-        """Return the selection, given the graph of the outputs and the uses of the needed parameters in it."""
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        """Return the selection, given the graph of the outputs with the uses of the needed parameters."""
         ...
 
 
@@ -121,7 +120,7 @@ class AllWeights:
             )
         return names
 
-    def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
         return selected(model, self.needs(model))
 
 
@@ -143,7 +142,7 @@ class Named:
             )
         return names
 
-    def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
         return selected(model, self.needs(model))
 
 
@@ -156,25 +155,19 @@ class Subnetwork:
     def needs(self, model: nn.Module) -> tuple[str, ...]:
         return all_weights.needs(model)
 
-    def choose(self, model: nn.Module, graph: Graph, uses: Uses) -> Selection:
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
         whole = selected(model, self.needs(model))
         index = self.index.nonzero()[:, 0] if self.index.dtype == torch.bool else self.index.long()
         if self.index.dtype == torch.bool and len(self.index) != whole.size:
             raise ModelError(f"the mask has {len(self.index)} entries; the model has {whole.size} weights.")
         if not len(index) or int(index.min()) < 0 or int(index.max()) >= whole.size:
             raise ModelError(f"subnetwork indices must be in 0..{whole.size - 1} and at least one; got {len(index)}.")
-        index = torch.unique(index)
-        if len(index) != len(self.index) and self.index.dtype != torch.bool:
+        mask = torch.zeros(whole.size, dtype=torch.bool, device=index.device)
+        mask[index] = True
+        if int(mask.sum()) != len(index):
             raise ModelError("subnetwork indices repeat; give each weight once.")
-        names, parts = [], []
-        start = 0
-        for name, part in whole.slices.items():  # keep only parameters with a selected entry
-            entries = index[(index >= part.start) & (index < part.stop)]
-            if len(entries):
-                names.append(name)
-                parts.append(entries - part.start + start)
-                start += part.stop - part.start
-        return selected(model, tuple(names), torch.cat(parts))
+        masks = {name: mask[part] for name, part in whole.slices.items() if bool(mask[part].any())}
+        return selected(model, tuple(masks), torch.cat(list(masks.values())).nonzero()[:, 0])
 
 
 all_weights = AllWeights()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -12,16 +12,14 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.errors import ModelError
-from lapwing.networks.backward import differentiable_gradients, gradients
-from lapwing.networks.blocks import Block, BlockJacobian
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.fallback import sample_jacobians
-from lapwing.networks.forms import Node, Use, output_shape
-from lapwing.networks.forward import plain_kernels, raw_output, recording, shaped
-from lapwing.networks.graph import Graph, Patterns, Uses
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.forward import plain_kernels, recording, shaped
+from lapwing.networks.graph import Graph, Patterns
+from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
-from lapwing.networks.ops.operation import operation
+from lapwing.networks.passes import gradients
+from lapwing.networks.uses import Node, output_shape
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network
@@ -37,7 +35,6 @@ class Tangent:
     inputs: Inputs
     raw: Tensor  # the outputs as the model returned them, with their graph
     graph: Graph
-    uses: Uses
     differentiable: bool = False  # whether the Jacobians carry a graph back to the inputs
 
     @property
@@ -57,39 +54,34 @@ class Tangent:
         One backward pass for all seeds to the recorded products; no weight gradient is formed. Parameters without a
         rule take one more pass together, when the first of them is needed.
         """
-        f = self.network_output
-        tokens = f.shape[1] if f.ndim == 3 else 1
+        network, f = self.network, self.network_output
+        tokens = 1
         if seeds is None:
-            size = f[0].numel()
+            size, tokens = f[0].numel(), f.shape[1] if f.ndim == 3 else 1
             eye = torch.eye(size, dtype=f.dtype, device=f.device)
             seeds = eye.view(size, 1, *f.shape[1:]).expand(size, *f.shape)
-        else:
-            tokens = 1
         seeds = seeds.to(self.raw.dtype)
-        with plain_kernels(self.network.plain):
-            patterns = self.network.patterns(self)
+        with plain_kernels(network.plain):
+            patterns = network.patterns(self)
             grads = self._pulled_back(seeds)
         opaque = cache(partial(self._fallback, seeds))
-        parts = tuple(partial(self._block, block, seeds, grads, patterns, opaque) for block in self.network.layout)
-        selection = self.network.selection
-        size, dtype = f.shape[0], self.network.dtype
-        return LayerJacobians(parts, self.network.layout, selection, size, seeds.shape[0], dtype, tokens)
+        parts = tuple(partial(self._block, block, seeds, grads, patterns, opaque) for block in network.layout)
+        return LayerJacobians(parts, network.layout, network.selection, len(f), len(seeds), network.dtype, tokens)
 
     def _pulled_back(self, seeds: Tensor) -> Gradients:
         """Return the gradients at all nodes that use a parameter."""
-        nodes = list(dict.fromkeys(use.node for use in self.uses.uses))
-        raw_seeds = seeds.reshape(seeds.shape[0], *self.raw.shape)
-        last = self.graph.nodes[0]
-        while operation(last).reshapes and len(last.next_functions) == 1:
+        graph = self.graph
+        nodes = list(dict.fromkeys(use.node for use in graph.uses))
+        raw_seeds = seeds.reshape(len(seeds), *self.raw.shape)
+        last = graph.nodes[0]
+        while graph.operations[last].reshapes and len(last.next_functions) == 1:
             last = last.next_functions[0][0]
         grads: dict[Node, Tensor] = {}
-        if last in nodes and self.graph.consumers[last] <= 1:  # the layer before the output needs no backward pass
-            grads[last] = raw_seeds.reshape(seeds.shape[0], *output_shape(last))
+        if last in nodes and graph.consumers[last] <= 1:  # the layer before the output needs no backward pass
+            grads[last] = raw_seeds.reshape(len(seeds), *output_shape(last))
         rest = [node for node in nodes if node not in grads]
-        if rest and self.differentiable:
-            grads.update(zip(rest, differentiable_gradients(self.raw, rest, raw_seeds), strict=True))
-        elif rest:
-            others = gradients(self.raw, self.graph, rest, raw_seeds, self.network.recurrent)
+        if rest:
+            others = gradients(self.raw, graph, rest, raw_seeds, self.network.recurrent, self.differentiable)
             grads.update(zip(rest, others, strict=True))
         return grads
 
@@ -101,7 +93,8 @@ class Tangent:
         patterns: Patterns,
         opaque: Callable[[], Mapping[str, Tensor]],
     ) -> BlockJacobian:
-        if block.kind == "opaque":
+        """Return the sum of the Jacobians of all uses of the block's weight; zero where this batch does not use it."""
+        if not block.has_rule:
             if self.differentiable:
                 raise ModelError(
                     f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
@@ -109,45 +102,33 @@ class Tangent:
                     "with alpha=0 and without validation data."
                 )
             return DenseJacobian(opaque()[block.weight])
-        with torch.set_grad_enabled(self.differentiable):
-            return self._from_uses(block, seeds.to(self.network.dtype), grads, patterns)
-
-    def _from_uses(self, block: Block, seeds: Tensor, grads: Gradients, patterns: Patterns) -> BlockJacobian:
-        """Return the sum of the Jacobians of all uses of the block's weight."""
         total: BlockJacobian | None = None
-        for use in self.uses.uses:
+        dtype = self.network.dtype
+        for use in self.graph.uses:
             if use.name != block.weight:
                 continue
             pattern = patterns[use.node]
-            if pattern is None or (block.linear and use.form.kind != block.kind):
+            if pattern is None or (block.linear and use.kind != block.kind):
                 raise ModelError(
                     f"the graph of this batch uses {block.weight!r} in another way than the first batch did; "
                     "expected one fixed computation. Fix the control flow, or leave the parameter out with named()."
                 )
-            grad = grads[use.node].to(seeds.dtype)
-            part = use.form.jacobian(use.node, grad, pattern, block.bias is not None).to(seeds.dtype)
-            part = part if block.linear else _whole(use, block, part)
-            total = part if total is None else total.joined(part)
-        return total if total is not None else _zero(block, seeds)
+            with torch.set_grad_enabled(self.differentiable):
+                part = use.jacobian(grads[use.node].to(dtype), pattern, block.bias is not None).to(dtype)
+                if not block.linear:  # it is kept whole, such as a tied embedding and head
+                    ((_, flat),) = replace(block, kind=use.kind, groups=use.groups).spread(part.whole())
+                    part = DenseJacobian(flat)
+                total = part if total is None else total.joined(part)
+        return _zero(block, seeds.to(dtype)) if total is None else total
 
     def _fallback(self, seeds: Tensor) -> dict[str, Tensor]:
         """Return the Jacobians (B, K, p) of all parameters without a rule, by name."""
         network, f = self.network, self.network_output
-        names = tuple(block.weight for block in network.layout if block.kind == "opaque")
-        forward = lambda m, x: shaped(raw_output(m, x)).flatten(1)
+        names = tuple(block.weight for block in network.layout if not block.has_rule)
         per_sample = network.per_sample(self.inputs)
         with recording(dict(network.model.named_parameters()), network.selection.names, network.plain):
-            jacobians = sample_jacobians(
-                network.model, forward, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2)
-            )
+            jacobians = sample_jacobians(network.model, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2))
         return {name: jacobian.to(network.dtype) for name, jacobian in jacobians.items()}
-
-
-def _whole(use: Use, block: Block, part: BlockJacobian) -> DenseJacobian:
-    """Return the Jacobian of one use of a parameter whose block is kept whole, such as a tied embedding and head."""
-    used = Block(use.form.kind, block.weight, block.shape, groups=use.groups)
-    ((_, flat),) = used.spread(part.whole())
-    return DenseJacobian(flat)
 
 
 def _zero(block: Block, seeds: Tensor) -> BlockJacobian:

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lapwing.curvature.protocols import layer_numbers
 from lapwing.problem import Problem
 
 NEAR = 0.8  # share of the weights from which a network may be too small
@@ -75,13 +76,11 @@ def effective_parameters(posterior: HasGammas) -> EffectiveParameters:
     selection, prior = problem.network.selection, problem.prior
     with torch.no_grad():
         each = posterior.gammas().to(prior.values)
-    names = selection.layer_of()
-    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    numbers = torch.tensor([order[name] for name in names]).repeat_interleave(torch.tensor(selection.sizes))
-    numbers = selection.picked(numbers).to(each.device)
-    gammas = each.new_zeros(len(order)).index_add(0, numbers, each).tolist()
-    sizes = torch.bincount(numbers, minlength=len(order)).tolist()
+    names, numbers = layer_numbers(selection)
+    numbers = numbers.to(each.device)
+    gammas = each.new_zeros(len(names)).index_add(0, numbers, each).tolist()
+    sizes = torch.bincount(numbers, minlength=len(names)).tolist()
     return EffectiveParameters(
-        float(each.sum()), len(each), dict(zip(order, gammas, strict=True)), dict(zip(order, sizes, strict=True)),
+        float(each.sum()), len(each), dict(zip(names, gammas, strict=True)), dict(zip(names, sizes, strict=True)),
         prior.summed(each),
     )  # fmt: skip

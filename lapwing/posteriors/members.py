@@ -13,8 +13,7 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.state import State, class_named, saved
 from lapwing.errors import UnsupportedError
-from lapwing.losses import Statistics
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 
 class Members(Protocol):

@@ -10,8 +10,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.state import State, saved
-from lapwing.losses import Statistics
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 
 @saved

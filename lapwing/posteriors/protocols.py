@@ -11,22 +11,10 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
-from lapwing.linalg.logdet import Logdet
-from lapwing.linalg.solution import Solution
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
-
-
-class Solver(Protocol):
-    """A solver for samples of a posterior, its log-determinant and γ, for any prior and noise."""
-
-    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution: ...
-
-    def logdet(self, problem: Problem) -> Logdet: ...
-
-    def gamma(self, problem: Problem, samples: Tensor) -> Tensor: ...
 
 
 class Posterior(Protocol):
@@ -136,14 +124,6 @@ class EstimatesEvidence(Protocol):
 
 
 @runtime_checkable
-class HasTrace(Protocol):
-    """A posterior that holds the trace of the tuner that it came from."""
-
-    @property
-    def trace(self) -> Trace | None: ...
-
-
-@runtime_checkable
 class HasCurvature(Protocol):
     """A posterior with a curvature H in weight space, at unit dispersion."""
 
@@ -167,8 +147,3 @@ class HasFunctionSamples(Protocol):
     """A posterior that draws functions, evaluated at x: (n, B, [T,] C). Each draw is one function at all inputs."""
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor: ...
-
-
-def trace_of(posterior: Posterior) -> Trace | None:
-    """Return the trace that a posterior holds; None if it holds none."""
-    return posterior.trace if isinstance(posterior, HasTrace) else None

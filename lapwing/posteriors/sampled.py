@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +16,21 @@ from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.logdet import Logdet
-from lapwing.linalg.solution import Solution
-from lapwing.losses import Statistics
+from lapwing.linalg.operators import Solution
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.networks.tangent import Tangent
-from lapwing.posteriors.protocols import Solver
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
+
+
+class Solver(Protocol):
+    """A solver for samples of a posterior, its log-determinant and γ, for any prior and noise."""
+
+    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution: ...
+
+    def logdet(self, problem: Problem) -> Logdet: ...
+
+    def gamma(self, problem: Problem, samples: Tensor) -> Tensor: ...
 
 
 @saved
@@ -56,13 +64,13 @@ class SampledPosterior:
         return self.solution.x.to(self.theta)
 
     def with_problem(self, problem: Problem) -> SampledPosterior:
-        prior, mine = problem.prior, self.problem.prior
-        if prior.needs_curvature:
-            if mine.scale is None:
+        scale = self.problem.prior.scale
+        if problem.prior.needs_curvature:
+            if scale is None:
                 raise UnsupportedError(
                     "samples keep no curvature for a g-prior to take; fit again with prior=g_prior()."
                 )
-            problem = problem.with_prior(prior.scaled(mine.scale))
+            problem = problem.with_prior(problem.prior.scaled(scale))
         return replace(self, problem=problem)
 
     def warm_started(self, problem: Problem) -> SampledPosterior:
@@ -81,8 +89,8 @@ class SampledPosterior:
         return replace(self, problem=self.problem.with_likelihood(self.problem.likelihood.with_dispersion(noise)))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        f, moved = self._moved(x)
-        belief = FunctionGaussian.of_deviations(f, moved, len(moved), joint)
+        f, deviations = self._deviations(x)
+        belief = FunctionGaussian.of_deviations(f, deviations, len(deviations), joint)
         if isinstance(belief.covariance, Deferred):
             recipes = belief.covariance
             return FunctionGaussian(f, Deferred(outside_autocast(recipes.variance), outside_autocast(recipes.cov)))
@@ -90,25 +98,23 @@ class SampledPosterior:
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return the covariance of each datum, (B, S, C, C): the mean of J z zᵀ Jᵀ over the samples."""
-        moved = jacobian.jvp(self.samples)
-        moved = moved.reshape(*moved.shape[:2], jacobian.tokens, -1)
-        return torch.einsum("nbsc,nbsd->bscd", moved, moved) / len(moved)
+        deviations = jacobian.jvp(self.samples).unflatten(-1, (jacobian.tokens, -1))
+        return torch.einsum("nbsc,nbsd->bscd", deviations, deviations) / len(deviations)
 
-    def _moved(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Return f (B, [T,] C) and J z for every sample, (K, B, [T,] C)."""
-        network = self.problem.network
-        outputs, moved = [], []
+    def _deviations(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Return f (B, [T,] C) and J z for every sample, (K, B, [T,] C).
+
+        By the cheaper way: forward mode takes two passes per sample, layer factors one per output.
+        """
+        network, samples = self.problem.network, self.samples
+        outputs, deviations = [], []
         for _, tangent in network.tangents(x):
             f = tangent.f.to(network.dtype)
+            forward_mode = len(samples) <= f[0].numel() + 1
+            product = network.jvp(tangent.inputs, samples) if forward_mode else tangent.jacobians().jvp(samples)
             outputs.append(f)
-            moved.append(self._along(tangent, f))
-        return torch.cat(outputs), torch.cat(moved, 1)
-
-    def _along(self, tangent: Tangent, f: Tensor) -> Tensor:
-        """Return J z by the cheaper way: forward mode takes two passes per sample, layer factors one per output."""
-        if len(self.samples) <= f[0].numel() + 1:
-            return self.problem.network.jvp(tangent.inputs, self.samples).to(f.dtype)
-        return tangent.jacobians().jvp(self.samples).reshape(len(self.samples), *f.shape)
+            deviations.append(product.to(f.dtype).reshape(len(samples), *f.shape))
+        return torch.cat(outputs), torch.cat(deviations, 1)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the first n of the K stored samples, around w̃; the generator is not used."""
@@ -118,8 +124,8 @@ class SampledPosterior:
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the functions of the first n stored samples, (n, B, [T,] C): the same ones at all inputs."""
         self._refuse_more(n)
-        f, moved = self._moved(x)
-        return f + moved[:n]
+        f, deviations = self._deviations(x)
+        return f + deviations[:n]
 
     @outside_inference
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,16 +15,52 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
-from lapwing.curvature.per_output import PerOutputCurvature
 from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision, SharesRotation
-from lapwing.likelihoods.protocol import NoisePerOutput
-from lapwing.losses import Statistics
+from lapwing.likelihoods.protocol import Likelihood, NoisePerOutput
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
+
+S = TypeVar("S")
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
+
+
+class MixableCurvature(Curvature, Protocol):
+    """A curvature of which weighted sums can be formed."""
+
+    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
+        """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
+        ...
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class PerOutputCurvature:
+    """H_c / s_c for each output c, with s the initial noise ratios; ``at`` gives Σ_c H_c / r_c for others.
+
+    Memory: C times that of one curvature. Exact for full and diagonal structures; a Kronecker block keeps one input
+    factor, and its output factor is the weighted sum, as if it had been computed under those ratios.
+    """
+
+    parts: tuple[MixableCurvature, ...]
+    start: Tensor  # s, (C,)
+
+    def at(self, ratios: Tensor) -> Curvature:
+        """Return the curvature under these ratios (C,), differentiable in them."""
+        return self.parts[0].mixed(self.parts[1:], self.start.to(ratios) / ratios)
+
+    def state(self) -> State:
+        parts = {str(i): part.state() for i, part in enumerate(self.parts)}
+        return State("PerOutputCurvature", tensors={"start": self.start}, parts=parts)
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> PerOutputCurvature:
+        stored = [state.parts[str(i)] for i in range(len(state.parts))]
+        parts = tuple(class_named(part.name).from_state(part, network) for part in stored)
+        return cls(parts, state.tensors["start"].to(network.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,16 +159,13 @@ class WeightPosterior:
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
         if joint:
-            return self._joint(x)
-        outputs = network.output_shape[-1]
-        if outputs <= WIDE:
-            mean, cov = self._quadratic(x, full=True)
-            return FunctionGaussian(mean, cov)
-        mean = network(x).to(network.dtype)
-        return FunctionGaussian(
-            mean,
-            Deferred(lambda: self._quadratic(x, full=False)[1], lambda: self._quadratic(x, full=True)[1]),
-        )
+            tangent = network.linearise(x)
+            cov = self.fixed_precision.cross(tangent.jacobians())
+            return FunctionGaussian.across(tangent.f.to(network.dtype), cov)
+        if network.output_shape[-1] <= WIDE:
+            return FunctionGaussian(*self._quadratic(x, full=True))
+        covariance = Deferred(lambda: self._quadratic(x, full=False)[1], lambda: self._quadratic(x, full=True)[1])
+        return FunctionGaussian(network(x).to(network.dtype), covariance)
 
     def _quadratic(self, x: Inputs, full: bool) -> tuple[Tensor, Tensor]:
         network, precision = self.problem.network, self.fixed_precision
@@ -142,13 +176,6 @@ class WeightPosterior:
             means.append(f)
             covs.append(cov if f.ndim == 3 else cov.squeeze(1))
         return _joined(means), _joined(covs)
-
-    def _joint(self, x: Inputs) -> FunctionGaussian:
-        network = self.problem.network
-        tangent = network.linearise(x)
-        f = tangent.f.to(network.dtype)
-        cov = self.fixed_precision.cross(tangent.jacobians())
-        return FunctionGaussian.across(f, cov)
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
@@ -165,7 +192,8 @@ class WeightPosterior:
     def fixed_precision(self) -> Precision:
         """The precision for predictions, through which no gradient flows to the hyperparameters."""
         with torch.no_grad():
-            return self.current.precision(self._phi.detach(), _detached(self.problem).prior)
+            prior = self.problem.prior
+            return self.current.precision(self._phi.detach(), prior.with_precision(prior.values.detach()))
 
     def unseen_gamma(self) -> Tensor | None:
         """Return the contribution of a bound on the evidence to γ of each weight, (P,), or None if it is no bound."""
@@ -190,8 +218,8 @@ class WeightPosterior:
 
     def log_likelihood(self) -> Tensor:
         """Return log p(D | theta) at the centre."""
-        phi, likelihood = self._phi, self.problem.likelihood
-        normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
+        phi = self._phi
+        normaliser = self.problem.likelihood.log_normaliser(phi, self.statistics.outputs)
         return -self.loss / phi - self.statistics.data * normaliser
 
     def log_occam(self) -> Tensor:
@@ -199,9 +227,9 @@ class WeightPosterior:
 
         $$ -\tfrac12 \|\tilde w - \mu\|_A^2 - \tfrac12 \log\det (A^{-1} \Lambda) $$
         """
-        prior = self.problem.prior
+        prior, theta = self.problem.prior, self.centre
         logdet = self.current.logdet(self._phi, prior)
-        return 0.5 * (prior.logdet().double() - prior.penalty(self.centre).double() - logdet)
+        return 0.5 * (prior.logdet().double() - prior.penalty(theta).double() - logdet)
 
     def log_evidence(self) -> Tensor:
         r"""Return the Laplace evidence with every constant, differentiable in the prior and the dispersion.
@@ -261,9 +289,22 @@ class WeightPosterior:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # without a copy of a single part
 
 
-def _detached(problem: Problem) -> Problem:
-    prior = problem.prior
-    return problem.with_prior(prior.with_precision(prior.values.detach()))
+def by_output(
+    likelihood: Likelihood, compute: Callable[[int | None], tuple[MixableCurvature, Statistics]]
+) -> tuple[Curvature | PerOutputCurvature, Statistics]:
+    """Return the curvature, or one for each output if the likelihood learns a noise for each.
+
+    ``compute`` makes a pass for one output, or for all of them together. Cost: as many backward passes as one pass
+    over all outputs, and C forward passes instead of one.
+    """
+    if not (isinstance(likelihood, NoisePerOutput) and likelihood.learns_ratios):
+        return compute(None)
+    assert likelihood.ratios is not None
+    passes = [compute(output) for output in range(len(likelihood.ratios))]
+    statistics = passes[0][1]
+    losses = tuple(0.5 * statistics.data * float(ratio) for ratio in likelihood.ratios)
+    parts = tuple(part for part, _ in passes)
+    return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses)

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Distribution, Independent
 
-from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.gaussian import FunctionGaussian, normal_nodes
 from lapwing.core.random import uniform
 from lapwing.core.settings import require_integer
 from lapwing.predictives.mixture import BinaryMixture
-from lapwing.predictives.quadrature import normal_nodes
 
 
 @dataclass(frozen=True, eq=False)

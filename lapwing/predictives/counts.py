@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Poisson
 
-from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.gaussian import FunctionGaussian, normal_nodes
 from lapwing.core.random import poisson
 from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
 from lapwing.predictives.densities import whole_quantile
 from lapwing.predictives.mixture import CountMixture
-from lapwing.predictives.quadrature import normal_nodes
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,9 +13,9 @@ from torch import Tensor
 
 from lapwing.core.state import State
 from lapwing.errors import NumericalError
-from lapwing.networks.blocks import Block
+from lapwing.networks.jacobians import Block
+from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.priors.sharing import Sharing
 
 Precisions = float | Tensor | Mapping[str, float]
 STARTS = (1e-6, 1e8)  # range of starting precisions, for weights that are very large or all at the prior mean
@@ -23,8 +25,9 @@ STARTS = (1e-6, 1e8)  # range of starting precisions, for weights that are very 
 class Prior(Protocol):
     """A Gaussian prior over weights, theta ~ N(mean, diag(precision)^-1).
 
-    The classes behind ``isotropic()``, ``per_layer()`` and the like fulfil it, and so does ``BoundPrior``. A class that
-    is to be saved also has ``from_state(state, network)``, which returns the bound prior again.
+    The classes behind ``isotropic()``, ``per_layer()`` and the like fulfil it, which are dataclasses with the fields
+    ``precision`` and ``mean``, and so does ``BoundPrior``. A class that is to be saved also has
+    ``from_state = classmethod(restored)``.
     """
 
     @property
@@ -49,10 +52,6 @@ class Prior(Protocol):
         """
         ...
 
-    def with_precision(self, precision: Tensor) -> Prior:
-        """Return the same prior with other precisions."""
-        ...
-
 
 @dataclass(frozen=True, eq=False)
 class BlockPrior:
@@ -72,36 +71,36 @@ class BlockPrior:
 
 @dataclass(frozen=True, eq=False)
 class BoundPrior:
-    """A prior over the weights of one selection: the precision of a weight is that of its share, times its scale.
+    """A prior over the weights of one selection.
 
-    ``given`` is the prior as the user gave it; its precisions are only the initial ones. ``scale`` (P,) is the
-    g-prior's, from the curvature. Create one with ``Prior.bound``.
+    There is one precision for all weights, one for each group of parameters, or one for each weight. ``given`` is the
+    prior as the user gave it; its precisions are only the initial ones. ``scale`` (P,) is the g-prior's, from the
+    curvature: the precision of a weight is multiplied by it. Create one with ``Prior.bound``.
     """
 
     given: Prior
-    sharing: Sharing
+    selection: Selection
     values: Tensor  # the precisions: (), (groups,) or (P,)
+    counts: Tensor  # the number of weights that share each precision, float64: (1,), (groups,) or (P,)
+    members: tuple[str, ...] = ()  # the group of each parameter; empty without groups
     mean: float | Tensor = 0.0
     scale: Tensor | None = None
 
-    @property
-    def selection(self) -> Selection:
-        return self.sharing.selection
-
-    @property
+    @cached_property
     def groups(self) -> tuple[str, ...]:
         """The names of the groups, in the order of ``values``; empty for one precision or one for each weight."""
-        return self.sharing.groups
+        return tuple(dict.fromkeys(self.members))
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The group of each parameter; empty without groups."""
-        return self.sharing.members
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """The number of the group of each parameter."""
+        numbers = {group: number for number, group in enumerate(self.groups)}
+        return [numbers[group] for group in self.members]
 
     @property
     def is_single(self) -> bool:
         """Whether the precision is one number times a fixed diagonal."""
-        return self.sharing.is_single
+        return self.values.ndim == 0
 
     @property
     def is_isotropic(self) -> bool:
@@ -123,9 +122,11 @@ class BoundPrior:
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         if selection.names == self.selection.names:
-            prior = bind(self.given, self.sharing.over(selection), self.values, like)
+            per_weight = not self.is_single and not self.members
+            prior = bind(self.given, selection, self.values, like, self.members, per_weight)
         else:
-            prior = self.given.with_precision(self.values).bound(selection, like, groups)
+            given: Any = self.given
+            prior = replace(given, precision=self.values).bound(selection, like, groups)
         if self.scale is None:
             return prior
         if self.scale.numel() != selection.size:
@@ -133,7 +134,7 @@ class BoundPrior:
                 f"this g-prior has the curvature of {self.scale.numel()} weights already, and there are "
                 f"{selection.size}; give g_prior() itself."
             )
-        return prior.scaled(self.scale.to(like.device))
+        return prior.scaled(self.scale)
 
     def with_precision(self, precision: Tensor) -> BoundPrior:
         """Return the same prior with other precisions, of the same shape."""
@@ -146,16 +147,31 @@ class BoundPrior:
     @property
     def vector(self) -> Tensor:
         """The precision of every weight, (P,)."""
-        each = self.sharing.spread(self.values)
+        each = self.values.expand(self.selection.size) if not self.members else self._spread()
         return each if self.scale is None else each * self.scale
+
+    def _spread(self) -> Tensor:
+        """Return the precision of the group of every weight, (P,)."""
+        if self.selection.index is not None:
+            return self.values[self._subnetwork_groups(self.selection.index)]
+        values, sizes = self.values.unbind(), self.selection.sizes
+        return torch.cat([values[group].expand(size) for group, size in zip(self._numbers, sizes, strict=True)])
+
+    def _subnetwork_groups(self, index: Tensor) -> Tensor:
+        """Return the number of the group of each entry of a subnetwork, (P,)."""
+        ends = torch.tensor(self.selection.sizes, device=index.device).cumsum(0)
+        parameters = torch.bucketize(index, ends, right=True)
+        return torch.tensor(self._numbers, device=index.device)[parameters].to(self.values.device)
 
     def on(self, block: Block) -> BlockPrior:
         """Return the precision on a block."""
-        if self.scale is not None:
-            return BlockPrior(self.values, block.arrange(self.selection.split(self.scale)))
-        constant = self.sharing.constant_on(block, self.values)
-        if constant is not None:
-            return BlockPrior(constant)
+        scale = None if self.scale is None else block.arrange(self.selection.split(self.scale))
+        if self.values.ndim == 0:
+            return BlockPrior(self.values, scale)
+        pairs = zip(self.selection.names, self._numbers, strict=True) if self.members else ()
+        groups = {number for name, number in pairs if name in block.names}
+        if len(groups) == 1:
+            return BlockPrior(self.values[groups.pop()], scale)
         arranged = block.arrange(self.selection.split(self.vector))
         first = arranged.reshape(-1)[0]
         # Equal precisions that are being learned are kept as they are, so that each gets its gradient.
@@ -164,17 +180,12 @@ class BoundPrior:
 
     def logdet(self) -> Tensor:
         """Return the log-determinant of the precision."""
-        total = self.sharing.logdet(self.values)
+        total = self.counts.to(self.values) @ self.values.reshape(-1).log()
         return total if self.scale is None else total + self.scale.log().sum()
 
     def penalty(self, theta: Tensor) -> Tensor:
         """Return (theta - mean)ᵀ A (theta - mean)."""
         return self.squares(theta) @ self.values.reshape(-1)
-
-    @property
-    def counts(self) -> Tensor:
-        """The number of weights that share each precision: (1,), (groups,) or (P,)."""
-        return self.sharing.counts(self.values.device)
 
     def squares(self, theta: Tensor) -> Tensor:
         """Return sums of squares of the weights that share a precision, times their scale."""
@@ -183,63 +194,97 @@ class BoundPrior:
 
     def summed(self, each: Tensor) -> Tensor:
         """Sum over the weights that share a precision: (P,) to (1,), (groups,) or (P,)."""
-        return self.sharing.summed(each)
+        if not self.members:
+            return each if self.values.ndim else each.sum().reshape(1)
+        total = each.new_zeros(len(self.groups))
+        if self.selection.index is not None:
+            return total.index_add(0, self._subnetwork_groups(self.selection.index).to(each.device), each)
+        # One sum for each parameter: an index_add of single entries is slow on a GPU.
+        sums = torch.stack([each[part].sum() for part in self.selection.slices.values()])
+        return total.index_add(0, torch.tensor(self._numbers, device=each.device), sums)
 
     def state(self) -> State:
         """Return the prior as plain data. Its name is that of the class of ``given``, whose ``from_state`` reads it."""
-        tensors = {"precision": self.values.detach()}
-        settings: dict[str, Any] = {"members": list(self.members)}
-        if isinstance(self.mean, Tensor):
-            tensors["mean"] = self.mean
-        else:
-            settings["mean"] = self.mean
-        if self.scale is not None:
-            tensors["scale"] = self.scale
-        return State(type(self.given).__name__, settings, tensors)
+        parts = {"precision": self.values.detach(), "mean": self.mean, "scale": self.scale}
+        tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+        mean = {} if "mean" in tensors else {"mean": self.mean}
+        return State(type(self.given).__name__, {"members": list(self.members), **mean}, tensors)
 
 
-def stored_mean(state: State) -> float | Tensor:
-    """Return the mean that ``BoundPrior.state`` stored: a tensor or a number."""
-    mean: float | Tensor = state.tensors["mean"] if "mean" in state.tensors else state.settings["mean"]
-    return mean
+def restored(cls: Any, state: State, network: Network) -> BoundPrior:
+    """Build the bound prior of a class from ``BoundPrior.state``; priors have it as their ``from_state``."""
+    values, members = state.tensors["precision"], tuple(state.settings["members"])
+    mean = state.tensors["mean"] if "mean" in state.tensors else state.settings["mean"]
+    like = torch.empty(0, device=network.device)
+    prior = bind(cls(values, mean), network.selection, values, like, members, values.ndim == 1 and not members)
+    return prior.scaled(state.tensors["scale"]) if "scale" in state.tensors else prior
 
 
-def bind(given: Prior, sharing: Sharing, precision: Precisions, like: Tensor) -> BoundPrior:
+def bind(
+    given: Prior,
+    selection: Selection,
+    precision: Precisions,
+    like: Tensor,
+    members: tuple[str, ...] = (),
+    per_weight: bool = False,
+) -> BoundPrior:
     """Return the bound prior with these precisions and the mean of ``given``, on the device of ``like``.
+
+    There is one precision for each group if ``members`` names the group of each parameter, one for each weight if
+    ``per_weight``, otherwise one for all weights.
 
     Raises:
         NumericalError: if a precision is not positive and finite, a mean is not finite, or their number is wrong.
     """
+    size, groups = selection.size, tuple(dict.fromkeys(members))
     like = torch.empty(0, dtype=torch.float64, device=like.device)
-    values = _values(precision, sharing, like, type(given).__name__)
+    if isinstance(precision, Mapping):
+        values = _in_order(precision, selection.names if per_weight else groups, like)
+        if per_weight:
+            values = selection.picked(values.repeat_interleave(torch.tensor(selection.sizes, device=like.device)))
+    else:
+        shape = (size,) if per_weight else (len(groups),) if groups else ()
+        values = _in_shape(torch.as_tensor(precision, dtype=like.dtype, device=like.device), shape, groups, given)
     if not bool(torch.isfinite(values).all()) or not bool((values > 0).all()):
         raise NumericalError(
             f"prior precisions run from {values.min().item():.3g} to {values.max().item():.3g}; "
             "expected positive, finite numbers."
         )
-    mean, size = given.mean, sharing.selection.size
+    mean = given.mean
     if isinstance(mean, Tensor):
         mean = mean.detach().to(like).reshape(-1)
         if mean.numel() not in (1, size):
             raise NumericalError(f"the prior mean has {mean.numel()} entries; expected 1 or {size}.")
     if not bool(torch.isfinite(torch.as_tensor(mean)).all()):
         raise NumericalError("the prior mean holds NaN or infinity; expected finite numbers.")
-    return BoundPrior(given, sharing, values, mean)
+    prior = BoundPrior(given, selection, values, like, members, mean)
+    return replace(prior, counts=prior.summed(like.new_ones(()).expand(size)).contiguous())
 
 
-def _values(precision: Precisions, sharing: Sharing, like: Tensor, name: str) -> Tensor:
-    """Return the precisions as a tensor in the shape of the sharing."""
-    if isinstance(precision, Mapping):
-        return sharing.named(precision, like)
-    values = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
-    size = sharing.shape.numel()
+def _in_order(precisions: Mapping[str, float], names: tuple[str, ...], like: Tensor) -> Tensor:
+    """Return precisions given by name in the order of ``names``; refuse missing and unknown names."""
+    if not names:
+        raise NumericalError(f"one precision for all weights got {len(precisions)} names; expected a number.")
+    missing, unknown = set(names) - set(precisions), set(precisions) - set(names)
+    if missing or unknown:
+        raise NumericalError(
+            f"prior precisions by name: missing {sorted(missing)}, unknown {sorted(unknown)}; "
+            f"expected exactly {list(names)}."
+        )
+    scalars = [torch.as_tensor(precisions[name], dtype=like.dtype, device=like.device) for name in names]
+    return torch.stack([scalar.reshape(()) for scalar in scalars])
+
+
+def _in_shape(values: Tensor, shape: tuple[int, ...], groups: tuple[str, ...], given: Prior) -> Tensor:
+    """Return the precisions in this shape, one number repeated; refuse another number of them."""
+    size = math.prod(shape)
     if values.numel() not in (1, size):
         expected = "1" if size == 1 else f"1 or {size}"
         raise NumericalError(
-            f"the prior {name} got {values.numel()} precisions; expected {expected}"
-            + (f", one for each of {', '.join(sharing.groups)}." if sharing.groups else ".")
+            f"the prior {type(given).__name__} got {values.numel()} precisions; expected {expected}"
+            + (f", one for each of {', '.join(groups)}." if groups else ".")
         )
-    return values.reshape(-1).expand(size).reshape(sharing.shape)
+    return values.reshape(-1).expand(size).reshape(shape)
 
 
 def starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
@@ -254,7 +299,7 @@ def starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
 
 
 def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
-    """Return one precision for each group from its own weights alone; infinite for weights at the prior mean.
+    """Return one precision for each group from its weights alone; infinite for weights at the prior mean.
 
     A group whose weights are k times as large gets a precision k² times as small.
     """

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lapwing.networks.blocks import Block, BlockJacobian
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BlockPrior, BoundPrior
 

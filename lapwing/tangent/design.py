@@ -15,11 +15,11 @@ from lapwing.curvature.protocols import floored_by_layer
 from lapwing.curvature.sweep import Seeds, SquaredSum, Sweep
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.design import Part, forward_product, gram_product
+from lapwing.linalg.design import forward_product, gram_product
 from lapwing.linalg.operators import refuse_asymmetric
-from lapwing.losses import Statistics
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
+from lapwing.problem import Statistics
 
 CACHE = 2 * 2**30  # bytes of layer factors kept between products on a CPU; on a GPU a third of the free memory
 
@@ -126,7 +126,6 @@ class NetworkDesign:
         matrix = torch.empty(self.rows, self.size, dtype=torch.float64, device=self.like.device)
         start = 0
         for part in self:
-            assert isinstance(part, JacobianPart)
             matrix[start : start + part.rows] = part.jacobians.double().whole().flatten(0, 1)
             start += part.rows
         return matrix
@@ -135,11 +134,10 @@ class NetworkDesign:
         """Return the diagonal of the GGN, (P,), no entry below a thousandth of the median of its layer."""
         squares = SquaredSum(self.network)
         for part in self:
-            assert isinstance(part, JacobianPart)
             squares.add(part.jacobians)
         return floored_by_layer(squares.diagonal(), self.network.selection)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[JacobianPart]:
         if self.factors is not None:
             yield from (JacobianPart(jacobians) for jacobians in self.factors)
             return

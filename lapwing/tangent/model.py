@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -64,10 +64,7 @@ class DenseTangent:
     y: Tensor
     jacobian: Tensor  # (N [T] C, P)
     likelihood: Likelihood
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64
+    dtype: ClassVar[torch.dtype] = torch.float64
 
     @classmethod
     def built(
@@ -97,10 +94,9 @@ class DenseTangent:
 
     def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
         loss, slope = loss_slope(self.likelihood, self.f + self._exactly(delta), self.y)
-        total, start = torch.zeros_like(delta), 0
-        for rows in self._parts:
-            total += slope.reshape(-1)[start : start + len(rows)] @ rows.double()
-            start += len(rows)
+        parts, total = self._parts, torch.zeros_like(delta)
+        for rows, slopes in zip(parts, slope.reshape(-1).split([len(rows) for rows in parts]), strict=True):
+            total += slopes @ rows.double()
         return float(loss), total
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:

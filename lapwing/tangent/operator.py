@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,25 +25,32 @@ class Operator:
 
     Args:
         design: The rows of the Jacobian.
-        kind: "jacobian" (rows, P), "transposed" (P, rows) or "ggn" (P, P).
+        shape: The number of rows and columns.
+        product: Multiplies the matrix by vectors, which are rows.
+        transposed: Multiplies its transpose.
         guard: Called before each product; raises if the network has changed since.
     """
 
     design: Design
-    kind: str
+    shape: tuple[int, int]
+    product: Callable[[Design, Tensor], Tensor]
+    transposed: Callable[[Design, Tensor], Tensor]
     guard: Callable[[], None] | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The number of rows and columns."""
-        rows, size = self.design.rows, self.design.size
-        return {"jacobian": (rows, size), "transposed": (size, rows), "ggn": (size, size)}[self.kind]
+    @classmethod
+    def jacobian(cls, design: Design, guard: Callable[[], None] | None = None) -> Operator:
+        """Return the design itself, (rows, P)."""
+        return cls(design, (design.rows, design.size), forward_product, back_product, guard)
+
+    @classmethod
+    def ggn(cls, design: Design, guard: Callable[[], None] | None = None) -> Operator:
+        """Return the Gram matrix of the design, (P, P)."""
+        return cls(design, (design.size, design.size), gram_product, gram_product, guard)
 
     @property
     def T(self) -> Operator:  # noqa: N802
         """The transpose."""
-        other = {"jacobian": "transposed", "transposed": "jacobian", "ggn": "ggn"}
-        return Operator(self.design, other[self.kind], self.guard)
+        return replace(self, shape=self.shape[::-1], product=self.transposed, transposed=self.product)
 
     @outside_autocast
     def __matmul__(self, v: Tensor) -> Tensor:
@@ -63,9 +71,8 @@ class Operator:
             )
         rows = v.reshape(v.shape[0], -1).mT.to(self.design.like.device)
         rows = (rows if rows.dtype in (torch.float32, torch.float64) else rows.double()).contiguous()
-        apply = {"jacobian": forward_product, "transposed": back_product, "ggn": gram_product}[self.kind]
         with torch.no_grad():
-            product = apply(self.design, rows)
+            product = self.product(self.design, rows)
         if not math.isfinite(product.sum()) and not bool(product.isfinite().all()):  # a sum takes a tenth of the time
             raise NumericalError(
                 f"a product of an operator {self.shape} with a vector whose largest entry is {largest:.3g} is beyond "
@@ -85,18 +92,13 @@ class Operator:
         except ImportError as error:
             raise UnsupportedError("a SciPy view of an operator needs scipy: pip install scipy.") from error
 
-        def times(operator: Operator) -> Any:
-            def product(v: Any) -> Any:
-                if np.iscomplexobj(v):
-                    raise DataError(
-                        f"a product of an operator {operator.shape} with an array {np.shape(v)} of {v.dtype}; expected "
-                        "real numbers. Multiply the real and the imaginary part separately."
-                    )
-                return (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
+        def times(operator: Operator, v: Any) -> Any:
+            if np.iscomplexobj(v):
+                raise DataError(
+                    f"a product of an operator {operator.shape} with an array {np.shape(v)} of {v.dtype}; expected "
+                    "real numbers. Multiply the real and the imaginary part separately."
+                )
+            return (operator @ torch.from_numpy(np.ascontiguousarray(v, dtype=np.float64))).cpu().numpy()
 
-            return product
-
-        return LinearOperator(
-            self.shape, matvec=times(self), rmatvec=times(self.T), matmat=times(self), rmatmat=times(self.T),
-            dtype=np.float64,
-        )  # fmt: skip
+        here, back = partial(times, self), partial(times, self.T)
+        return LinearOperator(self.shape, matvec=here, rmatvec=back, matmat=here, rmatmat=back, dtype=np.float64)

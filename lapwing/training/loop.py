@@ -4,59 +4,51 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import global_seed
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.losses import data_count
-from lapwing.networks.forward import raw_output, shaped, unwrapped
+from lapwing.networks.forward import raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.posteriors.protocols import Tunable
-from lapwing.problem import Problem
+from lapwing.problem import Problem, data_count
 from lapwing.training.recipe import OPTIMISERS, Recipe
 from lapwing.training.state import Epoch, State
-from lapwing.tuners.protocol import with_training_data
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """A trained copy of the model, the posterior at its best epoch, and the state to resume from."""
-
-    model: nn.Module
-    posterior: Any
-    history: tuple[Epoch, ...]
-    state: State
+from lapwing.tuners.protocol import checked_tuner
 
 
 def run(
-    model: nn.Module,
+    network: Network,
+    modes: Sequence[bool],
     data: Data,
     likelihood: Likelihood,
-    network_of: Callable[[nn.Module], Network],
     recipe: Recipe,
-    *,
-    resume: State | None = None,
-    checkpoint: Path | None = None,
-) -> Outcome:
-    """Train a copy of ``model`` and return it; ``model`` itself is not changed. ``data.progress`` shows one bar.
+    resume: State | str | Path | None = None,
+    checkpoint: str | Path | None = None,
+) -> tuple[Any, State]:
+    """Train the network's model; return the posterior at its best epoch and the state to resume from.
+
+    ``modes`` says which of its modules the user had in training mode. ``data.progress`` shows one bar.
 
     The random numbers of an epoch depend only on the recipe's seed and the number of the epoch, so that a resumed
     run ends where an uninterrupted one would, and equal seeds and data give equal results.
     """
-    if checkpoint is not None and not checkpoint.absolute().parent.is_dir():
+    state = State.load(resume) if isinstance(resume, str | Path) else resume
+    if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
         raise FileError(f"there is no folder for the checkpoint {checkpoint}; expected one to write to.")
-    copied = copy.deepcopy(unwrapped(model))
-    trainer = _Trainer(copied, replace(data, progress=False), likelihood, network_of, recipe, resume)
+    trainer = _Trainer(network, modes, replace(data, progress=False), likelihood, recipe)
+    if state is not None:
+        trainer.resume(state)
     epochs = ProgressBar(range(trainer.done, recipe.epochs), "training", data.progress, trainer.done, leave=True)
     for number in epochs:
         trainer.epoch(number)
@@ -66,52 +58,42 @@ def run(
     return trainer.outcome()
 
 
+@dataclass(eq=False)
 class _Trainer:
     """The mutable state of one training run."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Data,
-        likelihood: Likelihood,
-        network_of: Callable[[nn.Module], Network],
-        recipe: Recipe,
-        resume: State | None,
-    ) -> None:
-        self.model, self.data, self.recipe = model, data, recipe
-        self.modes = (
-            {m: m.training for m in model.modules()} if model.training else dict.fromkeys(model.modules(), True)
-        )
-        self.network = network_of(model.eval())
-        self.likelihood = likelihood
+    network: Network
+    modes: Sequence[bool]  # of all modules; the first is the model itself
+    data: Data
+    likelihood: Likelihood
+    recipe: Recipe
+    noise: Tensor | None = None
+    best: dict[str, Any] = field(default_factory=dict)
+    history: list[Epoch] = field(default_factory=list)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        model, recipe = self.network.model, self.recipe
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
         if self.prior.needs_curvature:
             raise UnsupportedError(
                 "a g-prior depends on the curvature, which changes during training; use per_layer()."
             )
-        self.update = with_training_data(recipe.update, data)
-        self.noise: Tensor | None = None
-        self.count = data_count(self.network, likelihood, data)
+        self.update = checked_tuner(recipe.update, self.data)
+        self.count = data_count(self.network, self.likelihood, self.data)
         tensors = dict(model.named_parameters())
         self.parameters = [tensors[name] for name in self.network.selection.names]
         self.means = self._by_parameter(torch.zeros_like(self.prior.vector) + self.prior.mean)
         self.optimiser = recipe.optimiser_for(p for p in model.parameters() if p.requires_grad)
-        self.best: dict[str, Any] = {}
-        self.history: list[Epoch] = []
-        self.done = 0
-        if resume is not None:
-            self._resume(resume)
 
-    def _resume(self, state: State) -> None:
+    def resume(self, state: State) -> None:
+        """Continue from this state; raise if it does not belong to the model and the recipe."""
         try:
             self._refuse_foreign(state)
-            self.model.load_state_dict(state.weights)
+            self._restore(vars(state))
             self.optimiser.load_state_dict(copy.deepcopy(state.optimiser))  # steps change its tensors in place
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(f"this training state belongs to another model or recipe: {error}") from error
-        device = self.network.device
-        self.prior = self.prior.with_precision(state.precision.to(device))
-        self.noise = None if state.noise is None else state.noise.to(device)
         self.best, self.history, self.done = dict(state.best), list(state.history), state.epoch
 
     def _refuse_foreign(self, state: State) -> None:
@@ -134,16 +116,20 @@ class _Trainer:
 
     def _pass(self, number: int) -> float:
         """Take one optimiser step for each batch and return the mean regularised loss."""
-        for module, training in self.modes.items():  # a module that was in evaluation mode stays in it
-            module.training = training
+        # A module that was in evaluation mode stays in it, unless the whole model was.
+        for module, training in zip(self.network.model.modules(), self.modes, strict=True):
+            module.training = training or not self.modes[0]
         total, seen = 0.0, 0
-        coefficients = self._coefficients()
+        coefficients = self._by_parameter(self.prior.vector.detach())
         batches = self.data.batches(f"epoch {number}")
         # L-BFGS compares losses and gradients of several evaluations, so all batches make one step.
         steps = [tuple(batches)] if self.recipe.full_batch else ((batch,) for batch in batches)
         for step in steps:
-            size = sum(len(batch.targets) if batch.targets.ndim else 1 for batch in step)
-            self._set_rate((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
+            size = sum(batch.n_samples for batch in step)
+            if not self.recipe.full_batch:
+                rate = self.recipe.rate_at((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
+                for group in self.optimiser.param_groups:
+                    group["lr"] = rate
             value = self._step(step, coefficients)
             self._refuse_not_finite(value, "training loss", number)
             total, seen = total + size * value, seen + size
@@ -153,8 +139,8 @@ class _Trainer:
 
     def _refuse_not_finite(self, value: float, what: str, number: int) -> None:
         if not math.isfinite(value):
-            has_no_rate = self.recipe.full_batch
-            remedy = "Scale inputs and targets" if has_no_rate else f"Lower the rate ({self.recipe.rate:g})"
+            has_rate = not self.recipe.full_batch
+            remedy = f"Lower the rate ({self.recipe.rate:g})" if has_rate else "Scale inputs and targets"
             raise NumericalError(
                 f"the {what} is {value} in epoch {number}; expected a finite number. {remedy}; the last finite "
                 "state is in the last checkpoint."
@@ -173,38 +159,26 @@ class _Trainer:
 
     def _objective(self, batches: tuple[Batch, ...], coefficients: list[Tensor]) -> Tensor:
         """Return the mean loss divided by the dispersion plus the prior's penalty divided by the number of data."""
+        likelihood = self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
         losses, count = [], 0
         for batch in batches:
-            f = shaped(raw_output(self.model, batch.inputs))
-            y = self._current.targets(f, batch.targets)
-            losses.append(self._current.loss(f, y).sum())
-            count += int(self._current.count(f, y))
+            f = shaped(raw_output(self.network.model, batch.inputs))
+            y = likelihood.targets(f, batch.targets)
+            losses.append(likelihood.loss(f, y).sum())
+            count += int(likelihood.count(f, y))
         loss = torch.stack(losses).sum() / max(count, 1)
         terms = zip(coefficients, self.means, self.parameters, strict=True)
         penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
-        return loss / self._current.dispersion.to(loss) + 0.5 * penalty / self.count
-
-    def _coefficients(self) -> list[Tensor]:
-        return self._by_parameter(self.prior.vector.detach())
+        return loss / likelihood.dispersion.to(loss) + 0.5 * penalty / self.count
 
     def _by_parameter(self, flat: Tensor) -> list[Tensor]:
         """Split a vector (P,) into tensors of the shapes of the parameters."""
         split = self.network.selection.split(flat)
         return [split[name].to(p) for name, p in zip(self.network.selection.names, self.parameters, strict=True)]
 
-    @property
-    def _current(self) -> Likelihood:
-        """The likelihood under the present noise."""
-        return self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
-
-    def _set_rate(self, progress: float) -> None:
-        if not self.recipe.full_batch:
-            for group in self.optimiser.param_groups:
-                group["lr"] = self.recipe.rate_at(progress)
-
     def _fitted(self) -> Any:
         """Fit the recipe's method at the present weights, prior and noise."""
-        self.model.eval()
+        self.network.model.eval()
         problem = Problem(self.network, self.likelihood, self.prior)
         posterior = self.recipe.method.fit(problem, self.data, torch.Generator().manual_seed(self.recipe.seed))
         if not isinstance(posterior, Tunable):
@@ -225,12 +199,7 @@ class _Trainer:
         self.prior = posterior.problem.prior.with_precision(posterior.problem.prior.values.detach())
         self.noise = None if posterior.noise is None else posterior.noise.detach()
         if not self.best or evidence > self.best["evidence"] or not self.recipe.keep_best:
-            self.best = {
-                "evidence": evidence,
-                "weights": _copy_to_cpu(self.model.state_dict()),
-                "precision": self.prior.values.clone().cpu(),
-                "noise": None if self.noise is None else self.noise.clone().cpu(),
-            }
+            self.best = {"evidence": evidence, **self._copied()}
         noise = () if self.noise is None else tuple(self.noise.reshape(-1).tolist())
         precisions = tuple(self.prior.values.reshape(-1).tolist())
         return replace(entry, log_evidence=evidence, precisions=precisions, noise=noise, finding=finding)
@@ -249,28 +218,31 @@ class _Trainer:
     @property
     def state(self) -> State:
         """A copy on the CPU of everything needed to resume after the last finished epoch."""
-        return State(
-            self.done, _copy_to_cpu(self.model.state_dict()), copy.deepcopy(self.optimiser.state_dict()),
-            self.prior.values.clone().cpu(), None if self.noise is None else self.noise.clone().cpu(),
-            self.best, tuple(self.history),
-        )  # fmt: skip
+        optimiser = copy.deepcopy(self.optimiser.state_dict())
+        return State(self.done, optimiser=optimiser, best=self.best, history=tuple(self.history), **self._copied())
+
+    def _copied(self) -> dict[str, Any]:
+        """Return a copy on the CPU of weights, precision and noise."""
+        return {
+            "weights": {name: value.detach().clone().cpu() for name, value in self.network.model.state_dict().items()},
+            "precision": self.prior.values.clone().cpu(),
+            "noise": None if self.noise is None else self.noise.clone().cpu(),
+        }
+
+    def _restore(self, copied: Mapping[str, Any]) -> None:
+        """Take weights, precision and noise from a copy."""
+        self.network.model.load_state_dict(copied["weights"])
+        self.prior = self.prior.with_precision(copied["precision"].to(self.network.device))
+        self.noise = None if copied["noise"] is None else copied["noise"].to(self.network.device)
 
     def _seed_of(self, epoch: int) -> AbstractContextManager[None]:
         """Seed the global generators by the number of the epoch."""
         return global_seed(self.recipe.seed * 1_000_003 + epoch, self.network.device)
 
-    def outcome(self) -> Outcome:
-        """Return the model at its best epoch, with a posterior fitted there under the prior and noise of that epoch."""
+    def outcome(self) -> tuple[Any, State]:
+        """Return the posterior under weights, prior and noise of the best epoch, and the state after the last."""
         state = self.state
         if self.best:
-            self.model.load_state_dict(self.best["weights"])
-            self.prior = self.prior.with_precision(self.best["precision"].to(self.network.device))
-            noise = self.best["noise"]
-            self.noise = None if noise is None else noise.to(self.network.device)
+            self._restore(self.best)
         with self._seed_of(self.recipe.epochs):
-            posterior = self._fitted()
-        return Outcome(self.model.eval(), posterior, tuple(self.history), state)
-
-
-def _copy_to_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone().cpu() for name, value in state.items()}
+            return self._fitted(), state

@@ -17,7 +17,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method
 from lapwing.priors import isotropic, per_layer
 from lapwing.priors.bound import Prior
-from lapwing.tuners.ascend import Ascend
+from lapwing.tuners.evidence import Ascend
 from lapwing.tuners.fixed_point import FixedPoint
 from lapwing.tuners.protocol import Tuner
 
@@ -90,7 +90,15 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_parts()
+        for name, value in (("method", self.method), ("prior", self.prior), ("update", self.update)):
+            if isinstance(value, type):
+                raise UnsupportedError(f"{name} is the class {value.__name__}; expected an object: call it.")
+        if not isinstance(self.prior, Prior):
+            raise UnsupportedError(f"prior is {self.prior!r}; expected per_layer(), isotropic() or the like.")
+        if not isinstance(self.method, Method) or not callable(self.update):
+            raise UnsupportedError(
+                f"method is {self.method!r} and update {self.update!r}; expected an object such as Kron() and a tuner."
+            )
         if self.optimiser not in OPTIMISERS:
             raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
         require_integer("epochs", self.epochs)
@@ -102,17 +110,6 @@ class Recipe:
             raise UnsupportedError(f"rate is {self.rate} and last_rate {self.last_rate}; expected 0 < last <= first.")
         require_flag("keep_best", self.keep_best)
         require_integer("seed", self.seed, least=0)
-
-    def _check_parts(self) -> None:
-        for name, value in (("method", self.method), ("prior", self.prior), ("update", self.update)):
-            if isinstance(value, type):
-                raise UnsupportedError(f"{name} is the class {value.__name__}; expected an object: call it.")
-        if not isinstance(self.prior, Prior):
-            raise UnsupportedError(f"prior is {self.prior!r}; expected per_layer(), isotropic() or the like.")
-        if not isinstance(self.method, Method) or not callable(self.update):
-            raise UnsupportedError(
-                f"method is {self.method!r} and update {self.update!r}; expected an object such as Kron() and a tuner."
-            )
 
     @property
     def full_batch(self) -> bool:
@@ -166,7 +163,7 @@ def online(epochs: int = 100, **changes: Any) -> Recipe:
     >>> online(epochs=20, burn_in=5).frequency
     1
     """
-    recipe = Recipe(epochs=epochs, method=Kron(), prior=per_layer(1.0), update=Ascend())
+    recipe = Recipe(epochs, Kron(), per_layer(1.0), Ascend())
     return replace(recipe, **changes)
 
 
@@ -189,12 +186,5 @@ def classic(epochs: int = 30, **changes: Any) -> Recipe:
     >>> classic().optimiser
     'lbfgs'
     """
-    recipe = Recipe(
-        epochs=epochs,
-        method=Full(),
-        prior=isotropic(1.0),
-        update=FixedPoint(max_steps=1),
-        optimiser="lbfgs",
-        keep_best=False,
-    )
+    recipe = Recipe(epochs, Full(), isotropic(1.0), FixedPoint(max_steps=1), optimiser="lbfgs", keep_best=False)
     return replace(recipe, **changes)

@@ -73,15 +73,9 @@ class State:
         """
         try:
             fields: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-            history = tuple(_epoch(entry) for entry in fields.pop("history"))
+            history = tuple(Epoch(**entry) for entry in fields.pop("history"))
             return cls(**fields, history=history)
         except FileNotFoundError:
             raise
         except Exception as error:
             raise FileError(f"{path} holds no training state: {type(error).__name__}: {error}") from error
-
-
-def _epoch(entry: dict[str, Any]) -> Epoch:
-    """Return the epoch with these fields; a file may hold lists in place of tuples."""
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    return Epoch(**fields)

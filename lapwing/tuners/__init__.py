@@ -4,19 +4,15 @@ There is one class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint
 ``evidence_bound`` is the lower bound that ``MaximiseBound`` maximises. The evidence itself is a method of posteriors.
 """
 
-from lapwing.tuners.ascend import Ascend
 from lapwing.tuners.budget import Budget
-from lapwing.tuners.cross_validated import CrossValidated
-from lapwing.tuners.fixed_point import FixedPoint
-from lapwing.tuners.grid import Grid
+from lapwing.tuners.evidence import Ascend, MaximiseEvidence
+from lapwing.tuners.fixed_point import FixedPoint, SampleEM
+from lapwing.tuners.held_out import CrossValidated, Grid, Temperature
 from lapwing.tuners.integrate import Integrate
 from lapwing.tuners.linear_mode import LinearMode
 from lapwing.tuners.maximise_bound import MaximiseBound, evidence_bound
-from lapwing.tuners.maximise_evidence import MaximiseEvidence
-from lapwing.tuners.sample_em import SampleEM
-from lapwing.tuners.temperature import Temperature
 
 __all__ = [
-    "Ascend", "Budget", "CrossValidated", "FixedPoint", "Grid", "Integrate", "LinearMode", "MaximiseBound", "MaximiseEvidence", "SampleEM",
-    "Temperature", "evidence_bound",
+    "Ascend", "Budget", "CrossValidated", "FixedPoint", "Grid", "Integrate", "LinearMode", "MaximiseBound", "MaximiseEvidence",
+    "SampleEM", "Temperature", "evidence_bound",
 ]  # fmt: skip

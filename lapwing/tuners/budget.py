@@ -14,10 +14,10 @@ from lapwing.core.data import Data
 from lapwing.core.settings import require_integer, require_positive
 from lapwing.core.trace import Trace
 from lapwing.likelihoods.protocol import HasTails
-from lapwing.losses import checked_targets
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.posteriors.protocols import Linearised
 from lapwing.predictives.densities import log_density
+from lapwing.problem import checked_targets
 from lapwing.tuners.cells import CellGrid, log_scores
 from lapwing.tuners.held_out import require_positive_values
 from lapwing.tuners.protocol import required_data

@@ -13,9 +13,9 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
-from lapwing.losses import sample_count
 from lapwing.posteriors.mixture import Belief, Cell, beliefs_at, member
 from lapwing.posteriors.protocols import Linearised, SamplesGamma
+from lapwing.problem import sample_count
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn

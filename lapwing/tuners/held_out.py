@@ -1,4 +1,4 @@
-"""The scores of several candidates on held-out data, from one set of Jacobians."""
+"""Tuners that try a list of values: precisions or temperatures, by held-out data or by the evidence."""
 
 from __future__ import annotations
 
@@ -10,25 +10,227 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.settings import require_flag, require_integer
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import IgnoresTargets, Likelihood
-from lapwing.losses import sample_count
 from lapwing.networks.budget import temporary
-from lapwing.posteriors.protocols import Linearised
+from lapwing.posteriors.protocols import HasEvidence, Linearised
+from lapwing.problem import Problem, sample_count
 from lapwing.tuners.protocol import as_data
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
 KEPT = 2  # memory that candidates may keep between chunks, as a multiple of the budget for intermediate results
 REPEATED = 1e-4  # relative difference of two passes over the same data: rounding in single precision
+PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-8, 13))  # 1e-4 to 1e6
+TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-24, 17))  # 1e-3 to 1e2
 
 
 def nll(predictive: Any, y: Tensor) -> Tensor:
     """Return the mean negative log-likelihood."""
     value: Tensor = -predictive.log_prob(y).mean()
     return value
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A tuner that takes the best of several precisions, by a metric on held-out data or by the evidence.
+
+    Every value is tried for all weights at once; a prior with groups keeps the ratios between them.
+
+    Cost: one pass over the held-out data, whose Jacobians serve all values; then a factorisation and a product for
+    each value. If the factorisations of all values take more than 512 MiB (4 GiB on a GPU), the values are tried in
+    groups that fit, with one more pass over the data for each group.
+
+    Args:
+        data: Held-out data in the form that ``fit`` takes, or None to compare the values by the evidence.
+        precisions: The values to try; by default 21 values from 1e-4 to 1e6.
+        metric: A function of (predictive, targets) that returns the mean over the batch; lower is better. By default
+            the negative log-likelihood. Not used without data.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no precision to change.
+        DataError: When called, if a score is not finite, or the data differ between passes.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=1.0)
+    >>> tuned = posterior.tuned(lw.tuners.Grid([(x + 0.01, x.sin())], precisions=(0.1, 1.0, 10.0)))
+    >>> len(tuned.trace.steps)
+    3
+    """
+
+    data: Iterable[Any] | Data | None = None
+    precisions: Sequence[float] = PRECISIONS
+    metric: Metric = nll
+
+    def __post_init__(self) -> None:
+        _check_settings("precisions", self.precisions, self.metric)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior under the best precision."""
+        candidates = _with_precisions(posterior, self.precisions)
+        if self.data is not None:
+            scores = held_out_scores(candidates, self.data, self.metric).mean(0)
+            return _best_of(candidates, scores, int(scores.argmin()), Trace("Grid", "held-out metric"))
+        if not isinstance(posterior, HasEvidence):
+            raise UnsupportedError(f"{type(posterior).__name__} has no evidence; give held-out data: Grid(data).")
+        with torch.no_grad():  # of copies, whose cached factorisations are freed with them
+            evidences = torch.stack([replace(candidate).log_evidence() for candidate in candidates])
+        return _best_of(candidates, evidences, int(evidences.argmax()), Trace("Grid", "log evidence"))
+
+
+@dataclass(frozen=True, eq=False)
+class CrossValidated:
+    """A tuner that takes the precision with the best mean of a metric over folds of held-out data.
+
+    The network was trained on none of these data, so each fold scores it fairly.
+
+    Cost: that of ``Grid``.
+
+    Args:
+        data: Held-out data in the form that ``fit`` takes.
+        precisions: The values to try; by default 21 values from 1e-4 to 1e6.
+        metric: A function of (predictive, targets) that returns the mean over the batch; lower is better.
+        folds: The number of folds; datum i is in fold i mod ``folds``.
+        one_error: Whether to take the largest precision (the narrowest error bars) whose mean is within one standard
+            error of the best, the usual guard against noise in a small held-out set.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no precision to change.
+        DataError: When called, if the data fill fewer than two folds, or a score is not finite.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=1.0)
+    >>> tuned = posterior.tuned(lw.tuners.CrossValidated([(x + 0.01, x.sin())], precisions=(0.1, 1.0, 10.0), folds=4))
+    >>> "over 4 folds" in tuned.trace.findings[0]
+    True
+    """
+
+    data: Iterable[Any] | Data
+    precisions: Sequence[float] = PRECISIONS
+    metric: Metric = nll
+    folds: int = 5
+    one_error: bool = False
+
+    def __post_init__(self) -> None:
+        _check_settings("precisions", self.precisions, self.metric)
+        require_integer("folds", self.folds, least=2)
+        require_flag("one_error", self.one_error)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior under the best precision."""
+        candidates = _with_precisions(posterior, self.precisions)
+        scores = held_out_scores(candidates, self.data, self.metric, self.folds)
+        if len(scores) < 2:
+            raise DataError(f"the held-out data give {len(scores)} fold; expected at least 2 data, one for each.")
+        means, errors = scores.mean(0), scores.std(0) / math.sqrt(len(scores))
+        best = int(means.argmin())
+        finding = (
+            f"precision {self.precisions[best]:.3g} has the best mean, {float(means[best]):.4g} ± "
+            f"{float(errors[best]):.2g} over {len(scores)} folds"
+        )
+        if self.one_error:
+            allowed = [i for i in range(len(candidates)) if means[i] <= means[best] + errors[best]]
+            best = max(allowed, key=lambda i: self.precisions[i], default=best)
+        trace = Trace("CrossValidated", "mean held-out metric", findings=(finding,))
+        return _best_of(candidates, means, best, trace)
+
+
+@dataclass(frozen=True, eq=False)
+class Temperature:
+    """A tuner that takes the temperature φ of a tempered posterior, Λ = H/φ + A, with the best held-out metric.
+
+    Below one the data count more than once (a cold posterior), above one less. For a Gaussian likelihood φ is the
+    noise variance, and the values are multiples of the present one.
+
+    Cost: that of ``Grid``.
+
+    Args:
+        data: Held-out data in the form that ``fit`` takes.
+        temperatures: The values to try; by default 41 values from 1e-3 to 1e2.
+        metric: A function of (predictive, targets) that returns the mean over the batch; lower is better.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the likelihood has no dispersion to change or
+            the posterior no curvature.
+        DataError: When called, if a score is not finite, or the data differ between passes.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=1.0)
+    >>> tuned = posterior.tuned(lw.tuners.Temperature([(x + 0.01, x.sin())], temperatures=(0.5, 1.0, 2.0)))
+    >>> tuned.trace.findings[0].startswith("temperature")
+    True
+    """
+
+    data: Iterable[Any] | Data
+    temperatures: Sequence[float] = TEMPERATURES
+    metric: Metric = nll
+
+    def __post_init__(self) -> None:
+        _check_settings("temperatures", self.temperatures, self.metric)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior under the best temperature."""
+        problem = _problem(posterior)
+        likelihood, phi = problem.likelihood, problem.likelihood.dispersion.detach()
+        try:
+            likelihood.with_dispersion(2 * phi)
+        except DataError as error:
+            raise UnsupportedError(f"{type(likelihood).__name__} has no temperature to choose: {error}") from error
+        tempered = [problem.with_likelihood(likelihood.with_dispersion(phi * t)) for t in self.temperatures]
+        candidates = [posterior.with_problem(each) for each in tempered]
+        scores = held_out_scores(candidates, self.data, self.metric).mean(0)
+        best = int(scores.argmin())
+        finding = f"temperature {self.temperatures[best]:.3g}"
+        return _best_of(candidates, scores, best, Trace("Temperature", "held-out metric", findings=(finding,)))
+
+
+def _check_settings(name: str, values: Any, metric: Any) -> None:
+    """Raise unless the values are a non-empty sequence of positive, finite numbers and the metric can be called."""
+    try:
+        good = len(values) > 0 and all(math.isfinite(v) and v > 0 for v in values)
+    except TypeError:
+        good = False
+    if not good:
+        raise UnsupportedError(f"{name} is {values!r:.80}; expected a list of positive, finite numbers.")
+    if not callable(metric):
+        raise UnsupportedError(f"metric is {metric!r:.80}; expected a function of (predictive, targets).")
+
+
+def _problem(posterior: Any) -> Problem:
+    """Return the problem of the posterior; raise if its prior and noise cannot change without the data."""
+    problem: Problem = posterior.problem
+    if not isinstance(posterior, Linearised):
+        raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use a method that has one.")
+    return problem
+
+
+def _with_precisions(posterior: Any, precisions: Sequence[float]) -> list[Any]:
+    """Return the posterior under each precision; a prior with groups keeps the ratios between them."""
+    problem = _problem(posterior)
+    values = problem.prior.values.detach()
+    ratios = values / values.log().mean().exp()
+    return [posterior.with_problem(problem.with_prior(problem.prior.with_precision(ratios * p))) for p in precisions]
+
+
+def _best_of(candidates: Sequence[Any], scores: Tensor, best: int, trace: Trace) -> Any:
+    """Return candidate number ``best``, with ``trace`` completed by the candidates and their scores."""
+    n_bad = int((~torch.isfinite(scores)).sum())
+    if n_bad:
+        raise DataError(f"{trace.tuner}: {n_bad} of {len(scores)} scores are not finite.")
+    findings = trace.findings
+    if best in (0, len(candidates) - 1) and len(candidates) > 2:
+        findings = (*findings, "the best value is at the edge of those tried: try further out")
+    steps = []
+    for problem, score in zip((candidate.problem for candidate in candidates), scores.tolist(), strict=True):
+        precisions = tuple(problem.prior.values.detach().reshape(-1).tolist())
+        steps.append(Step(score, precisions, (float(problem.likelihood.dispersion),)))
+    return candidates[best].with_trace(replace(trace, steps=tuple(steps), findings=findings))
 
 
 def held_out_scores(candidates: Sequence[Any], source: Iterable[Any] | Data, metric: Metric, folds: int = 1) -> Tensor:
@@ -67,12 +269,12 @@ def _one_pass(candidates: Sequence[Any], data: Data, metric: Metric, folds: int)
     counts, sizes = (torch.zeros(folds, dtype=torch.float64) for _ in range(2))
     position = n_scored = 0
     with torch.no_grad():
-        for batch, beliefs in _beliefs(candidates, data):
+        for targets, beliefs in _beliefs(candidates, data):
             n_scored = len(beliefs)
             size = beliefs[0].mean.shape[0]
             fold = (torch.arange(size) + position) % folds
             position += size
-            y = likelihoods[0].targets(beliefs[0].mean, batch.targets)
+            y = likelihoods[0].targets(beliefs[0].mean, targets)
             for k in range(folds):
                 rows = _known_rows(likelihoods[0], y, (fold == k).nonzero()[:, 0].to(y.device))
                 f = beliefs[0].mean[rows]
@@ -119,23 +321,17 @@ def _number(score: Tensor | float) -> float:
     return float(score)
 
 
-def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Batch, list[FunctionGaussian]]]:
-    """Yield each chunk with the beliefs of the first candidates, as many as fit in memory at the first chunk."""
+def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Tensor, list[FunctionGaussian]]]:
+    """Yield the targets of each chunk and the beliefs of the first candidates, as many as fit at the first chunk."""
     network = candidates[0].problem.network
-    group = [without_cache(candidate) for candidate in candidates]
+    group = [replace(candidate) for candidate in candidates]  # copies, whose cached factorisations are freed with them
     limit: float = KEPT * temporary(network.device)
     for batch in data.batches("held-out data"):
         sample_count(network, batch)
         for rows, tangent in network.tangents(batch.inputs):
-            chunk = Batch(batch.inputs, batch.targets[rows])
             beliefs = _beliefs_within(group, tangent.f.to(network.dtype), tangent.jacobians(), limit)
             group, limit = group[: len(beliefs)], math.inf
-            yield chunk, beliefs
-
-
-def without_cache(candidate: Any) -> Any:
-    """Return a copy of the candidate without cached factorisations, which are freed together with the copy."""
-    return replace(candidate)
+            yield batch.targets[rows], beliefs
 
 
 def _beliefs_within(candidates: Sequence[Any], f: Tensor, jacobians: Any, limit: float) -> list[FunctionGaussian]:
@@ -158,61 +354,8 @@ def _add_storages(value: Any, storages: dict[int, int]) -> None:
     """Add the bytes of all tensors in the value, by their address, so that shared memory counts once."""
     if isinstance(value, Tensor):
         storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    inside: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, tuple | list):
-        inside = value
-    elif is_dataclass(value):
-        inside = vars(value).values()
+    inside: Iterable[Any] = value if isinstance(value, tuple | list) else ()
+    if isinstance(value, Mapping) or is_dataclass(value):
+        inside = (value if isinstance(value, Mapping) else vars(value)).values()
     for each in inside:
         _add_storages(each, storages)
-
-
-def with_precisions(posterior: Any, precisions: Sequence[float]) -> list[Any]:
-    """Return the posterior under each precision; a prior with groups keeps the ratios between them."""
-    refuse_not_linearised(posterior)
-    problem = posterior.problem
-    values = problem.prior.values.detach()
-    ratios = values / values.log().mean().exp()
-    return [posterior.with_problem(problem.with_prior(problem.prior.with_precision(ratios * p))) for p in precisions]
-
-
-def refuse_not_linearised(posterior: Any) -> None:
-    """Raise if the prior and noise of the posterior cannot change without the data."""
-    if not isinstance(posterior, Linearised):
-        raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use a method that has one.")
-
-
-def require_positive_values(name: str, values: Any) -> None:
-    """Raise unless the values are a non-empty sequence of positive, finite numbers."""
-    try:
-        good = len(values) > 0 and all(math.isfinite(v) and v > 0 for v in values)
-    except TypeError:
-        good = False
-    if not good:
-        raise UnsupportedError(f"{name} is {values!r:.80}; expected a list of positive, finite numbers.")
-
-
-def require_metric(metric: Any) -> None:
-    """Raise unless the metric can be called."""
-    if not callable(metric):
-        raise UnsupportedError(f"metric is {metric!r:.80}; expected a function of (predictive, targets).")
-
-
-def best_of(candidates: Sequence[Any], scores: Tensor, best: int, trace: Trace) -> Any:
-    """Return candidate number ``best``, with ``trace`` completed by the candidates and their scores."""
-    if not bool(torch.isfinite(scores).all()):
-        n_bad = int((~torch.isfinite(scores)).sum())
-        raise DataError(f"{trace.tuner}: {n_bad} of {len(scores)} scores are not finite.")
-    findings = trace.findings
-    if best in (0, len(candidates) - 1) and len(candidates) > 2:
-        findings = (*findings, "the best value is at the edge of those tried: try further out")
-    steps = tuple(_step(candidate, score) for candidate, score in zip(candidates, scores.tolist(), strict=True))
-    return candidates[best].with_trace(replace(trace, steps=steps, findings=findings))
-
-
-def _step(candidate: Any, score: float) -> Step:
-    problem = candidate.problem
-    precisions = tuple(problem.prior.values.detach().reshape(-1).tolist())
-    return Step(score, precisions, (float(problem.likelihood.dispersion),))

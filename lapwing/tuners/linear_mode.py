@@ -1,10 +1,11 @@
-"""The corrected evidence: evaluated at the optimum of the tangent model."""
+"""The optimum of the tangent model, and the corrected evidence, which is evaluated there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,21 +15,98 @@ from lapwing.core.data import Data
 from lapwing.core.settings import require_integer, require_positive
 from lapwing.core.trace import Step, Trace
 from lapwing.curvature.protocols import Preconditions
-from lapwing.errors import DivergedError, UnsupportedError
+from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.linalg.cg import conjugate_gradients
 from lapwing.linalg.operators import Product
 from lapwing.methods.protocol import Method
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.bound import group_starting_precisions
+from lapwing.problem import Problem
 from lapwing.tangent.model import TangentModel, tangent_model
-from lapwing.tuners.mode_solver import ModeSolver
+from lapwing.tuners.evidence import LARGEST_SLOPE, Coordinates, minimise
 from lapwing.tuners.protocol import required_data
-from lapwing.tuners.search import Coordinates, minimise, refuse_not_finite
 
+ITERATIONS = 1000  # of conjugate gradients in one Newton step
 MEANS = ("network", "tangent")
 # Precisions in units of the typical curvature of their group: below, the prior has no effect; above, the weights.
 RANGE = (1e-12, 1e5)
 PRUNED = 1e3  # in the same units: above it the trace says that the group is not used
-LARGEST_SLOPE = 1e-3  # per weight; above it the search has not converged
+SCORE = "log evidence at the tangent model's optimum"
+
+
+@dataclass(frozen=True, eq=False)
+class ModeSolver:
+    """A solver for θ*, the optimum under a problem's prior and noise: Newton's method with conjugate gradients.
+
+    The loss is convex in theta, and h is linear along a step, so one pass over the data gives the loss at every step
+    length. Systems are solved in units of the prior: there no eigenvalue is below one, at most as many as there are
+    data differ from one, and half the squared residual bounds what a step misses. Stops when no step can gain more
+    than ``tolerance`` nats, or less than rounding in the network's dtype can resolve.
+    """
+
+    model: TangentModel
+    base: Tensor  # w̃
+    tolerance: float = 1e-8
+    max_steps: int = 50
+
+    def __call__(self, problem: Problem, start: Tensor, precondition: Product | None = None) -> Mode:
+        """Return θ* and its loss, from ``start``; ``precondition`` approximates the inverse in units of the prior."""
+        prior, phi = problem.prior, float(problem.likelihood.dispersion)
+        vector = prior.vector.detach()
+        unit = vector.rsqrt()
+        rounding = torch.finfo(self.model.dtype).eps
+        theta = start.clone()
+        loss, slope = self.model.gradient(theta - self.base)
+        gain = missed = float("inf")
+        for _ in range(self.max_steps):
+            gradient = slope / phi + vector * (theta - prior.mean)
+            value = loss / phi + 0.5 * float(prior.penalty(theta))
+            enough = self.tolerance + 4 * rounding * abs(value)
+            size = float((unit * gradient).norm())
+            if size == 0:
+                return Mode(theta, loss)
+            tolerance = max(0.1 * enough**0.5 / size, min(1e-2, 0.1 * gain))
+            delta = theta - self.base
+
+            def product(v: Tensor, delta: Tensor = delta) -> Tensor:
+                """Return the product with A^-½ H A^-½ / φ + I, for H at theta."""
+                return unit * self.model.products(delta, unit * v) / phi + v
+
+            solution = conjugate_gradients(
+                product,
+                (unit * gradient)[None],
+                precondition=precondition,
+                tolerance=tolerance,
+                max_iterations=ITERATIONS,
+                truncated=True,
+            )
+            step = -unit * solution.x[0]
+            gain = 0.5 * float(-(gradient @ step))
+            missed = 0.5 * (float(solution.residuals[0]) * size) ** 2
+            if gain <= enough:
+                if missed <= enough:  # one more full step: the value hardly changes, but its slope does
+                    return Mode(theta + step, float(self.model.losses(delta, step, torch.ones_like(theta[:1]))[0]))
+                continue  # the step gains nothing, but the system was not solved well enough to stop
+            theta = theta + self._length(problem, theta, step, value, gain) * step
+            loss, slope = self.model.gradient(theta - self.base)
+        raise NumericalError(
+            f"the optimum of the tangent model was not reached in {self.max_steps} Newton steps: up to "
+            f"{gain + missed:.3g} nats are left; expected {self.tolerance:g}. Raise the prior precision."
+        )
+
+    def _length(self, problem: Problem, theta: Tensor, step: Tensor, value: float, gain: float) -> Tensor:
+        """Return the best of the step lengths 1, 1/2, 1/4, ...; raise if none lowers the objective."""
+        prior, phi = problem.prior, float(problem.likelihood.dispersion)
+        lengths = 0.5 ** torch.arange(0, 12, dtype=torch.float64, device=theta.device)
+        penalties = torch.stack([0.5 * prior.penalty(theta + t * step) for t in lengths]).detach()
+        totals = self.model.losses(theta - self.base, step, lengths) / phi + penalties
+        best = int(totals.argmin())
+        if not float(totals[best]) < value:
+            raise NumericalError(
+                f"the tangent model's loss does not fall along a Newton step that promises {gain:.3g} nats; "
+                "check that the data give the same batches at every pass, or compute in float64."
+            )
+        return lengths[best]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +186,7 @@ class LinearMode:
                 current = self._refitted(current, base, data)
             current, more = self._tuned(current, model, base)
             steps += more
-        return self._centred(current, base).with_trace(_trace(steps, _pruned(current)))
+        return self._centred(current, base).with_trace(Trace("LinearMode", SCORE, tuple(steps), _pruned(current)))
 
     def _tuned(self, posterior: WeightPosterior, model: TangentModel, base: Tensor) -> tuple[Any, list[Step]]:
         """Maximise the evidence by L-BFGS, with θ* solved for at every point.
@@ -116,12 +194,14 @@ class LinearMode:
         θ* is the optimum of the fit plus the penalty, so the slope of the whole equals the slope at fixed θ*.
         """
         theta = base if posterior.mode is None else posterior.mode.theta
-        coordinates = Coordinates.of(replace(posterior, mode=Mode(theta, 0.0)), self.mean == "tangent")
+        coordinates = Coordinates.of(
+            replace(posterior, mode=Mode(theta, 0.0)), self.mean == "tangent", "LinearMode", SCORE
+        )
         steps: list[Step] = []
         n_weights = max(coordinates.n_weights, 1)
         # The slope at fixed θ is wrong by the square root of what θ can still gain.
         solver = ModeSolver(model, base, min(self.solver_tolerance, (0.1 * self.tolerance * n_weights) ** 2))
-        limits = Limits(_typical(posterior).log(), coordinates.start[coordinates.n_precisions :])
+        limits = partial(_limits, _typical(posterior).log(), coordinates.start[coordinates.n_precisions :])
 
         def objective(x: Tensor) -> Tensor:
             nonlocal theta
@@ -132,25 +212,25 @@ class LinearMode:
             theta = mode.theta
             value: Tensor = replace(coordinates.at(x), mode=mode).log_evidence()
             steps.append(coordinates.step(x, float(value.detach())))
-            refuse_not_finite(coordinates, steps, "LinearMode")
+            coordinates.refuse_not_finite(steps)
             return below - value / n_weights
 
         best, slope = minimise(objective, coordinates.start, self.max_steps, self.tolerance)
         low, high = limits(best)
+        message = ""
         if bool((best < low + 0.1).any()):
-            _refuse(
-                coordinates,
-                steps,
+            message = (
                 f"LinearMode: a precision or the noise fell out of range ({steps[-1]}), where rounding would decide; "
-                "a noise far below the residuals, or none at all, does that. Give the prior, or another noise.",
+                "a noise far below the residuals, or none at all, does that. Give the prior, or another noise."
             )
-        if slope > max(LARGEST_SLOPE, 10 * self.tolerance):
-            _refuse(
-                coordinates,
-                steps,
+        elif slope > max(LARGEST_SLOPE, 10 * self.tolerance):
+            message = (
                 f"LinearMode: {self.max_steps} steps left a slope of {slope:.3g} per weight in the log evidence; "
-                "expected below 1e-3. Raise max_steps, or tighten solver_tolerance.",
+                "expected below 1e-3. Raise max_steps, or tighten solver_tolerance."
             )
+        if message:
+            best_step = max(steps, key=lambda step: step.score)
+            raise coordinates.error_at(coordinates.position(best_step), steps, message)
         optimum = coordinates.at(best.minimum(high))
         return replace(optimum, mode=_solved(solver, optimum, theta)), steps
 
@@ -167,28 +247,22 @@ class LinearMode:
 
     def _centred(self, posterior: WeightPosterior, base: Tensor) -> WeightPosterior:
         """Return the posterior with the predictive mean that ``mean`` asks for."""
-        network, mode = posterior.problem.network, posterior.mode
-        assert mode is not None
-        if self.mean == "network":
-            problem = replace(posterior.problem, network=network.shifted(None))
-            return replace(posterior, problem=problem, theta=base.to(network.dtype))
-        problem = replace(posterior.problem, network=network.shifted(mode.theta - base))
-        return replace(posterior, problem=problem, theta=mode.theta.to(network.dtype))
+        assert posterior.mode is not None
+        network, theta = posterior.problem.network, base if self.mean == "network" else posterior.mode.theta
+        shifted = network.shifted(None if self.mean == "network" else theta - base)
+        return replace(posterior, problem=replace(posterior.problem, network=shifted), theta=theta.to(network.dtype))
 
 
-@dataclass(frozen=True, eq=False)
-class Limits:
-    """The range of a search: precisions around the curvature of their groups, the noise around its start."""
+def _limits(typical: Tensor, noise: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower and upper limits of a search at x, (D,) each: around the curvature of each group and the noise.
 
-    typical: Tensor  # log H/φ of each group under the noise at the start
-    noise: Tensor  # log-noise at the start, empty if it is not learned
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the lower and upper limits at x, (D,) each."""
-        low, high = (math.log(bound) for bound in RANGE)
-        log_noise = x[len(self.typical) :].clamp(self.noise + low, self.noise + high)
-        middle = torch.cat([self.typical + (self.noise - log_noise).sum(), self.noise])
-        return middle + low, middle + high
+    ``typical`` is log H/φ of each group under the noise at the start, ``noise`` the log-noise there, empty if it is
+    not learned.
+    """
+    low, high = (math.log(bound) for bound in RANGE)
+    log_noise = x[len(typical) :].clamp(noise + low, noise + high)
+    middle = torch.cat([typical + (noise - log_noise).sum(), noise])
+    return middle + low, middle + high
 
 
 def _solved(solver: ModeSolver, posterior: WeightPosterior, start: Tensor) -> Mode:
@@ -198,16 +272,6 @@ def _solved(solver: ModeSolver, posterior: WeightPosterior, start: Tensor) -> Mo
         precision, root = posterior.fixed_precision, posterior.problem.prior.vector.detach().sqrt()
         precondition = lambda v: root * precision.solve(root * v)
     return solver(posterior.problem, start, precondition)
-
-
-def _trace(steps: list[Step], findings: tuple[str, ...]) -> Trace:
-    return Trace("LinearMode", "log evidence at the tangent model's optimum", tuple(steps), findings)
-
-
-def _refuse(coordinates: Coordinates, steps: list[Step], message: str) -> None:
-    """Raise with the trace and the posterior at the best step."""
-    trace, best = _trace(steps, (message,)), max(steps, key=lambda step: step.score)
-    raise DivergedError(message, trace, coordinates.finished(coordinates.position(best), trace))
 
 
 def _typical(posterior: WeightPosterior) -> Tensor:

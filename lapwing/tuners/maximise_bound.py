@@ -2,66 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from itertools import chain, count, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
+from lapwing.core.data import Data, Inputs
 from lapwing.core.settings import require_flag, require_integer, require_positive
-from lapwing.core.trace import Step, Trace
+from lapwing.core.trace import Step
 from lapwing.curvature.sweep import root_seeds
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
-from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.priors.kernel import prior_kernel
 from lapwing.problem import Problem
+from lapwing.tuners.evidence import Coordinates
 from lapwing.tuners.protocol import as_data, required_data
-from lapwing.tuners.search import Coordinates, refuse_not_finite, refuse_runaway
+
+Term = Callable[[Problem], Tensor]  # the term of one block, under the prior and noise of a problem
 
 
-@runtime_checkable
-class Fingerprinted(Protocol):
-    """The result of ``fit``: the posterior of a method, with the fingerprint of the weights it was fitted to."""
+def _term(inputs: Inputs, targets: Tensor, problem: Problem) -> Tensor:
+    """Return a block's log-likelihood less half of log det(I + K/φ) of its kernel K, differentiable in prior and noise.
 
-    @property
-    def posterior(self) -> Any: ...
-
-    @property
-    def fingerprint(self) -> Fingerprint: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Term:
-    """One block's term of the bound: its log-likelihood less half of log det(I + K/φ) of its kernel K."""
-
-    problem: Problem
-    inputs: Any
-    targets: Tensor
-
-    def __call__(self, problem: Problem) -> Tensor:
-        """Return the term under the prior and noise of this problem, differentiable in both."""
-        network, likelihood = problem.network, problem.likelihood
-        phi = likelihood.dispersion.to(network.device)
-        f, y, jacobians = self._linearised()
-        kernel = prior_kernel(jacobians, problem.prior) / phi
-        eye = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
-        logdet = 2 * cholesky(eye + kernel, "the kernel of a block of data").diagonal().log().sum()
-        count = likelihood.count(f, y)
-        fit = -likelihood.loss(f, y).sum() / phi - count * likelihood.log_normaliser(phi, network.output_shape[-1])
-        return fit - 0.5 * logdet
-
-    def _linearised(self) -> tuple[Tensor, Tensor, Any]:
-        """Return outputs, targets and the Jacobian, seeded with the root of the likelihood's Hessian, in float64."""
-        network, likelihood = self.problem.network, self.problem.likelihood
-        tangent = network.linearise(self.inputs)
-        f = tangent.f.double()
-        y = likelihood.targets(f, self.targets)
-        return f, y, tangent.jacobians(root_seeds(likelihood.root(f, y)).to(network.dtype)).double()
+    The Jacobian is multiplied by the root of the likelihood's Hessian. Sums are float64.
+    """
+    network, likelihood = problem.network, problem.likelihood
+    phi = likelihood.dispersion.to(network.device)
+    tangent = network.linearise(inputs)
+    f = tangent.f.double()
+    y = likelihood.targets(f, targets)
+    jacobians = tangent.jacobians(root_seeds(likelihood.root(f, y)).to(network.dtype)).double()
+    kernel = prior_kernel(jacobians, problem.prior) / phi
+    eye = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
+    logdet = 2 * cholesky(eye + kernel, "the kernel of a block of data").diagonal().log().sum()
+    count = likelihood.count(f, y)
+    fit = -likelihood.loss(f, y).sum() / phi - count * likelihood.log_normaliser(phi, network.output_shape[-1])
+    return fit - 0.5 * logdet
 
 
 def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> Iterator[Term]:
@@ -70,7 +51,7 @@ def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> It
         size = problem.network.count(batch.inputs)
         for start in range(0, size, block):
             rows = slice(start, min(start + block, size))
-            yield Term(problem, problem.network.take(batch.inputs, rows), batch.targets[rows])
+            yield partial(_term, problem.network.take(batch.inputs, rows), batch.targets[rows])
 
 
 @outside_autocast
@@ -104,10 +85,10 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     True
     """
     require_integer("block", block)
-    core = posterior.posterior if isinstance(posterior, Fingerprinted) else posterior
+    core = getattr(posterior, "posterior", posterior)  # of the result of fit, or given as such
     network = core.problem.network
     refuse_training_mode(network.model)
-    if isinstance(posterior, Fingerprinted):
+    if core is not posterior:
         posterior.fingerprint.refuse_other(network.model)
     total = torch.zeros((), dtype=torch.float64, device=network.device)
     for term in terms(core.problem, as_data(data, network.device), block):
@@ -163,7 +144,7 @@ class MaximiseBound:
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior after the last step."""
         data = required_data("MaximiseBound", self.data, posterior.problem.network.device)
-        coordinates = Coordinates.of(posterior, self.noise)
+        coordinates = Coordinates.of(posterior, self.noise, "MaximiseBound", "estimate of the bound from one block")
         if coordinates.noise and posterior.noise.ndim:
             raise UnsupportedError(
                 "MaximiseBound(noise=True) learns one noise for all outputs, and this likelihood has one for each; "
@@ -172,30 +153,20 @@ class MaximiseBound:
         n_blocks = sum(1 for _ in terms(posterior.problem, data, self.block, "counting blocks"))
         if not n_blocks:
             raise DataError("the data have no blocks; expected at least one datum.")
-        x, steps = self._ascended(coordinates, data, n_blocks)
-        refuse_runaway(coordinates, steps, "MaximiseBound")
-        return coordinates.finished(x, Trace("MaximiseBound", "estimate of the bound from one block", tuple(steps)))
-
-    def _ascended(self, coordinates: Coordinates, data: Data, n_blocks: int) -> tuple[Tensor, list[Step]]:
-        """Take all steps; return the last point and the trace."""
-        x = coordinates.start.requires_grad_()
+        x, steps = coordinates.start.requires_grad_(), list[Step]()
         optimiser = torch.optim.Adam([x], lr=self.rate)
-        steps: list[Step] = []
-        theta = coordinates.posterior.theta.double()
-        for number, term in enumerate(islice(self._endless(coordinates.posterior.problem, data), self.steps)):
+        theta = posterior.theta.double()
+        endless = chain.from_iterable(terms(posterior.problem, data, self.block) for _ in count())
+        for number, term in enumerate(islice(endless, self.steps)):
             for group in optimiser.param_groups:
                 group["lr"] = self.rate * (1 - number / self.steps)
             with torch.inference_mode(False), torch.enable_grad():
                 problem = coordinates.at(x).problem
                 value = n_blocks * term(problem) - 0.5 * problem.prior.penalty(theta)
                 steps.append(coordinates.step(x, float(value.detach())))
-                refuse_not_finite(coordinates, steps, "MaximiseBound")
+                coordinates.refuse_not_finite(steps)
                 optimiser.zero_grad()
                 (-value / coordinates.n_weights).backward()
                 optimiser.step()
-        return x, steps
-
-    def _endless(self, problem: Problem, data: Data) -> Iterator[Term]:
-        """Yield the terms of all blocks, again and again."""
-        while True:
-            yield from terms(problem, data, self.block)
+        coordinates.refuse_runaway(steps)
+        return coordinates.finished(x, steps)

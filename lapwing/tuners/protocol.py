@@ -39,8 +39,14 @@ class NeedsData(Protocol):
         ...
 
 
-def with_training_data(tuner: Tuner, data: Data | None) -> Tuner:
-    """Return the tuner, with the training data if it needs them and has none."""
+def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
+    """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
+    if isinstance(tuner, type):
+        raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
+    if not callable(tuner):
+        raise UnsupportedError(
+            f"tuner is {tuner!r:.80}; expected an object such as lw.tuners.FixedPoint(), not its name."
+        )
     return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
 
 

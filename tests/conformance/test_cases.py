@@ -22,7 +22,7 @@ D = torch.float64
 PRECISION = 0.75
 
 
-@pytest.fixture(params=[case.name for case in CASES])
+@pytest.fixture(scope="module", params=[case.name for case in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     return BY_NAME[request.param]
 

@@ -36,7 +36,7 @@ def test_sampled_fisher_is_unbiased(make: Any) -> None:
     For Kron that holds for the output factors, for EKron for the trace of every block.
     """
     model, x, y = small()
-    n = 400
+    n = 150
     exact = exact_ggn(model, x)
     draws = []
     plain = lw.fit(model, [(x[:3], y[:3]), (x[3:], y[3:])], "classification", method=make(), prior=1.0)
@@ -87,7 +87,7 @@ def test_sampled_fisher_of_tokens_draws_every_token_by_itself() -> None:
     draws = torch.stack([
         lw.fit(model, [(x, y)], "classification", method=lw.Full(curvature="fisher_mc"), prior=1.0,
                generator=torch.Generator().manual_seed(seed)).posterior.curvature.matrix
-        for seed in range(300)
+        for seed in range(150)
     ])  # fmt: skip
     assert_within(draws, exact)
 

@@ -14,9 +14,9 @@ import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.curvatures import SubspaceCurvature
 from lapwing.methods.inducing.ella import leading_rows, within
 from lapwing.methods.inducing.points import InducingPoints
-from lapwing.methods.inducing.subspace import SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from tests import problems
@@ -112,8 +112,8 @@ def assert_same(one: lw.Fitted, other: lw.Fitted, x: Tensor) -> None:
 def test_all_outputs_of_all_data_give_the_full_posterior(name: str, method: str) -> None:
     posterior = SETTINGS[name].fit(EVERY[method])
     assert_same(posterior, full(name), SETTINGS[name].new)
-    mine, exact = posterior.effective_parameters(), full(name).effective_parameters()
-    assert mine.total == pytest.approx(exact.total, rel=1e-7)
+    effective, exact = posterior.effective_parameters(), full(name).effective_parameters()
+    assert effective.total == pytest.approx(exact.total, rel=1e-7)
     assert_close(posterior.predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]),
                  full(name).predict(SETTINGS[name].new).log_prob(SETTINGS[name].y[:5]), SOLVED)  # fmt: skip
 

@@ -65,8 +65,8 @@ def data(kind: str) -> tuple[Tensor, Tensor]:
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     names = [name[0] if name[0] in "03" else "rest" for name, size in sizes.items() for _ in range(size)]
     for group, size in (("0", 2.0), ("3", 2.0), ("rest", 0.3)):
-        mine = jac[..., torch.tensor([name == group for name in names])]
-        part = mine @ torch.randn(mine.shape[-1], dtype=D, generator=gen)
+        columns = jac[..., torch.tensor([name == group for name in names])]
+        part = columns @ torch.randn(columns.shape[-1], dtype=D, generator=gen)
         h = h + part * (size / part.std())
     if kind == "classifier":
         return x, torch.multinomial((2 * h).softmax(-1), 1, generator=gen)[:, 0]
@@ -148,11 +148,11 @@ def test_given_precisions_that_follow_the_scale(kind: str, method: str) -> None:
 MEANS = {"full": "network", "kron": "tangent"}  # under which normalised groups are at work, see below
 
 
-@pytest.mark.parametrize("layers", [{0: 0.1, 3: 10.0}, {0: 10.0}], ids=str)
 @pytest.mark.parametrize("method", ["full", "kron"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_precision_for_each_group(kind: str, method: str, layers: dict[int, float]) -> None:
+def test_one_precision_for_each_group(kind: str, method: str) -> None:
     """Means, covariances and evidence stay; the precisions of the groups go with the inverse square."""
+    layers = {0: 0.1, 3: 10.0}
     before = original(kind, method, MEANS[method])
     assert float(before.prior.values[[0, 2]].min()) < 10  # not all of them left out
     tuner = lw.tuners.LinearMode(mean=MEANS[method], **TIGHT)
@@ -163,7 +163,7 @@ def test_one_precision_for_each_group(kind: str, method: str, layers: dict[int, 
     assert float(after.log_evidence()) == pytest.approx(float(before.log_evidence()), rel=1e-6)
     assert float(after.likelihood.dispersion) == pytest.approx(float(before.likelihood.dispersion), rel=1e-6)
     assert after.prior.groups == ("0", "rest", "3")
-    scale = torch.tensor([layers.get(0, 1.0) ** -2, 1.0, layers.get(3, 1.0) ** -2], dtype=D)
+    scale = torch.tensor([layers[0] ** -2, 1.0, layers[3] ** -2], dtype=D)
     expected = scale * before.prior.values
     switched_off = expected > 1e4 * scale  # such a group has no weight left, and the evidence is flat in its precision
     assert (after.prior.values / expected - 1)[~switched_off].abs().max() <= 1e-4
@@ -190,7 +190,7 @@ def test_the_settings_by_default(kind: str, method: str) -> None:
     assert max(gap(kind, other, one)) <= 1e-4
 
 
-PAIRS = [("full", 0.1), ("full", 10.0), ("kron", 10.0)]
+PAIRS = [("full", 0.1), ("kron", 10.0)]
 
 
 @cache
@@ -222,8 +222,9 @@ def test_groups_are_enough_for_the_naive_evidence_too(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "factor"), PAIRS)
-@pytest.mark.parametrize("tuner", list(TUNERS))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "tuner"), [("layer norm", "naive"), ("batch norm", "corrected"), ("classifier", "corrected")]
+)
 def test_one_precision_for_all_depends_on_the_scale(kind: str, method: str, tuner: str, factor: float) -> None:
     before = unscaled(kind, method, "isotropic", tuner)
     after = fitted(kind, rescaled(kind, {0: factor}), method, PRIORS["isotropic"], TUNERS[tuner])
@@ -232,8 +233,7 @@ def test_one_precision_for_all_depends_on_the_scale(kind: str, method: str, tune
     assert covariance > 1e-2
 
 
-@pytest.mark.parametrize(("factor", "eps"), [(10.0, 1e-5), (0.1, 1e-7)])
-@pytest.mark.parametrize("kind", ["layer norm", "batch norm"])
+@pytest.mark.parametrize(("kind", "factor", "eps"), [("layer norm", 10.0, 1e-5), ("batch norm", 0.1, 1e-7)])
 def test_eps_limits_it(kind: str, factor: float, eps: float) -> None:
     """A norm divides by sqrt(var + eps): a group k times as small sees an eps that is k² times as large.
 
@@ -252,9 +252,9 @@ def test_eps_limits_it(kind: str, factor: float, eps: float) -> None:
     assert max(gap(kind, *posteriors)) <= allowed
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-def test_weight_norm(factor: float) -> None:
+def test_weight_norm() -> None:
     """Its direction parameter may have any length."""
+    factor = 10.0
 
     def model(k: float) -> nn.Module:
         torch.manual_seed(3)

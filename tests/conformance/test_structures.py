@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.state import State
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case
 from tests.references import dense
@@ -30,12 +29,23 @@ METHODS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=[case.name for case in CASES])
+@pytest.fixture(scope="module", params=[case.name for case in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     return BY_NAME[request.param]
 
 
-def own_matrix(posterior: lw.Fitted) -> Tensor:
+@pytest.fixture(scope="module")
+def new_jacobian(case: Case) -> Tensor:
+    """The Jacobian of four new inputs, every token a datum."""
+    return dense.by_datum(dense.jacobian(case.build(), case.batch(4, seed=1), 4), case.outputs[-1])
+
+
+@pytest.fixture(scope="module")
+def ggn(case: Case) -> Tensor:
+    return problems.dense_ggn(case, case.build())[1]
+
+
+def curvature_matrix(posterior: lw.Fitted) -> Tensor:
     curvature = getattr(
         posterior.posterior.curvature, "part", posterior.posterior.curvature
     )  # of ELLA with its residual
@@ -57,24 +67,23 @@ def precisions(posterior: lw.Fitted) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method: str) -> None:
+def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method: str, new_jacobian: Tensor) -> None:
     model = case.build()
     phi = 1.5
     likelihood = problems.likelihood(case).with_dispersion(torch.tensor(phi, dtype=D))
     before = lw.fit(model, problems.batches(case), likelihood, method=METHODS[method], prior=1.0)
     by_layer, by_weight = precisions(before)
     posterior = before.with_prior(lw.per_layer(by_layer))
-    matrix = own_matrix(posterior)
+    matrix = curvature_matrix(posterior)
     expected = matrix / phi + torch.diag(by_weight)
     covariance = torch.linalg.inv(expected)
     inputs = case.batch(4, seed=1)
-    jac = dense.by_datum(dense.jacobian(model, inputs, 4), case.outputs[-1])
     belief = posterior.functions(inputs)
-    blocks = dense.output_covariance(jac, covariance)
+    blocks = dense.output_covariance(new_jacobian, covariance)
     assert_close(belief.cov, blocks.reshape(belief.cov.shape))
     size = belief.mean.numel()
     joint = posterior.functions(inputs, joint=True).cov.reshape(size, size)
-    assert_close(joint, dense.joint_covariance(jac, covariance))
+    assert_close(joint, dense.joint_covariance(new_jacobian, covariance))
     precision = posterior.posterior.precision
     assert_close(precision.logdet(), torch.linalg.slogdet(expected)[1])
     # Where directions are left out, the evidence is charged the trace of what they hold.
@@ -90,33 +99,10 @@ def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method
     assert_close(diagonal.reshape(belief.variance.shape), belief.variance)
 
 
-def stored(state: State) -> list[Tensor]:
-    return [*state.tensors.values(), *(tensor for part in state.parts.values() for tensor in stored(part))]
-
-
-@pytest.mark.parametrize("method", ["full", *METHODS])
-def test_nothing_that_is_kept_holds_a_graph(case: Case, method: str) -> None:
-    """A curvature that requires a gradient would keep the activations of every batch alive."""
-    chosen = METHODS.get(method, lw.Full())
-    posterior = lw.fit(case.build(), problems.batches(case), problems.likelihood(case), method=chosen)
-    inputs, curvature = case.batch(2), posterior.posterior.curvature
-    anchored = hasattr(curvature, "anchors")  # whose inputs have no file form if they are several tensors
-    parts = [curvature.mix, curvature.ggn_diagonal] if anchored else stored(curvature.state())
-    kept = {
-        **dict(enumerate(parts)), "theta": posterior.posterior.theta, "prior": posterior.prior.values,
-        "noise": posterior.likelihood.dispersion, "mean": posterior.functions(inputs).mean,
-        "cov": posterior.functions(inputs).cov, "joint": posterior.functions(inputs, joint=True).cov,
-        "functions": posterior.function_samples(inputs, 2), "weights": posterior.weight_samples(2),
-        "networks": posterior.network_samples(inputs, 2),
-    }  # fmt: skip
-    assert [name for name, tensor in kept.items() if tensor.requires_grad] == []
-
-
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_every_block_keeps_the_trace_of_the_ggn(case: Case, sharing: str) -> None:
+def test_every_block_keeps_the_trace_of_the_ggn(case: Case, sharing: str, ggn: Tensor) -> None:
     """EKron's eigenvalues are exact in its basis, so its trace is; it is a GGN's diagonal in that basis."""
     model = case.build()
-    _, ggn = problems.dense_ggn(case, model)
     method = lw.EKron(sharing=sharing)
     posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=method, prior=1.0)
     matrix = assembled(posterior.posterior.curvature)
@@ -128,9 +114,8 @@ def test_every_block_keeps_the_trace_of_the_ggn(case: Case, sharing: str) -> Non
 
 
 @pytest.mark.parametrize("method", ["kron_expand", "ekron_expand"])
-def test_parameters_that_are_no_linear_map_get_their_own_exact_block(case: Case, method: str) -> None:
+def test_parameters_that_are_no_linear_map_get_their_own_exact_block(case: Case, method: str, ggn: Tensor) -> None:
     model = case.build()
-    _, ggn = problems.dense_ggn(case, model)
     posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=METHODS[method], prior=1.0)
     matrix = assembled(posterior.posterior.curvature)
     start = 0

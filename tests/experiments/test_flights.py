@@ -27,12 +27,12 @@ def settings(folder: Path) -> flights.Flights:
 def test_every_method_is_judged_by_the_same_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = lambda model, held: {"method": flights.lw.VaLLA(5, steps=3)}
     monkeypatch.setitem(flights.METHODS, "VaLLA, alpha 1", few)
-    found = flights.run(settings(tmp_path))
-    assert [row.name for row in found.rows] == ["plain", "Kron", "VaLLA, alpha 1"]
-    assert len({row.scores["RMSE"] for row in found.rows}) == 1  # the mean is the network's
-    widths = [row.scores["width"] for row in found.rows]
+    result = flights.run(settings(tmp_path))
+    assert [row.name for row in result.rows] == ["plain", "Kron", "VaLLA, alpha 1"]
+    assert len({row.scores["RMSE"] for row in result.rows}) == 1  # the mean is the network's
+    widths = [row.scores["width"] for row in result.rows]
     assert widths[0] < widths[1]
-    assert Result.from_json(found.to_json()) == found
+    assert Result.from_json(result.to_json()) == result
 
 
 def test_temperature_is_the_noise_of_held_out_rows() -> None:

@@ -45,18 +45,18 @@ def settings(folder: Path) -> images.ImageTable:
 
 def test_every_method_has_its_scores(folder: Path) -> None:
     lines: list[str] = []
-    found = images.run(settings(folder), progress=lines.append)
-    assert tuple(row.name for row in found.rows) == METHODS
+    result = images.run(settings(folder), progress=lines.append)
+    assert tuple(row.name for row in result.rows) == METHODS
     assert len(lines) == len(METHODS)
-    for row in found.rows:
+    for row in result.rows:
         for name in ("accuracy", "OOD AUROC", "ECE", "MC ECE", "MC OOD AUROC"):
             assert 0 <= row.scores[name] <= 1
         assert row.scores["NLL"] > 0
         assert row.scores["MC NLL"] > 0
-    plain = found.rows[0].scores
+    plain = result.rows[0].scores
     assert plain["NLL"] == pytest.approx(plain["MC NLL"], abs=1e-6)  # no spread: both links are the softmax
-    assert found.rows[1].scores["accuracy"] == plain["accuracy"]
-    assert Result.from_json(found.to_json()) == found
+    assert result.rows[1].scores["accuracy"] == plain["accuracy"]
+    assert Result.from_json(result.to_json()) == result
 
 
 def test_the_temperature_is_the_best_one_on_held_out_images(folder: Path) -> None:
@@ -78,8 +78,8 @@ def test_held_out_images_are_not_trained_on(folder: Path) -> None:
 
 
 def test_a_convolutional_network(folder: Path) -> None:
-    found = images.run(replace(settings(folder), network="lenet", methods=("plain", "Kron, evidence"), test=20))
-    assert [row.name for row in found.rows] == ["plain", "Kron, evidence"]
+    result = images.run(replace(settings(folder), network="lenet", methods=("plain", "Kron, evidence"), test=20))
+    assert [row.name for row in result.rows] == ["plain", "Kron, evidence"]
 
 
 def test_other_networks_are_refused(folder: Path) -> None:

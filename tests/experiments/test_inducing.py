@@ -73,11 +73,11 @@ def test_the_published_form_at_its_optimum_is_the_closed_form(task: Task) -> Non
     cross = torch.cat([points.against(part, task.full.prior) for part in data.parts])
     told = torch.linalg.solve(points.kernel(task.full.prior), cross.mT)
     factor = torch.linalg.cholesky(told @ told.mT / task.noise)
-    found = Published(task, points.inputs.detach().requires_grad_(), factor).state(0.0)
-    assert torch.allclose(found.variance, task.variance(fitted), rtol=1e-6)
-    assert found.gap == pytest.approx(task.evidence - float(fitted.log_evidence()), rel=1e-6)
+    state = Published(task, points.inputs.detach().requires_grad_(), factor).state(0.0)
+    assert torch.allclose(state.variance, task.variance(fitted), rtol=1e-6)
+    assert state.gap == pytest.approx(task.evidence - float(fitted.log_evidence()), rel=1e-6)
     worse = Published(task, points.inputs.detach().requires_grad_(), 1.3 * factor).state(0.0)
-    assert worse.gap > found.gap > 0
+    assert worse.gap > state.gap > 0
 
 
 def test_learning_as_published_raises_the_bound_and_leaves_the_network_alone(

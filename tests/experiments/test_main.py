@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.__main__ import EXPERIMENTS, main
-from lapwing.demo.result import Result, Row
-from lapwing.demo.tables import table
+from lapwing.demo.result import Result, Row, table
 from tests.experiments.test_uci import written
 
 
@@ -118,7 +117,7 @@ def test_missing_extras_are_named(
 
 
 def test_help_lists_every_experiment() -> None:
-    shown = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "experiments", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
-    assert all(name in shown.stdout for name in EXPERIMENTS)
+    assert all(name in result.stdout for name in EXPERIMENTS)

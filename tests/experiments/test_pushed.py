@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from experiments import pushed
 from experiments.__main__ import main
 from experiments.image_task import Task
 from lapwing.demo.result import Result
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
-from lapwing.methods.hfl.pushed_weights import PushedWeights
+from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.pretrained import PushedWeights
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +74,8 @@ def test_held_out_images_are_not_trained_on(folder: Path) -> None:
 
 def test_every_method_has_its_scores(folder: Path) -> None:
     lines: list[str] = []
-    found = pushed.run(settings(folder), progress=lines.append)
-    scores = {row.name: row.scores for row in found.rows}
+    result = pushed.run(settings(folder), progress=lines.append)
+    scores = {row.name: row.scores for row in result.rows}
     assert len(scores) == 12
     for name, mine in scores.items():
         assert all(0 <= mine[key] <= 1 for key in ("accuracy", "ECE", "OOD AUROC", "score AUROC"))
@@ -87,11 +88,11 @@ def test_every_method_has_its_scores(folder: Path) -> None:
     assert scores["plain"]["score AUROC"] == 0.5
     assert (scores["plain"]["rank correlation"], scores["plain"]["ratio"]) == (0, 0)
     assert scores["plain"]["NLL"] == pytest.approx(scores["plain"]["MC NLL"])
-    notes = "\n".join(found.notes)
+    notes = "\n".join(result.notes)
     for words in ("each point: the variances of full Hessian to", "linearised: the variances of GGN to", "standard"):
         assert words in notes
     assert any("each point" in line for line in lines)
-    assert Result.from_json(found.to_json()) == found
+    assert Result.from_json(result.to_json()) == result
 
 
 @pytest.mark.parametrize("variant", ["absolute", "mean", "random"])
@@ -116,7 +117,7 @@ def test_the_scale_is_that_of_the_method(folder: Path) -> None:
     method = lw.HFL("pretrained", calibration=found.validation)
     posterior = pushed.fitted(found, method, settings(folder), 0).posterior
     assert isinstance(posterior, PushedWeights)
-    assert pushed._scale(posterior.scaled(1.0), found) == pytest.approx(posterior.scale, rel=1e-6)
+    assert pushed._scale(replace(posterior, scale=1.0), found) == pytest.approx(posterior.scale, rel=1e-6)
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,13 +70,13 @@ def test_other_depths_are_refused() -> None:
 
 def test_crops_are_parts_of_the_image_at_the_old_size() -> None:
     x = torch.arange(32.0).expand(5, 3, 32, 32).contiguous()
-    found = resnets.cropped(x, seed=1)
-    assert found.shape == x.shape
-    assert torch.equal(found, resnets.cropped(x, seed=1))
-    assert not torch.equal(found, resnets.cropped(x, seed=2))
-    assert float(found.min()) >= 0
-    assert float(found.max()) <= 31
-    assert bool((found.diff(dim=-1) >= -1e-4).all())  # a ramp stays a ramp
+    crops = resnets.cropped(x, seed=1)
+    assert crops.shape == x.shape
+    assert torch.equal(crops, resnets.cropped(x, seed=1))
+    assert not torch.equal(crops, resnets.cropped(x, seed=2))
+    assert float(crops.min()) >= 0
+    assert float(crops.max()) <= 31
+    assert bool((crops.diff(dim=-1) >= -1e-4).all())  # a ramp stays a ramp
 
 
 def test_rectangles_fit_and_have_the_area_and_shape_that_were_asked_for() -> None:

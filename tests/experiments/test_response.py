@@ -13,7 +13,7 @@ from experiments import response
 from experiments.minimum import exact_variance
 from experiments.response_task import Problem, ResponseTask, made
 from lapwing.demo.result import Result
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.methods.hfl.posteriors import ResponsePosterior
 
 SMALL = ResponseTask(
     tasks=("sinusoid",), data=12, hidden=4, seeds=1, new=30, pushes=4, members=2, epochs=30, steps=(5, 10)
@@ -48,16 +48,16 @@ def test_no_data_in_the_gap() -> None:
 
 
 def test_every_method_is_judged() -> None:
-    found = response.run(SMALL)
-    scores = {row.name: row.scores for row in found.rows}
+    result = response.run(SMALL)
+    scores = {row.name: row.scores for row in result.rows}
     assert scores["HFL, each point"]["gap MPIW"] == pytest.approx(scores["full Hessian"]["gap MPIW"], rel=1e-5)
     assert scores["HFL, linearised"]["gap MPIW"] == pytest.approx(scores["GGN"]["gap MPIW"], rel=1e-6)
     assert scores["noise only"]["MPIW"] == pytest.approx(2 * 1.959964 * SMALL.noise_std)
     assert all(row["MPIW"] >= scores["noise only"]["MPIW"] - 1e-9 for row in scores.values())
     assert len(scores) == 14
-    assert len(found.arrays["strengths"]) == len(found.arrays["median/float32"]) == 21
-    assert min(found.arrays["median/float64"]) < 1e-6 < min(found.arrays["median/float32"])
-    assert Result.from_json(found.to_json()) == found
+    assert len(result.arrays["strengths"]) == len(result.arrays["median/float32"]) == 21
+    assert min(result.arrays["median/float64"]) < 1e-6 < min(result.arrays["median/float32"])
+    assert Result.from_json(result.to_json()) == result
 
 
 def test_the_exact_variance_is_the_dense_one() -> None:

@@ -131,8 +131,8 @@ def test_a_split_takes_its_rows(folder: Path) -> None:
 
 
 def test_a_table_gives_the_splits_it_has(settings: uci.Uci) -> None:
-    found = uci.run(replace(settings, sets=("boston",), splits=5, variants=("plain",)))
-    assert len(found.arrays["boston/plain/NLL"]) == 2
+    result = uci.run(replace(settings, sets=("boston",), splits=5, variants=("plain",)))
+    assert len(result.arrays["boston/plain/NLL"]) == 2
 
 
 def test_what_is_not_there_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

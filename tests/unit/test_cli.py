@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lapwing.cli import main
-from lapwing.demo.result import Result, Row
-from lapwing.demo.tables import table
+from lapwing.demo.result import Result, Row, table
 
 
 def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +78,7 @@ def test_missing_extras_are_named(
 
 
 def test_python_m_lapwing_is_the_same_command() -> None:
-    shown = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "lapwing", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
-    assert "{run}" in shown.stdout
+    assert "{run}" in completed.stdout

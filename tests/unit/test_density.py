@@ -45,24 +45,24 @@ def banana(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("away", [0.0, 1.0, 1e3])
 def test_a_gaussian_is_itself(size: int, away: float) -> None:
     log_density, mean, covariance, normaliser = gaussian(size)
-    found = laplace_density(log_density, mean + away)
-    assert_close(found.mean, mean)
-    assert_close(found.covariance, covariance)
-    assert_close(found.log_normaliser, normaliser)
+    approximation = laplace_density(log_density, mean + away)
+    assert_close(approximation.mean, mean)
+    assert_close(approximation.covariance, covariance)
+    assert_close(approximation.log_normaliser, normaliser)
     x = torch.randn(5, 4, size, dtype=D)
     expected = torch.stack([log_density(point) for point in x.reshape(-1, size)]).reshape(5, 4) - normaliser
-    assert_close(found.log_prob(x), expected)
-    assert_close(found.log_prob(x[0, 0]), expected[0, 0])
+    assert_close(approximation.log_prob(x), expected)
+    assert_close(approximation.log_prob(x[0, 0]), expected[0, 0])
 
 
 @pytest.mark.parametrize("shape", [0.5, 3.0, 40.0])
 @pytest.mark.parametrize("start", [-50.0, 0.0, 6.0])
 def test_the_integral_of_a_gamma_density_is_stirlings_formula(shape: float, start: float) -> None:
-    found = laplace_density(gamma(shape, rate=2.0), [start])
+    approximation = laplace_density(gamma(shape, rate=2.0), [start])
     stirling = shape * math.log(shape) - shape + 0.5 * math.log(2 * math.pi / shape)
-    assert found.mean.item() == pytest.approx(math.log(shape / 2), abs=1e-12)
-    assert found.covariance.item() == pytest.approx(1 / shape, rel=1e-12)
-    assert found.log_normaliser.item() == pytest.approx(stirling - shape * math.log(2), abs=1e-11)
+    assert approximation.mean.item() == pytest.approx(math.log(shape / 2), abs=1e-12)
+    assert approximation.covariance.item() == pytest.approx(1 / shape, rel=1e-12)
+    assert approximation.log_normaliser.item() == pytest.approx(stirling - shape * math.log(2), abs=1e-11)
     # Stirling's series: what is missing lies between the first term and the first two.
     missing = special.gammaln(shape) - stirling
     assert 1 / (12 * shape) - 1 / (360 * shape**3) < missing < 1 / (12 * shape)
@@ -71,14 +71,14 @@ def test_the_integral_of_a_gamma_density_is_stirlings_formula(shape: float, star
 @pytest.mark.parametrize("freedom", [5.0, 50.0, 500.0])
 def test_the_integral_of_a_student_density(freedom: float) -> None:
     """Against quadrature. Heavy tails are what a Gaussian misses: the integral is too small by 3/(4 freedom)."""
-    found = laplace_density(student(freedom), [3.0])
+    approximation = laplace_density(student(freedom), [3.0])
     density = lambda x: math.exp(-0.5 * (freedom + 1) * math.log1p(x * x / freedom))
     exact = math.log(integrate.quad(density, -math.inf, math.inf, epsabs=1e-13)[0])
-    assert found.mean.item() == pytest.approx(0.0, abs=1e-12)
-    assert found.covariance.item() == pytest.approx(freedom / (freedom + 1), rel=1e-12)
+    assert approximation.mean.item() == pytest.approx(0.0, abs=1e-12)
+    assert approximation.covariance.item() == pytest.approx(freedom / (freedom + 1), rel=1e-12)
     closed = 0.5 * math.log(2 * math.pi * freedom / (freedom + 1))
-    assert found.log_normaliser.item() == pytest.approx(closed, abs=1e-12)
-    assert exact - found.log_normaliser.item() == pytest.approx(0.75 / freedom, rel=0.5 / freedom)
+    assert approximation.log_normaliser.item() == pytest.approx(closed, abs=1e-12)
+    assert exact - approximation.log_normaliser.item() == pytest.approx(0.75 / freedom, rel=0.5 / freedom)
 
 
 def on_a_grid(log_density: Callable[[Tensor], Tensor], reach: float = 12.0, count: int = 1201) -> float:
@@ -89,28 +89,28 @@ def on_a_grid(log_density: Callable[[Tensor], Tensor], reach: float = 12.0, coun
 
 
 def test_a_banana_in_the_plane() -> None:
-    found = laplace_density(banana, [2.0, -3.0])
-    assert float(found.mean.abs().max()) <= 1e-12
-    assert_close(found.precision, torch.diag(torch.tensor([1.0, 4.0], dtype=D)))
-    assert found.log_normaliser.item() == pytest.approx(math.log(math.pi), abs=1e-12)
+    approximation = laplace_density(banana, [2.0, -3.0])
+    assert float(approximation.mean.abs().max()) <= 1e-12
+    assert_close(approximation.precision, torch.diag(torch.tensor([1.0, 4.0], dtype=D)))
+    assert approximation.log_normaliser.item() == pytest.approx(math.log(math.pi), abs=1e-12)
     # Near, since it is nearly a sheared Gaussian, and not equal.
-    assert on_a_grid(banana) - found.log_normaliser.item() == pytest.approx(0.0138, abs=1e-4)
+    assert on_a_grid(banana) - approximation.log_normaliser.item() == pytest.approx(0.0138, abs=1e-4)
 
 
 def test_a_sheared_gaussian_keeps_its_integral() -> None:
     """A shear keeps volumes and, at the mode, curvatures: the normaliser is right where the shape is not."""
     sheared = lambda x: -0.5 * x[0].square() - 2 * (x[1] - 0.5 * x[0].square()).square()
-    found = laplace_density(sheared, [1.0, 1.0])
-    assert found.log_normaliser.item() == pytest.approx(on_a_grid(sheared, reach=40, count=4001), abs=1e-10)
+    approximation = laplace_density(sheared, [1.0, 1.0])
+    assert approximation.log_normaliser.item() == pytest.approx(on_a_grid(sheared, reach=40, count=4001), abs=1e-10)
 
 
 def test_the_error_falls_with_the_data() -> None:
     """n observations: the log density grows n-fold and the error of the integral falls as 1/n."""
     errors = []
     for n in (10, 20, 40):
-        found = laplace_density(gamma(2.0 * n, rate=n), [0.0])
+        approximation = laplace_density(gamma(2.0 * n, rate=n), [0.0])
         exact = special.gammaln(2.0 * n) - 2 * n * math.log(n)
-        errors.append(exact - found.log_normaliser.item())
+        errors.append(exact - approximation.log_normaliser.item())
     assert errors[0] / errors[1] == pytest.approx(2, rel=0.01)
     assert errors[1] / errors[2] == pytest.approx(2, rel=0.01)
 
@@ -162,16 +162,18 @@ def test_of_two_modes_the_near_one() -> None:
 
 def test_outside_of_its_domain_a_density_may_be_zero() -> None:
     """The same Gamma density in its own variable: other coordinates, other approximation."""
-    found = laplace_density(lambda x: -math.inf if bool(x <= 0) else 2 * x.log() - x, [9.0])
-    assert found.mean.item() == pytest.approx(2.0, abs=1e-12)
-    assert found.covariance.item() == pytest.approx(2.0, rel=1e-12)
-    assert found.log_normaliser.item() == pytest.approx(2 * math.log(2) - 2 + 0.5 * math.log(4 * math.pi), abs=1e-12)
+    approximation = laplace_density(lambda x: -math.inf if bool(x <= 0) else 2 * x.log() - x, [9.0])
+    assert approximation.mean.item() == pytest.approx(2.0, abs=1e-12)
+    assert approximation.covariance.item() == pytest.approx(2.0, rel=1e-12)
+    assert approximation.log_normaliser.item() == pytest.approx(
+        2 * math.log(2) - 2 + 0.5 * math.log(4 * math.pi), abs=1e-12
+    )
 
 
 def test_samples(generator: torch.Generator) -> None:
     _, mean, covariance, _ = gaussian(3)
-    found = laplace_density(gaussian(3)[0], mean)
-    draws = found.sample(4000, generator)
+    approximation = laplace_density(gaussian(3)[0], mean)
+    draws = approximation.sample(4000, generator)
     assert draws.shape == (4000, 3)
     assert draws.dtype == D
     assert_within(draws, mean)
@@ -179,8 +181,8 @@ def test_samples(generator: torch.Generator) -> None:
 
 
 def test_equal_generators_give_equal_samples() -> None:
-    found = laplace_density(banana, [1.0, 1.0])
-    one, two, other = (found.sample(20, torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    approximation = laplace_density(banana, [1.0, 1.0])
+    one, two, other = (approximation.sample(20, torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
 
@@ -255,8 +257,8 @@ def test_points_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_no_samples_are_refused() -> None:
-    found: DensityLaplace = laplace_density(banana, [1.0, 1.0])
+    approximation: DensityLaplace = laplace_density(banana, [1.0, 1.0])
     with pytest.raises(lw.errors.UnsupportedError, match="n is 0; expected at least 1"):
-        found.sample(0)
+        approximation.sample(0)
     with pytest.raises(lw.errors.UnsupportedError, match=r"n is 2.5; expected an integer"):
-        found.sample(2.5)  # type: ignore[arg-type]
+        approximation.sample(2.5)  # type: ignore[arg-type]

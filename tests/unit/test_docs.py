@@ -45,8 +45,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted((DOCS / "methods").glob("*.md")), ids=named)
 def test_method_pages_have_the_same_sections(page: Path) -> None:
-    found = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found == SECTIONS
+    matches = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert matches == SECTIONS
 
 
 def test_every_method_has_a_page() -> None:

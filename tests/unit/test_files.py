@@ -173,11 +173,11 @@ def test_from_float64_to_narrower(method: str, narrow: torch.dtype, tmp_path: Pa
     inputs = BY_NAME["mlp"].batch(4, seed=1)
     expected = posterior.functions(inputs)
     again = lw.load(tmp_path / "net", model.to(narrow))
-    found = again.functions(cast(inputs, narrow))
-    assert found.cov.dtype == torch.float32  # factors are never kept in bfloat16
-    assert_close(found.mean, expected.mean, dtype=narrow)
+    belief = again.functions(cast(inputs, narrow))
+    assert belief.cov.dtype == torch.float32  # factors are never kept in bfloat16
+    assert_close(belief.mean, expected.mean, dtype=narrow)
     if method != "map_only":
-        assert_close(found.std, expected.std, dtype=narrow)
+        assert_close(belief.std, expected.std, dtype=narrow)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -187,11 +187,11 @@ def test_from_float32_to_float64(method: str, tmp_path: Path) -> None:
     inputs = BY_NAME["mlp"].batch(4, torch.float32, seed=1)
     expected = posterior.functions(inputs)
     again = lw.load(tmp_path / "net", model.double())
-    found = again.functions(cast(inputs, D))
-    assert found.cov.dtype == D
-    assert_close(found.mean, expected.mean, dtype=torch.float32)
+    belief = again.functions(cast(inputs, D))
+    assert belief.cov.dtype == D
+    assert_close(belief.mean, expected.mean, dtype=torch.float32)
     if method != "map_only":
-        assert_close(found.std, expected.std, dtype=torch.float32)
+        assert_close(belief.std, expected.std, dtype=torch.float32)
 
 
 def test_to_a_device_and_back() -> None:

@@ -129,10 +129,10 @@ def test_autocast_inside_the_model(method: Any) -> None:
 
     torch.manual_seed(3)
     model = Narrow()
-    found = lw.fit(model, [(x, y)], "classification", method=method, prior=1.0).functions(x).std
+    std = lw.fit(model, [(x, y)], "classification", method=method, prior=1.0).functions(x).std
     model.narrow = False
     wide = lw.fit(model, [(x, y)], "classification", method=method, prior=1.0).functions(x).std
-    torch.testing.assert_close(found.float(), wide, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(std.float(), wide, rtol=0.05, atol=0.02)
 
 
 def test_autocast_around_the_calls_changes_nothing() -> None:

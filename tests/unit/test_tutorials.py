@@ -366,8 +366,8 @@ def test_the_mean_of_the_features_is_that_of_the_process(bandit: Run) -> None:
     for made, gap in ((module.linear(0), 1e-6), (module.smooth(0, arms=300, columns=30_000), 0.1)):
         pulls = torch.randint(0, len(made.value), (40,), generator=generator)
         exact = module.conditional_mean(made, pulls, made.value[pulls][None])
-        found = made.posterior(pulls, made.value[pulls], 1, generator).mean
-        assert float((made.scores(found[None]) - exact).abs().max()) < gap
+        mean = made.posterior(pulls, made.value[pulls], 1, generator).mean
+        assert float((made.scores(mean[None]) - exact).abs().max()) < gap
 
 
 def test_fourier_features_are_an_operator() -> None:

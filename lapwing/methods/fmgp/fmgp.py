@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +13,9 @@ from lapwing.core.settings import require_integer, require_positive
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy, refuse_ignored
 from lapwing.likelihoods.protocol import Logits
-from lapwing.methods.fmgp.kernels import KERNELS
-from lapwing.methods.fmgp.learning import Learning, Schedule
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight, last_layer_network
-from lapwing.methods.fmgp.state import State
-from lapwing.methods.fmgp.table import Table, Units
+from lapwing.methods.fmgp.features import Sight, Table, Units, last_layer_network
+from lapwing.methods.fmgp.learning import Learning, State
+from lapwing.methods.fmgp.posterior import KERNELS, FunctionPosterior
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.problem import Problem
 
@@ -87,22 +85,23 @@ class FMGP:
         generator = independent_generator(generator)
         one_number = network.output_shape[-1] == 1 and not isinstance(problem.likelihood, Logits)
         kind = self.kernel or ("rbf" if one_number else "features")
-        base = KERNELS[kind]
+        uses_features = KERNELS[kind].uses_features
         first = next(iter(data.batches("first batch"))).inputs
-        sight = Sight(network, last_layer_network(network, first) if base.uses_features else None)
+        sight = Sight(network, last_layer_network(network, first) if uses_features else None)
         table, statistics = Table.read(problem.likelihood, sight, data)
         problem = problem.with_known_prior().with_residual_noise(statistics)
-        units = Units.of(table.u, base.length_per_column)
+        units = Units.of(table.u, per_column=not uses_features)
         held_out = None
         if self.validation is not None:
             source = Data(self.validation, network.device, data.target_key, name="validation")
             rows, _ = Table.read(problem.likelihood, sight, source)
             refuse_ignored(problem.likelihood, rows.y, "validation targets")
             held_out = units.measured(rows)
-        table = units.flattened(units.measured(table))
+        table = units.measured(table)
+        # A length-scale would otherwise be learned for the rounding in constant columns.
+        table = replace(table, u=torch.where(units.varies, table.u, 0))
         state = State.initial(kind, problem.likelihood, table, units.varies, self.num_inducing, generator)
-        schedule = Schedule(self.steps, self.learning_rate, self.batch_size, self.patience)
-        learned, steps = Learning(schedule, problem.likelihood, table, held_out, generator, state).run(data.progress)
+        learned, steps = Learning(self, problem.likelihood, table, held_out, generator, state).run(data.progress)
         return learned.in_features(units).posterior(problem, sight, statistics, steps)
 
     def cost(self, workload: Workload) -> Cost:

@@ -5,30 +5,133 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lapwing.core.early_stopping import EarlyStopping
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.progress import ProgressBar
-from lapwing.core.random import uniform
-from lapwing.core.trace import Step
+from lapwing.core.pool import class_labels
+from lapwing.core.progress import EarlyStopping, ProgressBar
+from lapwing.core.random import normal, uniform
+from lapwing.core.trace import Step, Trace
 from lapwing.errors import NumericalError
 from lapwing.likelihoods.energies import energy
-from lapwing.likelihoods.protocol import Likelihood
-from lapwing.methods.fmgp.state import State
-from lapwing.methods.fmgp.table import Table, output_level
+from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood, Logits
+from lapwing.linalg.kmeans import centres_by_class
+from lapwing.linalg.variational import Inducing
+from lapwing.linalg.whitening import smooth_whitening
+from lapwing.methods.fmgp.features import Sight, Table, Units
+from lapwing.methods.fmgp.posterior import KERNELS, FreeKernel, FunctionPosterior
+from lapwing.problem import Problem, Statistics
+
+if TYPE_CHECKING:
+    from lapwing.methods.fmgp.fmgp import FMGP
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The number of steps, the learning rate and the batches of the learning."""
+@dataclass(frozen=True, eq=False)
+class State:
+    """All learned quantities."""
 
-    steps: int
-    learning_rate: float
-    batch_size: int
-    patience: int  # evaluations of held-out data without a better one before learning stops
+    kernel: FreeKernel
+    points: Tensor  # (M, D)
+    numbers: Tensor  # (M,), the output that each point belongs to
+    mean: Tensor  # of the second process at the points, whitened, (M,)
+    log_noise: Tensor | None  # None if the noise is given
+    inducing: Inducing
+
+    @classmethod
+    def initial(
+        cls, kind: str, likelihood: Likelihood, table: Table, varies: Tensor, num_inducing: int,
+        generator: torch.Generator,
+    ) -> State:  # fmt: skip
+        """Return the state before any step: points at k-means centres of the features, of each class if there are.
+
+        ``table`` is measured in units; ``varies`` tells which columns of its features are not constant.
+        """
+        outputs, count = table.f.shape[-1], min(num_inducing, len(table))
+        numbers = (torch.arange(count, device=table.f.device) % outputs).sort().values
+        order = uniform((len(table),), generator, torch.empty(0, dtype=torch.float64)).argsort()
+        some = table.rows(order[: max(2000, count)].to(table.f.device))
+        points = centres_by_class(some.u, class_labels(some.y, outputs), numbers, generator)
+        noise = normal(tuple(points.shape), generator, points)
+        points = points + 1e-3 * noise * varies  # equal centres would make the kernel singular
+        lengths = _initial_lengths(some.u, varies, not KERNELS[kind].uses_features)
+        mixing = torch.diag(0.3 * output_scale(likelihood, table))
+        kernel = FreeKernel(kind, lengths.log().requires_grad_(), mixing.requires_grad_())
+        log_noise = None
+        if likelihood.learns_dispersion:
+            log_noise = likelihood.dispersion.detach().to(points).log().requires_grad_()
+        mean = torch.zeros(count).to(points)
+        inducing = Inducing.before_data(count, points)
+        return cls(kernel, points.requires_grad_(), numbers, mean.requires_grad_(), log_noise, inducing)
+
+    @property
+    def free(self) -> list[Tensor]:
+        """The tensors that Adam changes."""
+        tensors = [self.kernel.log_lengths, self.kernel.mixing, self.points, self.mean]
+        return tensors if self.log_noise is None else [*tensors, self.log_noise]
+
+    def copied(self) -> State:
+        """Return a copy that later steps do not change."""
+        copy = lambda t: t.detach().clone()
+        kernel = FreeKernel(self.kernel.kind, copy(self.kernel.log_lengths), copy(self.kernel.mixing))
+        noise = None if self.log_noise is None else copy(self.log_noise)
+        return State(kernel, copy(self.points), self.numbers, copy(self.mean), noise, self.inducing)
+
+    def whitening(self) -> Tensor:
+        """Return W (M, M) with W Wᵀ = K_Z⁻¹; ``inducing`` is in these coordinates, so the jitter must not change."""
+        return smooth_whitening(self.kernel.points(self.points, self.numbers), jitter=1e-6)
+
+    def whitened(self, table: Table) -> tuple[Tensor, Tensor]:
+        """Return the prior covariance (B, C, C) and the whitened rows (B, C, M) of some data."""
+        rows = self.kernel.between(table.u, self.points, self.numbers) @ self.whitening()
+        return self.kernel.marginal(table.u), rows
+
+    def likelihood(self, given: Likelihood) -> Likelihood:
+        """Return the likelihood with the learned noise."""
+        return given if self.log_noise is None else given.with_dispersion(self.log_noise.exp())
+
+    def in_features(self, units: Units) -> State:
+        """Return the state in the units of the features themselves."""
+        lengths = self.kernel.log_lengths + units.size.log()[: len(self.kernel.log_lengths)]
+        kernel = replace(self.kernel, log_lengths=lengths)
+        return replace(self, kernel=kernel, points=self.points * units.size + units.centre)
+
+    def posterior(
+        self, problem: Problem, sight: Sight, statistics: Statistics, steps: tuple[Step, ...]
+    ) -> FunctionPosterior:
+        """Return the posterior that this state stands for; the second process is dropped."""
+        problem = problem.with_likelihood(self.likelihood(problem.likelihood))
+        values, vectors = torch.linalg.eigh(self.inducing.decided)
+        mix = self.whitening() @ (vectors * values.clamp_min(0).sqrt())
+        theta, trace = problem.network.theta(), Trace("FMGP", "objective", steps)
+        return FunctionPosterior(problem, sight, self.kernel, self.points, self.numbers, mix, statistics, theta, trace)
+
+
+def _initial_lengths(u: Tensor, varies: Tensor, per_column: bool) -> Tensor:
+    """Return length-scales (D,) or (1,) from the spread of features u (n, D); one for features without spread."""
+    spread = u.std(0, correction=0)
+    usual = varies & (spread > 1e-3)  # of these rows; over all data the spread is one
+    if per_column:
+        return torch.where(usual, spread, 1) * math.sqrt(u.shape[1])
+    return spread.clamp_min(1e-3).mean().reshape(1) if bool(usual.any()) else torch.ones_like(spread[:1])
+
+
+def output_scale(likelihood: Likelihood, table: Table) -> Tensor:
+    """Return the scale of each output, (C,): one for logits, else its spread over the data.
+
+    If the targets have the units of the outputs, a constant output takes the spread of its targets, or one if these
+    are constant too. Other outputs, such as log-rates, do not have the scale of their targets.
+    """
+    if isinstance(likelihood, Logits):
+        return torch.ones_like(table.f[0])
+    if not isinstance(likelihood, AdditiveNoise):
+        return table.f.std(0, correction=0).clamp_min(1e-3)
+    moments = [(t.mean(0).abs(), t.std(0, correction=0)) for t in (table.f, table.y.to(table.f))]
+    rounding = 1e-9 * torch.maximum(moments[0][0], moments[1][0])
+    outputs, targets = (torch.where(spread > rounding, spread, 0) for _, spread in moments)
+    return torch.where(outputs > 1e-3 * targets, outputs, torch.where(targets > 0, targets, 1))
 
 
 @dataclass(eq=False)
@@ -38,7 +141,7 @@ class Learning:
     One process has the network's mean, the other a mean in the span of the points; see docs/methods/fmgp.md.
     """
 
-    schedule: Schedule
+    settings: FMGP
     given: Likelihood
     table: Table
     held_out: Table | None
@@ -47,18 +150,19 @@ class Learning:
 
     @cached_property
     def shift(self) -> Tensor:
-        """The mean of the second process before any data, (C,)."""
-        return output_level(self.given, self.table)
+        """The mean of the second process before any data, (C,): zero for logits, else the mean of the outputs."""
+        f = self.table.f
+        return torch.zeros_like(f[0]) if isinstance(self.given, Logits) else f.mean(0)
 
     def run(self, progress: bool) -> tuple[State, tuple[Step, ...]]:
         """Return the last state, or the best one on held-out data, and the objective at every step."""
         optimiser = self._optimiser()
+        total, patience = self.settings.steps, self.settings.patience
         stopping = None
         if self.held_out is not None:
-            every = max(1, self.schedule.steps // 20)
             look = lambda: (self.held_out_score(), self.state.copied())
-            stopping = EarlyStopping(look, every, self.schedule.patience)
-        bar, steps = ProgressBar(range(self.schedule.steps), "fixed-mean process", progress), []
+            stopping = EarlyStopping(look, max(1, total // 20), patience)
+        bar, steps = ProgressBar(range(total), "fixed-mean process", progress), []
         with torch.inference_mode(False), torch.enable_grad():
             for step in bar:
                 value = self.step(optimiser, 1.0 if step == 0 else max(0.05, 1 / (step + 1)))
@@ -75,16 +179,10 @@ class Learning:
 
     def _optimiser(self) -> torch.optim.Optimizer:
         """Return Adam, with a step for the mixing matrix that is proportional to its size."""
-        rate, state = self.schedule.learning_rate, self.state
-        size = state.kernel.mixing.detach().diagonal().abs().mean()
-        rest = [t for t in state.free if t is not state.points and t is not state.kernel.mixing]
-        return torch.optim.Adam(
-            [
-                {"params": [state.points], "lr": rate},
-                {"params": [state.kernel.mixing], "lr": float(3 * rate * size)},
-                {"params": rest, "lr": rate},
-            ]
-        )
+        rate, mixing = self.settings.learning_rate, self.state.kernel.mixing
+        size = float(mixing.detach().diagonal().abs().mean())
+        others = [t for t in self.state.free if t is not mixing]
+        return torch.optim.Adam([{"params": others, "lr": rate}, {"params": [mixing], "lr": 3 * rate * size}])
 
     def step(self, optimiser: torch.optim.Optimizer, length: float) -> float:
         """Take one step of both kinds on a mini-batch and return the objective before it.
@@ -92,7 +190,7 @@ class Learning:
         ``length`` is that of the natural-gradient step, at most one.
         """
         table, state = self.table, self.state
-        draw = uniform((self.schedule.batch_size,), self.generator, torch.empty(0, dtype=torch.float64))
+        draw = uniform((self.settings.batch_size,), self.generator, torch.empty(0, dtype=torch.float64))
         part = table.rows((draw * len(table)).long().to(table.f.device))
         share = len(table) / len(part)
         prior, rows = state.whitened(part)
@@ -100,12 +198,10 @@ class Learning:
         likelihood = state.likelihood(self.given)
         second = rows @ state.mean + self.shift  # the mean of the second process
         fixed = cov.detach().requires_grad_()
-        gains = sum(energy(likelihood, 1.0, mean, fixed, part.y).sum() for mean in (part.f, second.detach()))
-        assert isinstance(gains, Tensor)
-        weights = torch.autograd.grad(gains, fixed)[0]
-        energies = sum(energy(likelihood, 1.0, mean, cov, part.y).sum() for mean in (part.f, second))
+        energies = lambda mean, cov: energy(likelihood, 1.0, mean, cov, part.y).sum()
+        (weights,) = torch.autograd.grad(energies(part.f, fixed) + energies(second.detach(), fixed), fixed)
         divergence = 2 * state.inducing.divergence() + 0.5 * state.mean.square().sum()
-        value = divergence - share * energies
+        value = divergence - share * (energies(part.f, cov) + energies(second, cov))
         optimiser.zero_grad()
         value.backward()
         optimiser.step()

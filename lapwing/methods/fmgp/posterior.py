@@ -1,4 +1,4 @@
-"""The posterior of the fixed-mean process: a Gaussian over outputs, without a distribution over weights."""
+"""The fixed-mean process: its kernels, and its posterior over outputs, without a distribution over weights."""
 
 from __future__ import annotations
 
@@ -11,33 +11,89 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.state import State, saved
 from lapwing.core.trace import Trace
-from lapwing.errors import ModelError, UnsupportedError
-from lapwing.losses import Statistics
-from lapwing.methods.fmgp.kernels import FreeKernel
-from lapwing.networks.last_layer import last_layer
+from lapwing.errors import DataError
+from lapwing.methods.fmgp.features import Sight
 from lapwing.networks.network import Network
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 WIDE = 32  # number of outputs above which covariances are built only when needed
 
 
+class RBF:
+    r"""$k = \exp(-\tfrac12 \sum_i (u_i - v_i)^2 / \ell_i^2)$ on the inputs, with a length-scale for each column."""
+
+    uses_features = False
+
+    def between(self, u: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        """Return k(u, v) for u (B, D), v (M, D): (B, M)."""
+        # Only differences matter; without the common part their squares are not lost to rounding.
+        common = v.detach().mean(0)
+        u, v = (u - common) / lengths, (v - common) / lengths
+        distance = u.square().sum(-1)[:, None] + v.square().sum(-1) - 2 * (u @ v.mT)
+        return torch.exp(-0.5 * distance.clamp_min(0))
+
+    def variance(self, u: Tensor, lengths: Tensor) -> Tensor:
+        """Return k(u, u), (1,): it is the same everywhere."""
+        return torch.ones_like(u[:1, 0])
+
+
+class Linear:
+    r"""$k = 1 + u \cdot v / (D \ell^2)$: the tangent kernel of a linear last layer with input u. One length-scale."""
+
+    uses_features = True
+
+    def between(self, u: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        """Return k(u, v) for u (B, D), v (M, D): (B, M)."""
+        return 1 + (u / lengths) @ (v / lengths).mT / u.shape[-1]
+
+    def variance(self, u: Tensor, lengths: Tensor) -> Tensor:
+        """Return k(u, u), (B,)."""
+        return 1 + (u / lengths).square().mean(-1)
+
+
+KERNELS: dict[str, RBF | Linear] = {"rbf": RBF(), "features": Linear()}  # kernels of one output of unit variance
+
+
 @dataclass(frozen=True, eq=False)
-class Sight:
-    """The features on which a kernel works: the flattened input, or the input of the network's last layer."""
+class FreeKernel:
+    """Cov(f_c(u), f_d(v)) = k(u, v) (L Lᵀ)_cd between features u, v and outputs c, d.
 
-    network: Network
-    last: Network | None = None  # the network with only its last layer selected, for features
+    All parameters are logarithms or unconstrained, so that gradient steps can learn them.
+    """
 
-    def __call__(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Return features (B, D) and outputs (B, C), in float64."""
-        if self.last is not None:
-            u, f = features(self.last, x)
-            return u.double(), f.double()
-        if not (isinstance(x, Tensor) and x.is_floating_point()):
-            raise UnsupportedError(
-                "the rbf kernel needs inputs that are one tensor of real numbers; use kernel='features'."
+    kind: str  # a name in KERNELS
+    log_lengths: Tensor  # (D,), or (1,) for all dimensions
+    mixing: Tensor  # (C, C); its lower triangle is L
+
+    @property
+    def outputs(self) -> Tensor:
+        """L Lᵀ, (C, C)."""
+        root = self.mixing.tril()
+        return root @ root.mT
+
+    def _base(self, u: Tensor, v: Tensor) -> Tensor:
+        return KERNELS[self.kind].between(u, v, self.log_lengths.exp())
+
+    def points(self, u: Tensor, number: Tensor) -> Tensor:
+        """Return the covariance of inducing points u (M, D), each for the output with this number (M,): (M, M)."""
+        return self._base(u, u) * self.outputs[number][:, number]
+
+    def between(self, u: Tensor, points: Tensor, number: Tensor) -> Tensor:
+        """Return the covariance of all outputs at u (B, D) with the inducing points: (B, C, M)."""
+        if u.shape[1] != points.shape[1]:
+            raise DataError(
+                f"inputs of {u.shape[1]} numbers; the kernel was learned on {points.shape[1]}. Give as many."
             )
-        return x.reshape(len(x), -1).double(), self.network(x).double()
+        return self._base(u, points)[:, None] * self.outputs[:, number]
+
+    def marginal(self, u: Tensor) -> Tensor:
+        """Return the covariance of the outputs at each input, (B, C, C)."""
+        variances = KERNELS[self.kind].variance(u, self.log_lengths.exp())
+        return (variances[:, None, None] * self.outputs).expand(len(u), *self.mixing.shape)
+
+    def joint(self, u: Tensor) -> Tensor:
+        """Return the covariance of all outputs at all inputs, (B, C, B, C)."""
+        return torch.einsum("ij,cd->icjd", self._base(u, u), self.outputs)
 
 
 @saved
@@ -95,24 +151,3 @@ class FunctionPosterior:
             problem, Sight(network, last), kernel, tensors["points"], tensors["numbers"], tensors["mix"],
             Statistics.from_settings(settings["statistics"]), tensors["theta"].to(network.dtype),
         )  # fmt: skip
-
-
-def last_layer_network(network: Network, inputs: Inputs) -> Network:
-    """Return the network with only its last layer selected; raise if that is not a single linear map."""
-    last = Network.build(network.model, inputs, last_layer)
-    if len(last.layout) != 1 or not last.layout[0].linear or last.layout[0].groups != 1:
-        raise ModelError("the last layer is no single linear map, so it has no features; use kernel='rbf'.")
-    return last
-
-
-def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
-    tangent = network.linearise(inputs)
-    seeds = torch.zeros_like(tangent.network_output)[None]
-    for block, part in tangent.jacobians(seeds):
-        single = part.single_map()
-        if single is None:
-            raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
-        a = single.a[0, :, 0]
-        return (a[:, :-1] if block.bias is not None else a), tangent.f
-    raise AssertionError("a last layer has one block")

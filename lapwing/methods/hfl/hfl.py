@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -12,25 +12,20 @@ from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood, Logits
-from lapwing.losses import Statistics, summed_loss
-from lapwing.methods.hfl.calibration import fitted_scale, scale_finding
-from lapwing.methods.hfl.fine_tuning import Adam, FineTuner
-from lapwing.methods.hfl.hessian import DENSE, Hessian, nearest_minimum
-from lapwing.methods.hfl.linearised import LinearisedResponse
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
+from lapwing.likelihoods.protocol import Logits
+from lapwing.methods.hfl.newton import DENSE, Hessian, nearest_minimum
 from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.pretrained import averaged, check_evaluation, evaluation_batches, random_forces
-from lapwing.methods.hfl.pushed_weights import VARIANTS, PushedWeights
-from lapwing.methods.hfl.pushes import Push, Responds
-from lapwing.methods.hfl.responder import Responder
+from lapwing.methods.hfl.posteriors import LinearisedResponse, ResponsePosterior
+from lapwing.methods.hfl.pretrained import PushedWeights, averaged, calibrated, evaluation_batches, random_forces
+from lapwing.methods.hfl.responder import AnyResponder, FineTuner, Push, Responder
 from lapwing.methods.hfl.response import TOLERANCE, TWIN, distance_finding, far_from_minimum
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics, summed_loss
 from lapwing.tangent.design import NetworkDesign, refuse_reordered
 
 MODES = ("nonlinear", "linearised", "pretrained")
 SOLVERS = ("newton", "adam")
+VARIANTS = ("mean", "absolute", "random")
 WIDE = 1_000_000  # largest number of weights for which everything runs in float64
 TUNED = 0.05  # default tolerance of variances by Adam
 EXACT = 20_000  # largest number of weights for which Newton steps are the default
@@ -156,11 +151,7 @@ class HFL:
         problem = problem.with_residual_noise(statistics).with_known_prior()
         dtype = self._dtype(network.selection.size)
         objective = Objective.build(network, problem.likelihood, problem.prior, data, dtype)
-        if self._uses_adam(objective.size):
-            adam = Adam(self.steps, self.learning_rate, self.batch_size)
-            tuner = FineTuner(objective, adam, data, generator, self.tolerance or TUNED)
-            return self._posterior(problem, tuner, data, statistics, (), generator)
-        responder, findings = self._responder(objective)
+        responder, findings = self._responder(objective, data, generator)
         return self._posterior(problem, responder, data, statistics, findings, generator)
 
     def cost(self, workload: Workload) -> Cost:
@@ -192,8 +183,13 @@ class HFL:
     def _uses_adam(self, weights: int) -> bool:
         return (self.solver or ("newton" if weights <= EXACT else "adam")) == "adam"
 
-    def _responder(self, objective: Objective) -> tuple[Responder, tuple[str, ...]]:
-        """Return a responder that pushes by Newton steps, centred at the minimum; raise if that is too far away."""
+    def _responder(
+        self, objective: Objective, data: Data, generator: torch.Generator
+    ) -> tuple[AnyResponder, tuple[str, ...]]:
+        """Return what pushes the network, and findings; raise if Newton steps are to start too far from a minimum."""
+        if self._uses_adam(objective.size):
+            settings = self.tolerance or TUNED, self.steps, self.learning_rate, self.batch_size
+            return FineTuner(objective, data, generator, *settings), ()
         minimum, decrements = nearest_minimum(objective)
         distance = math.sqrt(max(decrements[0], 0.0))
         if decrements[-1] > 1e-10 * max(1.0, decrements[0]) and decrements[-1] > 1e-12:
@@ -209,13 +205,15 @@ class HFL:
         return Responder(centred, Hessian(centred), tolerance), distance_finding(distance)
 
     def _posterior(
-        self, problem: Problem, responder: Responds, data: Data, statistics: Statistics, findings: tuple[str, ...],
+        self, problem: Problem, responder: AnyResponder, data: Data, statistics: Statistics, findings: tuple[str, ...],
         generator: torch.Generator,
     ) -> HFLPosterior:  # fmt: skip
         theta = problem.network.theta()
         if self.mode == "nonlinear":
             return ResponsePosterior(problem, responder, statistics, theta, self.lam, findings, self.drift)
-        variant = self.variant or _default_variant(problem.likelihood)
+        likelihood = problem.likelihood  # one that ignores the sum of the logits ignores a push of their mean
+        ignores_mean = isinstance(likelihood, Logits) and likelihood.ignores_common_shift
+        variant = self.variant or ("absolute" if ignores_mean else "mean")
         push, count = self._push(problem, responder, data, variant, generator)
         tolerance = max(responder.tolerance, 1e-2)
         if self.lam is None:
@@ -231,23 +229,15 @@ class HFL:
         if self.calibration is None:
             return posterior
         held_out = Data(self.calibration, problem.network.device, data.target_key, name="calibration")
-        scale = fitted_scale(posterior, held_out)
-        return replace(posterior.scaled(scale), findings=(*findings, *scale_finding(scale)))
+        return calibrated(posterior, held_out)
 
     def _push(
-        self, problem: Problem, responder: Responds, data: Data, variant: str, generator: torch.Generator
+        self, problem: Problem, responder: AnyResponder, data: Data, variant: str, generator: torch.Generator
     ) -> tuple[Push, int]:
         """Return the gradient of the functions that "pretrained" pushes, and their number."""
         objective = responder.objective
         if variant == "random":
             force = random_forces(problem, data, self.pushes, generator, responder.root).to(objective.centre)
             return (lambda d: force), self.pushes
-        batches = evaluation_batches(self.evaluation, problem, data, few=self._uses_adam(objective.size))
-        if self.evaluation is not None:
-            check_evaluation(objective, batches)
+        batches = evaluation_batches(self.evaluation, objective, data, few=self._uses_adam(objective.size))
         return averaged(objective, batches, variant == "absolute"), 1
-
-
-def _default_variant(likelihood: Likelihood) -> str:
-    """Return "mean"; "absolute" if the likelihood ignores the sum of the logits, which "mean" would push."""
-    return "absolute" if isinstance(likelihood, Logits) and likelihood.ignores_common_shift else "mean"

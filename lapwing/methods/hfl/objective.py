@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Batch, Data, Inputs, map_tensors
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.fallback import swapped
-from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped
-from lapwing.networks.functionals import scalar
+from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped, swapped
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
 
 BYTES = 256 * 2**20  # limit on the activations of one vectorised call
-Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +76,7 @@ class Objective:
     def _mean(self) -> Tensor:
         return torch.as_tensor(self.prior.mean, dtype=self.dtype, device=self.centre.device)
 
-    def weights(self, d: Tensor) -> Weights:
+    def weights(self, d: Tensor) -> dict[str, Tensor]:
         """Return all parameters by name, the selected ones at θ = centre + d, d (P,)."""
         tensors = dict(self.model.named_parameters())
         steps = self.network.selection.split(d + (self.centre - self.start))
@@ -137,22 +133,19 @@ class Objective:
 
     def slopes(self, d: Tensor, inputs: Inputs, seeds: Tensor) -> Tensor:
         """Return the gradient of seeds_k · f(x_k; θ) at every row k of d, (K, P); seeds (K, [T,] C)."""
-        single = lambda row, x, s: (self.run(row, x)[0] * s).sum()
-        if isinstance(inputs, Tensor):
-            slope = torch.func.grad(lambda row, x, s: single(row, x.unsqueeze(0), s))
-            return self.each(slope, d, 1, inputs, seeds)
-        each = [
-            torch.func.grad(single)(d[k], self.network.take(inputs, slice(k, k + 1)), seeds[k]).detach()
-            for k in range(len(d))
-        ]
-        return torch.stack(each)
+        weighted = lambda row, x, s: (self.run(row, x)[0] * s).sum()
+        return self._each_sample(torch.func.grad(weighted), d, inputs, seeds)
 
     def each_output(self, d: Tensor, inputs: Inputs) -> Tensor:
         """Return f(x_k; centre + d_k) for every row k, (K, [T,] C)."""
+        return self._each_sample(lambda row, x: self.run(row, x)[0], d, inputs)
+
+    def _each_sample(self, function: Callable[..., Tensor], d: Tensor, inputs: Inputs, *others: Tensor) -> Tensor:
+        """Return the function of row k, the batch of sample k alone, and row k of the others, for every k."""
         if isinstance(inputs, Tensor):
-            return self.each(lambda row, x: self.run(row, x.unsqueeze(0))[0], d, 1, inputs)
-        each = [self.run(d[k], self.network.take(inputs, slice(k, k + 1)))[0].detach() for k in range(len(d))]
-        return torch.stack(each)
+            return self.each(function, d, 1, inputs.unsqueeze(1), *others)
+        samples = [self.network.take(inputs, slice(k, k + 1)) for k in range(len(d))]
+        return torch.stack([function(*parts).detach() for parts in zip(d, samples, *others, strict=True)])
 
     def each(self, function: Callable[..., Tensor], rows: Tensor, samples: int, *others: Tensor) -> Tensor:
         """Return the function of every row: vectorised over chunks of rows, or row by row if vmap cannot."""
@@ -164,10 +157,3 @@ class Objective:
                 return torch.func.vmap(function, chunk_size=chunk)(rows, *others).detach()
             except (RuntimeError, NotImplementedError, ValueError):  # an operation has no batching rule
                 return torch.stack([function(*parts).detach() for parts in zip(rows, *others, strict=True)])
-
-
-def flat_gradient(objective: Objective, function: Callable[[Weights], Any], d: Tensor) -> Tensor:
-    """Return the gradient of a scalar function of the weights at one d, (P,)."""
-    with torch.enable_grad():
-        slope: Tensor = torch.func.grad(lambda row: scalar(function(objective.weights(row))))(d)
-    return slope.detach()

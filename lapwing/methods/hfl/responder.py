@@ -1,31 +1,59 @@
-"""Responses by Newton steps with all data and one Hessian."""
+"""Pushes of functions of the weights: by Newton steps with all data, or by fine-tuning with Adam on mini-batches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lapwing.core.data import Data
+from lapwing.core.pool import shuffled
+from lapwing.core.progress import ProgressBar
 from lapwing.errors import NumericalError
-from lapwing.linalg.newton import pushed
-from lapwing.methods.hfl.hessian import FLAT, Hessian
+from lapwing.methods.hfl.newton import FLAT, Hessian, pushed
 from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.pushes import Push, Pushes, Read, Value, central_difference
 from lapwing.methods.hfl.response import BENT, TOLERANCE, Response, largest
+
+Push = Callable[[Tensor], Tensor]  # ∇g_k at every row k of d, (K, P) -> (K, P)
+Read = Callable[[Tensor], Tensor]  # a reading at every row of d, (K, P) -> (K, ...); a single row may stand for all
+Value = Callable[[Tensor], Tensor]  # g_k as a linear function of reading k, (K, ...) -> (K,)
 
 
 @dataclass(frozen=True, eq=False)
-class Ends:
-    """Accuracy of pushes of both signs: the worse of the two, (K,)."""
+class Pushes:
+    """K functions g_k to push: their gradients, the values that are read after a push, and both before any push."""
 
-    residuals: Tensor
-    missing: Tensor
-    bend: Tensor
-    steps: int
+    push: Push
+    read: Read
+    value: Value
+    start: Tensor  # d = 0, (K, P)
+    slopes: Tensor  # ∇g_k at the start, (K, P)
+    reading: Tensor  # at the start, (1, ...) or (K, ...)
 
-    def response(self, cov: Tensor, lam: Tensor, change: Tensor, steps: int) -> Response:
-        return Response(cov, lam, self.residuals, self.missing, change, self.bend, torch.zeros_like(lam), steps)
+    @classmethod
+    def of(cls, push: Push, read: Read, start: Tensor, value: Value | None = None) -> Pushes:
+        """Evaluate gradients and reading at the start.
+
+        Without ``value`` the reading is the weights themselves, and g_k is taken to first order.
+        """
+        slopes = push(start)
+        linear = lambda reading: (slopes * reading).sum(1)
+        return cls(push, read, value or linear, start, slopes, read(start[:1]))
+
+    def bend(self, up: Tensor, down: Tensor, twin: Tensor) -> Tensor:
+        """Return |g(up) + g(down) - 2 g(twin)| / |g(up) - g(down)|, (K,); infinite if a push moved nothing."""
+        even, odd = self.value(up + down - 2 * twin).abs(), self.value(up - down).abs()
+        unmoved = torch.where(self.slopes.any(1), torch.inf, 0.0).to(odd)
+        return torch.where(odd == 0, unmoved, even / odd)
+
+
+def central_difference(up: Tensor, down: Tensor, lam: Tensor) -> Tensor:
+    """Return (up - down) / 2λ for readings (K, ...) and strengths (K,)."""
+    return (up - down) / (2 * lam).reshape(-1, *[1] * (up.ndim - 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +72,7 @@ class Responder:
 
     @property
     def root(self) -> Tensor | None:
-        """L (P, P) with L Lᵀ the Hessian; None if it is not formed."""
+        """L (P, P) with L Lᵀ the Hessian; None if it is not known."""
         return self.hessian.root
 
     def respond(
@@ -59,10 +87,15 @@ class Responder:
         first = self._first_order(pushes)
         floor, most = self._floor(first, pushes.reading), first.rsqrt()
         if strength is not None:
-            _check_strength(strength, float(floor.max()), float(most.min()), first.dtype)
+            low, high = float(floor.max()), float(most.min())
+            if not low <= strength <= high:
+                raise NumericalError(
+                    f"HFL: lam is {strength:.3g}; expected between {low:.2g} (below that a difference in {first.dtype} "
+                    f"is rounding) and {high:.2g} (above it a prediction moves by more than its standard deviation). "
+                    "Leave lam out to have it chosen."
+                )
             lam = torch.full_like(first, strength)
-            cov, ends = self.at(pushes, lam)
-            return ends.response(cov, lam, torch.zeros_like(lam), ends.steps)
+            return self.at(pushes, lam)
         lam = torch.maximum(0.01 * most, 4 * floor)  # the factor leaves room to halve it above rounding
         if self.tolerance < 1 and bool((lam > most).any()):
             raise NumericalError(
@@ -85,29 +118,35 @@ class Responder:
                 f"HFL: a variance came out as {float(first.min()):.3g}; expected above zero. The network is at no "
                 "minimum of its regularised loss: train it further with this prior, or use HFL(mode='linearised')."
             )
-        _check_flat(self.hessian.flat_variance(solved) / torch.where(depends, first, 1.0))
+        share = self.hessian.flat_variance(solved) / torch.where(depends, first, 1.0)
+        if bool((share > 0.1).any()):
+            raise NumericalError(
+                f"HFL: the loss is flat along what is pushed (push {largest(share)}): its curvature there is below "
+                f"{FLAT:g} of the prior's, and the variance has no bound. This happens for weights that can rotate "
+                "without any change of the outputs, as in attention heads. Push outputs, or use "
+                "HFL(mode='linearised')."
+            )
         return torch.where(depends, first, first.max() if bool(depends.any()) else 1.0)
 
     def _refined(self, pushes: Pushes, lam: Tensor, floor: Tensor) -> Response:
         """Halve λ for every push until two estimates agree."""
-        raw, ends = self.at(pushes, lam)
-        cov, total, change = raw, ends.steps, torch.full_like(lam, torch.inf)
+        response = self.at(pushes, lam)
+        cov, steps, change = response.cov, response.steps, torch.full_like(lam, torch.inf)
         for _ in range(16):
-            going = (torch.maximum(change, ends.missing) > 0.3 * self.goal) & (lam / 2 > floor)
+            going = (torch.maximum(change, response.missing) > 0.3 * self.goal) & (lam / 2 > floor)
             if not bool(going.any()):
                 break
             lam = torch.where(going, lam / 2, lam)
-            finer, ends = self.at(pushes, lam)
-            total += ends.steps
-            gap = (finer - raw) / 3  # the error falls with λ²
+            coarser, response = response.cov, self.at(pushes, lam)
+            finer, steps = response.cov, steps + response.steps
+            gap = (finer - coarser) / 3  # the error falls with λ²
             size = finer.abs().flatten(1).amax(1).clamp_min(torch.finfo(lam.dtype).tiny)
             change = torch.where(going, gap.abs().flatten(1).amax(1) / size, change)
             cov = torch.where(going.reshape(-1, *[1] * (finer.ndim - 1)), finer + gap, cov)
-            raw = finer
-        return ends.response(cov, lam, change, total)
+        return replace(response, cov=cov, change=change, steps=steps)
 
-    def at(self, pushes: Pushes, lam: Tensor) -> tuple[Tensor, Ends]:
-        """Return the responses at these strengths (K,) and their accuracy; raise nothing."""
+    def at(self, pushes: Pushes, lam: Tensor) -> Response:
+        """Return the responses at these strengths (K,), with the accuracy of the worse sign; raise nothing."""
         both = torch.cat([lam, -lam])
         twice = lambda d: torch.cat([pushes.push(half) for half in d.chunk(2)])
         inner = max(1e-2 * self.goal, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)
@@ -117,8 +156,9 @@ class Responder:
         )  # fmt: skip
         up, down = (pushes.read(half) for half in ends.d.chunk(2))
         bend = pushes.bend(up, down, pushes.reading)  # the twin is the minimum itself, and stays there
-        worse = lambda t: torch.maximum(*t.chunk(2))
-        return central_difference(up, down, lam), Ends(worse(ends.residuals), worse(ends.missing), bend, ends.steps)
+        residuals, missing = (torch.maximum(*t.chunk(2)) for t in (ends.residuals, ends.missing))
+        cov, zero = central_difference(up, down, lam), torch.zeros_like(lam)
+        return Response(cov, lam, residuals, missing, zero, bend, zero, ends.steps)
 
     def _floor(self, first: Tensor, reading: Tensor) -> Tensor:
         """Return the smallest λ whose difference is above the rounding of readings of this size, (K,)."""
@@ -151,21 +191,76 @@ class Responder:
         return float(share / variance.sqrt())
 
 
-def _check_strength(strength: float, low: float, high: float, dtype: torch.dtype) -> None:
-    """Raise if λ is below rounding, or moves a prediction by more than its standard deviation."""
-    if not low <= strength <= high:
-        raise NumericalError(
-            f"HFL: lam is {strength:.3g}; expected between {low:.2g} (below that a difference in {dtype} is rounding) "
-            f"and {high:.2g} (above it a prediction moves by more than its standard deviation). Leave lam out to have "
-            "it chosen."
-        )
+@dataclass(frozen=True, eq=False)
+class FineTuner:
+    """Fine-tuning of copies that are pushed up, pushed down and not pushed (the twin), on the same mini-batches.
+
+    A second run of half as many steps shows how much of the response is still missing. The twin shows where the weights
+    would have gone without a push, which tells a bent response from a drift of all copies.
+    """
+
+    objective: Objective
+    data: Data
+    generator: torch.Generator
+    tolerance: float
+    steps: int
+    learning_rate: float  # at the start; it falls to zero along a cosine
+    batch_size: int
+    root: ClassVar[Tensor | None] = None  # fine-tuning never forms the Hessian
+
+    def respond(
+        self, push: Push, read: Read, count: int, strength: float | None = None, value: Value | None = None
+    ) -> Response:
+        """Return the responses to ``count`` pushes.
+
+        With ``strength=None`` λ is a tenth of one over the standard deviation under the prior: a prediction moves by at
+        most a tenth of its posterior standard deviation, and yet far enough for steps of Adam's size.
+        """
+        objective = self.objective
+        start = torch.zeros(count, objective.size).to(objective.centre)
+        pushes = Pushes.of(push, read, start, value)
+        if strength is None:
+            variance = (pushes.slopes.double().square() / objective.prior.vector.detach()).sum(1)
+            lam = 0.1 * torch.where(variance > 0, variance, 1.0).rsqrt().to(start)
+        else:
+            lam = torch.full_like(start[:, 0], strength)
+        up, down, _ = map(read, self._tuned(push, lam, max(1, self.steps // 2)))
+        half = central_difference(up, down, lam)
+        up, down, twin = map(read, self._tuned(push, lam, self.steps))
+        cov = central_difference(up, down, lam)
+        whole, part = cov, half
+        if value is None:  # the reading is the weights: compare the functions that were pushed
+            whole, part = (pushes.value(each).unsqueeze(1) for each in (cov, half))
+        tiny = torch.finfo(lam.dtype).tiny
+        missing = (whole - part).abs().flatten(1).amax(1) / whole.abs().flatten(1).amax(1).clamp_min(tiny)
+        distance = pushes.value((twin - pushes.reading).expand_as(up)).abs()
+        drift = distance / pushes.value(cov).abs().clamp_min(tiny).sqrt()
+        unknown, zero = torch.full_like(lam, torch.nan), torch.zeros_like(lam)
+        return Response(cov, lam, unknown, missing, zero, pushes.bend(up, down, twin), drift, self.steps)
+
+    def respond_alike(self, push: Push, count: int, tolerance: float) -> Response:
+        """Return how the weights respond to ``count`` pushes, each with its λ."""
+        return self.respond(push, lambda d: d, count)
+
+    def _tuned(self, push: Push, lam: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weights after these steps, from the centre: pushed up (K, P), down (K, P), and the twin (1, P)."""
+        objective, count = self.objective, len(lam)
+        d = torch.zeros(2 * count + 1, objective.size).to(objective.centre)
+        signs = torch.cat([lam, -lam])[:, None]
+        first, second = torch.zeros_like(d), torch.zeros_like(d)
+        same_batches = torch.Generator().manual_seed(self.generator.initial_seed())
+        batches = shuffled(self.data, self.batch_size, same_batches)
+        for step in ProgressBar(range(steps), "fine-tuning", self.data.progress):
+            batch = next(batches)
+            f = objective.outputs(d[-1:], batch.inputs)[0]
+            targets = objective.cast(objective.likelihood.targets(f, batch.targets))
+            slope = objective.gradient(d, (replace(batch, inputs=objective.cast(batch.inputs), targets=targets),))
+            slope[:-1] -= signs * torch.cat([push(half) for half in d[:-1].chunk(2)])
+            first, second = 0.9 * first + 0.1 * slope, 0.999 * second + 0.001 * slope.square()
+            rate = self.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+            unbiased = (second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12
+            d = d - rate * first / (1 - 0.9 ** (step + 1)) / unbiased
+        return d[:count], d[count:-1], d[-1:]
 
 
-def _check_flat(share: Tensor) -> None:
-    """Raise if flat directions may contribute more than a tenth of a variance, given their ``share`` (K,)."""
-    if bool((share > 0.1).any()):
-        raise NumericalError(
-            f"HFL: the loss is flat along what is pushed (push {largest(share)}): its curvature there is below "
-            f"{FLAT:g} of the prior's, and the variance has no bound. This happens for weights that can rotate without "
-            "any change of the outputs, as in attention heads. Push outputs, or use HFL(mode='linearised')."
-        )
+AnyResponder = Responder | FineTuner

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,10 +14,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # of the variances
 # The bend cancels between up and down to first order; its square is left, 6 % here, which is as much as Adam may leave
 # out. One side then moves 1.7 times as far as the other.
 BENT = 0.25
-NO_FILE = (
-    "this HFL posterior re-optimises on its data at every prediction, and a file does not hold those; fit it again "
-    "where it is needed, or save HFL(mode='pretrained')."
-)
 TWIN = ", measured by how far an unpushed twin moves what is pushed"
 
 
@@ -42,24 +37,27 @@ class Response:
         """
         rest = torch.maximum(self.missing, self.change)
         if not bool((rest <= tolerance).all()):
-            self._raise_not_converged(rest, tolerance)
+            worst, bad = largest(rest), ~(rest <= tolerance)
+            residual = float(self.residuals[worst])
+            known = "" if math.isnan(residual) else f" (relative residual {residual:.2g})"
+            raise NumericalError(
+                f"HFL: {int(bad.sum())} of {len(bad)} responses have not converged; the worst (push {worst}, strength "
+                f"{float(self.strength[worst]):.3g}) is off by about {float(rest[worst]):.2g} of its value after "
+                f"{self.steps} steps{known}; expected {tolerance:g}. {self._cause(worst)}, or use "
+                "HFL(mode='linearised')."
+            )
         if math.isinf(tolerance):
             return self
         if not bool((self.bend <= BENT).all()):
-            self._raise_bent()
+            worst, bad = largest(self.bend), ~(self.bend <= BENT)
+            raise NumericalError(
+                f"HFL: {int(bad.sum())} of {len(bad)} responses are not straight; the worst is that to push {worst}, "
+                f"of strength {float(self.strength[worst]):.3g}. {_left_basin(float(self.bend[worst]))} give a smaller "
+                "lam, leave lam out to have it chosen, or use HFL(mode='linearised')."
+            )
         if not bool((self.drift <= drift).all()):
             raise NumericalError(far_from_minimum(float(self.drift.max()), drift, TWIN))
         return self
-
-    def _raise_not_converged(self, rest: Tensor, tolerance: float) -> NoReturn:
-        worst, bad = largest(rest), ~(rest <= tolerance)
-        residual = float(self.residuals[worst])
-        known = "" if math.isnan(residual) else f" (relative residual {residual:.2g})"
-        raise NumericalError(
-            f"HFL: {int(bad.sum())} of {len(bad)} responses have not converged; the worst (push {worst}, strength "
-            f"{float(self.strength[worst]):.3g}) is off by about {float(rest[worst]):.2g} of its value after "
-            f"{self.steps} steps{known}; expected {tolerance:g}. {self._cause(worst)}, or use HFL(mode='linearised')."
-        )
 
     def _cause(self, worst: int) -> str:
         """Return why a response has not converged, and what to do."""
@@ -73,14 +71,6 @@ class Response:
         return (
             f"Newton's steps do not reach the pushed minimum (bend {bend:.2g} where they end): give a smaller lam, or "
             "a larger tolerance"
-        )
-
-    def _raise_bent(self) -> NoReturn:
-        worst, bad = largest(self.bend), ~(self.bend <= BENT)
-        raise NumericalError(
-            f"HFL: {int(bad.sum())} of {len(bad)} responses are not straight; the worst is that to push {worst}, of "
-            f"strength {float(self.strength[worst]):.3g}. {_left_basin(float(self.bend[worst]))} give a smaller lam, "
-            "leave lam out to have it chosen, or use HFL(mode='linearised')."
         )
 
 

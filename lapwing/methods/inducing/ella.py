@@ -15,15 +15,12 @@ from lapwing.core.settings import require_integer
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.losses import Statistics
-from lapwing.methods.inducing.anchors import Anchors
-from lapwing.methods.inducing.bounded import BoundedCurvature
-from lapwing.methods.inducing.placement import landmarks
-from lapwing.methods.inducing.subspace import SubspaceCurvature
+from lapwing.methods.inducing.anchors import Anchors, Placement
+from lapwing.methods.inducing.curvatures import BoundedCurvature, SubspaceCurvature
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import BoundPrior
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,8 @@ class ELLA:
                 "another prior."
             )
         generator = independent_generator(generator)
-        anchors = landmarks(network, Pool.drawn(data, self.num_landmarks, generator), self.num_landmarks, generator)
-        rows = leading_rows(anchors, prior, self.rank)
+        placement = Placement(network, Pool.drawn(data, self.num_landmarks, generator), generator)
+        rows = leading_rows(placement.landmarks(self.num_landmarks), prior, self.rank)
         directions = rows / prior.vector.detach().to(rows)
         squares = SquaredSum(network) if self.residual else None
         gram, statistics = within(problem, data, directions, squares)
@@ -99,8 +96,7 @@ class ELLA:
         values, basis = torch.linalg.eigh(gram)
         _, singular, vectors = torch.linalg.svd((basis * values.clamp_min(0).sqrt()).mT @ rows, full_matrices=False)
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
-        curvature = BoundedCurvature(part, squares.diagonal())
-        return WeightPosterior.fitted(problem, curvature, statistics)
+        return WeightPosterior.fitted(problem, BoundedCurvature(part, squares.diagonal()), statistics)
 
     def cost(self, workload: Workload) -> Cost:
         points = min(self.num_landmarks, workload.rows)

@@ -13,15 +13,15 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.trace import Step, Trace
 from lapwing.curvature.blockwise import prior_precision
 from lapwing.curvature.sweep import SquaredSum, Sweep
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening, whitening
-from lapwing.losses import Statistics
-from lapwing.methods.inducing.anchored import AnchoredCurvature
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.curvatures import AnchoredCurvature
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.kernel import prior_kernel
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,10 @@ class InducingPoints:
     findings: tuple[str, ...] = ()
 
     @property
-    def phi(self) -> Tensor:
-        """The dispersion of the problem, in float64 on the network's device."""
-        return self.problem.likelihood.dispersion.to(self.problem.network.device).double()
+    def likelihood(self) -> Likelihood:
+        """The likelihood with the learned noise."""
+        likelihood = self.problem.likelihood
+        return likelihood if self.log_noise is None else likelihood.with_dispersion(self.log_noise.exp())
 
     @cached_property
     def penalty(self) -> Tensor:
@@ -59,8 +60,24 @@ class InducingPoints:
         """The highest objective of all steps."""
         return max((step.score for step in self.steps), default=-math.inf)
 
+    def learnable(self, noise: bool) -> tuple[InducingPoints, Tensor | None]:
+        """Return the points with prior variance and noise as far as they are learned, and moves if points move.
+
+        All of them are leaves for an optimiser. Moves are zero at first, and at least float32: half precision would
+        lose small steps.
+        """
+        device, z = self.problem.network.device, self.anchors.inputs
+        log_scale = self.log_scale.detach().to(device, copy=True).requires_grad_(self.problem.learn_prior)
+        log_noise = moves = None
+        if noise and self.problem.likelihood.learns_dispersion:
+            log_noise = self.problem.likelihood.dispersion.detach().double().log().to(device).requires_grad_()
+        if self.movable:
+            moves = torch.zeros_like(z, dtype=torch.promote_types(z.dtype, torch.float32), requires_grad=True)
+        return replace(self, log_scale=log_scale, log_noise=log_noise), moves
+
+    @cached_property
     def unit(self) -> Tensor:
-        """Return the unit in which locations are learned, in the shape of one input.
+        """The unit in which locations are learned, in the shape of one input.
 
         For a table it is the standard deviation of each column over the points, for images their mean standard
         deviation. A constant column has unit zero and does not move.
@@ -70,26 +87,34 @@ class InducingPoints:
         spread = spread if z.ndim == 2 else spread.mean().expand_as(spread)
         return (spread if bool(spread.any()) else torch.ones_like(spread)).to(z)
 
-    def zero_moves(self) -> Tensor:
-        """Return the initial displacements of the points, all zero, at least in float32: half precision loses steps."""
-        z = self.anchors.inputs
-        return torch.zeros_like(z, dtype=torch.promote_types(z.dtype, torch.float32), requires_grad=True)
+    def moved(self, moves: Tensor) -> Tensor:
+        """Return the inputs of the points after ``moves``, which are in units of their spread."""
+        start = self.anchors.inputs.detach()
+        return (start + self.unit * moves).to(start)
 
-    def trace_step(self, score: float, log_scale: Tensor, log_noise: Tensor | None) -> Step:
-        """Return the trace entry for these values; of more than 16 precisions it shows the first."""
-        precisions = (self.problem.prior.values.detach().double() / log_scale.exp()).reshape(-1).tolist()
-        phi = self.phi if log_noise is None else log_noise.detach().exp()
-        return Step(score, tuple(precisions) if len(precisions) <= 16 else (precisions[0],), (float(phi),))
+    def copied(self, moves: Tensor | None) -> InducingPoints:
+        """Return the points at their locations after these moves; further steps of the optimiser do not change them."""
+        anchors = self.anchors if moves is None else self.anchors.at(self.moved(moves.detach()))
+        log_noise = None if self.log_noise is None else self.log_noise.detach().clone()
+        return replace(self, anchors=anchors, log_scale=self.log_scale.detach().clone(), log_noise=log_noise)
+
+    def trace_step(self, score: float) -> Step:
+        """Return the trace entry with this score; of more than 16 precisions it shows the first."""
+        precisions = (self.problem.prior.values.double() / self.log_scale.exp()).detach().reshape(-1).tolist()
+        noise = float(self.likelihood.dispersion.detach())
+        return Step(score, tuple(precisions) if len(precisions) <= 16 else (precisions[0],), (noise,))
 
     def posterior(self, data: Data) -> WeightPosterior:
         """Return the posterior, with the learned covariance or, by one pass over the data, the one in closed form."""
-        problem = self._learned_problem()
+        prior = self.problem.prior
+        prior = prior.with_precision(prior.values.detach() / self.log_scale.exp().to(prior.values))
+        problem = replace(self.problem, prior=prior, likelihood=self.likelihood)
         if self.inducing is None:
-            white = whitening(self.anchors.kernel(problem.prior))
+            white = whitening(self.anchors.kernel(prior))
             information, ggn_diagonal = _information(problem, data, self.anchors, white)
             mix = white @ _root(information)
         else:
-            white = smooth_whitening(self.anchors.kernel(problem.prior))
+            white = smooth_whitening(self.anchors.kernel(prior))
             mix = white @ _root(self.inducing.known) * problem.likelihood.dispersion.to(white).sqrt()
             ggn_diagonal = None
             problem = problem.with_known_prior()  # learned together with the covariance
@@ -99,14 +124,6 @@ class InducingPoints:
             return posterior
         score = "bound" if self.inducing is None else "energy"
         return posterior.with_trace(Trace("VaLLA", score, self.steps, self.findings))
-
-    def _learned_problem(self) -> Problem:
-        """Return the problem with the learned prior variance and noise."""
-        prior, likelihood = self.problem.prior, self.problem.likelihood
-        prior = prior.with_precision(prior.values.detach() / self.log_scale.exp().to(prior.values))
-        if self.log_noise is not None:
-            likelihood = likelihood.with_dispersion(self.log_noise.exp().detach())
-        return replace(self.problem, prior=prior, likelihood=likelihood)
 
 
 def _root(matrix: Tensor) -> Tensor:

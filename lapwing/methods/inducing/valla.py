@@ -15,19 +15,15 @@ from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy
-from lapwing.losses import summed_loss
-from lapwing.methods.inducing import stochastic
+from lapwing.methods.inducing.anchors import STARTS, Placement
 from lapwing.methods.inducing.collapsed import learn_collapsed
-from lapwing.methods.inducing.placement import STARTS, every_output, placed
 from lapwing.methods.inducing.points import InducingPoints
-from lapwing.methods.inducing.stochastic import StochasticSettings, learn_stochastic
+from lapwing.methods.inducing.stochastic import STEPS, learn_stochastic
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import starting_precisions
-from lapwing.problem import Problem
+from lapwing.problem import Problem, summed_loss
 
-OPTIMISERS = ("lbfgs", "adam", "none")
-STEPS = {"lbfgs": 300, "adam": stochastic.STEPS["adam"], "none": stochastic.STEPS["natural"]}  # defaults of ``steps``
 FEW_ROWS, FEW_BYTES = 20_000, 2**30  # outputs of all data, and bytes of their layer factors, up to which L-BFGS is used
 
 
@@ -101,8 +97,8 @@ class VaLLA:
             raise UnsupportedError(f"alpha is {self.alpha!r:.80}; expected a number between 0 and 1.")
         if self.start is not None and self.start not in STARTS:
             raise UnsupportedError(f"start is {self.start!r}; expected one of {', '.join(STARTS)}.")
-        if self.optimiser is not None and self.optimiser not in OPTIMISERS:
-            raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
+        if self.optimiser is not None and self.optimiser not in STEPS:
+            raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(STEPS)}.")
         if self.alpha > 0 and self.optimiser in ("lbfgs", "none"):
             raise UnsupportedError(
                 f'optimiser is "{self.optimiser}" and alpha is {self.alpha}; the collapsed bound belongs to alpha=0; '
@@ -131,24 +127,22 @@ class VaLLA:
             precision = starting_precisions(problem.prior, network.theta(), rows)
             problem = problem.with_prior(problem.prior.with_precision(precision))
         pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
-        rows = pool.total * torch.Size(network.output_shape).numel()
+        placement = Placement(network, pool, generator)
+        rows = pool.total * placement.outputs
+        place = lambda start: placement.start(start, self.num_inducing, problem.prior, self.candidates)
         if self.num_inducing >= rows:
-            points = InducingPoints(problem, every_output(network, pool), statistics, pool.total, movable=False)
-            if self.alpha == 0 and self.validation is None:
-                return points.posterior(data)
-            return self._learn_on_batches(points, data, generator)
-        place = lambda start: placed(network, problem.prior, pool, self.num_inducing, start, self.candidates, generator)
-        anchors = place(self.start or "greedy")
-        optimiser = self.optimiser or self.optimiser_for(network.footprint.width, rows)
-        movable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
+            anchors, movable = placement.every_output(), False
+            optimiser = "none" if self.alpha == 0 and self.validation is None else "adam"
+        else:
+            anchors = place(self.start or "greedy")
+            movable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
+            optimiser = self.optimiser or self.optimiser_for(network.footprint.width, rows)
         points = InducingPoints(problem, anchors, statistics, pool.total, movable)
         if optimiser == "lbfgs" and movable:
             starts = [points] if self.start else [points, replace(points, anchors=place("trace"))]
             ends = [learn_collapsed(each, data, self.steps or STEPS["lbfgs"]) for each in starts]
             return max(ends, key=lambda each: each.score).posterior(data)
-        if optimiser == "adam":
-            return self._learn_on_batches(points, data, generator)
-        return points.posterior(data)
+        return self._learn_on_batches(points, data, generator) if optimiser == "adam" else points.posterior(data)
 
     def _refuse_problem(self, problem: Problem) -> None:
         """Raise if this method cannot fit the likelihood, the prior or the outputs."""
@@ -174,10 +168,7 @@ class VaLLA:
         Batches are noisy, and ReLU kernels are discontinuous, so a gradient step can lower the bound. With alpha
         above 0 or validation data another criterion chose the state, which then stays.
         """
-        settings = StochasticSettings(
-            self.alpha, self.steps, self.learning_rate, self.batch_size, self.validation, self.patience
-        )
-        learned = learn_stochastic(start, data, settings, generator)
+        learned = learn_stochastic(start, data, self, generator)
         posterior = learned.posterior(data)
         if self.alpha > 0 or not start.movable or self.validation is not None:
             return posterior

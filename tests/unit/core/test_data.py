@@ -20,9 +20,9 @@ def batches(source: Any, **options: Any) -> list[tuple[Any, Tensor]]:
 
 
 def test_batches_pass_in_order() -> None:
-    found = batches([(X[:2], Y[:2]), [X[2:], Y[2:]]])
-    assert [len(y) for _, y in found] == [2, 3]
-    assert torch.equal(torch.cat([x for x, _ in found]), X)
+    pairs = batches([(X[:2], Y[:2]), [X[2:], Y[2:]]])
+    assert [len(y) for _, y in pairs] == [2, 3]
+    assert torch.equal(torch.cat([x for x, _ in pairs]), X)
 
 
 def test_one_pair_of_tensors_is_one_batch() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lapwing.core.early_stopping import EarlyStopping
+from lapwing.core.progress import EarlyStopping
 
 
 class Course:

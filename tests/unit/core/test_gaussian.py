@@ -94,12 +94,12 @@ def test_a_negative_eigenvalue_is_refused() -> None:
 def test_the_marginal_of_a_joint_belief_has_the_block_of_each_input(lead: tuple[int, ...]) -> None:
     mean = torch.randn(*lead, C, dtype=D)
     whole = covariance(mean.numel())
-    found = FunctionGaussian(mean, whole.reshape(*mean.shape, *mean.shape), joint=True).marginal
-    assert not found.joint
-    assert found.cov.shape == (*mean.shape, C)
-    for i, block in enumerate(found.cov.reshape(-1, C, C)):
+    marginal = FunctionGaussian(mean, whole.reshape(*mean.shape, *mean.shape), joint=True).marginal
+    assert not marginal.joint
+    assert marginal.cov.shape == (*mean.shape, C)
+    for i, block in enumerate(marginal.cov.reshape(-1, C, C)):
         assert torch.equal(block, whole[C * i : C * (i + 1), C * i : C * (i + 1)])
-    assert found.marginal is found
+    assert marginal.marginal is marginal
 
 
 @pytest.mark.parametrize("worse", [-1.0, float("nan")])

@@ -84,8 +84,8 @@ def test_two_passes_over_the_data_and_no_more() -> None:
 
 
 def test_rows_may_repeat() -> None:
-    found: Tensor = drawn(5).rows(torch.tensor([1, 1, 4]))
-    assert torch.equal(found, drawn(5).inputs[[1, 1, 4]])
+    rows: Tensor = drawn(5).rows(torch.tensor([1, 1, 4]))
+    assert torch.equal(rows, drawn(5).inputs[[1, 1, 4]])
 
 
 # What all samples share.
@@ -152,15 +152,15 @@ def batches(source: Any, size: int, count: int, seed: int = 0, **options: Any) -
 def test_rows_are_drawn_from_all_data_however_they_are_cut(sizes: tuple[int, ...], listed: bool) -> None:
     """In the same order; a step on sorted data, one by one, is a step on a random part of them."""
     source = problems.split(X, Y, sizes) if listed else Loader(sizes)
-    found, whole = batches(source, 5, 12), batches([(X, Y)], 5, 12)
-    for one, other in zip(found, whole, strict=True):
+    drawn_batches, whole = batches(source, 5, 12), batches([(X, Y)], 5, 12)
+    for one, other in zip(drawn_batches, whole, strict=True):
         assert one.targets.tolist() == other.targets.tolist()
         assert torch.equal(one.inputs, X[one.targets])
         assert len(one.targets) == 5
     for start in (0, 4, 8):
-        assert sorted(torch.cat([b.targets for b in found[start : start + 4]]).tolist()) == Y.tolist()
-    assert found[0].targets.tolist() != found[4].targets.tolist()
-    assert [b.targets.tolist() for b in batches(source, 5, 12, seed=1)] != [b.targets.tolist() for b in found]
+        assert sorted(torch.cat([b.targets for b in drawn_batches[start : start + 4]]).tolist()) == Y.tolist()
+    assert drawn_batches[0].targets.tolist() != drawn_batches[4].targets.tolist()
+    assert [b.targets.tolist() for b in batches(source, 5, 12, seed=1)] != [b.targets.tolist() for b in drawn_batches]
 
 
 @pytest.mark.parametrize(("size", "expected"), [(3, [3] * 6 + [2]), (6, [6, 6, 6]), (7, [7, 7, 6]), (50, [N])])
@@ -176,12 +176,12 @@ def test_data_that_are_kept_are_read_once() -> None:
 
 
 def test_of_more_data_than_are_kept_neighbours_are_joined() -> None:
-    """Four batches of two rows take what eight rows do; no more are held, and every pass reads them again."""
+    """Four batches of two rows take what eight rows do; no more are kept, and every pass reads them again."""
     loader, row = Loader((2,) * 10), X[0].numel() * 4 + 8
-    found = batches(loader, 4, 10, kept=8 * row)
-    assert [len(b.targets) for b in found] == [4] * 10
+    drawn_batches = batches(loader, 4, 10, kept=8 * row)
+    assert [len(b.targets) for b in drawn_batches] == [4] * 10
     ends = [(0, 8), (8, 16), (16, 20)]
-    for pair, (low, high) in zip((found[:2], found[2:4], found[4:5]), ends, strict=True):
+    for pair, (low, high) in zip((drawn_batches[:2], drawn_batches[2:4], drawn_batches[4:5]), ends, strict=True):
         assert sorted(torch.cat([b.targets for b in pair]).tolist()) == list(range(low, high))
     assert loader.passes == 2
     listed = batches(problems.split(X, Y, (2,) * 10), 4, 5, kept=8 * row)  # in memory as it is
@@ -198,10 +198,10 @@ def test_batches_of_several_tensors() -> None:
 def test_a_loader_is_read_again_where_its_batches_are_to_be_fresh() -> None:
     """What it draws anew, as augmentation does, stays new; a list is the same at every pass."""
     loader = Loader((8, 1, 11))
-    found = batches(loader, 5, 40, fresh=True)
+    drawn_batches = batches(loader, 5, 40, fresh=True)
     assert loader.passes == 10
-    assert sorted(torch.cat([b.targets for b in found[4:8]]).tolist()) == Y.tolist()
-    assert found[0].targets.tolist() != found[4].targets.tolist()
+    assert sorted(torch.cat([b.targets for b in drawn_batches[4:8]]).tolist()) == Y.tolist()
+    assert drawn_batches[0].targets.tolist() != drawn_batches[4].targets.tolist()
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -211,11 +211,11 @@ def test_rows_that_do_not_fit_together_stay_in_their_batches(listed: bool) -> No
         ((X[:6], torch.zeros(2)), Y[:6]), ((X[6:8], torch.ones(2) * 0), Y[6:8]), ((X[8:14], torch.ones(2)), Y[8:14]),
         ((X[14:, :2], torch.ones(2)), Y[14:]),
     ]  # fmt: skip
-    found = batches(data if listed else deque(data), 4, 5)
-    assert [len(b.targets) for b in found] == [4, 4, 4, 2, 4]
-    for part, expected in zip((found[:2], found[2:4]), (range(8), range(8, 14)), strict=True):
+    drawn_batches = batches(data if listed else deque(data), 4, 5)
+    assert [len(b.targets) for b in drawn_batches] == [4, 4, 4, 2, 4]
+    for part, expected in zip((drawn_batches[:2], drawn_batches[2:4]), (range(8), range(8, 14)), strict=True):
         assert sorted(torch.cat([b.targets for b in part]).tolist()) == list(expected)
-    for batch in found:
+    for batch in drawn_batches:
         late = min(batch.targets.tolist()) >= 8
         assert torch.equal(batch.inputs[1], torch.full((2,), float(late)))
         assert torch.equal(batch.inputs[0], X[batch.targets][:, : 2 if min(batch.targets.tolist()) >= 14 else 3])
@@ -229,8 +229,8 @@ def test_the_default_dtype_has_no_say_in_the_order(monkeypatch: pytest.MonkeyPat
 
 def _wide(rand: Any, *shape: int, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
     """As under ``set_default_dtype(float64)``, without changing it for other tests."""
-    found: Tensor = rand(*shape, dtype=dtype, **options)
-    return found
+    numbers: Tensor = rand(*shape, dtype=dtype, **options)
+    return numbers
 
 
 def test_targets_of_two_shapes_are_refused() -> None:

@@ -21,10 +21,10 @@ def test_a_bar_shows_its_label_and_the_numbers(capsys: pytest.CaptureFixture[str
     bar = ProgressBar(range(3), "inducing points", visible=True, leave=True)
     for _ in bar:
         bar.show(objective=12.3456789, KL=0.5)
-    shown = capsys.readouterr().err
-    assert "inducing points: 100%" in shown
-    assert "3/3" in shown
-    assert "objective=12.346, KL=0.5" in shown
+    printed = capsys.readouterr().err
+    assert "inducing points: 100%" in printed
+    assert "3/3" in printed
+    assert "objective=12.346, KL=0.5" in printed
 
 
 def test_text_is_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,9 +61,9 @@ def test_a_bar_is_closed_when_work_ends_early(capsys: pytest.CaptureFixture[str]
     for step in ProgressBar(range(9), "learning", visible=True):
         if step == 2:
             break
-    shown = capsys.readouterr().err
-    assert "learning" in shown
-    assert shown.rsplit("\r", 2)[-2].strip() == ""
+    printed = capsys.readouterr().err
+    assert "learning" in printed
+    assert printed.rsplit("\r", 2)[-2].strip() == ""
 
 
 def test_without_tqdm_it_yields_all_the_same(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.curvature.blocks.kronecker import psd_eigh
+from lapwing.curvature.kronecker import psd_eigh
 from tests.tolerances import assert_close
 
 MATRIX = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))

@@ -10,10 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.curvature import full, full_sum, hessian
-from lapwing.curvature.per_output import PerOutputCurvature
+from lapwing.curvature import full, hessian
 from lapwing.linalg.gram import STRIP
 from lapwing.networks.network import Network
+from lapwing.posteriors.weight_space import PerOutputCurvature
 from lapwing.priors import isotropic
 from tests.cases import BY_NAME
 from tests.tolerances import assert_close
@@ -80,16 +80,16 @@ def differentiated(name: str) -> tuple[nn.Module, Any, Tensor]:
 @pytest.mark.parametrize("name", HESSIANS)
 def test_many_rows_of_a_hessian_at_once(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, y = differentiated(name)
-    network, found = Network.build(model, inputs), {}
+    network, hessians = Network.build(model, inputs), {}
     size, width = network.selection.size, 4 * len(y) * network.footprint.width
     monkeypatch.setattr(hessian, "near", lambda device: rows * 8 * (2 * size + width))
     for looped in (True, False):
         monkeypatch.setattr(hessian, "seed_by_seed", lambda *_, looped=looped: looped)
         curvature, _ = hessian.full_hessian(network, lw.Categorical(), Data([(inputs, y)], torch.device("cpu")))
-        found[looped] = curvature.matrix
-    assert float(found[True].abs().max()) > 0
-    assert torch.equal(found[False], found[False].mT)
-    assert_close(found[False], found[True])
+        hessians[looped] = curvature.matrix
+    assert float(hessians[True].abs().max()) > 0
+    assert torch.equal(hessians[False], hessians[False].mT)
+    assert_close(hessians[False], hessians[True])
 
 
 class Unbatched(torch.autograd.Function):
@@ -111,12 +111,12 @@ def test_a_hessian_of_what_cannot_be_batched() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Unbatched.apply(x)
 
-    found, x, y = [], torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    posterior, x, y = [], torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
     for activation in (Own(), nn.Tanh()):
         torch.manual_seed(0)
         network = Network.build(nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3)).double(), x)
-        found.append(hessian.full_hessian(network, lw.Categorical(), Data([(x, y)], torch.device("cpu")))[0].matrix)
-    assert_close(*found)
+        posterior.append(hessian.full_hessian(network, lw.Categorical(), Data([(x, y)], torch.device("cpu")))[0].matrix)
+    assert_close(*posterior)
 
 
 def test_a_hessian_is_summed_in_float64() -> None:
@@ -134,12 +134,12 @@ def peak(run: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         kept = run()
     del kept
-    found = held = 0
+    largest = current = 0
     for event in seen.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            found = max(found, held)
-    return found
+            current += event.nbytes()
+            largest = max(largest, current)
+    return largest
 
 
 def test_memory_of_the_matrix() -> None:
@@ -151,7 +151,7 @@ def test_memory_of_the_matrix() -> None:
     assert size > 2 * STRIP
     matrix = 8 * size**2
     sweep = [network.linearise(x).jacobians()]
-    assert matrix <= peak(lambda: full_sum.full_curvature(sweep, network)) < 1.9 * matrix
+    assert matrix <= peak(lambda: full.full_curvature(sweep, network)) < 1.9 * matrix
     curvature = full.FullCurvature(torch.eye(size, dtype=torch.float64), network.selection)
     prior = isotropic(1.0).bound(network.selection, network.theta())
     assert peak(lambda: curvature.precision(torch.tensor(2.0), prior)) < 2.5 * matrix

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.per_output import PerOutputCurvature
+from lapwing.posteriors.weight_space import PerOutputCurvature
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
@@ -73,29 +73,29 @@ def by_output(case: str = "mlp") -> Tensor:
 
 def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-4) -> Tensor:
     """Central differences of the fourth order, one entry after another."""
-    found = []
+    fits = []
     for i in range(len(at)):
         values = []
         for factor in (-2, -1, 1, 2):
-            moved = at.detach().clone()
-            moved[i] += factor * step
-            values.append(of(moved).detach())
-        found.append((values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step))
-    return torch.stack(found)
+            shifted = at.detach().clone()
+            shifted[i] += factor * step
+            values.append(of(shifted).detach())
+        fits.append((values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step))
+    return torch.stack(fits)
 
 
 @pytest.mark.parametrize(("case", "method"), CASES)
 def test_other_noise_is_a_fresh_fit(case: str, method: str) -> None:
-    found, noise = fitted(METHODS[method], case), noises(case)
-    assert isinstance(found.posterior.curvature, PerOutputCurvature)
-    assert_close(found.likelihood.noise_variance, residuals(case).square().mean(0))
+    posterior, noise = fitted(METHODS[method], case), noises(case)
+    assert isinstance(posterior.posterior.curvature, PerOutputCurvature)
+    assert_close(posterior.likelihood.noise_variance, residuals(case).square().mean(0))
     given = lw.Gaussian(noise_std=tuple(noise.sqrt().tolist()))
-    moved, fresh = found.posterior.with_noise(noise), fitted(METHODS[method], case, likelihood=given)
+    changed, fresh = posterior.posterior.with_noise(noise), fitted(METHODS[method], case, likelihood=given)
     assert not isinstance(fresh.posterior.curvature, PerOutputCurvature)
-    assert_close(moved.log_evidence(), fresh.log_evidence())
-    assert_close(moved.log_likelihood(), fresh.posterior.log_likelihood())
+    assert_close(changed.log_evidence(), fresh.log_evidence())
+    assert_close(changed.log_likelihood(), fresh.posterior.log_likelihood())
     inputs = BY_NAME[case].batch(4, seed=1)
-    assert_close(moved(inputs).cov, fresh.functions(inputs).cov)
+    assert_close(changed(inputs).cov, fresh.functions(inputs).cov)
 
 
 @pytest.mark.parametrize("case", ["mlp", "token_level"])
@@ -110,14 +110,14 @@ def test_other_noise_is_the_dense_computation(method: str, case: str) -> None:
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     fit = torch.distributions.Normal(0.0, noise.sqrt()).log_prob(residuals(case)).sum()
     occam = 0.5 * (size * math.log(0.6) - 0.6 * theta @ theta - torch.linalg.slogdet(precision)[1])
-    moved = fitted(METHODS[method], case).posterior.with_noise(noise)
-    assert_close(moved.log_likelihood(), fit)
-    assert_close(moved.log_evidence(), fit + occam)
+    changed = fitted(METHODS[method], case).posterior.with_noise(noise)
+    assert_close(changed.log_likelihood(), fit)
+    assert_close(changed.log_evidence(), fit + occam)
     inputs = chosen.batch(4, seed=1)
     jac = dense.by_datum(dense.jacobian(model, inputs, 4), chosen.outputs[-1])
     expected = dense.output_covariance(jac, torch.linalg.inv(precision))
-    assert_close(moved(inputs).cov.reshape(expected.shape), expected)
-    predicted = moved.problem.likelihood.predict(moved(inputs))
+    assert_close(changed(inputs).cov.reshape(expected.shape), expected)
+    predicted = changed.problem.likelihood.predict(changed(inputs))
     assert_close(predicted.variance.reshape(-1, len(noise)), expected.diagonal(dim1=1, dim2=2) + noise)
 
 
@@ -140,48 +140,48 @@ def test_gradient_in_every_noise_equals_finite_differences(method: str, prior: s
 )  # fmt: skip
 def test_other_noise_of_some_weights(method: str, selection: Any) -> None:
     noise = noises("mlp")
-    moved = fitted(METHODS[method], weights=selection).posterior.with_noise(noise)
+    changed = fitted(METHODS[method], weights=selection).posterior.with_noise(noise)
     given = lw.Gaussian(noise_std=tuple(noise.sqrt().tolist()))
     fresh = fitted(METHODS[method], weights=selection, likelihood=given)
-    assert_close(moved.log_evidence(), fresh.log_evidence())
+    assert_close(changed.log_evidence(), fresh.log_evidence())
     inputs = BY_NAME["mlp"].batch(4, seed=1)
-    assert_close(moved(inputs).cov, fresh.functions(inputs).cov)
+    assert_close(changed(inputs).cov, fresh.functions(inputs).cov)
 
 
 @pytest.mark.parametrize("prior", ["about a mean", "g"])
 @pytest.mark.parametrize("method", ["full", "diagonal", "kron"])
 def test_learned_noise_is_an_optimum(method: str, prior: str) -> None:
     """On a fine line through it along every coordinate no point has more evidence; the fixed point is the same one."""
-    found = fitted(METHODS[method], prior=PRIORS[prior]).tuned(TIGHT)
-    noise, best = found.likelihood.noise_variance, float(found.log_evidence())
+    posterior = fitted(METHODS[method], prior=PRIORS[prior]).tuned(TIGHT)
+    noise, best = posterior.likelihood.noise_variance, float(posterior.log_evidence())
     assert noise.shape == (3,)
     for coordinate in range(3):
         for shift in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0):
-            moved = noise.clone()
-            moved[coordinate] *= math.exp(shift)
-            assert float(found.posterior.with_noise(moved).log_evidence()) < best
+            changed = noise.clone()
+            changed[coordinate] *= math.exp(shift)
+            assert float(posterior.posterior.with_noise(changed).log_evidence()) < best
     for shift in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0):
-        moved = found.prior.with_precision(found.prior.values * math.exp(shift))
-        assert float(found.with_prior(moved).log_evidence()) < best
-    by_noise = slope(lambda v: found.posterior.with_noise(v.exp()).log_evidence(), noise.log())
+        changed = posterior.prior.with_precision(posterior.prior.values * math.exp(shift))
+        assert float(posterior.with_prior(changed).log_evidence()) < best
+    by_noise = slope(lambda v: posterior.posterior.with_noise(v.exp()).log_evidence(), noise.log())
     assert float(by_noise.abs().max()) <= 1e-6
     fixed = fitted(METHODS[method], prior=PRIORS[prior]).tuned(lw.tuners.FixedPoint(tolerance=1e-8))
     assert_close(fixed.likelihood.noise_variance, noise, 0.4)
-    assert_close(fixed.prior.values, found.prior.values, 0.4)
+    assert_close(fixed.prior.values, posterior.prior.values, 0.4)
 
 
 @pytest.mark.parametrize("case", ["mlp", "token_level"])
 def test_fixed_point_of_every_noise(case: str) -> None:
     """r_c = SSE_c / (N - γ_c) with γ_c = tr(Λ⁻¹ H_c / r_c), and the γ_c add up to γ."""
-    found = fitted(lw.Full(), case).tuned(lw.tuners.FixedPoint(tolerance=1e-9))
-    noise, parts = found.likelihood.noise_variance, by_output(case)
-    precision = torch.einsum("c,cpq->pq", 1 / noise, parts) + torch.diag(found.prior.vector)
+    posterior = fitted(lw.Full(), case).tuned(lw.tuners.FixedPoint(tolerance=1e-9))
+    noise, parts = posterior.likelihood.noise_variance, by_output(case)
+    precision = torch.einsum("c,cpq->pq", 1 / noise, parts) + torch.diag(posterior.prior.vector)
     gammas = torch.stack([torch.linalg.solve(precision, part).trace() for part in parts]) / noise
     gap = residuals(case)
     assert_close(noise, gap.square().sum(0) / (len(gap) - gammas), SOLVED)
-    assert_close(torch.tensor(found.effective_parameters().total, dtype=D), gammas.sum())
+    assert_close(torch.tensor(posterior.effective_parameters().total, dtype=D), gammas.sum())
     theta = torch.cat([p.detach().reshape(-1) for p in BY_NAME[case].build().parameters()])
-    assert_close(found.prior.values, gammas.sum() / theta.square().sum(), SOLVED)
+    assert_close(posterior.prior.values, gammas.sum() / theta.square().sum(), SOLVED)
 
 
 def test_learned_noise_tells_noisy_outputs_from_quiet_ones() -> None:
@@ -193,27 +193,27 @@ def test_learned_noise_tells_noisy_outputs_from_quiet_ones() -> None:
     design = torch.cat([x, torch.ones(400, 1, dtype=D)], 1)
     best = torch.linalg.lstsq(design, y).solution
     model.weight.data, model.bias.data = best[:1].T.clone(), best[1].clone()
-    found = lw.fit(model, [(x, y)], lw.Gaussian(per_output=True), method=lw.Kron(), prior=1.0).tuned(TIGHT)
-    std = found.predict(x[:1]).aleatoric_variance[0].sqrt()
+    posterior = lw.fit(model, [(x, y)], lw.Gaussian(per_output=True), method=lw.Kron(), prior=1.0).tuned(TIGHT)
+    std = posterior.predict(x[:1]).aleatoric_variance[0].sqrt()
     assert bool(((std / true - 1).abs() < 4 / math.sqrt(2 * 400)).all())  # four standard errors
 
 
 @pytest.mark.parametrize("method", COMMON)
 def test_other_structures_learn_the_common_scale(method: str) -> None:
-    found = fitted(COMMON[method])
+    posterior = fitted(COMMON[method])
     each = residuals("mlp").square().mean(0)
-    assert_close(found.likelihood.noise_variance, each)
-    assert found.posterior.noise.shape == ()
-    tuned = found.tuned(TIGHT)
+    assert_close(posterior.likelihood.noise_variance, each)
+    assert posterior.posterior.noise.shape == ()
+    tuned = posterior.tuned(TIGHT)
     ratio = tuned.likelihood.noise_variance / each
     assert_close(ratio, ratio[:1].expand(3))
     assert abs(float(ratio[0]) - 1) > 0.01
     best = float(tuned.log_evidence())
-    assert best > float(found.log_evidence())
+    assert best > float(posterior.log_evidence())
     for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0):
-        moved = tuned.posterior.with_noise(tuned.likelihood.dispersion * factor)
-        assert float(moved.log_evidence()) < best
-    fixed = found.tuned(lw.tuners.FixedPoint(tolerance=1e-8))
+        changed = tuned.posterior.with_noise(tuned.likelihood.dispersion * factor)
+        assert float(changed.log_evidence()) < best
+    fixed = posterior.tuned(lw.tuners.FixedPoint(tolerance=1e-8))
     assert_close(fixed.likelihood.noise_variance, tuned.likelihood.noise_variance, 0.4)
     given = lw.Gaussian(noise_std=tuple(tuned.likelihood.noise_variance.sqrt().tolist()))
     fresh = fitted(COMMON[method], prior=float(tuned.prior.values), likelihood=given)
@@ -251,30 +251,30 @@ def test_at_the_tangent_models_optimum_the_common_scale_is_learned() -> None:
 @pytest.mark.parametrize("per_output", [False, True])
 def test_given_noises_are_kept(tuner: Any, per_output: bool) -> None:
     given = lw.Gaussian(noise_std=(0.5, 0.1, 2.0), per_output=per_output)
-    found = fitted(lw.Full(), likelihood=given)
-    assert not isinstance(found.posterior.curvature, PerOutputCurvature)
-    assert found.posterior.noise is None
-    tuned = found.tuned(tuner)
+    posterior = fitted(lw.Full(), likelihood=given)
+    assert not isinstance(posterior.posterior.curvature, PerOutputCurvature)
+    assert posterior.posterior.noise is None
+    tuned = posterior.tuned(tuner)
     assert_close(tuned.likelihood.noise_variance, torch.tensor([0.25, 0.01, 4.0], dtype=D))
-    assert float(tuned.prior.values) != float(found.prior.values)
+    assert float(tuned.prior.values) != float(posterior.prior.values)
 
 
 def test_without_being_asked_the_noise_stays_the_residuals() -> None:
-    found = fitted(lw.Full(), prior=None)
-    assert_close(found.likelihood.noise_variance, residuals("mlp").square().mean(0))
+    posterior = fitted(lw.Full(), prior=None)
+    assert_close(posterior.likelihood.noise_variance, residuals("mlp").square().mean(0))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_output_is_plain_noise(method: str) -> None:
     case = BY_NAME["squeezed"]
     x, y = case.batch(6), torch.randn(6, dtype=D, generator=torch.Generator().manual_seed(3))
-    found = [
+    posteriors = [
         lw.fit(case.build(), [(x, y)], lw.Gaussian(per_output=each), method=METHODS[method], prior=0.6).tuned(TIGHT)
         for each in (False, True)
     ]
-    assert_close(found[1].log_evidence(), found[0].log_evidence())
-    assert_close(found[1].likelihood.noise_variance, found[0].likelihood.noise_variance[None], 0.4)
-    assert_close(found[1].predict(x).std, found[0].predict(x).std, 0.4)
+    assert_close(posteriors[1].log_evidence(), posteriors[0].log_evidence())
+    assert_close(posteriors[1].likelihood.noise_variance, posteriors[0].likelihood.noise_variance[None], 0.4)
+    assert_close(posteriors[1].predict(x).std, posteriors[0].predict(x).std, 0.4)
 
 
 def test_outputs_in_another_order() -> None:
@@ -322,8 +322,8 @@ def test_in_float32(method: str, tmp_path: Path) -> None:
     wide.save(tmp_path / "net")
     read = lw.load(tmp_path / "net", BY_NAME["mlp"].build().float())
     noise = noises("mlp")
-    for found in (narrow, read):
-        value = found.posterior.with_noise(noise).log_evidence()
+    for posterior in (narrow, read):
+        value = posterior.posterior.with_noise(noise).log_evidence()
         assert_close(value, wide.posterior.with_noise(noise).log_evidence(), 0.5, torch.float32)
-        learned = found.tuned(lw.tuners.MaximiseEvidence(noise=True)).likelihood.noise_variance
+        learned = posterior.tuned(lw.tuners.MaximiseEvidence(noise=True)).likelihood.noise_variance
         assert_close(learned, wide.tuned(TIGHT).likelihood.noise_variance, 0.4, torch.float32)

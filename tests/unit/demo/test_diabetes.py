@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lapwing import metrics
 from lapwing.demo import diabetes
 from lapwing.demo.result import Result
 from lapwing.demo.training import Recipe
-from lapwing.metrics import regression
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_scores_are_those_of_the_arrays_in_the_units_of_y(result: Result) -> Non
     for row in result.rows:
         keys = ("mean", "std", "low", "high")
         mean, std, low, high = (torch.tensor(result.arrays[f"{row.name}/{k}"], dtype=torch.float64) for k in keys)
-        assert row.scores["NLL"] == pytest.approx(regression.nll(mean, std, y))
+        assert row.scores["NLL"] == pytest.approx(metrics.normal_nll(mean, std, y))
         assert row.scores["coverage 95 %"] == pytest.approx(float(((low <= y) & (y <= high)).double().mean()))
         assert ((high - low) / std).tolist() == pytest.approx([2 * 1.959964] * len(y), rel=1e-4)
 

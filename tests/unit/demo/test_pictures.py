@@ -9,8 +9,7 @@ import torch
 
 from lapwing.demo import bands, diabetes, digits
 from lapwing.demo.figures import EPISTEMIC, TOTAL
-from lapwing.demo.report import Picture
-from lapwing.demo.result import Result, Row
+from lapwing.demo.result import Picture, Result, Row
 from tests.pixels import drawn, inked, share
 
 

@@ -25,11 +25,11 @@ def test_a_result_survives_json() -> None:
 
 
 def test_json_holds_seed_versions_and_times() -> None:
-    found = json.loads(RESULT.to_json())
-    assert found["seed"] == 7
-    assert found["seconds"] == {"total": 0.1}
+    document = json.loads(RESULT.to_json())
+    assert document["seed"] == 7
+    assert document["seconds"] == {"total": 0.1}
     expected = {"python": platform.python_version(), "torch": torch.__version__, "lapwing": lapwing.__version__}
-    assert found["versions"] == expected
+    assert document["versions"] == expected
 
 
 def test_numbers_that_are_not_finite_are_refused() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lapwing.demo.result import Result, Row
-from lapwing.demo.tables import table
+from lapwing.demo.result import Result, Row, table
 
 
 def test_columns_line_up_and_notes_follow() -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lapwing.demo.training import Recipe, Standardiser, batches, best_seconds, epoch_seconds, mlp, trained
+from lapwing.demo.regression import Standardiser
+from lapwing.demo.training import Recipe, batches, best_seconds, epoch_seconds, mlp, trained
 
 SHORT = Recipe(hidden=(7, 5), epochs=60, batch_size=16)
 

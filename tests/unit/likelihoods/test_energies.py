@@ -43,15 +43,15 @@ def nodes(count: int, outputs: int) -> tuple[Tensor, Tensor]:
 
 def by_quadrature(alpha: float, mean: Tensor, cov: Tensor, y: Tensor, std: Tensor) -> Tensor:
     points, weights = nodes(120, mean.shape[1])
-    found = []
+    energies = []
     for m, v, target in zip(mean, cov, y, strict=True):
         f = m + points @ torch.linalg.cholesky(v).T
         log_density = Normal(f, std).log_prob(target).sum(-1)
         if alpha == 0:
-            found.append(weights @ log_density)
+            energies.append(weights @ log_density)
         else:
-            found.append(torch.logsumexp(alpha * log_density + weights.log(), 0) / alpha)
-    return torch.stack(found)
+            energies.append(torch.logsumexp(alpha * log_density + weights.log(), 0) / alpha)
+    return torch.stack(energies)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
@@ -60,9 +60,9 @@ def test_gaussian_is_the_integral(outputs: int, noise: str, alpha: float) -> Non
     """1/α log E p(y | f)^α, or E log p(y | f)."""
     mean, cov = belief(outputs, 0.5)
     likelihood = lw.Gaussian(noise_std=STDS[noise])
-    found = energy(likelihood, alpha, mean, cov, normal_targets(outputs))
+    value = energy(likelihood, alpha, mean, cov, normal_targets(outputs))
     std = torch.tensor(STDS[noise], dtype=D)
-    assert_close(found, by_quadrature(alpha, mean, cov, normal_targets(outputs), std), SOLVED)
+    assert_close(value, by_quadrature(alpha, mean, cov, normal_targets(outputs), std), SOLVED)
 
 
 @pytest.mark.parametrize("noise", STDS)
@@ -102,9 +102,9 @@ LIKELIHOODS: dict[str, tuple[Any, Tensor]] = {
 def test_alpha_one_is_the_log_density_of_the_predictive(name: str) -> None:
     likelihood, y = LIKELIHOODS[name]
     mean, cov = belief(3, 0.5)
-    found = energy(likelihood, 1.0, mean, cov, y)
-    assert_close(found, likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y))
-    assert found.shape == (N,)
+    value = energy(likelihood, 1.0, mean, cov, y)
+    assert_close(value, likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y))
+    assert value.shape == (N,)
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
@@ -136,11 +136,11 @@ def test_alpha_one_has_gradients_in_the_covariance(name: str) -> None:
 def test_gaussian_has_gradients_in_covariance_and_noise(alpha: float) -> None:
     (mean, cov), y = belief(2), normal_targets(2)
 
-    def found(c: Tensor, log_noise: Tensor) -> Tensor:
+    def objective(c: Tensor, log_noise: Tensor) -> Tensor:
         return energy(lw.Gaussian().with_dispersion(log_noise.exp()), alpha, mean, 0.5 * (c + c.mT), y)
 
     leaves = (cov.clone().requires_grad_(), torch.tensor(-0.3, dtype=D, requires_grad=True))
-    assert torch.autograd.gradcheck(found, leaves)
+    assert torch.autograd.gradcheck(objective, leaves)
 
 
 def test_tokens() -> None:

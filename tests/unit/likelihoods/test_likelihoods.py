@@ -93,8 +93,8 @@ def test_loss_and_normaliser_are_the_negative_log_density(name: str) -> None:
     """log p(y | f) = -loss / phi - c(phi), with every constant."""
     likelihood, f, y, expected = LOSSES[name]
     phi = likelihood.dispersion
-    found = likelihood.loss(f, likelihood.targets(f, y)) / phi + likelihood.log_normaliser(phi, f.shape[-1])
-    assert_close(found, expected(f, y))
+    nll = likelihood.loss(f, likelihood.targets(f, y)) / phi + likelihood.log_normaliser(phi, f.shape[-1])
+    assert_close(nll, expected(f, y))
 
 
 @pytest.mark.parametrize("name", HESSIAN)
@@ -107,17 +107,17 @@ def test_root_squares_to_the_hessian_of_the_loss(name: str) -> None:
     ])  # fmt: skip
     root = likelihood.root(f, y)
     assert root.shape[:-1] == f.shape
-    found = (root @ root.mT).reshape(hessian.shape)
-    assert_close(found, hessian)
+    curvature = (root @ root.mT).reshape(hessian.shape)
+    assert_close(curvature, hessian)
 
 
 def test_heteroscedastic_root_squares_to_the_fisher_matrix() -> None:
     """E[-∂² log p] by hand: 1/variance for the mean, 1/2 for the log-variance, nothing between them."""
     likelihood, f, y = prepared("heteroscedastic")
     root = likelihood.root(f, y)
-    for found, one in zip(root @ root.mT, f, strict=True):
+    for curvature, one in zip(root @ root.mT, f, strict=True):
         expected = torch.diag(torch.tensor([math.exp(-one[2]), math.exp(-one[3]), 0.5, 0.5], dtype=D))
-        assert_close(found, expected)
+        assert_close(curvature, expected)
 
 
 def test_heteroscedastic_fisher_is_the_expected_hessian() -> None:

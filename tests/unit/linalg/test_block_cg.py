@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.linalg.block_cg import block_conjugate_gradients
-from lapwing.linalg.cg import conjugate_gradients
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.cg import block_conjugate_gradients, conjugate_gradients
+from lapwing.linalg.operators import Solution
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.linalg.spectra import Counted, D, Product, operator, product
 
@@ -215,15 +214,13 @@ def test_the_last_iteration_is_checked(solve: type) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("solve", SOLVERS)
 def test_right_hand_sides_that_are_not_finite_are_refused(solve: type, value: float) -> None:
-    """Before the first product, truncated or not; so is such a start."""
+    """Before the first product, truncated or not."""
     counted, rhs = Counted(operator(torch.linspace(1, 2, 8, dtype=D))), torch.ones(2, 8, dtype=D)
     bad = rhs.clone()
     bad[1, 3] = value
     for truncated in (False, True):
         with pytest.raises(DataError, match=r"right-hand sides .*: 1 of 16 entries are NaN or infinite; expected"):
             solve(counted, bad, truncated=truncated)
-    with pytest.raises(DataError, match="start of conjugate gradients: 1 of 16"):
-        conjugate_gradients(counted, rhs, start=bad)
     assert counted.calls == 0
 
 
@@ -282,10 +279,8 @@ def test_an_asymmetric_operator_is_seen_at_the_first_product(solve: type) -> Non
     assert counted.calls == 1
 
 
-def test_roots_that_are_not_finite_and_sizes_of_zero_are_refused() -> None:
+def test_roots_that_are_not_finite_are_refused() -> None:
     matrix, rhs = operator(torch.linspace(1, 2, 20, dtype=D)), torch.randn(3, 20, dtype=D)
     with pytest.raises(NumericalError, match="products are not finite"):
         block_conjugate_gradients(product(matrix), rhs, root=lambda rows: rows * torch.nan)
-    with pytest.raises(NumericalError, match="relative to is 0; expected all above zero"):
-        block_conjugate_gradients(product(matrix), rhs, sizes=torch.tensor([1.0, 0.0, 1.0], dtype=D))
     assert block_conjugate_gradients(product(matrix), rhs[:0]).x.shape == (0, 20)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.linalg.block_cg import block_conjugate_gradients
+from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
-from lapwing.linalg.solution import Solution
+from lapwing.linalg.operators import Solution
 from tests.tolerances import assert_close, tolerance
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 
@@ -65,7 +65,7 @@ def test_the_residuals_are_the_true_ones(spectrum: str, steps: int) -> None:
     matrix, start = operator(SPECTRA[spectrum]), torch.randn(5, 120, dtype=D)
     space, weights = block_krylov(product(matrix), start, steps), torch.randn(4, 5, dtype=D)
     for shift in SHIFTS:
-        solution = space.solve(weights, shift, truncated=True)
+        solution = space.solve(weights, shift)
         true = true_residuals(matrix, shift, solution, weights @ start)
         norm = float(SPECTRA[spectrum].max()) + shift
         rounding = 1e2 * torch.finfo(D).eps * norm * solution.x.norm(dim=1) / (weights @ start).norm(dim=1)
@@ -92,7 +92,7 @@ def test_it_is_the_best_that_block_conjugate_gradients_find() -> None:
     """Same space, same Galerkin condition: after as many products, the same iterate."""
     matrix, start = operator(SPECTRA["flat"]), torch.randn(4, 120, dtype=D)
     for steps in (1, 4, 9):
-        solution = block_krylov(product(matrix), start, steps).solve(torch.eye(4), 0.3, truncated=True)
+        solution = block_krylov(product(matrix), start, steps).solve(torch.eye(4), 0.3)
         descent = block_conjugate_gradients(
             product(shifted(matrix, 0.3)), start, tolerance=1e-14, max_iterations=steps, truncated=True
         )
@@ -110,7 +110,7 @@ def test_extending_gives_what_a_longer_run_gives() -> None:
     assert_close(basis(longer), basis(whole))
     check_basis(longer, matrix, start)
     weights = torch.randn(2, 3, dtype=D)
-    one, other = (space.solve(weights, 1.0, truncated=True) for space in (longer, whole))
+    one, other = (space.solve(weights, 1.0) for space in (longer, whole))
     assert_close(one.x, other.x)
     assert_close(one.residuals, other.residuals)
     ended = block_krylov(product(matrix), start, 200)
@@ -170,7 +170,7 @@ def test_a_looser_tolerance_drops_more_and_the_residual_says_so() -> None:
     start[4] = start[1]
     tight, loose = (block_krylov(product(matrix), start, 60, tolerance=t) for t in (1e-12, 1e-5))
     assert len(loose.rows) < len(tight.rows)
-    solution = loose.solve(torch.eye(6), 1e-2, truncated=True)
+    solution = loose.solve(torch.eye(6), 1e-2)
     true = true_residuals(matrix, 1e-2, solution, start)
     assert bool((solution.residuals >= true * (1 - 1e-9)).all())
     assert 1e-8 < float(true.max()) < float(solution.residuals.max()) < 1e3 * float(true.max())
@@ -183,8 +183,7 @@ def test_what_the_start_lost_is_in_the_residual() -> None:
     assert space.coordinates[:, 1:].abs().max() == 0
     solution = space.solve(torch.eye(2), 1.0, tolerance=1e-6)
     assert_close(solution.residuals, true_residuals(matrix, 1.0, solution, start), 0.3)
-    with pytest.raises(NumericalError, match="Krylov"):  # what was lost is all there is
-        space.solve(torch.tensor([[1.0, -1.0]]), 1.0)
+    assert not space.solve(torch.tensor([[1.0, -1.0]]), 1.0).converged  # what was lost is all there is
 
 
 def test_float32_products() -> None:
@@ -214,10 +213,6 @@ def test_max_basis_stops_before_a_block_that_does_not_fit() -> None:
     space = block_krylov(product(matrix), start, 50, max_basis=23)
     assert (len(space.rows), space.products) == (20, 4)
     assert len(space.extended(product(matrix), 50, max_basis=41).rows) == 40
-    with pytest.raises(ValueError, match="rank 5, more than a basis of 4"):
-        block_krylov(product(matrix), start, 1, max_basis=4)
-    with pytest.raises(ValueError, match="at least one step"):
-        block_krylov(product(matrix), start, 0)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 120])
@@ -250,13 +245,12 @@ def test_ritz_pairs() -> None:
     assert_close(pairs.values[converged], SPECTRA["steep"][:20][converged])
 
 
-def test_an_unconverged_solve_raises_with_its_residual() -> None:
+def test_an_unconverged_solve_has_its_residual() -> None:
     matrix, start = operator(SPECTRA["steep"]), torch.randn(3, 120, dtype=D)
-    space = block_krylov(product(matrix), start, 3)
+    solution = block_krylov(product(matrix), start, 3).solve(torch.eye(3), 1e-2)
     with pytest.raises(NumericalError, match=r"stopped after 3 iterations .* expected 1e-06\. Take more") as error:
-        space.solve(torch.eye(3), 1e-2)
+        solution.require_convergence("a solve", "Take more steps.")
     stated = re.search(r"residual of ([0-9.e+-]+);", str(error.value))
-    solution = space.solve(torch.eye(3), 1e-2, truncated=True)
     assert stated is not None
     assert float(stated[1]) == pytest.approx(float(solution.residuals.max()), rel=1e-2)
     assert not solution.converged

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lapwing.errors import NumericalError
-from lapwing.linalg.lanczos import leading_eigenpairs
+from lapwing.linalg.krylov import leading_eigenpairs
 from lapwing.linalg.operators import applied, refuse_asymmetric
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.linalg.orthogonal import OrthonormalRows, orthonormal_rows, thin_svd
+from lapwing.linalg.krylov import OrthonormalRows, orthonormal_rows, thin_svd
 from tests.tolerances import assert_close
 
 D = torch.float64

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.errors import NumericalError
 from lapwing.linalg.design import MatrixDesign, OperatorDesign, back_product
-from lapwing.linalg.orthogonal import OrthonormalRows
+from lapwing.linalg.krylov import OrthonormalRows
 from lapwing.linalg.ridge import Ridge
 from tests.references.ridge import complete, draws
 from tests.tolerances import SOLVED, assert_close, assert_within, least_hits, student

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,87 +18,22 @@ from lapwing.linalg.ridge import Ridge
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case
 from tests.references import dense, ridge
-from tests.references.evidence import Linearised
-from tests.references.structures import floored
-from tests.tolerances import SOLVED, assert_close, assert_within, student
+from tests.tolerances import SOLVED, assert_close, assert_within
+from tests.unit.methods.sampled_problems import (
+    KINDS,
+    PRIORS,
+    D,
+    Problem,
+    larger,
+    likelihood,
+    noise,
+    on_larger,
+    problem,
+    targets,
+)
 
-D = torch.float64
 SOLVERS = ["krylov", "cg"]
-PRIORS = ["isotropic", "g", "per_layer"]
-KINDS = {"gaussian": ("mlp", 0.49), "categorical": ("cnn", 1.0), "bernoulli": ("squeezed", 1.0)}
 SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed", "dict_input"]
-
-
-def targets(case: Case, kind: str) -> Tensor:
-    gen = torch.Generator().manual_seed(3)
-    return torch.randn(6, *case.outputs, dtype=D, generator=gen) if kind == "gaussian" else problems.targets(case, 6)
-
-
-def likelihood(kind: str, phi: float) -> Any:
-    return {"gaussian": lw.Gaussian(noise_std=phi**0.5), "categorical": lw.Categorical(), "bernoulli": lw.Bernoulli()}[
-        kind
-    ]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A network with its data, and the design written out."""
-
-    kind: str
-    case: Case
-    phi: float
-
-    @property
-    def data(self) -> list[Any]:
-        return problems.split(self.case.batch(6), targets(self.case, self.kind), problems.SIZES)
-
-    @property
-    def exact(self) -> Linearised:
-        return linearised(self.case.name, self.kind)
-
-    @property
-    def x(self) -> Tensor:
-        return ridge.design(self.kind, self.exact.f, self.exact.jacobian)
-
-    def precision(self, prior: str) -> Tensor:
-        """Of every weight: 0.7; 0.3 times the diagonal of the GGN, floored by layer; 0.5, 1, 2 ... for the layers."""
-        layers: dict[str, list[int]] = {}
-        start = 0
-        for name, parameter in self.case.build().named_parameters():
-            layers.setdefault(name.rpartition(".")[0], []).extend(range(start, start + parameter.numel()))
-            start += parameter.numel()
-        if prior == "isotropic":
-            return torch.full((start,), 0.7, dtype=D)
-        found = torch.zeros(start, dtype=D)
-        for number, index in enumerate(layers.values()):
-            found[index] = 0.3 * floored(self.x.square().sum(0)[index]) if prior == "g" else 0.5 * 2.0**number
-        return found
-
-    def prior(self, prior: str) -> Any:
-        if prior == "per_layer":
-            count = len({n.rpartition(".")[0] for n, _ in self.case.build().named_parameters()})
-            return lw.per_layer(0.5 * 2.0 ** torch.arange(count, dtype=D))
-        return lw.isotropic(0.7) if prior == "isotropic" else lw.priors.g_prior(0.3)
-
-    def fit(self, method: Any, prior: str = "isotropic", **options: Any) -> lw.Fitted:
-        chosen = likelihood(self.kind, self.phi)
-        return lw.fit(self.case.build(), self.data, chosen, method=method, prior=self.prior(prior), **options)
-
-
-@lru_cache
-def linearised(name: str, kind: str) -> Linearised:
-    case = BY_NAME[name]
-    return Linearised.of(kind, case.build(), case.batch(6), targets(case, kind))
-
-
-def problem(kind: str = "gaussian") -> Problem:
-    name, phi = KINDS[kind]
-    return Problem(kind, BY_NAME[name], phi)
-
-
-def noise(x: Tensor, count: int, seed: int = 6) -> tuple[Tensor, Tensor]:
-    gen = torch.Generator().manual_seed(seed)
-    return torch.randn(count, x.shape[1], dtype=D, generator=gen), torch.randn(count, len(x), dtype=D, generator=gen)
 
 
 def with_noise(fitted: lw.Fitted, zeta: Tensor, eps: Tensor) -> lw.Fitted:
@@ -126,13 +60,13 @@ def test_samples_are_dense_solves_of_the_same_noise(count: int, width: int, solv
     p = problem(kind)
     zeta, eps = noise(p.x, count)
     method = lw.Sampled(num_samples=1, solver=solver, tolerance=1e-11, width=width)
-    found = with_noise(p.fit(method, prior), zeta, eps)
+    posterior = with_noise(p.fit(method, prior), zeta, eps)
     expected = ridge.draws(p.x, zeta, eps, p.precision(prior), p.phi)
-    assert_close(found.posterior.samples, expected, SOLVED)
-    assert found.posterior.solution.residuals.shape == (count,)
-    assert float(found.posterior.solution.residuals.max()) <= 1e-11
+    assert_close(posterior.posterior.samples, expected, SOLVED)
+    assert posterior.posterior.solution.residuals.shape == (count,)
+    assert float(posterior.posterior.solution.residuals.max()) <= 1e-11
     theta = p.exact.theta
-    assert_close(found.weight_samples(count), theta + expected, SOLVED)
+    assert_close(posterior.weight_samples(count), theta + expected, SOLVED)
 
 
 @pytest.mark.parametrize("prior", [lw.isotropic(0.5), lw.per_layer(0.5)], ids=["isotropic", "per_layer"])
@@ -205,8 +139,8 @@ def test_another_precision_and_noise_touch_no_data(kind: str, prior: str, monkey
     make = lw.priors.g_prior if prior == "g" else lw.isotropic
     unit = p.precision(prior) / (0.3 if prior == "g" else 0.7)
     for alpha, phi in ((0.05, p.phi), (0.7, p.phi), (30.0, p.phi), (2.0, 4.0), (2.0, 0.1)):
-        found = moved(start.with_prior(make(alpha)), phi).posterior.samples
-        assert_close(found, ridge.draws(p.x, zeta, eps, alpha * unit, phi), SOLVED)
+        samples = moved(start.with_prior(make(alpha)), phi).posterior.samples
+        assert_close(samples, ridge.draws(p.x, zeta, eps, alpha * unit, phi), SOLVED)
     assert data.passes == before
 
 
@@ -232,11 +166,11 @@ def test_other_kinds_of_priors_after_the_fit(solver: str) -> None:
     for first in ("isotropic", "g"):
         start = with_noise(p.fit(method, first), zeta, eps)
         for prior in ("per_layer", "isotropic"):
-            found = start.with_prior(p.prior(prior)).posterior.samples
-            assert_close(found, ridge.draws(p.x, zeta, eps, p.precision(prior)), SOLVED)
+            samples = start.with_prior(p.prior(prior)).posterior.samples
+            assert_close(samples, ridge.draws(p.x, zeta, eps, p.precision(prior)), SOLVED)
         each = torch.logspace(-1, 1, p.x.shape[1], dtype=D)
-        found = start.with_prior(lw.priors.diagonal(each)).posterior.samples
-        assert_close(found, ridge.draws(p.x, zeta, eps, each), SOLVED)
+        samples = start.with_prior(lw.priors.diagonal(each)).posterior.samples
+        assert_close(samples, ridge.draws(p.x, zeta, eps, each), SOLVED)
 
 
 def test_a_g_prior_needs_the_curvature_of_the_fit() -> None:
@@ -268,15 +202,15 @@ def test_complete_noise_makes_everything_exact(prior: str) -> None:
     """As many samples as there are weights and rows, orthogonal: covariances and γ by layer are those of Full."""
     p = problem()
     zeta, eps = ridge.complete(p.x, torch.Generator().manual_seed(2))
-    found = with_noise(p.fit(lw.Sampled(num_samples=1, tolerance=1e-11), prior), zeta, eps)
+    posterior = with_noise(p.fit(lw.Sampled(num_samples=1, tolerance=1e-11), prior), zeta, eps)
     full, inputs = p.fit(lw.Full(), prior), p.case.batch(3, seed=1)
-    assert_close(found.functions(inputs).cov, full.functions(inputs).cov, SOLVED)
-    assert_close(found.functions(inputs).variance, full.functions(inputs).variance, SOLVED)
-    assert_close(found.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
-    mine, theirs = found.effective_parameters(), full.effective_parameters()
-    assert mine.total == pytest.approx(theirs.total, rel=1e-8)
-    assert mine.layers == pytest.approx(theirs.layers, rel=1e-7)
-    assert_close(mine.by_precision, theirs.by_precision, SOLVED)
+    assert_close(posterior.functions(inputs).cov, full.functions(inputs).cov, SOLVED)
+    assert_close(posterior.functions(inputs).variance, full.functions(inputs).variance, SOLVED)
+    assert_close(posterior.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
+    effective, theirs = posterior.effective_parameters(), full.effective_parameters()
+    assert effective.total == pytest.approx(theirs.total, rel=1e-8)
+    assert effective.layers == pytest.approx(theirs.layers, rel=1e-7)
+    assert_close(effective.by_precision, theirs.by_precision, SOLVED)
 
 
 @pytest.mark.parametrize("count", [2, 9], ids=["few", "many"])
@@ -331,133 +265,6 @@ def test_samples_that_are_not_there() -> None:
         posterior.function_samples(p.case.batch(2), 4)
     with pytest.raises(lw.errors.UnsupportedError, match="n is -1; expected at least 1"):
         posterior.weight_samples(-1)
-
-
-@lru_cache
-def larger() -> tuple[nn.Module, Tensor, Tensor]:
-    """50 data of two outputs, 56 weights: more than a few products can show."""
-    gen = torch.Generator().manual_seed(12)
-    torch.manual_seed(12)
-    model = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2)).double()
-    x = torch.randn(50, 3, dtype=D, generator=gen)
-    y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1) + 0.2 * torch.randn(50, 2, dtype=D, generator=gen)
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-3)
-    for _ in range(150):
-        optimiser.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimiser.step()
-    model.zero_grad(set_to_none=True)
-    return model, x, y
-
-
-def on_larger(method: Any, prior: Any = 1.0, std: float | None = 0.3, **options: Any) -> lw.Fitted:
-    model, x, y = larger()
-    return lw.fit(model, [(x, y)], lw.Gaussian(noise_std=std), method=method, prior=prior, **options)
-
-
-@pytest.mark.parametrize(
-    ("prior", "after"), [("isotropic", False), ("isotropic", True), ("g", False), ("per_layer", False)]
-)
-def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> None:
-    """A hundred seeds: Student's interval of 95 % holds the evidence of Full 90 times or more.
-
-    Before there are samples and after, when the basis has grown. An estimate it is: with four probes no seed hits
-    the truth. And the error is not overstated.
-    """
-    given: Any = {"isotropic": 0.5, "g": lw.priors.g_prior(0.01), "per_layer": lw.per_layer(torch.tensor([0.5, 2.0]))}[
-        prior
-    ]
-    method = lw.Sampled(num_samples=2, width=2, probes=4, steps=20, tolerance=0.1)
-    truth = float(on_larger(lw.Full(), given).log_evidence())
-    start = on_larger(method, given).posterior
-    design, scale = start.solver.ridge.design, start.solver.ridge.scale
-    gaps, errors = [], []
-    for seed in range(100):
-        drawn = Ridge.drawn(design, 2, torch.Generator().manual_seed(seed), scale, width=2)
-        found = replace(start, solver=replace(start.solver, ridge=drawn))
-        if after:
-            _ = found.samples
-        gaps.append(float(found.log_evidence()) - truth)
-        errors.append(found.evidence_error)
-    gap, error = torch.tensor(gaps), torch.tensor(errors)
-    assert float((gap.abs() <= student(0.95, 3) * error).double().mean()) >= 0.9
-    assert float(gap.abs().min()) > 0
-    assert float(gap.std()) > 1e-3
-    assert float(error.mean()) <= 3 * float(gap.square().mean().sqrt())
-
-
-def test_the_front_door_tells_the_error() -> None:
-    found = on_larger(lw.Sampled(num_samples=2, width=2, probes=4, steps=5))
-    assert found.evidence_error == found.posterior.evidence_error > 0
-    assert on_larger(lw.Full()).evidence_error == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prior", PRIORS)
-def test_the_evidence_is_that_of_full_where_the_basis_has_seen_it_all(kind: str, prior: str) -> None:
-    p = problem(kind)
-    posterior = p.fit(lw.Sampled(num_samples=8, tolerance=1e-10, steps=40), prior)
-    _ = posterior.posterior.samples
-    exact = p.exact.evidence(p.precision(prior), p.phi)
-    assert_close(posterior.log_evidence(), exact, 0.4)
-    assert posterior.evidence_error <= 1e-6 * abs(float(exact))
-
-
-def test_a_prior_mean_enters_the_evidence_alone() -> None:
-    p = problem()
-    options = {"method": lw.Sampled(num_samples=8, steps=40), "prior": lw.isotropic(0.7, mean=0.4)}
-    posterior = lw.fit(p.case.build(), p.data, lw.Gaussian(noise_std=0.7), **options)
-    assert_close(posterior.log_evidence(), p.exact.evidence(p.precision("isotropic"), p.phi, 0.4), 0.4)
-    assert torch.equal(posterior.posterior.samples, p.fit(options["method"]).posterior.samples)
-
-
-def slope(of: Callable[[float], float], step: float = 1e-4) -> float:
-    return (of(-2 * step) - 8 * of(-step) + 8 * of(step) - of(2 * step)) / (12 * step)
-
-
-@pytest.mark.parametrize("prior", ["isotropic", "g"])
-def test_the_gradient_of_the_evidence_equals_finite_differences(prior: str) -> None:
-    """Of the estimate itself, in the precision and in the noise."""
-    make = lw.priors.g_prior if prior == "g" else lw.isotropic
-    start = on_larger(lw.Sampled(num_samples=2, width=2, probes=3, steps=6), make(0.5), std=None).posterior
-
-    def at(precision: Tensor, phi: Tensor) -> Tensor:
-        changed = start.problem.with_prior(start.problem.prior.with_precision(precision.exp()))
-        return start.with_problem(changed).with_noise(phi.exp()).log_evidence()
-
-    a, b = torch.tensor(-0.7, dtype=D).requires_grad_(), torch.tensor(-1.5, dtype=D).requires_grad_()
-    at(a, b).backward()
-    with torch.no_grad():
-        assert float(a.grad) == pytest.approx(slope(lambda t: float(at(a + t, b))), rel=1e-7)
-        assert float(b.grad) == pytest.approx(slope(lambda t: float(at(a, b + t))), rel=1e-7)
-
-
-def test_the_evidence_has_no_slope_in_groups() -> None:
-    """Its value it has; a tuner that would need the slope is refused and not led astray."""
-    found = on_larger(lw.Sampled(num_samples=2), lw.per_layer(1.0))
-    assert float(found.log_evidence()) < 0
-    with pytest.raises(lw.errors.UnsupportedError, match=r"no gradient in the precisions of PerLayer.*SampleEM\(\)"):
-        found.tuned()
-    given = lw.per_layer(torch.ones(2, dtype=D, requires_grad=True))
-    with torch.no_grad():
-        assert float(found.with_prior(given).log_evidence()) == pytest.approx(float(found.log_evidence()), rel=1e-12)
-
-
-@pytest.mark.parametrize("noise", [False, True], ids=["noise kept", "noise learned"])
-@pytest.mark.parametrize("prior", ["isotropic", "g"])
-def test_maximise_evidence_lands_near_full(prior: str, noise: bool) -> None:
-    """With a basis that does not see it all."""
-    make = {"isotropic": lambda: None, "g": lambda: lw.priors.g_prior(0.1)}[prior]
-    tuner = lw.tuners.MaximiseEvidence(noise=noise)
-    found, full = (
-        on_larger(method, make(), std=None, tuner=tuner) for method in (lw.Sampled(width=4, probes=32), lw.Full())
-    )
-    assert float(found.prior.values) == pytest.approx(float(full.prior.values), rel=0.1)
-    assert float(found.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=0.05)
-    assert float(found.log_evidence()) == pytest.approx(float(full.log_evidence()), abs=3 * found.evidence_error)
-    assert found.evidence_error > 1e-3
-    assert found.trace.tuner == "MaximiseEvidence"
-    assert found.posterior.samples.shape == (16, 56)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -536,28 +343,15 @@ def test_samples_from_a_file_answer_for_no_other_prior_or_noise(prior: str, tmp_
         assert torch.equal(again.with_prior(lw.priors.diagonal(0.7)).posterior.samples, again.posterior.samples)
 
 
-def test_the_evidence_of_groups_is_as_sharp_as_that_of_one_number() -> None:
-    """The same prior in other words: the basis is grown for it too, and remembered."""
-    method = lw.Sampled(num_samples=4, width=8)
-    one, other = (on_larger(method, given) for given in (1.0, lw.per_layer(torch.ones(2))))
-    assert float(other.log_evidence()) == pytest.approx(float(one.log_evidence()), abs=1e-6)
-    assert other.evidence_error == pytest.approx(one.evidence_error, abs=1e-6)
-    ridge = other.posterior.solver.ridge.rescaled(other.prior.vector.detach())
-    products = ridge.basis.products
-    other.log_evidence()
-    assert other.posterior.solver.ridge.rescaled(other.prior.vector.detach()) is ridge
-    assert ridge.basis.products == products
-
-
 @pytest.mark.parametrize("solver", ["krylov", "cg"])
 def test_samples_of_groups_start_from_those_near_them(solver: str) -> None:
     """From their own solution there is nothing to do."""
-    found = on_larger(lw.Sampled(num_samples=4, solver=solver), lw.per_layer(torch.tensor([0.5, 2.0]))).posterior
-    solver_of, problem_of = found.solver, found.problem
-    again = solver_of.solved(problem_of, found.solution.x)
-    assert found.solution.iterations > 3
+    posterior = on_larger(lw.Sampled(num_samples=4, solver=solver), lw.per_layer(torch.tensor([0.5, 2.0]))).posterior
+    solver_of, problem_of = posterior.solver, posterior.problem
+    again = solver_of.solved(problem_of, posterior.solution.x)
+    assert posterior.solution.iterations > 3
     assert again.iterations <= 1
-    assert_close(again.x, found.solution.x, 1e-9)
+    assert_close(again.x, posterior.solution.x, 1e-9)
 
 
 def test_iterations_count_what_the_basis_did_not_have() -> None:

@@ -12,7 +12,7 @@ import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.design import forward_product, located_parts
-from lapwing.linalg.perturbed import Perturbed
+from lapwing.linalg.stochastic import Perturbed
 from lapwing.methods.sampled import Sampled
 from lapwing.networks.network import Network
 from lapwing.tangent.design import NetworkDesign

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, log_loss
 
-from lapwing.metrics import classification
+from lapwing import metrics
 
 
 @pytest.fixture
@@ -20,21 +20,21 @@ def scored() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_nll_and_accuracy_equal_scikit_learn(scored: tuple[torch.Tensor, torch.Tensor]) -> None:
     probs, y = scored
-    assert classification.nll(probs, y) == pytest.approx(log_loss(y.numpy(), probs.numpy()), rel=1e-12)
-    assert classification.accuracy(probs, y) == pytest.approx(accuracy_score(y.numpy(), probs.argmax(1).numpy()))
+    assert metrics.categorical_nll(probs, y) == pytest.approx(log_loss(y.numpy(), probs.numpy()), rel=1e-12)
+    assert metrics.accuracy(probs, y) == pytest.approx(accuracy_score(y.numpy(), probs.argmax(1).numpy()))
 
 
 def test_brier_equals_the_sum_over_classes(scored: tuple[torch.Tensor, torch.Tensor]) -> None:
     probs, y = scored
     by_hand = sum((float(p) - float(k == label)) ** 2 for row, label in zip(probs, y, strict=True)
                   for k, p in enumerate(row)) / len(y)  # fmt: skip
-    assert classification.brier(probs, y) == pytest.approx(by_hand, rel=1e-12)
+    assert metrics.brier(probs, y) == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_brier_runs_from_zero_to_two() -> None:
     probs = torch.eye(2)
-    assert classification.brier(probs, torch.tensor([0, 1])) == 0
-    assert classification.brier(probs, torch.tensor([1, 0])) == 2
+    assert metrics.brier(probs, torch.tensor([0, 1])) == 0
+    assert metrics.brier(probs, torch.tensor([1, 0])) == 2
 
 
 def test_ece_equals_a_loop_over_bins(scored: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -46,34 +46,34 @@ def test_ece_equals_a_loop_over_bins(scored: tuple[torch.Tensor, torch.Tensor]) 
         if inside.any():
             gap = (guess == y)[inside].double().mean() - confidence[inside].mean()
             total += float(inside.double().mean() * gap.abs())
-    assert classification.ece(probs, y) == pytest.approx(total, rel=1e-12)
+    assert metrics.ece(probs, y) == pytest.approx(total, rel=1e-12)
 
 
 def test_gaps_of_opposite_sign_cancel_only_within_a_bin() -> None:
     probs = torch.tensor([[0.9, 0.1], [0.6, 0.4]], dtype=torch.float64)
     wrong_then_right = torch.tensor([1, 0])
-    assert classification.ece(probs, wrong_then_right) == pytest.approx((0.9 + 0.4) / 2)
-    assert classification.ece(probs, wrong_then_right, bins=1) == pytest.approx(0.25)
+    assert metrics.ece(probs, wrong_then_right) == pytest.approx((0.9 + 0.4) / 2)
+    assert metrics.ece(probs, wrong_then_right, bins=1) == pytest.approx(0.25)
 
 
 def test_ece_is_zero_for_honest_probabilities() -> None:
     probs = torch.tensor([[0.75, 0.25]] * 4, dtype=torch.float64)
-    assert classification.ece(probs, torch.tensor([0, 0, 0, 1])) == pytest.approx(0, abs=1e-12)
+    assert metrics.ece(probs, torch.tensor([0, 0, 0, 1])) == pytest.approx(0, abs=1e-12)
 
 
 def test_calibration_bins_include_their_upper_end() -> None:
-    found = classification.calibration(torch.tensor([0.5, 0.5, 1.0]), torch.tensor([1, 0, 1]), bins=2)
-    assert found.weight.tolist() == pytest.approx([2 / 3, 1 / 3])
-    assert found.accuracy.tolist() == [0.5, 1.0]
-    empty = classification.calibration(torch.tensor([0.9]), torch.tensor([1]), bins=2)
+    diagram = metrics.calibration(torch.tensor([0.5, 0.5, 1.0]), torch.tensor([1, 0, 1]), bins=2)
+    assert diagram.weight.tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert diagram.accuracy.tolist() == [0.5, 1.0]
+    empty = metrics.calibration(torch.tensor([0.9]), torch.tensor([1]), bins=2)
     assert math.isnan(empty.accuracy[0])
 
 
 def test_a_label_of_probability_zero_costs_infinity() -> None:
-    assert classification.nll(torch.tensor([[1.0, 0.0]]), torch.tensor([1])) == math.inf
+    assert metrics.categorical_nll(torch.tensor([[1.0, 0.0]]), torch.tensor([1])) == math.inf
 
 
 @pytest.mark.parametrize("y", [torch.zeros(4, 1), torch.zeros(3), torch.zeros(0)])
 def test_labels_of_another_shape_are_refused(y: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"expected \(B, C\) and \(B,\)"):
-        classification.nll(torch.full((4, 2), 0.5), y)
+        metrics.categorical_nll(torch.full((4, 2), 0.5), y)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from lapwing.metrics.ood import auroc
+from lapwing.metrics import auroc
 
 
 @pytest.mark.parametrize("levels", [None, 7], ids=["distinct", "many ties"])

@@ -80,9 +80,9 @@ def test_slopes_are_finite_differences(name: str) -> None:
 @pytest.mark.parametrize("name", MADE)
 def test_values_are_those_of_the_plain_way(name: str) -> None:
     _, anchors, prior, _ = setting(name)
-    found = prior_kernel(anchors.differentiable(anchors.inputs.clone().requires_grad_()), prior)
-    assert found.requires_grad
-    assert_close(found, anchors.kernel(prior))
+    kernel = prior_kernel(anchors.differentiable(anchors.inputs.clone().requires_grad_()), prior)
+    assert kernel.requires_grad
+    assert_close(kernel, anchors.kernel(prior))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

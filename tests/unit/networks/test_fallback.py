@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lapwing.networks import fallback, tangent
 from lapwing.networks.dense_jacobian import DenseJacobian
-from lapwing.networks.forward import raw_output
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense
@@ -45,11 +44,11 @@ def test_whole_jacobians_are_in_the_byte_budget(name: str, monkeypatch: pytest.M
     """Half of the budget is for what lives, as much again for what a pass takes."""
     make, batch, numbers = BATCHES[name]
     model, inputs = make(), batch(40)
-    found = Network.build(model, inputs)
-    assert found.footprint.whole == numbers
-    budget = 6 * 2 * 8 * found.output_shape[0] * (numbers + found.footprint.width)  # six samples
+    network = Network.build(model, inputs)
+    assert network.footprint.whole == numbers
+    budget = 6 * 2 * 8 * network.output_shape[0] * (numbers + network.footprint.width)  # six samples
     monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": budget, "cuda": 1})
-    parts = [tangent.jacobians() for _, tangent in found.tangents(inputs)]
+    parts = [tangent.jacobians() for _, tangent in network.tangents(inputs)]
     for part in parts:
         sizes = [(block.kind, j.j.nbytes) for block, j in part if isinstance(j, DenseJacobian)]
         together = sum(size for kind, size in sizes if kind == "opaque")
@@ -69,7 +68,7 @@ def test_one_pass_for_all_parameters_and_iterations(monkeypatch: pytest.MonkeyPa
     asked: list[tuple[str, ...]] = []
 
     def noted(*args: Any) -> dict[str, Tensor]:
-        asked.append(args[5])
+        asked.append(args[4])
         return fallback.sample_jacobians(*args)
 
     monkeypatch.setattr(tangent, "sample_jacobians", noted)
@@ -88,7 +87,7 @@ def test_the_loop_is_the_vectorised_pass(count: int, monkeypatch: pytest.MonkeyP
     names = tuple(name for name, _ in model.named_parameters() if "parametrizations" in name)
     seeds = torch.randn(count, 6, 5, dtype=torch.float64)
     f = model(inputs).detach()
-    given: tuple[Any, ...] = (model, raw_output, inputs, (True,), f, names, seeds)
+    given: tuple[Any, ...] = (model, inputs, (True,), f, names, seeds)
     by_func = fallback.sample_jacobians(*given)
 
     def refused(*_: Any) -> Any:
@@ -98,8 +97,8 @@ def test_the_loop_is_the_vectorised_pass(count: int, monkeypatch: pytest.MonkeyP
     looped = fallback.sample_jacobians(*given)
     whole = dense.jacobian(model, inputs, 6, list(names))
     expected = torch.einsum("kbm,bmp->bkp", seeds, whole)
-    for found in (by_func, looped):
-        assert_close(torch.cat([found[name] for name in names], -1), expected)
+    for jacobians in (by_func, looped):
+        assert_close(torch.cat([jacobians[name] for name in names], -1), expected)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
@@ -107,6 +106,6 @@ def test_as_many_seeds_as_samples(count: int) -> None:
     """There PyTorch's rule for PReLU, batched over both, mixes them up."""
     model = nn.Sequential(nn.Linear(4, 6), nn.PReLU(6), nn.Linear(6, count)).double()
     inputs = torch.randn(5, 4, dtype=torch.float64)
-    found = Network.build(model, inputs)
-    assert [block.kind for block in found.layout] == ["rows", "opaque", "rows"]
-    assert_close(found.linearise(inputs).jacobians().whole(), dense.jacobian(model, inputs, 5))
+    network = Network.build(model, inputs)
+    assert [block.kind for block in network.layout] == ["rows", "opaque", "rows"]
+    assert_close(network.linearise(inputs).jacobians().whole(), dense.jacobian(model, inputs, 5))

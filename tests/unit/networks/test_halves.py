@@ -39,12 +39,12 @@ def test_only_the_fixed_factor_is_rounded(order: Any, monkeypatch: pytest.Monkey
     multiply = torch.Tensor.__matmul__
     monkeypatch.setattr(module, "coarse", lambda t: True)
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: multiply(rounded(a), rounded(b)))
-    found = order(x, fixed) if order is product else order(fixed, x)
+    result = order(x, fixed) if order is product else order(fixed, x)
     plain = x @ fixed if order is product else fixed @ x
     monkeypatch.undo()
     pair = (x.double(), rounded(fixed).double())
     expected = pair[0] @ pair[1] if order is product else pair[1] @ pair[0]
-    assert float((found - expected).norm() / expected.norm()) < 2e-6
+    assert float((result - expected).norm() / expected.norm()) < 2e-6
     assert float((plain - expected).norm() / expected.norm()) > 1e-4
 
 

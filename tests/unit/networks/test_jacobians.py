@@ -68,10 +68,10 @@ def test_output_is_the_models(case: Case) -> None:
 def test_float32_jacobian_equals_float64(case: Case) -> None:
     model, inputs = case.build(torch.float32), case.batch(4, torch.float32)
     network = Network.build(model, inputs)
-    found = layerwise(network, inputs)
-    assert found.dtype == torch.float32
+    jacobian = layerwise(network, inputs)
+    assert jacobian.dtype == torch.float32
     wide = case.build(torch.float32).double()
-    assert_close(found, dense.jacobian(wide, cast(inputs, torch.float64), 4))
+    assert_close(jacobian, dense.jacobian(wide, cast(inputs, torch.float64), 4))
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "lstm"])
@@ -79,11 +79,11 @@ def test_bfloat16_jacobian_is_near(name: str) -> None:
     case = BY_NAME[name]
     model, inputs = case.build(torch.bfloat16), case.batch(4, torch.bfloat16)
     network = Network.build(model, inputs)
-    found = layerwise(network, inputs)
-    assert found.dtype == torch.float32  # factors are never kept in bfloat16
+    jacobian = layerwise(network, inputs)
+    assert jacobian.dtype == torch.float32  # factors are never kept in bfloat16
     wide = case.build(torch.bfloat16).float()
     expected = dense.jacobian(wide, cast(inputs, torch.float32), 4)
-    assert_close(found, expected, dtype=torch.bfloat16)
+    assert_close(jacobian, expected, dtype=torch.bfloat16)
     v = torch.randn(2, expected.shape[-1])
     assert_close(network.jvp(inputs, v), torch.einsum("bcp,np->nbc", expected, v), dtype=torch.bfloat16)
     u = torch.randn(2, 4, *case.outputs)
@@ -151,7 +151,7 @@ def test_squares_and_weighted_sums_of_every_block(case: Case) -> None:
         assert_close(part.weighted(form, tokens, True), full)
         assert_close(part.weighted(form, tokens, False), full.diagonal(dim1=-2, dim2=-1))
         tall = flat.reshape(-1, flat.shape[-1])
-        assert_close(part.cross(form), (tall * weights) @ tall.T)
+        assert_close(part.between(part, form), (tall * weights) @ tall.T)
 
 
 def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.Monkey
     weights = [torch.rand(block.form, dtype=torch.float64) for block in network.layout]
 
     def summary(jacobians: LayerJacobians) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [(part.squares(), part.weighted(w, jacobians.tokens, True), part.cross(w))
+        return [(part.squares(), part.weighted(w, jacobians.tokens, True), part.between(part, w))
                 for w, (_, part) in zip(weights, jacobians, strict=True)]  # fmt: skip
 
     before = summary(whole)
@@ -171,8 +171,8 @@ def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.Monkey
     assert [(part.start, part.stop) for part, _ in parts] == [(b, b + 1) for b in range(4)]
     assert_close(torch.cat([tangent.jacobians().whole() for _, tangent in parts]), whole.whole())
     for small, large in zip(summary(whole), before, strict=True):
-        for found, expected in zip(small, large, strict=True):
-            assert_close(found, expected)
+        for answer, expected in zip(small, large, strict=True):
+            assert_close(answer, expected)
 
 
 def test_chunks_cover_the_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:

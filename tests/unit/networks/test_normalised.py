@@ -16,8 +16,8 @@ import lapwing as lw
 from lapwing.networks import normalised
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
+from lapwing.networks.norm_rules import batch_norm_eps
 from lapwing.networks.normalised import ScaleFree, members, scale_free_groups
-from lapwing.networks.ops.norms import batch_norm_eps
 from tests import problems
 from tests.cases import BY_NAME, CASES, Wrapped
 from tests.references import dense
@@ -233,7 +233,7 @@ def example(make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.
     return model, torch.randn(7, *shape, dtype=D).to(dtype)
 
 
-def found(model: nn.Module, x: Tensor) -> tuple[ScaleFree, ...]:
+def ignored_scales(model: nn.Module, x: Tensor) -> tuple[ScaleFree, ...]:
     return scale_free_groups(Network.build(model, x), x)
 
 
@@ -242,7 +242,7 @@ def found(model: nn.Module, x: Tensor) -> tuple[ScaleFree, ...]:
 def test_groups_that_are_there(name: str, dtype: torch.dtype) -> None:
     make, shape, groups, statistics = FOUND[name]
     model, x = example(make, shape, dtype)
-    seen = problems.unchanged(model, lambda: found(model, x))
+    seen = problems.unchanged(model, lambda: ignored_scales(model, x))
     assert {group.name: group.parameters for group in seen} == groups
     assert {group.statistics for group in seen} == {statistics}
     assert all(group.change <= group.tolerance <= 1e-2 for group in seen)
@@ -252,7 +252,7 @@ def test_groups_that_are_there(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", list(NONE))
 def test_groups_that_are_not_there(name: str, dtype: torch.dtype) -> None:
     model, x = example(*NONE[name], dtype, shake=name not in DELICATE)
-    assert problems.unchanged(model, lambda: found(model, x)) == ()
+    assert problems.unchanged(model, lambda: ignored_scales(model, x)) == ()
 
 
 @pytest.mark.parametrize("name", list(FOUND))
@@ -306,7 +306,7 @@ def test_the_tolerance_follows_from_eps() -> None:
         model, x = example(
             lambda eps=eps: chain(nn.Linear(4, 6), nn.LayerNorm(6, eps=eps), nn.Tanh(), nn.Linear(6, 3)), VECTOR, D
         )
-        (group,) = found(model, x)
+        (group,) = ignored_scales(model, x)
         changes.append(group.change)
         if eps:
             assert 1e-2 * eps < group.change < 10 * eps
@@ -322,7 +322,7 @@ def test_weights_that_are_not_uncertain_are_in_no_group() -> None:
     network = Network.build(model, x, lw.named(r"[13456]\."))
     assert [group.name for group in scale_free_groups(network, x)] == ["3"]
     model[3].weight.requires_grad_(False)  # the bias alone has no scale of its own
-    assert [group.name for group in found(model, x)] == ["0"]
+    assert [group.name for group in ignored_scales(model, x)] == ["0"]
 
 
 def test_members() -> None:
@@ -404,7 +404,7 @@ def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
     """With nodes as cuDNN has them, the same groups as with PyTorch's own."""
     model = chain(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
     x = torch.randn(9, 4, dtype=torch.float64)
-    expected = found(model.double(), x)
+    expected = ignored_scales(model.double(), x)
 
     class Cudnn:
         def __init__(self, node: Any) -> None:
@@ -415,8 +415,8 @@ def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
                 raise AttributeError(name)
             return getattr(self._node, name)
 
-    def disguised(raw: Tensor, batch: int) -> Any:
-        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw, batch).nodes]
+    def disguised(raw: Tensor) -> Any:
+        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw).nodes]
         return SimpleNamespace(nodes=nodes)
 
     monkeypatch.setattr(normalised, "read", disguised)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from lapwing.networks import backward
+from lapwing.networks import passes
 from lapwing.networks.network import Network
+from lapwing.networks.operation import NoRuleError
 from lapwing.networks.ops import Operation, Slope, entries, operation, register, row_wise
-from lapwing.networks.ops.operation import NoRuleError
 from tests.cases import Wrapped
 from tests.tolerances import assert_close
 
@@ -52,13 +52,13 @@ def registered() -> Iterator[None]:
 
 def calls_of_autograd(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    original = backward._by_autograd
+    original = passes.by_autograd
 
     def noted(*args: Any) -> Any:
         calls.append(1)
         return original(*args)
 
-    monkeypatch.setattr(backward, "_by_autograd", noted)
+    monkeypatch.setattr(passes, "by_autograd", noted)
     return calls
 
 
@@ -72,7 +72,7 @@ def test_an_unknown_operation_is_left_to_autograd(monkeypatch: pytest.MonkeyPatc
 def test_a_registered_operation_is_not(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
     calls, (model, x) = calls_of_autograd(monkeypatch), network()
     tangent = Network.build(model, x).linearise(x)
-    assert all(tangent.graph.batch_major[use.node] for use in tangent.uses.uses)
+    assert all(tangent.graph.batch_major[use.node] for use in tangent.graph.uses)
     assert_close(tangent.jacobians().whole(), _reference(model, x))
     assert not calls
 

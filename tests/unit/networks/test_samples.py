@@ -73,8 +73,8 @@ def test_jacobians_of_a_batch_with_as_many_rows_as_the_context(how: str) -> None
     model, (x, _, context) = pooling(how), numbers(how)
     network = Network.build(model, (x[:4], context))
     for batch in (1, 2, ROWS, ROWS + 1):
-        found = network.linearise((x[:batch], context)).jacobians().whole()
-        assert_close(found, reference(model, x[:batch], context))
+        jacobian = network.linearise((x[:batch], context)).jacobians().whole()
+        assert_close(jacobian, reference(model, x[:batch], context))
 
 
 @pytest.mark.parametrize("how", ["sum", "tokens", "no weights"])
@@ -118,12 +118,12 @@ def test_fits_and_predictions(name: str, how: str) -> None:
     model, (x, y, context) = pooling(how), numbers(how)
     cut = lambda sizes: [((a, context), b) for a, b in problems.split(x, y, sizes)]
     fit = lambda sizes: lw.fit(model, cut(sizes), GIVEN, method=METHODS[name], prior=1.0)
-    found, other = fit((7, ROWS, 3)), fit((7, 9))
+    uneven, other = fit((7, ROWS, 3)), fit((7, 9))
     each = torch.cat([other.functions((x[i : i + 1], context)).variance for i in range(len(x))])
     for batch in (1, ROWS - 1, ROWS, len(x)):
-        for posterior in (found, other):
+        for posterior in (uneven, other):
             assert_close(posterior.functions((x[:batch], context)).variance, each[:batch], 1e-8)
-    assert_close(found.log_evidence(), other.log_evidence(), 1e-8)
+    assert_close(uneven.log_evidence(), other.log_evidence(), 1e-8)
 
 
 def test_points_as_many_as_the_context_has_rows() -> None:
@@ -142,11 +142,11 @@ def test_blocks_of_data_and_functions_of_outputs(monkeypatch: pytest.MonkeyPatch
     data = [((a, context), b) for a, b in problems.split(x, y, (7, ROWS, 3))]
     plain, alone = [(a, b) for (a, _), b in data], Wrapped(lambda m, x: m.net(x, context), net=model)
     fit = lambda net, some: lw.fit(net, some, GIVEN, method=lw.Full(), prior=1.0)
-    found, expected = fit(model, data), fit(alone, plain)
-    assert_close(evidence_bound(found, data, 2), evidence_bound(expected, plain, 2))
+    shared, expected = fit(model, data), fit(alone, plain)
+    assert_close(evidence_bound(shared, data, 2), evidence_bound(expected, plain, 2))
     monkeypatch.setattr(Footprint, "chunks", lambda self, batch, *_: (slice(i, i + 1) for i in range(batch)))
     total = lambda f: f.square().sum()
-    assert_close(found.variance_of(total, (x[:ROWS], context)), expected.variance_of(total, x[:ROWS]))
+    assert_close(shared.variance_of(total, (x[:ROWS], context)), expected.variance_of(total, x[:ROWS]))
 
 
 def test_weights_for_each_sample() -> None:
@@ -160,7 +160,7 @@ def test_weights_for_each_sample() -> None:
     assert_close(objective.slopes(d, inputs, seeds), reference(model, x[:ROWS], context).sum(1))
 
 
-# What cannot be told.
+# Batches that do not show which tensors are shared.
 
 
 @pytest.mark.parametrize("equal", [False, True])
@@ -258,11 +258,11 @@ def test_a_context_of_two_rows_and_first_batches_of_one(sizes: tuple[int, ...]) 
     model, (x, y, context) = pooling("sum"), numbers("sum")
     context = context[:2]
     data = [((a, context), b) for a, b in problems.split(x, y, sizes)]
-    found = lw.fit(model, data, GIVEN, method=lw.Full(), prior=1.0)
+    posterior = lw.fit(model, data, GIVEN, method=lw.Full(), prior=1.0)
     j = reference(model, x, context).flatten(0, 1)
     cov = torch.linalg.inv(torch.eye(j.shape[1], dtype=D) + j.mT @ j / 0.09)
     expected = torch.einsum("bkp,pq,bkq->bk", reference(model, x[:2], context), cov, reference(model, x[:2], context))
-    assert_close(found.functions((x[:2], context)).variance, expected, 1e-8)
+    assert_close(posterior.functions((x[:2], context)).variance, expected, 1e-8)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -270,13 +270,13 @@ def test_a_loaded_posterior_still_tells(kept: bool, tmp_path: Path, monkeypatch:
     """Files that do not say it make no wrong number: what is open is refused until a batch of another size has told."""
     model, (x, y, context) = pooling("sum"), numbers("sum")
     data = [((a, context), b) for a, b in problems.split(x, y, (7, 9))]
-    found = lw.fit(model, data, GIVEN, method=lw.Full(), prior=1.0)
-    expected = found.functions((x[:ROWS], context)).variance
+    posterior = lw.fit(model, data, GIVEN, method=lw.Full(), prior=1.0)
+    expected = posterior.functions((x[:ROWS], context)).variance
     if not kept:
         state = Network.state
         drop = lambda net: replace(state(net), settings={**state(net).settings, "known": {}})
         monkeypatch.setattr(Network, "state", drop)
-    found.save(tmp_path / "a.lapwing")
+    posterior.save(tmp_path / "a.lapwing")
     loaded = lw.load(tmp_path / "a.lapwing", model)
     if not kept:
         with pytest.raises(lw.errors.DataError, match="Use another batch size"):
@@ -324,8 +324,8 @@ def test_two_contexts_of_as_many_rows_are_no_majority(method: Any) -> None:
     model = Wrapped(run, a=nn.Linear(2, 4), b=nn.Linear(4, 2), c=nn.Linear(3, 4)).double()
     x, y, context = numbers("sum")
     data = [((a, context, context + 1), b) for a, b in problems.split(x, y, (7, 9))]
-    found = lw.fit(model, data, GIVEN, method=method, prior=1.0)
-    assert bool((found.functions((x[:4], context, context + 1)).variance > 0).all())
+    posterior = lw.fit(model, data, GIVEN, method=method, prior=1.0)
+    assert bool((posterior.functions((x[:4], context, context + 1)).variance > 0).all())
 
 
 def test_an_average_over_inputs_with_two_contexts() -> None:
@@ -338,6 +338,6 @@ def test_an_average_over_inputs_with_two_contexts() -> None:
     prior = lw.isotropic(1.0).bound(network.selection, network.theta())
     objective = Objective.build(network, GIVEN, prior, Data([(inputs, y)], CPU), D)
     zero = torch.zeros(1, len(network.theta()), dtype=D)
-    found = averaged(objective, [inputs], absolute=False)(zero)[0]
+    gradient = averaged(objective, [inputs], absolute=False)(zero)[0]
     expected = torch.autograd.grad(model(*inputs).sum() / len(x), list(model.parameters()))
-    assert_close(found, torch.cat([g.reshape(-1) for g in expected]))
+    assert_close(gradient, torch.cat([g.reshape(-1) for g in expected]))

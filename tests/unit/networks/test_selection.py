@@ -123,8 +123,8 @@ def test_named_takes_frozen_parameters_and_restores_flags() -> None:
     assert network.selection.names == ("2.weight", "2.bias")
     inputs = case.batch(3)
     expected = dense.jacobian(model, inputs, 3, ["2.weight", "2.bias"])
-    found = problems.unchanged(model, lambda: network.linearise(inputs).jacobians().whole())
-    assert_close(found, expected)
+    jacobian = problems.unchanged(model, lambda: network.linearise(inputs).jacobians().whole())
+    assert_close(jacobian, expected)
 
 
 def test_named_without_a_match_lists_the_names() -> None:

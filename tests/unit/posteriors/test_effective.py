@@ -54,11 +54,11 @@ def curvatures() -> dict[str, Tensor]:
     }
 
 
-def matrix_of(method: str, found: lw.Fitted) -> Tensor:
+def matrix_of(method: str, posterior: lw.Fitted) -> Tensor:
     """At a lower rank than the GGN's, what the eigenpairs span; that they are the leading ones is tested elsewhere."""
     if method != "low_rank_3":
         return curvatures()[method]
-    values, vectors = found.posterior.curvature.values, found.posterior.curvature.vectors
+    values, vectors = posterior.posterior.curvature.values, posterior.posterior.curvature.vectors
     assert len(values) == 3
     return vectors.T @ torch.diag(values) @ vectors
 
@@ -86,10 +86,10 @@ def precisions(method: str, prior: str, matrix: Tensor) -> Tensor:
         by = structures.scale_by_factor if method == "kron" else structures.scale_by_layer
         return 0.6 * by(matrix.diagonal(), where)
     if prior == "per_layer":
-        found = torch.empty(P, dtype=D)
+        diagonal = torch.empty(P, dtype=D)
         for index, value in zip(where.values(), (0.3, 2.0, 0.7), strict=True):
-            found[index] = value
-        return found
+            diagonal[index] = value
+        return diagonal
     fixed = given(prior).precision
     return fixed if isinstance(fixed, Tensor) else torch.full((P,), fixed, dtype=D)
 
@@ -104,11 +104,11 @@ def regression(method: Any, prior: Any, dtype: torch.dtype = D, **options: Any) 
 @pytest.mark.parametrize(("method", "prior"), PAIRS)
 def test_gamma_is_the_trace(method: str, prior: str) -> None:
     """γ = tr(Λ⁻¹ H/φ), and for a layer the part of the trace that lies on its weights."""
-    found = regression(METHODS[method], given(prior))
-    matrix = matrix_of(method, found)
+    posterior = regression(METHODS[method], given(prior))
+    matrix = matrix_of(method, posterior)
     each = precisions(method, prior, matrix)
     shares = torch.linalg.solve(matrix / NOISE + torch.diag(each), matrix / NOISE).diagonal()
-    effective = found.effective_parameters()
+    effective = posterior.effective_parameters()
     power = SOLVED if "low_rank" in method else 2 / 3
     assert_close(torch.tensor(effective.total, dtype=D), shares.sum(), power)
     where = structures.layers(MLP.build())
@@ -143,9 +143,9 @@ def test_gamma_of_a_linear_model_is_the_sum_of_shares() -> None:
     x = torch.randn(20, 4, dtype=D)
     model = nn.Linear(4, 1, bias=False).double()
     likelihood = lw.Gaussian(noise_std=0.5)
-    found = lw.fit(model, [(x, torch.randn(20, 1, dtype=D))], likelihood, method=lw.Full(), prior=3.0)
+    posterior = lw.fit(model, [(x, torch.randn(20, 1, dtype=D))], likelihood, method=lw.Full(), prior=3.0)
     values = torch.linalg.eigvalsh(x.T @ x / 0.25)
-    assert found.effective_parameters().total == pytest.approx(float((values / (values + 3.0)).sum()), rel=1e-11)
+    assert posterior.effective_parameters().total == pytest.approx(float((values / (values + 3.0)).sum()), rel=1e-11)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,10 +160,10 @@ def test_gamma_is_the_slope_of_the_log_determinant(method: str) -> None:
 def test_gamma_of_a_classifier() -> None:
     case = BY_NAME["cnn"]
     model = case.build()
-    found = lw.fit(model, problems.batches(case), "classification", method=lw.Full(), prior=0.5)
+    posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Full(), prior=0.5)
     _, ggn = problems.dense_ggn(case, model)
     shares = torch.linalg.solve(ggn + 0.5 * torch.eye(len(ggn), dtype=D), ggn).diagonal()
-    effective = found.effective_parameters()
+    effective = posterior.effective_parameters()
     assert_close(torch.tensor(effective.total, dtype=D), shares.sum())
     where = structures.layers(model)
     for name, gamma in effective.layers.items():
@@ -242,25 +242,25 @@ def test_without_a_posterior_there_is_none() -> None:
 # Solves and variances.
 
 
-def assert_inverse(found: Any, precision: Tensor, power: float = 2 / 3) -> None:
+def assert_inverse(inverse: Any, precision: Tensor, power: float = 2 / 3) -> None:
     covariance = torch.linalg.inv(precision)
-    assert_close(found.variances(), covariance.diagonal(), power)
+    assert_close(inverse.variances(), covariance.diagonal(), power)
     v = torch.randn(4, len(precision), dtype=D)
     kept = v.clone()
-    assert_close(found.solve(v), v @ covariance, power)
+    assert_close(inverse.solve(v), v @ covariance, power)
     assert torch.equal(v, kept)
-    assert_close(found.solve(v[:1]) @ precision, v[:1], power)
+    assert_close(inverse.solve(v[:1]) @ precision, v[:1], power)
     eye = torch.eye(len(precision), dtype=D)
-    assert_close(found.adjoint(eye), found.sample(eye).T, power)  # as rows: the transpose of the transpose
-    assert_close(found.sample(found.adjoint(v)), v @ covariance, power)
+    assert_close(inverse.adjoint(eye), inverse.sample(eye).T, power)  # as rows: the transpose of the transpose
+    assert_close(inverse.sample(inverse.adjoint(v)), v @ covariance, power)
 
 
 @pytest.mark.parametrize(("method", "prior"), PAIRS)
 def test_solves_and_variances_are_the_dense_inverse(method: str, prior: str) -> None:
-    found = regression(METHODS[method], given(prior))
-    matrix = matrix_of(method, found)
+    posterior = regression(METHODS[method], given(prior))
+    matrix = matrix_of(method, posterior)
     precision = matrix / NOISE + torch.diag(precisions(method, prior, matrix))
-    assert_inverse(found.posterior.precision, precision, SOLVED if "low_rank" in method else 2 / 3)
+    assert_inverse(posterior.posterior.precision, precision, SOLVED if "low_rank" in method else 2 / 3)
 
 
 @pytest.mark.parametrize("case", ["conv_zoo", "embedding", "norms", "lstm", "conv_transpose"])
@@ -296,10 +296,10 @@ def test_solves_and_variances_of_the_last_layer(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["full", "diagonal", "kron", "ekron", "low_rank"])
 def test_solves_in_float32(method: str) -> None:
-    found = regression(METHODS[method], 0.6, torch.float32).posterior.precision
+    inverse = regression(METHODS[method], 0.6, torch.float32).posterior.precision
     covariance = torch.linalg.inv(matrix_of(method, None) / NOISE + 0.6 * torch.eye(P, dtype=D))  # type: ignore[arg-type]
     v = torch.randn(3, P, dtype=torch.float32)
-    assert found.solve(v).dtype == torch.float32
-    assert_close(found.sample(found.adjoint(v)), found.solve(v), SOLVED, torch.float32)
-    assert_close(found.solve(v), v.double() @ covariance, SOLVED)
-    assert_close(found.variances(), covariance.diagonal(), SOLVED, torch.float32)
+    assert inverse.solve(v).dtype == torch.float32
+    assert_close(inverse.sample(inverse.adjoint(v)), inverse.solve(v), SOLVED, torch.float32)
+    assert_close(inverse.solve(v), v.double() @ covariance, SOLVED)
+    assert_close(inverse.variances(), covariance.diagonal(), SOLVED, torch.float32)

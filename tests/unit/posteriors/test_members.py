@@ -28,11 +28,11 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_seeded_numbers_are_those_of_the_seed() -> None:
     before = torch.get_rng_state()
     with global_seed(7, CPU):
-        found = torch.rand(3)
+        weights = torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng([]):
         torch.manual_seed(7)
-        assert torch.equal(found, torch.rand(3))
+        assert torch.equal(weights, torch.rand(3))
 
 
 @pytest.mark.usefixtures("untouched")

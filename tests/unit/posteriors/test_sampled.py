@@ -48,8 +48,8 @@ def test_inference_mode_changes_nothing(what: str) -> None:
     one, other = fitted(), fitted()
     expected = torch.as_tensor(ASKED[what](one))
     with torch.inference_mode():
-        found = torch.as_tensor(ASKED[what](other))
-    assert torch.equal(found.clone(), expected)
+        answer = torch.as_tensor(ASKED[what](other))
+    assert torch.equal(answer.clone(), expected)
 
 
 @pytest.mark.parametrize("what", ASKED)
@@ -60,8 +60,8 @@ def test_nothing_of_inference_mode_is_remembered(what: str) -> None:
         ASKED[what](asked)
     assert not asked.posterior.samples.is_inference()
     prior = asked.prior.with_precision(torch.tensor(2.0, dtype=torch.float64, requires_grad=True))
-    moved = asked.posterior.with_problem(asked.posterior.problem.with_prior(prior))
-    (slope,) = torch.autograd.grad(moved.log_evidence(), prior.values)
+    changed = asked.posterior.with_problem(asked.posterior.problem.with_prior(prior))
+    (slope,) = torch.autograd.grad(changed.log_evidence(), prior.values)
     assert bool(slope.isfinite())
     assert float(asked.tuned().prior.values) == pytest.approx(float(fitted().tuned().prior.values), rel=1e-3)
 
@@ -69,10 +69,10 @@ def test_nothing_of_inference_mode_is_remembered(what: str) -> None:
 def test_no_grad_stays() -> None:
     asked = fitted()
     prior = asked.prior.with_precision(torch.tensor(2.0, dtype=torch.float64, requires_grad=True))
-    moved = asked.posterior.with_problem(asked.posterior.problem.with_prior(prior))
-    assert moved.log_evidence().requires_grad
+    changed = asked.posterior.with_problem(asked.posterior.problem.with_prior(prior))
+    assert changed.log_evidence().requires_grad
     with torch.no_grad():
-        assert not moved.log_evidence().requires_grad
+        assert not changed.log_evidence().requires_grad
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])

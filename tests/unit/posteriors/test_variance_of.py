@@ -38,8 +38,8 @@ def function(request: pytest.FixtureRequest) -> Function:
 
 def slope(energy: Energy, function: Function) -> Tensor:
     """∇g at the weights, (P,)."""
-    found: Tensor = torch.func.grad(lambda theta: function(energy.named(theta)).sum())(energy.theta)
-    return found.detach()
+    slope: Tensor = torch.func.grad(lambda theta: function(energy.named(theta)).sum())(energy.theta)
+    return slope.detach()
 
 
 @pytest.mark.parametrize(("kind", "outputs"), [("gaussian", 2), ("categorical", 3)])
@@ -47,9 +47,9 @@ def test_the_push_has_the_full_hessian(kind: str, outputs: int, function: Functi
     energy = small(kind, outputs)
     g = slope(energy, function)
     exact, ggn = (g @ torch.linalg.solve(h, g) for h in (energy.hessian(), energy.ggn()))
-    found = fitted(energy, lw.HFL()).variance_of(function)
-    assert found.shape == ()
-    assert float(found) == pytest.approx(float(exact), rel=1e-6)
+    variance = fitted(energy, lw.HFL()).variance_of(function)
+    assert variance.shape == ()
+    assert float(variance) == pytest.approx(float(exact), rel=1e-6)
     assert abs(float(ggn / exact) - 1) > 1e-4
 
 
@@ -58,9 +58,9 @@ def test_a_push_of_a_wide_network() -> None:
     norm = lambda w: w["2.weight"].norm()
     g = slope(energy, norm)
     exact = g @ torch.linalg.solve(energy.hessian(), g)
-    found = fitted(energy, lw.HFL())
-    assert float(found.variance_of(norm)) == pytest.approx(float(exact), rel=1e-6)
-    details = found.posterior.respond_to(norm)
+    posterior = fitted(energy, lw.HFL())
+    assert float(posterior.variance_of(norm)) == pytest.approx(float(exact), rel=1e-6)
+    details = posterior.posterior.respond_to(norm)
     assert float(details.cov) == pytest.approx(float(exact), rel=1e-6)
     assert float(details.missing) < 1e-6
 
@@ -78,45 +78,45 @@ def test_the_tangent_model_has_the_ggn(function: Function) -> None:
 def test_a_belief_about_the_weights(method: str, function: Function) -> None:
     """gᵀ Λ⁻¹ g with the covariance that its samples have."""
     energy = small("categorical", 3)
-    found = fitted(energy, WEIGHT_SPACE[method])
-    rows = found.posterior.precision.sample(torch.eye(len(energy.theta), dtype=D))
+    posterior = fitted(energy, WEIGHT_SPACE[method])
+    rows = posterior.posterior.precision.sample(torch.eye(len(energy.theta), dtype=D))
     g = slope(energy, function)
-    assert_close(found.variance_of(function), (rows @ g).square().sum(), SOLVED)
+    assert_close(posterior.variance_of(function), (rows @ g).square().sum(), SOLVED)
     if method in ("full", "kernel_space"):
-        assert_close(found.variance_of(function), g @ torch.linalg.solve(energy.ggn(), g), SOLVED)
+        assert_close(posterior.variance_of(function), g @ torch.linalg.solve(energy.ggn(), g), SOLVED)
 
 
 def test_samples_have_the_mean_of_their_squares(function: Function) -> None:
     """And many of them the variance of Full, to five of their standard errors."""
     energy = small("categorical", 3)
-    found = fitted(energy, lw.Sampled(num_samples=400, tolerance=1e-8))
+    posterior = fitted(energy, lw.Sampled(num_samples=400, tolerance=1e-8))
     g = slope(energy, function)
-    own = ((found.posterior.weight_samples(400) - energy.theta) @ g).square().mean()
-    assert float(found.variance_of(function)) == pytest.approx(float(own), rel=1e-6)
+    by_samples = ((posterior.posterior.weight_samples(400) - energy.theta) @ g).square().mean()
+    assert float(posterior.variance_of(function)) == pytest.approx(float(by_samples), rel=1e-6)
     exact = g @ torch.linalg.solve(energy.ggn(), g)
-    assert float(found.variance_of(function)) == pytest.approx(float(exact), rel=5 * (2 / 400) ** 0.5)
+    assert float(posterior.variance_of(function)) == pytest.approx(float(exact), rel=5 * (2 / 400) ** 0.5)
 
 
 @pytest.mark.parametrize("method", [lw.HFL(), lw.Full()], ids=["push", "full"])
 def test_weights_outside_the_selection_are_known_numbers(method: Any) -> None:
     energy = small()
-    found = fitted(energy, method, weights="last_layer")
-    alone = found.variance_of(lambda w: w["2.bias"].sum())
-    scaled = found.variance_of(lambda w: w["2.bias"].sum() * w["0.weight"][0, 0] + w["0.bias"].sum())
+    posterior = fitted(energy, method, weights="last_layer")
+    alone = posterior.variance_of(lambda w: w["2.bias"].sum())
+    scaled = posterior.variance_of(lambda w: w["2.bias"].sum() * w["0.weight"][0, 0] + w["0.bias"].sum())
     factor = float(dict(energy.model.named_parameters())["0.weight"][0, 0].detach()) ** 2
     assert float(scaled) == pytest.approx(factor * float(alone), rel=1e-6)
     with pytest.raises(
         lw.errors.ModelError, match=r"does not depend on them; expected one of the selected weights, 2\.weight"
     ):
-        found.variance_of(lambda w: w["0.bias"].sum())
+        posterior.variance_of(lambda w: w["0.bias"].sum())
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_surroundings_without_gradients(around: Any) -> None:
-    found = fitted(small(), lw.Full())
-    outside = found.variance_of(lambda w: w["2.bias"].sum())
+    posterior = fitted(small(), lw.Full())
+    outside = posterior.variance_of(lambda w: w["2.bias"].sum())
     with around():
-        assert_close(found.variance_of(lambda w: w["2.bias"].sum()), outside)
+        assert_close(posterior.variance_of(lambda w: w["2.bias"].sum()), outside)
 
 
 def test_an_output_is_a_function_of_the_weights() -> None:
@@ -128,8 +128,8 @@ def test_an_output_is_a_function_of_the_weights() -> None:
         return torch.func.functional_call(energy.model, w, (x,)).sum()
 
     for method in (lw.HFL(), lw.HFL(mode="linearised"), lw.Full(), lw.Kron()):
-        found = fitted(energy, method)
-        assert float(found.variance_of(output)) == pytest.approx(float(found.functions(x).variance), rel=1e-6)
+        posterior = fitted(energy, method)
+        assert float(posterior.variance_of(output)) == pytest.approx(float(posterior.functions(x).variance), rel=1e-6)
 
 
 @pytest.mark.parametrize("method", [lw.HFL(), lw.HFL(mode="linearised"), lw.Full()], ids=["push", "tangent", "full"])
@@ -137,11 +137,11 @@ def test_some_of_the_weights(method: Any) -> None:
     """Only what was selected is uncertain; a function of the rest is one of known numbers."""
     index = torch.tensor([1, 5, 13, 20, 24])
     energy = copied(small(), index=index)
-    found = fitted(energy, method, weights=lw.subnetwork(index))
+    posterior = fitted(energy, method, weights=lw.subnetwork(index))
     g = slope(energy, lambda w: w["0.weight"].sum() + w["2.bias"].sum())
     precision = energy.hessian() if method == lw.HFL() else energy.ggn()
     exact = g @ torch.linalg.solve(precision, g)
-    found_variance = found.variance_of(lambda w: w["0.weight"].sum() + w["2.bias"].sum())
+    found_variance = posterior.variance_of(lambda w: w["0.weight"].sum() + w["2.bias"].sum())
     assert float(found_variance) == pytest.approx(float(exact), rel=1e-6)
 
 
@@ -175,12 +175,12 @@ NONE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("kind", NONE)
 def test_what_is_no_scalar_of_the_weights_is_refused(method: str, kind: str) -> None:
     energy = small()
-    found = fitted(energy, METHODS[method])
+    posterior = fitted(energy, METHODS[method])
     function, message = NONE[kind]
 
     def run() -> None:
         with pytest.raises(lw.errors.ModelError, match="the function of the weights " + message):
-            found.variance_of(function)
+            posterior.variance_of(function)
 
     problems.unchanged(energy.model, run)
 
@@ -199,10 +199,10 @@ def test_beliefs_that_know_nothing_of_the_weights(method: Any) -> None:
 
 def test_changed_weights_are_noticed() -> None:
     energy = copied(small())
-    found = fitted(energy, lw.HFL())
+    posterior = fitted(energy, lw.HFL())
     energy.model[2].bias.data += 1.0
     with pytest.raises(lw.errors.ModelError, match=r"2\.bias.*has changed"):
-        found.variance_of(lambda w: w["2.bias"].sum())
+        posterior.variance_of(lambda w: w["2.bias"].sum())
 
 
 def test_float32() -> None:
@@ -211,10 +211,10 @@ def test_float32() -> None:
     norm = lambda w: w["2.weight"].norm()
     g = slope(energy, norm)
     for method, precision in ((lw.HFL(), energy.hessian()), (lw.HFL(mode="linearised"), energy.ggn())):
-        found = lw.fit(model, [(energy.x.float(), energy.y.float())], lw.Gaussian(noise_std=0.2), method=method,
+        posterior = lw.fit(model, [(energy.x.float(), energy.y.float())], lw.Gaussian(noise_std=0.2), method=method,
                        prior=0.5)  # fmt: skip
         exact = g @ torch.linalg.solve(precision, g)
-        assert float(found.variance_of(norm)) == pytest.approx(float(exact), rel=1e-3)
+        assert float(posterior.variance_of(norm)) == pytest.approx(float(exact), rel=1e-3)
     assert nn.utils.parameters_to_vector(model.parameters()).dtype == torch.float32
 
 
@@ -232,8 +232,8 @@ def test_a_function_at_its_own_minimum_has_no_variance_to_first_order() -> None:
 
 def of_outputs(energy: Energy, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """∇ of g(f(x; θ)) at the weights, (P,)."""
-    found: Tensor = torch.func.grad(lambda theta: function(energy.output(theta, x)).sum())(energy.theta)
-    return found.detach()
+    slope: Tensor = torch.func.grad(lambda theta: function(energy.output(theta, x)).sum())(energy.theta)
+    return slope.detach()
 
 
 PUSHES: dict[str, Any] = {"push": lw.HFL(), "tangent": lw.HFL(mode="linearised")}
@@ -244,9 +244,9 @@ def test_a_linear_function_of_the_outputs_has_their_covariance(method: str) -> N
     energy = small("categorical", 3)
     x = new(energy, 4)
     u = torch.randn(4, 3, dtype=D, generator=torch.Generator().manual_seed(2))
-    found = fitted(energy, {**WEIGHT_SPACE, **PUSHES}[method])
-    cov = found.functions(x, joint=True).cov.reshape(12, 12)
-    variance = problems.unchanged(energy.model, lambda: found.variance_of(lambda f: (u * f).sum(), x))
+    posterior = fitted(energy, {**WEIGHT_SPACE, **PUSHES}[method])
+    cov = posterior.functions(x, joint=True).cov.reshape(12, 12)
+    variance = problems.unchanged(energy.model, lambda: posterior.variance_of(lambda f: (u * f).sum(), x))
     assert variance.shape == ()
     assert float(variance) == pytest.approx(float(u.flatten() @ cov @ u.flatten()), rel=1e-6)
 
@@ -267,9 +267,9 @@ def test_a_function_of_the_outputs(name: str) -> None:
     g = of_outputs(energy, function, x)
     exact, ggn = (float(g @ torch.linalg.solve(h, g)) for h in (energy.hessian(), energy.ggn()))
     assert abs(ggn / exact - 1) > 1e-3
-    found = fitted(energy, lw.HFL())
-    assert float(found.variance_of(function, x)) == pytest.approx(exact, rel=1e-6)
-    details = found.posterior.respond_to(function, x)
+    posterior = fitted(energy, lw.HFL())
+    assert float(posterior.variance_of(function, x)) == pytest.approx(exact, rel=1e-6)
+    details = posterior.posterior.respond_to(function, x)
     assert details.cov.shape == (1, 1)
     assert float(details.bend) < 0.01
     for method in (lw.HFL(mode="linearised"), lw.Full()):
@@ -281,8 +281,8 @@ def test_adam_pushes_a_function_of_the_outputs() -> None:
     x, function = new(energy, 4), lambda f: f.sigmoid().mean()
     g = of_outputs(energy, function, x)
     method = lw.HFL(solver="adam", steps=250, learning_rate=1e-2)
-    found = fitted(energy, method, data=[(energy.x, energy.y)]).variance_of(function, x)
-    assert float(found) == pytest.approx(float(g @ torch.linalg.solve(energy.hessian(), g)), rel=0.01)
+    variance = fitted(energy, method, data=[(energy.x, energy.y)]).variance_of(function, x)
+    assert float(variance) == pytest.approx(float(g @ torch.linalg.solve(energy.hessian(), g)), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["token_level", "dict_input", "tuple_input", "lstm", "embedding", "squeezed"])
@@ -301,13 +301,15 @@ def test_outputs_of_every_shape(name: str) -> None:
         assert f.shape == (2, *case.outputs)
         return (u * f).sum()
 
-    exact = None
-    for method in (lw.Full(), lw.HFL(mode="linearised"), lw.HFL()):
-        found = lw.fit(model, problems.split(case.batch(6), y, (4, 2)), lw.Gaussian(noise_std=0.5), method=method,
-                       prior=lw.isotropic(2.0, theta))  # fmt: skip
-        cov = found.functions(inputs, joint=True).cov.reshape(u.numel(), u.numel())
-        exact = float(u.flatten() @ cov @ u.flatten()) if exact is None else exact
-        variance = problems.unchanged(model, lambda found=found: found.variance_of(function, inputs))
+    data, likelihood = problems.split(case.batch(6), y, (4, 2)), lw.Gaussian(noise_std=0.5)
+    full, *others = (
+        lw.fit(model, data, likelihood, method=method, prior=lw.isotropic(2.0, theta))
+        for method in (lw.Full(), lw.HFL(mode="linearised"), lw.HFL())
+    )
+    cov = full.functions(inputs, joint=True).cov.reshape(u.numel(), u.numel())
+    exact = float(u.flatten() @ cov @ u.flatten())
+    for posterior in (full, *others):
+        variance = problems.unchanged(model, lambda posterior=posterior: posterior.variance_of(function, inputs))
         assert float(variance) == pytest.approx(exact, rel=1e-6)
 
 
@@ -315,22 +317,22 @@ def test_the_function_is_taken_where_the_mean_is() -> None:
     """A tangent model that was moved to its own optimum."""
     energy = copied(small())
     energy.place(energy.theta + 0.1)
-    found = fitted(energy, lw.Full(), tuner=lw.tuners.LinearMode(mean="tangent"), prior=0.5)
+    posterior = fitted(energy, lw.Full(), tuner=lw.tuners.LinearMode(mean="tangent"), prior=0.5)
     x = new(energy, 4)
-    belief = found.functions(x, joint=True)
+    belief = posterior.functions(x, joint=True)
     assert off(belief.mean, energy.model(x).detach()) > 0.01
     u, cov = 2 * belief.mean.flatten(), belief.cov.reshape(4, 4)
-    assert_close(found.variance_of(lambda f: f.square().sum(), x), u @ cov @ u, SOLVED)
+    assert_close(posterior.variance_of(lambda f: f.square().sum(), x), u @ cov @ u, SOLVED)
 
 
 def test_a_function_of_many_outputs_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     energy = small("categorical", 3)
     x, function = new(energy, 50), OF_OUTPUTS["a probability over inputs"]
-    found = fitted(energy, lw.Full())
-    whole = found.variance_of(function, x)
+    posterior = fitted(energy, lw.Full())
+    whole = posterior.variance_of(function, x)
     monkeypatch.setattr("lapwing.networks.budget.CACHED", 0)
-    assert len(list(found.network.footprint.chunks(50, 1, D, torch.device("cpu")))) == 4
-    assert_close(found.variance_of(function, x), whole)
+    assert len(list(posterior.network.footprint.chunks(50, 1, D, torch.device("cpu")))) == 4
+    assert_close(posterior.variance_of(function, x), whole)
     g = of_outputs(energy, function, x)
     assert_close(whole, g @ torch.linalg.solve(energy.ggn(), g), SOLVED)
 
@@ -356,12 +358,12 @@ NO_FUNCTION: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("kind", NO_FUNCTION)
 def test_what_is_no_scalar_of_the_outputs_is_refused(method: str, kind: str) -> None:
     energy = small()
-    found = fitted(energy, METHODS[method])
+    posterior = fitted(energy, METHODS[method])
     function, message = NO_FUNCTION[kind]
 
     def run() -> None:
         with pytest.raises(lw.errors.ModelError, match="the function of the outputs " + message):
-            found.variance_of(function, new(energy))
+            posterior.variance_of(function, new(energy))
 
     problems.unchanged(energy.model, run)
 
@@ -369,25 +371,25 @@ def test_what_is_no_scalar_of_the_outputs_is_refused(method: str, kind: str) -> 
 @pytest.mark.parametrize("method", [lw.HFL(), lw.HFL(mode="linearised"), lw.Full()], ids=["push", "tangent", "full"])
 def test_inputs_of_a_function_are_checked(method: Any) -> None:
     energy = small()
-    found = fitted(energy, method)
+    posterior = fitted(energy, method)
     with pytest.raises(lw.errors.DataError, match="the batch is empty"):
-        found.variance_of(lambda f: f.sum(), new(energy)[:0])
+        posterior.variance_of(lambda f: f.sum(), new(energy)[:0])
     bad = new(energy)
     bad[0, 1] = torch.nan
     with pytest.raises(lw.errors.DataError, match="inputs: 1 of 6 entries are NaN"):
-        found.variance_of(lambda f: f.sum(), bad)
+        posterior.variance_of(lambda f: f.sum(), bad)
 
 
 @pytest.mark.parametrize("method", [lw.HFL(), lw.HFL(mode="linearised"), lw.Full()], ids=["push", "tangent", "full"])
 def test_gradients_off_make_no_difference(method: Any) -> None:
     energy = small()
     x, function = new(energy), lambda f: f.tanh().sum()
-    found = fitted(energy, method)
-    plain = found.variance_of(function, x)
+    posterior = fitted(energy, method)
+    plain = posterior.variance_of(function, x)
     with torch.no_grad():
-        assert torch.equal(found.variance_of(function, x), plain)
+        assert torch.equal(posterior.variance_of(function, x), plain)
     with torch.inference_mode():
-        assert torch.equal(found.variance_of(function, x.clone()), plain)
+        assert torch.equal(posterior.variance_of(function, x.clone()), plain)
 
 
 def test_single_weights_decide_a_function_of_the_outputs() -> None:
@@ -396,9 +398,9 @@ def test_single_weights_decide_a_function_of_the_outputs() -> None:
     x, function = new(energy), lambda f: f.tanh().sum()
     g = of_outputs(energy, function, x)
     for method, precision in ((lw.HFL(), energy.hessian()), (lw.Full(), energy.ggn())):
-        found = fitted(energy, method, weights=lw.subnetwork(index))
+        posterior = fitted(energy, method, weights=lw.subnetwork(index))
         exact = g @ torch.linalg.solve(precision, g)
-        assert float(found.variance_of(function, x)) == pytest.approx(float(exact), rel=1e-6)
+        assert float(posterior.variance_of(function, x)) == pytest.approx(float(exact), rel=1e-6)
 
 
 def test_float32_outputs() -> None:
@@ -416,9 +418,9 @@ def test_float32_outputs() -> None:
         (lw.HFL(), energy.hessian(), D), (lw.HFL(mode="linearised"), energy.ggn(), torch.float32),
         (lw.Full(), energy.ggn(), torch.float32),
     ):  # fmt: skip
-        found = lw.fit(model, [(energy.x.float(), energy.y.float())], lw.Gaussian(noise_std=0.2), method=method,
+        posterior = lw.fit(model, [(energy.x.float(), energy.y.float())], lw.Gaussian(noise_std=0.2), method=method,
                        prior=0.5)  # fmt: skip
         exact = g @ torch.linalg.solve(precision, g)
         seen.clear()
-        assert float(found.variance_of(function, x.float())) == pytest.approx(float(exact), rel=1e-3)
+        assert float(posterior.variance_of(function, x.float())) == pytest.approx(float(exact), rel=1e-3)
         assert set(seen) == {dtype}

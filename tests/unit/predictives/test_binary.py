@@ -48,10 +48,10 @@ def test_quadrature_is_the_integral() -> None:
 
 def test_probit_is_near_the_integral() -> None:
     """The sigmoid is matched by a probit; the two differ by at most 0.019 (MacKay 1992)."""
-    found = lw.Bernoulli().predict(belief()).probs
-    assert float((found - each(sigmoid)).abs().max()) <= 0.02
+    probs = lw.Bernoulli().predict(belief()).probs
+    assert float((probs - each(sigmoid)).abs().max()) <= 0.02
     expected = torch.sigmoid(MEANS / (1 + math.pi * VARIANCES / 8).sqrt())
-    assert_close(found, expected)
+    assert_close(probs, expected)
 
 
 @pytest.mark.parametrize("link", ["probit", "quadrature"])
@@ -82,8 +82,8 @@ def test_a_single_label_needs_no_dimension() -> None:
 def test_log_prob_of_confident_logits_is_finite(logit: float, y: float) -> None:
     """One less sigmoid(30) is zero in float32, its logarithm is not minus infinity."""
     b = lw.FunctionGaussian(torch.full((1, 1), logit), torch.zeros(1, 1, 1))
-    found = lw.Bernoulli().predict(b).log_prob(torch.full((1, 1), y))
-    assert float(found) == pytest.approx(-abs(logit), rel=1e-6)
+    log_prob = lw.Bernoulli().predict(b).log_prob(torch.full((1, 1), y))
+    assert float(log_prob) == pytest.approx(-abs(logit), rel=1e-6)
 
 
 def test_entropy_and_mutual_information() -> None:

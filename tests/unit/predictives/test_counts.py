@@ -19,11 +19,11 @@ BELIEFS = [(0.5, 0.3), (2.0, 0.05), (-1.0, 0.8), (3.0, 0.3), (4.0, 0.3), (4.0, 1
 
 
 def predictive(mean: float, variance: float) -> CountPredictive:
-    found = lw.Poisson().predict(
+    predictive = lw.Poisson().predict(
         lw.FunctionGaussian(torch.full((1, 1), mean, dtype=D), torch.full((1, 1, 1), variance, dtype=D))
     )
-    assert isinstance(found, CountPredictive)
-    return found
+    assert isinstance(predictive, CountPredictive)
+    return predictive
 
 
 def density_of(y: int, mean: float, variance: float) -> float:
@@ -51,8 +51,8 @@ def test_log_prob_is_the_integral(mean: float, variance: float) -> None:
     p = predictive(mean, variance)
     for quantile in (-2.0, -1.0, 0.0, 1.0, 2.0):
         y = int(math.exp(mean + quantile * math.sqrt(variance)))
-        found = float(p.log_prob(torch.full((1, 1), y)))
-        assert found == pytest.approx(math.log(density_of(y, mean, variance)), abs=1e-4), f"y = {y}"
+        log_prob = float(p.log_prob(torch.full((1, 1), y)))
+        assert log_prob == pytest.approx(math.log(density_of(y, mean, variance)), abs=1e-4), f"y = {y}"
 
 
 @pytest.mark.parametrize(("mean", "variance"), BELIEFS)
@@ -61,10 +61,10 @@ def test_interval_is_the_pair_of_quantiles(mean: float, variance: float, level: 
     """The smallest counts at which the cumulative probability reaches (1 ∓ level)/2."""
     low, high = predictive(mean, variance).interval(level)
     assert low.shape == high.shape == (1, 1)
-    for found, wanted in ((float(low), 0.5 - 0.5 * level), (float(high), 0.5 + 0.5 * level)):
-        assert found == int(found)
-        assert cumulative(found, mean, variance) >= wanted - 1e-6
-        assert found == 0 or cumulative(found - 1, mean, variance) < wanted + 1e-6
+    for end, wanted in ((float(low), 0.5 - 0.5 * level), (float(high), 0.5 + 0.5 * level)):
+        assert end == int(end)
+        assert cumulative(end, mean, variance) >= wanted - 1e-6
+        assert end == 0 or cumulative(end - 1, mean, variance) < wanted + 1e-6
 
 
 @pytest.mark.parametrize(("mean", "variance"), BELIEFS)

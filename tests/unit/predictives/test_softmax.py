@@ -82,8 +82,8 @@ def test_bridge_inverts_the_dirichlet(shift: float) -> None:
     parts = [dirichlet_logits(alpha) for alpha in alphas]
     mean = torch.stack([mean for mean, _ in parts])
     cov = torch.stack([cov for _, cov in parts]) + shift  # a common shift of all logits means nothing
-    found = lw.Categorical(link="bridge").predict(lw.FunctionGaussian(mean, cov)).probs
-    assert_close(found, alphas / alphas.sum(-1, keepdim=True))
+    probs = lw.Categorical(link="bridge").predict(lw.FunctionGaussian(mean, cov)).probs
+    assert_close(probs, alphas / alphas.sum(-1, keepdim=True))
 
 
 def test_bridge_of_logits_that_sum_to_zero_already() -> None:
@@ -91,9 +91,9 @@ def test_bridge_of_logits_that_sum_to_zero_already() -> None:
     centre = torch.eye(C, dtype=D) - 1 / C
     b = belief(1.0)
     mean, cov = b.mean @ centre, centre @ b.cov @ centre
-    found = lw.Categorical(link="bridge").predict(lw.FunctionGaussian(mean, cov)).probs
+    probs = lw.Categorical(link="bridge").predict(lw.FunctionGaussian(mean, cov)).probs
     shifted = lw.Categorical(link="bridge").predict(lw.FunctionGaussian(mean, cov + 1.0)).probs
-    assert_close(found, shifted)
+    assert_close(probs, shifted)
 
 
 def test_bridge_of_one_input_does_not_depend_on_the_others() -> None:
@@ -118,8 +118,8 @@ def moment(mean: float, std: float, power: int) -> float:
 def test_mc_agrees_with_the_integral_for_two_classes() -> None:
     """For two classes only the difference of the logits matters: one integral."""
     b = belief(1.0, 2)
-    found = lw.Categorical(link="mc", samples=20_000).predict(b).probs
-    for mean, cov, probs in zip(b.mean, b.cov, found, strict=True):
+    all_probs = lw.Categorical(link="mc", samples=20_000).predict(b).probs
+    for mean, cov, probs in zip(b.mean, b.cov, all_probs, strict=True):
         gap, std = float(mean[0] - mean[1]), math.sqrt(float(cov[0, 0] + cov[1, 1] - 2 * cov[0, 1]))
         first, second = (moment(gap, std, power) for power in (1, 2))
         error = math.sqrt((second - first**2) / 20_000)
@@ -156,8 +156,8 @@ def test_log_prob_and_distribution(link: str) -> None:
 def test_log_prob_of_confident_logits_is_finite(link: str) -> None:
     """exp(-200) is zero in float32, its logarithm is not minus infinity."""
     b = lw.FunctionGaussian(torch.tensor([[0.0, 200.0]]), torch.zeros(1, 2, 2))
-    found = lw.Categorical(link=link).predict(b).log_prob(torch.tensor([0]))
-    assert float(found) == pytest.approx(-200.0, rel=1e-6)
+    log_prob = lw.Categorical(link=link).predict(b).log_prob(torch.tensor([0]))
+    assert float(log_prob) == pytest.approx(-200.0, rel=1e-6)
 
 
 def test_tokens_keep_their_dimension() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.networks.blocks import Block
+from lapwing.networks.jacobians import Block
 from lapwing.networks.selection import Selection
 from lapwing.priors import diagonal, isotropic, per_layer
 from lapwing.priors.bound import Prior
@@ -57,11 +57,11 @@ def test_a_number_keeps_all_its_digits(kind: Callable[..., Prior]) -> None:
 def test_a_subnetwork_takes_its_own_share(name: str) -> None:
     make, expected = PRIORS[name]
     prior = make().bound(PARTS, LIKE)
-    mine = expected[PARTS.index]
-    assert_close(prior.vector, mine)
-    assert_close(prior.logdet(), mine.log().sum())
+    selected = expected[PARTS.index]
+    assert_close(prior.vector, selected)
+    assert_close(prior.logdet(), selected.log().sum())
     theta = torch.randn(5, dtype=D)
-    assert_close(prior.penalty(theta), (theta**2 * mine).sum())
+    assert_close(prior.penalty(theta), (theta**2 * selected).sum())
 
 
 @pytest.mark.parametrize("mean", [0.7, torch.tensor(0.7), torch.linspace(-1, 1, WHOLE)])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.networks.selection import Selection
 from lapwing.priors import g_prior, grouped, per_normalised_group
-from lapwing.priors.single import GPrior
+from lapwing.priors.given import GPrior
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense, kfac, structures
@@ -89,14 +89,14 @@ def assert_dense(posterior: lw.Fitted, matrix: Tensor, prior: Tensor, power: flo
 @pytest.mark.parametrize("mean", [0.0, 0.7])
 def test_a_group_for_each_pattern(selection: Selection, mean: float) -> None:
     prior = grouped(PATTERNS, mean).bound(selection, LIKE)
-    mine = selection.picked(EACH)
+    expected = selection.picked(EACH)
     assert prior.groups == (r".*\.weight", r".*bias|scale")  # in the order of the parameters
     assert prior.values.tolist() == [5.0, 0.3]
-    assert_close(prior.vector, mine)
-    assert_close(prior.logdet(), mine.log().sum())
+    assert_close(prior.vector, expected)
+    assert_close(prior.logdet(), expected.log().sum())
     theta = torch.randn(selection.size, dtype=D)
-    assert_close(prior.penalty(theta), ((theta - mean) ** 2 * mine).sum())
-    assert_close(prior.summed(theta), torch.stack([theta[mine == 5.0].sum(), theta[mine == 0.3].sum()]))
+    assert_close(prior.penalty(theta), ((theta - mean) ** 2 * expected).sum())
+    assert_close(prior.summed(theta), torch.stack([theta[expected == 5.0].sum(), theta[expected == 0.3].sum()]))
 
 
 def test_gradients_reach_the_precisions_of_groups() -> None:
@@ -135,14 +135,14 @@ def test_groups_need_a_mapping(given: Any) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_groups_enter_the_posterior_weight_by_weight(method: str) -> None:
-    """Weights and biases apart: inside a Kronecker block another precision for the last input."""
+    """Separate precisions for weights and biases: inside a Kronecker block another precision for the last input."""
     matrix, _ = unit_curvature(method)
     where = structures.layers(MLP.build())
     each = torch.full((83,), 0.7, dtype=D)
     for index in where.values():
         each[index[:, -1]] = 3.0
-    found = regression(METHODS[method], lw.grouped({".*weight": 0.7, ".*bias": 3.0}))
-    assert_dense(found, matrix, each, SOLVED if method == "low_rank" else 2 / 3)
+    posterior = regression(METHODS[method], lw.grouped({".*weight": 0.7, ".*bias": 3.0}))
+    assert_dense(posterior, matrix, each, SOLVED if method == "low_rank" else 2 / 3)
 
 
 def test_groups_that_a_block_cannot_hold_are_refused() -> None:
@@ -170,11 +170,11 @@ def test_groups_are_tuned_each() -> None:
 
 def test_a_prior_by_groups_can_be_used_again() -> None:
     """As any prior: in with_prior() and in another fit. On other weights its patterns must be given anew."""
-    found = regression(lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})).tuned()
-    assert_close(found.with_prior(found.prior).log_evidence(), found.log_evidence())
-    assert_close(regression(lw.Kron(), found.prior).prior.vector, found.prior.vector)
+    posterior = regression(lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})).tuned()
+    assert_close(posterior.with_prior(posterior.prior).log_evidence(), posterior.log_evidence())
+    assert_close(regression(lw.Kron(), posterior.prior).prior.vector, posterior.prior.vector)
     with pytest.raises(lw.errors.UnsupportedError, match=r"belongs to other weights already; give grouped"):
-        regression(lw.Full(), found.prior, weights=lw.last_layer)
+        regression(lw.Full(), posterior.prior, weights=lw.last_layer)
 
 
 def test_groups_of_a_normalised_network_are_named_by_it() -> None:
@@ -197,9 +197,9 @@ def test_g_prior_is_g_times_the_diagonal(method: str, g: float) -> None:
     raised = scale > matrix.diagonal() * (1 + 1e-9)
     assert bool(raised.any())  # dead units: the floor is part of the test
     assert not bool(raised.all())
-    found = regression(METHODS[method], lw.priors.g_prior(g))
-    assert isinstance(found.prior.given, GPrior)
-    assert_dense(found, matrix, g * scale, SOLVED if method == "low_rank" else 2 / 3)
+    posterior = regression(METHODS[method], lw.priors.g_prior(g))
+    assert isinstance(posterior.prior.given, GPrior)
+    assert_dense(posterior, matrix, g * scale, SOLVED if method == "low_rank" else 2 / 3)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -224,31 +224,33 @@ def test_g_prior_of_a_classifier_is_dense(method: str) -> None:
     """The same for softmax curvature, with shared weights (convolutions) in the blocks."""
     case = BY_NAME["cnn"]
     model = case.build()
-    found = lw.fit(
+    posterior = lw.fit(
         model, problems.batches(case), "classification", method=METHODS[method], prior=lw.priors.g_prior(0.4)
     )
     _, ggn = problems.dense_ggn(case, model)
     matrix = {"full": ggn, "diagonal": structures.diagonal(ggn)}.get(method)
     if matrix is None:
-        matrix = assembled(found.posterior.curvature)
+        matrix = assembled(posterior.posterior.curvature)
     where = structures.layers(model)
     scale = (structures.scale_by_factor if method == "kron" else structures.scale_by_layer)(matrix.diagonal(), where)
     covariance = torch.linalg.inv(matrix + 0.4 * torch.diag(scale))
     new = case.batch(4, seed=1)
     jac = dense.jacobian(model, new, 4)
-    assert_close(found.functions(new).cov, dense.output_covariance(jac, covariance))
+    assert_close(posterior.functions(new).cov, dense.output_covariance(jac, covariance))
 
 
 def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
     """Embeddings: rows that no token asked for, and padding, have no curvature at all, and get a floor."""
     case = BY_NAME["embedding"]
     model = case.build()
-    found = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.priors.g_prior(0.4))
-    kinds = dict(zip((b.weight for b in found.network.layout), found.posterior.curvature.structures(), strict=True))
+    posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.priors.g_prior(0.4))
+    kinds = dict(
+        zip((b.weight for b in posterior.network.layout), posterior.posterior.curvature.structures(), strict=True)
+    )
     assert kinds["table.weight"] == "KroneckerBlock"
-    matrix = assembled(found.posterior.curvature)
-    where = places(found.network.selection.names, found.network.selection.shapes)
-    blocks = {b.weight: order(b, where).reshape(b.form[1:] if b.linear else (-1,)) for b in found.network.layout}
+    matrix = assembled(posterior.posterior.curvature)
+    where = places(posterior.network.selection.names, posterior.network.selection.shapes)
+    blocks = {b.weight: order(b, where).reshape(b.form[1:] if b.linear else (-1,)) for b in posterior.network.layout}
     assert blocks["table.weight"].shape == (6, 7)
     assert matrix.diagonal()[blocks["table.weight"]][:, 0].tolist() == [0.0] * 6  # padding
     linear = {name: index for name, index in blocks.items() if kinds[name] == "KroneckerBlock"}
@@ -259,11 +261,11 @@ def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
     covariance = torch.linalg.inv(precision)
     new = torch.cat([case.batch(3, seed=1), torch.tensor([[0, 0, 6, 6]])])
     jac = dense.jacobian(model, new, 4)
-    assert_close(found.prior.vector, 0.4 * scale)
-    assert_close(found.functions(new).cov, dense.output_covariance(jac, covariance))
-    joint = found.functions(new, joint=True).cov.reshape(12, 12)
+    assert_close(posterior.prior.vector, 0.4 * scale)
+    assert_close(posterior.functions(new).cov, dense.output_covariance(jac, covariance))
+    joint = posterior.functions(new, joint=True).cov.reshape(12, 12)
     assert_close(joint, dense.joint_covariance(jac, covariance))
-    inner = found.posterior.precision
+    inner = posterior.posterior.precision
     assert_close(inner.logdet(), torch.linalg.slogdet(precision)[1])
     assert_close(inner.variances(), covariance.diagonal())
     assert_close(inner.solve(torch.eye(len(scale), dtype=D)), covariance)
@@ -272,8 +274,8 @@ def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
 
 
 def test_g_prior_of_ekron_is_refused() -> None:
-    found = regression(lw.EKron(), lw.priors.g_prior())
-    for use in (found.log_evidence, lambda: found.functions(MLP.batch(2)), found.tuned):
+    posterior = regression(lw.EKron(), lw.priors.g_prior())
+    for use in (posterior.log_evidence, lambda: posterior.functions(MLP.batch(2)), posterior.tuned):
         with pytest.raises(
             lw.errors.UnsupportedError, match=r"EKron allows one precision for each block.*method=Kron\(\)"
         ):
@@ -293,8 +295,8 @@ def test_g_prior_of_single_weights(method: str) -> None:
         inside = {k: torch.isin(chosen, v).nonzero()[:, 0] for k, v in whole.items()}
         scale = structures.scale_by_layer(ggn.diagonal()[chosen], inside)
     chosen_method = lw.LowRank(rank=13) if method == "low_rank" else METHODS[method]
-    found = regression(chosen_method, lw.priors.g_prior(0.7), weights=lw.subnetwork(chosen))
-    assert_close(found.prior.vector, 0.7 * scale, SOLVED)
+    posterior = regression(chosen_method, lw.priors.g_prior(0.7), weights=lw.subnetwork(chosen))
+    assert_close(posterior.prior.vector, 0.7 * scale, SOLVED)
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.LowRank(rank=18), lw.Kron(), lw.Diagonal()])
@@ -349,15 +351,15 @@ def test_g_prior_does_not_see_how_the_weights_are_scaled(method: str, k: float) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tuned_g_is_an_optimum(method: str) -> None:
-    found = regression(METHODS[method], lw.priors.g_prior()).tuned(lw.tuners.MaximiseEvidence(tolerance=1e-9))
-    assert isinstance(found.prior.given, GPrior)
+    posterior = regression(METHODS[method], lw.priors.g_prior()).tuned(lw.tuners.MaximiseEvidence(tolerance=1e-9))
+    assert isinstance(posterior.prior.given, GPrior)
     matrix, scale = unit_curvature(method)
 
     def at(g: float) -> float:
         return float(evidence(MLP.build(), matrix / NOISE + g * torch.diag(scale), g * scale))
 
-    g = float(found.prior.values)
-    assert float(found.log_evidence()) == pytest.approx(at(g), abs=1e-6)
+    g = float(posterior.prior.values)
+    assert float(posterior.log_evidence()) == pytest.approx(at(g), abs=1e-6)
     line = [at(g * math.exp(shift)) for shift in (-3, -1, -0.3, -0.03, 0.03, 0.3, 1, 3)]
     assert max(line) < at(g)
     assert (at(g * 1.001) - at(g / 1.001)) / 0.002 == pytest.approx(0, abs=1e-5)  # the slope in log g
@@ -387,16 +389,16 @@ def test_what_is_no_g_is_refused(make: Any, message: str) -> None:
 
 
 def test_the_curvature_of_other_weights_is_refused() -> None:
-    found = regression(lw.Full(), lw.priors.g_prior())
+    posterior = regression(lw.Full(), lw.priors.g_prior())
     with pytest.raises(lw.errors.NumericalError, match=r"curvature of 83 weights already, and there are 18"):
-        regression(lw.Full(), found.prior, weights=lw.last_layer)
+        regression(lw.Full(), posterior.prior, weights=lw.last_layer)
 
 
 def test_without_curvature_a_g_prior_stays_open() -> None:
     plain = regression(lw.baselines.MapOnly(), lw.priors.g_prior())
-    for found in (plain, plain.with_prior(lw.priors.g_prior(2.0))):
-        assert isinstance(found.prior.given, GPrior)
-        assert float(found.functions(MLP.batch(2)).variance.max()) == 0
+    for posterior in (plain, plain.with_prior(lw.priors.g_prior(2.0))):
+        assert isinstance(posterior.prior.given, GPrior)
+        assert float(posterior.functions(MLP.batch(2)).variance.max()) == 0
 
 
 # Files.
@@ -424,13 +426,13 @@ def test_round_trip_through_a_file(case: str, method: Any, prior: Any, tmp_path:
     again.save(tmp_path / "two")
     twice = lw.load(tmp_path / "two", chosen.build())
     inputs = chosen.batch(3, seed=1)
-    for found in (again, twice):
-        assert (type(found.prior.given), found.prior.groups, found.prior.members) == (
+    for posterior in (again, twice):
+        assert (type(posterior.prior.given), posterior.prior.groups, posterior.prior.members) == (
             type(first.prior.given), first.prior.groups, first.prior.members)  # fmt: skip
-        assert torch.equal(found.prior.values, first.prior.values)
-        assert torch.equal(found.prior.vector, first.prior.vector)
-        assert_close(found.log_evidence(), first.log_evidence())
-        assert_close(found.functions(inputs).cov, first.functions(inputs).cov)
+        assert torch.equal(posterior.prior.values, first.prior.values)
+        assert torch.equal(posterior.prior.vector, first.prior.vector)
+        assert_close(posterior.log_evidence(), first.log_evidence())
+        assert_close(posterior.functions(inputs).cov, first.functions(inputs).cov)
     higher = first.prior.with_precision(3 * first.prior.values)
     assert_close(again.with_prior(higher).log_evidence(), first.with_prior(higher).log_evidence())
     assert_close(again.with_prior(higher).tuned().prior.values, first.with_prior(higher).tuned().prior.values, SOLVED)

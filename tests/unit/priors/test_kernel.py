@@ -60,14 +60,14 @@ def jacobians(network: Network, name: str) -> tuple[LayerJacobians, LayerJacobia
 def test_dense_matrices(name: str) -> None:
     """Between two batches and of one with itself; rows run over outputs within samples."""
     network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
-    mine, theirs = jacobians(network, name)
+    jac, other_jac = jacobians(network, name)
     one, other = rows(name)
     for kind in KINDS:
         given = prior(kind, network)
-        assert_close(prior_kernel(mine, given, theirs), inducing.kernel(one, other, given.vector))
-        assert_close(prior_kernel(mine, given), inducing.kernel(one, one, given.vector))
-        assert_close(prior_kernel(mine.held(), given, theirs), inducing.kernel(one, other, given.vector))
-        assert_close(prior_kernel(mine.held(), given, theirs.held()), inducing.kernel(one, other, given.vector))
+        assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one, other, given.vector))
+        assert_close(prior_kernel(jac, given), inducing.kernel(one, one, given.vector))
+        assert_close(prior_kernel(jac.held(), given, other_jac), inducing.kernel(one, other, given.vector))
+        assert_close(prior_kernel(jac.held(), given, other_jac.held()), inducing.kernel(one, other, given.vector))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,21 +77,21 @@ def test_single_weights(name: str, kind: str) -> None:
     case, (one, other) = BY_NAME[name], rows(name)
     index = torch.arange(1, one.shape[1], 3)
     network = Network.build(case.build(), case.batch(ONE), lw.subnetwork(index))
-    mine, theirs = jacobians(network, name)
+    jac, other_jac = jacobians(network, name)
     given = prior(kind, network)
-    assert_close(prior_kernel(mine, given, theirs), inducing.kernel(one[:, index], other[:, index], given.vector))
+    assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one[:, index], other[:, index], given.vector))
 
 
 @pytest.mark.parametrize("weights", [lw.last_layer, lw.named("bias")], ids=["last", "bias"])
 def test_some_parameters(weights: Any) -> None:
     case = BY_NAME["mlp"]
     network = Network.build(case.build(), case.batch(ONE), weights)
-    mine, theirs = jacobians(network, "mlp")
+    jac, other_jac = jacobians(network, "mlp")
     names = list(network.selection.names)
     one, other = (dense.jacobian(case.build(), case.batch(n, seed=s), n, names).flatten(0, 1)
                   for n, s in ((ONE, 5), (OTHER, 8)))  # fmt: skip
     given = prior("per_layer", network)
-    assert_close(prior_kernel(mine, given, theirs), inducing.kernel(one, other, given.vector))
+    assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one, other, given.vector))
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet_batchnorm", "conv_zoo", "attention", "lstm", "embedding"])
@@ -101,8 +101,8 @@ def test_a_small_byte_budget_changes_nothing(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("lapwing.networks.budget.TEMPORARY", {"cpu": 1, "cuda": 1})
     for kind in ("isotropic", "diagonal"):
         given = prior(kind, network)
-        mine, theirs = jacobians(network, name)
-        assert_close(prior_kernel(mine, given, theirs), inducing.kernel(one, other, given.vector))
+        jac, other_jac = jacobians(network, name)
+        assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one, other, given.vector))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,12 +110,12 @@ def test_a_small_byte_budget_changes_nothing(name: str, monkeypatch: pytest.Monk
 def test_slopes_in_the_precisions(name: str, kind: str) -> None:
     """Of a sum of entries, against -Σ weights J_i J'_i / a_i², group by group."""
     network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
-    mine, theirs = jacobians(network, name)
+    jac, other_jac = jacobians(network, name)
     given = prior(kind, network)
     leaf = given.values.detach().clone().requires_grad_()
-    found = prior_kernel(mine, given.with_precision(leaf), theirs)
-    mixed = torch.randn(found.shape, dtype=D)
-    (slope,) = torch.autograd.grad((found * mixed).sum(), leaf)
+    kernel = prior_kernel(jac, given.with_precision(leaf), other_jac)
+    mixed = torch.randn(kernel.shape, dtype=D)
+    (slope,) = torch.autograd.grad((kernel * mixed).sum(), leaf)
     one, other = rows(name)
     scale = torch.ones(len(given.vector), dtype=D) if given.scale is None else given.scale
     each = -((mixed @ other) * one).sum(0) * scale / given.vector.square()
@@ -127,27 +127,27 @@ def test_slopes_in_the_precisions(name: str, kind: str) -> None:
 def test_the_precision_without_data_has_the_kernels_blocks(name: str, kind: str) -> None:
     """Within each sample and token what the whole kernel has there."""
     network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
-    mine, _ = jacobians(network, name)
+    jac, _ = jacobians(network, name)
     given = prior(kind, network)
     precision = prior_precision(given, network.layout, network.selection)
     (one, _), classes = rows(name), network.output_shape[-1]
     data = one.reshape(-1, classes, one.shape[1])
     expected = dense.output_covariance(data, torch.diag(1 / given.vector))
-    assert_close(precision.quadratic(mine).reshape(expected.shape), expected)
-    assert_close(precision.quadratic(mine, full=False).reshape(-1), expected.diagonal(dim1=1, dim2=2).reshape(-1))
-    assert_close(precision.cross(mine), inducing.kernel(one, one, given.vector))
+    assert_close(precision.quadratic(jac).reshape(expected.shape), expected)
+    assert_close(precision.quadratic(jac, full=False).reshape(-1), expected.diagonal(dim1=1, dim2=2).reshape(-1))
+    assert_close(precision.cross(jac), inducing.kernel(one, one, given.vector))
 
 
 def test_float32_networks_have_float32_kernels() -> None:
     case = BY_NAME["cnn"]
     network = Network.build(case.build(torch.float32), case.batch(ONE, torch.float32))
-    mine, theirs = (network.linearise(case.batch(n, torch.float32, s)).jacobians() for n, s in ((ONE, 5), (OTHER, 8)))
+    jac, other_jac = (network.linearise(case.batch(n, torch.float32, s)).jacobians() for n, s in ((ONE, 5), (OTHER, 8)))
     given = prior("isotropic", network)
-    found = prior_kernel(mine, given, theirs)
-    assert found.dtype == torch.float32
+    kernel = prior_kernel(jac, given, other_jac)
+    assert kernel.dtype == torch.float32
     one, other = rows("cnn")
-    assert_close(found, inducing.kernel(one, other, given.vector))
-    assert_close(prior_kernel(mine.double(), given, theirs.double()), found.double(), dtype=torch.float32)
+    assert_close(kernel, inducing.kernel(one, other, given.vector))
+    assert_close(prior_kernel(jac.double(), given, other_jac.double()), kernel.double(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "gru"])
@@ -158,5 +158,5 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
         network = Network.build(model, case.batch(ONE))
         return prior_kernel(jacobians(network, name)[0], prior("per_layer", network))
 
-    found = problems.unchanged(model, run)
-    assert not found.requires_grad
+    kernel = problems.unchanged(model, run)
+    assert not kernel.requires_grad

@@ -82,8 +82,8 @@ def assert_products(design: NetworkDesign, x: Tensor, dtype: torch.dtype = D) ->
     """X v, Xᵀ u and Xᵀ X v for several vectors, and X itself."""
     assert (design.rows, design.size) == x.shape
     v, u = rows(3, design.size), rows(2, design.rows)
-    found = (forward_product(design, v), back_product(design, u), gram_product(design, v))
-    for product, expected in zip(found, (v @ x.T, u @ x, v @ x.T @ x), strict=True):
+    products = (forward_product(design, v), back_product(design, u), gram_product(design, v))
+    for product, expected in zip(products, (v @ x.T, u @ x, v @ x.T @ x), strict=True):
         assert product.dtype == D
         assert_close(product, expected, dtype=dtype)
     assert_close(design.whole(), x, dtype=dtype)
@@ -201,7 +201,7 @@ def test_layer_jacobians_in_hand_have_the_same_sums(case: Case) -> None:
     for (block, plain), (_, held) in zip(jacobians, jacobians.held(), strict=True):
         weights = rows(1, block.size)[0].square().reshape(block.form) + 0.1
         assert_close(held.squares().reshape(block.form), plain.squares().reshape(block.form))
-        assert_close(held.cross(weights), plain.cross(weights))
+        assert_close(held.between(held, weights), plain.between(plain, weights))
         for full in (True, False):
             assert_close(
                 held.weighted(weights, jacobians.tokens, full), plain.weighted(weights, jacobians.tokens, full)
@@ -252,7 +252,7 @@ def test_whole_where_positions_outnumber_outputs(positions: int, outputs: int, g
     a = torch.randn(groups, 5, positions, 4, dtype=D, generator=gen)
     g = torch.randn(groups, outputs, 5, positions, 6, dtype=D, generator=gen)
     factors = LinearJacobian(a, g)
-    compact = factors.compact()
+    compact = factors.formed()
     assert isinstance(compact, DenseJacobian if positions > outputs else LinearJacobian)
     exact = torch.einsum("gbti,gkbto->bkgoi", a, g)
     v = torch.randn(2, groups, 6, 4, dtype=D, generator=gen)
@@ -388,8 +388,8 @@ class Pooled(nn.Module):
         self.layer = nn.Linear(4, 1).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x.mean(1))
-        return found
+        outputs: Tensor = self.layer(x.mean(1))
+        return outputs
 
 
 @pytest.mark.parametrize("cache", [None, 1000], ids=["factors held", "data held"])

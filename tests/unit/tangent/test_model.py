@@ -72,9 +72,9 @@ def assert_agrees(model: TangentModel, exact: Tangent, power: float = EXACT, dty
     assert_close(torch.tensor(loss, dtype=D), exact.loss(theta), power, dtype)
     assert_close(gradient, exact.slope(theta), power, dtype)
     several = vectors(len(exact.w), 3)
-    found = model.products(delta, several)
-    assert_close(found, several @ exact.curvature(theta), power, dtype)
-    assert_close(model.products(delta, several[1:2]), found[1:2], power, dtype)
+    products = model.products(delta, several)
+    assert_close(products, several @ exact.curvature(theta), power, dtype)
+    assert_close(model.products(delta, several[1:2]), products[1:2], power, dtype)
     steps = torch.tensor([0.0, 0.25, 1.0, -2.0], dtype=D)
     along = torch.stack([exact.loss(theta + t * direction) for t in steps])
     assert_close(model.losses(delta, direction, steps), along, power, dtype)
@@ -133,10 +133,10 @@ def test_batches_with_different_numbers_of_tokens(kind: str, streamed: bool) -> 
     ys = [y.to(D) if kind == "gaussian" else y for y in ys]
     data = Data(list(zip(tokens, ys, strict=True)), CPU)
     network = Network.build(model, tokens[0])
-    found = StreamedTangent(network, KINDS[kind], data) if streamed else tangent_model(network, KINDS[kind], data)
+    tangent = StreamedTangent(network, KINDS[kind], data) if streamed else tangent_model(network, KINDS[kind], data)
     parts = [Tangent.of(kind, model, x, y) for x, y in zip(tokens, ys, strict=True)]
     joined = (torch.cat([getattr(part, key) for part in parts]) for key in ("f", "jacobian", "y"))
-    assert_agrees(found, Tangent(kind, *joined, parts[0].w))
+    assert_agrees(tangent, Tangent(kind, *joined, parts[0].w))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -204,8 +204,8 @@ def test_float32_networks(name: str) -> None:
     model = built(name, "categorical", False, torch.float32)
     assert model.dtype == D
     assert_agrees(model, exact, SOLVED, torch.float32)
-    own = replace(exact, f=model.f, jacobian=model.jacobian.double().reshape(exact.jacobian.shape))
-    assert_agrees(model, own)
+    expected = replace(exact, f=model.f, jacobian=model.jacobian.double().reshape(exact.jacobian.shape))
+    assert_agrees(model, expected)
 
 
 def test_a_jacobian_kept_in_float32_rounds_its_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,15 +216,15 @@ def test_a_jacobian_kept_in_float32_rounds_its_products_alone(monkeypatch: pytes
     assert isinstance(model, DenseTangent)
     assert model.jacobian.dtype == torch.float32
     exact = reference("mlp", "categorical")
-    own = replace(exact, f=model.f, jacobian=model.jacobian.double().reshape(exact.jacobian.shape))
+    expected = replace(exact, f=model.f, jacobian=model.jacobian.double().reshape(exact.jacobian.shape))
     delta, v = 0.4 * vectors(83, 2)
     loss, gradient = model.gradient(delta)
-    assert_close(torch.tensor(loss, dtype=D), own.loss(own.w + delta))
-    assert_close(gradient, own.slope(own.w + delta))
+    assert_close(torch.tensor(loss, dtype=D), expected.loss(expected.w + delta))
+    assert_close(gradient, expected.slope(expected.w + delta))
     steps = torch.tensor([0.5, 1.0], dtype=D)
-    along = torch.stack([own.loss(own.w + delta + t * v) for t in steps])
+    along = torch.stack([expected.loss(expected.w + delta + t * v) for t in steps])
     assert_close(model.losses(delta, v, steps), along)
-    product, rounded = own.curvature(own.w + delta) @ v, model.products(delta, v[None])[0]
+    product, rounded = expected.curvature(expected.w + delta) @ v, model.products(delta, v[None])[0]
     assert_close(rounded, product, SOLVED, torch.float32)
     assert float((rounded - product).abs().max()) > 1e-10 * float(product.abs().max())
 
@@ -294,9 +294,9 @@ def test_a_shifted_network_gives_the_tangent_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "token_level"])
 def test_a_shift_in_float32(name: str) -> None:
     _, there, f, moved = shifted(name, torch.float32)
-    found = there(BY_NAME[name].batch(6, torch.float32))
-    assert found.dtype == torch.float32
-    assert_close(found, f + moved, SOLVED)
+    outputs = there(BY_NAME[name].batch(6, torch.float32))
+    assert outputs.dtype == torch.float32
+    assert_close(outputs, f + moved, SOLVED)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gru"])

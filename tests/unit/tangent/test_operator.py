@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.core.data import Data
-from lapwing.linalg.block_cg import block_conjugate_gradients
-from lapwing.linalg.cg import conjugate_gradients
+from lapwing.linalg.cg import block_conjugate_gradients, conjugate_gradients
 from lapwing.linalg.operators import Product
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, cast
@@ -50,9 +49,9 @@ def test_dense_matrices(case: Case) -> None:
     assert (j.shape, j.T.shape, g.shape, g.T.shape) == (x.shape, x.T.shape, ggn.shape, ggn.shape)
     v, u = columns(x.shape[1]), columns(x.shape[0])
     for operator, matrix, several in ((j, x, v), (j.T, x.T, u), (j.T.T, x, v), (g, ggn, v), (g.T, ggn, v)):
-        found = operator @ several
-        assert found.dtype == D
-        assert_close(found, matrix @ several)
+        product = operator @ several
+        assert product.dtype == D
+        assert_close(product, matrix @ several)
         assert_close(operator @ several[:, 1], matrix @ several[:, 1])
         assert_close(operator @ several[:, :1], matrix @ several[:, :1])
 
@@ -91,9 +90,9 @@ def test_float32_models_have_float64_products_of_float32_accuracy(case: Case) ->
     x = dense.by_datum(dense.jacobian(model, inputs, 6), case.outputs[-1]).flatten(0, 1)
     posterior = fitted(case, torch.float32)
     j = posterior.jacobian(problems.batches(case, dtype=torch.float32))
-    found = j @ columns(x.shape[1])
-    assert found.dtype == D
-    assert_close(found, x @ columns(x.shape[1]), dtype=torch.float32)
+    product = j @ columns(x.shape[1])
+    assert product.dtype == D
+    assert_close(product, x @ columns(x.shape[1]), dtype=torch.float32)
     assert_close(j.T @ columns(x.shape[0]).float(), x.T @ columns(x.shape[0]), dtype=torch.float32)
 
 
@@ -118,10 +117,10 @@ def test_scipy_solves_by_conjugate_gradients(name: str) -> None:
     operator = fitted(case).ggn(problems.batches(case)).scipy()
     damped = operator + scipy.sparse.linalg.aslinearoperator(0.3 * scipy.sparse.identity(size))
     rhs = columns(size, 1)[:, 0]
-    found, failed = scipy.sparse.linalg.cg(damped, rhs.numpy(), rtol=1e-12)
+    posterior, failed = scipy.sparse.linalg.cg(damped, rhs.numpy(), rtol=1e-12)
     assert failed == 0
     exact = torch.linalg.solve(ggn + 0.3 * torch.eye(size, dtype=D), rhs)
-    assert_close(torch.from_numpy(found), exact, SOLVED)
+    assert_close(torch.from_numpy(posterior), exact, SOLVED)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -135,9 +134,9 @@ def test_scipy_solves_least_squares(name: str) -> None:
     assert_close(torch.from_numpy(operator @ v.numpy()), x @ v)
     assert_close(torch.from_numpy(operator.T @ u.numpy()), x.T @ u)
     assert_close(torch.from_numpy(operator.rmatvec(u[:, 0].numpy())), x.T @ u[:, 0])
-    found = scipy.sparse.linalg.lsqr(operator, u[:, 0].numpy(), damp=0.3, atol=1e-14, btol=1e-14, iter_lim=2000)[0]
+    solution = scipy.sparse.linalg.lsqr(operator, u[:, 0].numpy(), damp=0.3, atol=1e-14, btol=1e-14, iter_lim=2000)[0]
     exact = torch.linalg.solve(x.T @ x + 0.09 * torch.eye(x.shape[1], dtype=D), x.T @ u[:, 0])
-    assert_close(torch.from_numpy(found), exact, SOLVED)
+    assert_close(torch.from_numpy(solution), exact, SOLVED)
 
 
 def classifier() -> tuple[nn.Module, list[Any]]:
@@ -432,11 +431,11 @@ def test_progress_shows_reading_and_streamed_products(
 ) -> None:
     case = BY_NAME["mlp"]
     posterior, data = fitted(case), problems.batches(case)
-    held, v = getattr(posterior, kind)(data, progress=True), columns(83)
-    shown = capsys.readouterr().err
-    assert "reading" in shown
-    assert "Jacobian" in shown
-    kept = held @ v
+    operator, v = getattr(posterior, kind)(data, progress=True), columns(83)
+    printed = capsys.readouterr().err
+    assert "reading" in printed
+    assert "Jacobian" in printed
+    kept = operator @ v
     assert capsys.readouterr().err == ""  # nothing is read
     monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
     streamed = getattr(posterior, kind)(data, progress=True)

@@ -12,7 +12,7 @@ from torch import nn
 import lapwing as lw
 from lapwing import errors, recipes
 from lapwing.core.progress import ProgressBar
-from lapwing.priors.groups import PerLayer
+from lapwing.priors.given import PerLayer
 from tests import problems
 from tests.unit.training.settings import arrays, kept, mlp, set_to
 
@@ -104,25 +104,25 @@ def recipe() -> recipes.Recipe:
 
 def test_the_bar_shows_loss_evidence_and_precisions(capsys: pytest.CaptureFixture[str]) -> None:
     trained = lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipe(), progress=True)
-    shown = capsys.readouterr().err
-    assert "training: 100%" in shown
-    assert "4/4" in shown
+    printed = capsys.readouterr().err
+    assert "training: 100%" in printed
+    assert "4/4" in printed
     last = trained.history[-1]
-    assert f"loss {last.loss:.4g}, log evidence {last.log_evidence:.6g}, precision 0.12..4" in shown
+    assert f"loss {last.loss:.4g}, log evidence {last.log_evidence:.6g}, precision 0.12..4" in printed
     lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipe(), progress=False)
     assert capsys.readouterr().err == ""
 
 
 def test_what_the_bar_is_told_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(ProgressBar, "show_text", lambda bar, text: told.append(text))
+    texts: list[str] = []
+    monkeypatch.setattr(ProgressBar, "show_text", lambda bar, text: texts.append(text))
     settings = {"prior": lw.isotropic(0.5), "update": kept, "burn_in": 2}
     history = lw.train(
         mlp(), [arrays("categorical")], "classification", recipe=recipes.online(4, **settings), progress=True
     ).history
-    assert told[:2] == [f"loss {epoch.loss:.4g}" for epoch in history[:2]]  # nothing is known of the evidence yet
+    assert texts[:2] == [f"loss {epoch.loss:.4g}" for epoch in history[:2]]  # nothing is known of the evidence yet
     expected = [f"loss {e.loss:.4g}, log evidence {e.log_evidence:.6g}, precision 0.5" for e in history[2:]]
-    assert told[2:] == expected
+    assert texts[2:] == expected
 
 
 def test_a_resumed_bar_starts_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,6 +208,6 @@ def test_states_of_another_run() -> None:
     resumed(recipe("adam", prior=lw.isotropic()))
     resumed(recipe("adam", prior=lw.priors.diagonal(), method=lw.Diagonal()))
     resumed(recipe("adam"), "classification")
-    for found, word in zip(seen, ("2 precisions, the prior 3", "size mismatch", "0.weight", "not sgd", "not lbfgs",
+    for message, word in zip(seen, ("2 precisions, the prior 3", "size mismatch", "0.weight", "not sgd", "not lbfgs",
                                   "the prior 1", "the prior 51", "has no noise to learn"), strict=True):  # fmt: skip
-        assert word in found
+        assert word in message

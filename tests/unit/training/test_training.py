@@ -12,7 +12,7 @@ from torch import distributions as d
 
 import lapwing as lw
 from lapwing.core.trace import Trace
-from lapwing.priors.groups import PerLayer
+from lapwing.priors.given import PerLayer
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references.evidence import Linearised
@@ -146,8 +146,8 @@ def test_classic_by_layer() -> None:
     reference = Linearised.of("gaussian", trained.model, x, y)
     decided = 1 - values[owner] * torch.linalg.inv(reference.ggn / phi + torch.diag(values[owner])).diagonal()
     for layer in (0, 1):
-        mine = owner == layer
-        expected = decided[mine].sum() / flat(trained.model)[mine].square().sum()
+        in_layer = owner == layer
+        expected = decided[in_layer].sum() / flat(trained.model)[in_layer].square().sum()
         assert float(values[layer]) == pytest.approx(float(expected), rel=1e-4)
     assert abs(float((values[0] / values[1]).log())) > 0.3
 
@@ -385,8 +385,10 @@ def test_a_loss_that_is_no_number(optimiser: str) -> None:
 
 def test_an_update_that_needs_data_gets_them() -> None:
     data = [arrays("categorical")]
-    given, own = (lw.tuners.MaximiseBound(d, block=5, steps=4) for d in (data, None))
-    one, two = (lw.train(mlp(), data, "classification", recipe=lw.recipes.online(2, update=u)) for u in (given, own))
+    given, without_data = (lw.tuners.MaximiseBound(d, block=5, steps=4) for d in (data, None))
+    one, two = (
+        lw.train(mlp(), data, "classification", recipe=lw.recipes.online(2, update=u)) for u in (given, without_data)
+    )
     assert one.history == two.history
     assert one.history[0].precisions != (1.0, 1.0, 1.0)
 

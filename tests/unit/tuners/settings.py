@@ -54,9 +54,9 @@ LIKELIHOODS: dict[str, tuple[Case, Any, Callable[[int, int], Tensor]]] = {
 
 def setting(name: str = "regression", method: Any = None, prior: Any = 1.0) -> tuple[lw.Fitted, list[Any]]:
     case, likelihood, targets = LIKELIHOODS[name]
-    train, held = split(case, targets)
+    train, held_out = split(case, targets)
     method = lw.Full() if method is None else method
-    return lw.fit(case.build(), train, likelihood, method=method, prior=prior), held
+    return lw.fit(case.build(), train, likelihood, method=method, prior=prior), held_out
 
 
 def with_temperature(fitted: lw.Fitted, factor: float) -> lw.Fitted:
@@ -68,12 +68,12 @@ def with_temperature(fitted: lw.Fitted, factor: float) -> lw.Fitted:
 
 def log_densities(fitted: lw.Fitted, held: list[Any]) -> Tensor:
     """Of every held-out datum, by predictions one at a time."""
-    found = []
+    log_probs = []
     for inputs, y in held:
         for b in range(len(y)):
             row = slice(b, b + 1)
-            found.append(fitted.predict(problems.rows(inputs, row)).log_prob(y[row]).reshape(-1))
-    return torch.cat(found)
+            log_probs.append(fitted.predict(problems.rows(inputs, row)).log_prob(y[row]).reshape(-1))
+    return torch.cat(log_probs)
 
 
 def brute_force(fitted: lw.Fitted, held: list[Any], values: Any = VALUES) -> Tensor:

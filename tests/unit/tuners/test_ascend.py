@@ -80,8 +80,8 @@ def test_a_noise_that_was_given_is_kept() -> None:
 
 def test_many_steps_end_at_the_optimum() -> None:
     best = regression(prior=lw.per_layer(2.0)).tuned()
-    found = regression(prior=lw.per_layer(2.0)).tuned(lw.tuners.Ascend(steps=300, noise=False))
-    assert float((found.prior.values.log() - best.prior.values.log()).abs().max()) < 1e-2
+    tuned = regression(prior=lw.per_layer(2.0)).tuned(lw.tuners.Ascend(steps=300, noise=False))
+    assert float((tuned.prior.values.log() - best.prior.values.log()).abs().max()) < 1e-2
 
 
 def test_no_steps_change_nothing() -> None:

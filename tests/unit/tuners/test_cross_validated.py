@@ -28,19 +28,19 @@ HELD_OUT: Any = [(torch.zeros(2, 4, dtype=D), torch.zeros(2, 3, dtype=D))]
 def test_cross_validation_is_brute_force(name: str, folds: int) -> None:
     """Datum i is in fold i mod folds, across batches; more folds than data leave a fold for each datum."""
     fitted, held = setting(name)
-    found = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, folds=folds))
+    tuned = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, folds=folds))
     each = torch.stack([-log_densities(fitted.with_prior(v), held) for v in VALUES], 1)  # (data, values)
     scores = torch.stack([each[k::folds].mean(0) for k in range(min(folds, len(each)))])
     means = scores.mean(0)
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), means)
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), means)
     best = int(means.argmin())
-    assert float(found.prior.values) == VALUES[best]
+    assert float(tuned.prior.values) == VALUES[best]
     error = float(scores.std(0)[best]) / math.sqrt(len(scores))
-    assert found.trace.findings[0] == (
+    assert tuned.trace.findings[0] == (
         f"precision {VALUES[best]:.3g} has the best mean, {float(means[best]):.4g} ± {error:.2g} "
         f"over {len(scores)} folds"
     )
-    assert (found.trace.tuner, found.trace.score) == ("CrossValidated", "mean held-out metric")
+    assert (tuned.trace.tuner, tuned.trace.score) == ("CrossValidated", "mean held-out metric")
 
 
 def test_cross_validation_within_one_error() -> None:
@@ -68,13 +68,13 @@ def test_cross_validation_of_a_metric_of_ones_own() -> None:
         seen.append(len(y))
         return (predictive.std - 0.7).abs().mean()
 
-    found = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, metric, folds=2))
+    tuned = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, metric, folds=2))
     each = torch.stack([
         torch.cat([(fitted.with_prior(v).predict(x).std - 0.7).abs().mean(1) for x, _ in held]) for v in VALUES
     ], 1)  # fmt: skip
     means = torch.stack([each[0::2].mean(0), each[1::2].mean(0)]).mean(0)
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), means)
-    assert float(found.prior.values) == VALUES[int(means.argmin())]
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), means)
+    assert float(tuned.prior.values) == VALUES[int(means.argmin())]
     assert sum(seen) == sum(HELD) * len(VALUES)
 
 

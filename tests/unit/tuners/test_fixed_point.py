@@ -69,55 +69,55 @@ def assert_never_falls(scores: list[float]) -> None:
 @pytest.mark.parametrize(("method", "prior"), PAIRS)
 def test_it_stands_still_where_mackay_says(method: str, prior: str) -> None:
     """α_d = γ_d / |w_d|² and φ = SSE / (N C - γ), with γ from a dense inverse."""
-    found = regression(METHODS[method], PRIORS[prior]).tuned(lw.tuners.FixedPoint())
-    phi, each = float(found.likelihood.dispersion), found.prior.vector
+    tuned = regression(METHODS[method], PRIORS[prior]).tuned(lw.tuners.FixedPoint())
+    phi, each = float(tuned.likelihood.dispersion), tuned.prior.vector
     matrix = unit_curvature(method) / phi
     shares = torch.linalg.solve(matrix + torch.diag(each), matrix).diagonal()
     centred = (theta() - (0.3 if prior == "about a mean" else 0.0)).square()
     if prior == "g":  # the squares count in units of the curvature
-        centred = centred * each / found.prior.values
+        centred = centred * each / tuned.prior.values
     groups = {"per_layer": (30, 35, 18), "grouped": (30, 53)}.get(prior, (83,))
     expected = torch.stack([
         a.sum() / b.sum() for a, b in zip(shares.split(groups), centred.split(groups), strict=True)
     ])  # fmt: skip
-    assert_close(found.prior.values.reshape(-1) / expected, torch.ones(len(groups), dtype=D), 0.33)
+    assert_close(tuned.prior.values.reshape(-1) / expected, torch.ones(len(groups), dtype=D), 0.33)
     squares = float((targets() - MLP.build()(MLP.batch(6)).detach()).square().sum())
     assert phi == pytest.approx(squares / (18 - float(shares.sum())), rel=1e-5)
-    assert found.trace.steps[-1].gamma == pytest.approx(float(shares.sum()), rel=1e-6)
-    assert found.effective_parameters().total == pytest.approx(float(shares.sum()), rel=1e-7)
+    assert tuned.trace.steps[-1].gamma == pytest.approx(float(shares.sum()), rel=1e-6)
+    assert tuned.effective_parameters().total == pytest.approx(float(shares.sum()), rel=1e-7)
 
 
 @pytest.mark.parametrize(("method", "prior"), PAIRS)
 def test_it_ends_at_the_optimum_of_the_evidence_without_losing_any(method: str, prior: str) -> None:
     start = regression(METHODS[method], PRIORS[prior])
-    found = start.tuned(lw.tuners.FixedPoint())
+    tuned = start.tuned(lw.tuners.FixedPoint())
     best = start.tuned(lw.tuners.MaximiseEvidence(noise=True, tolerance=1e-10, max_steps=200))
-    assert_close(found.prior.values / best.prior.values, torch.ones_like(found.prior.values), 0.33)
-    assert_close(found.likelihood.dispersion, best.likelihood.dispersion, 0.33)
-    assert float(found.log_evidence()) == pytest.approx(float(best.log_evidence()), abs=1e-8)
-    steps = found.trace.steps
-    assert (found.trace.tuner, found.trace.score) == ("FixedPoint", "log evidence")
+    assert_close(tuned.prior.values / best.prior.values, torch.ones_like(tuned.prior.values), 0.33)
+    assert_close(tuned.likelihood.dispersion, best.likelihood.dispersion, 0.33)
+    assert float(tuned.log_evidence()) == pytest.approx(float(best.log_evidence()), abs=1e-8)
+    steps = tuned.trace.steps
+    assert (tuned.trace.tuner, tuned.trace.score) == ("FixedPoint", "log evidence")
     assert len(steps) < 60  # a logarithm that oscillates would take hundreds
-    assert found.trace.findings == ()
+    assert tuned.trace.findings == ()
     assert_never_falls([step.score for step in steps])
     assert steps[0].score == pytest.approx(float(start.log_evidence()), abs=1e-9)
-    assert steps[-1].score == pytest.approx(float(found.log_evidence()), abs=1e-9)
+    assert steps[-1].score == pytest.approx(float(tuned.log_evidence()), abs=1e-9)
     assert steps[0].precisions == pytest.approx(tuple(start.prior.values.reshape(-1).tolist()))
-    assert steps[-1].noise == pytest.approx((float(found.likelihood.dispersion),))
+    assert steps[-1].noise == pytest.approx((float(tuned.likelihood.dispersion),))
 
 
 @pytest.mark.parametrize("prior", ["isotropic", "per_layer", "g"])
 @pytest.mark.parametrize("method", ["full", "diagonal", "kron"])
 def test_of_a_classifier(method: str, prior: str) -> None:
     start = classifier(METHODS[method], PRIORS[prior])
-    found = start.tuned(lw.tuners.FixedPoint())
+    tuned = start.tuned(lw.tuners.FixedPoint())
     best = start.tuned(lw.tuners.MaximiseEvidence(tolerance=1e-10, max_steps=200))
-    assert_close(found.prior.values / best.prior.values, torch.ones_like(found.prior.values), 0.33)
-    assert_never_falls([step.score for step in found.trace.steps])
-    assert found.trace.steps[-1].noise == ()
+    assert_close(tuned.prior.values / best.prior.values, torch.ones_like(tuned.prior.values), 0.33)
+    assert_never_falls([step.score for step in tuned.trace.steps])
+    assert tuned.trace.steps[-1].noise == ()
     if method == "full" and prior == "isotropic":
         _, ggn = problems.dense_ggn(MLP, MLP.build())
-        alpha = float(found.prior.values)
+        alpha = float(tuned.prior.values)
         gamma = torch.linalg.solve(ggn + alpha * torch.eye(83, dtype=D), ggn).trace()
         assert alpha == pytest.approx(float(gamma / theta().square().sum()), rel=1e-5)
 
@@ -137,18 +137,18 @@ def test_of_a_linear_model_at_its_optimum() -> None:
         log_phi = ((y - x @ exact.mean).square().sum() / (30 - gamma)).log()
     model = nn.Linear(4, 1, bias=False).double()
     model.weight.data = exact.mean[None].clone()
-    found = lw.fit(model, [(x, y[:, None])], lw.Gaussian(), method=lw.Full(), prior=1.0).tuned(lw.tuners.FixedPoint())
-    assert_close(found.prior.values, log_alpha.exp(), 0.33)
-    assert_close(found.likelihood.dispersion, log_phi.exp(), 0.33)
-    assert_close(found.log_evidence(), exact.log_evidence, SOLVED)
+    tuned = lw.fit(model, [(x, y[:, None])], lw.Gaussian(), method=lw.Full(), prior=1.0).tuned(lw.tuners.FixedPoint())
+    assert_close(tuned.prior.values, log_alpha.exp(), 0.33)
+    assert_close(tuned.likelihood.dispersion, log_phi.exp(), 0.33)
+    assert_close(tuned.log_evidence(), exact.log_evidence, SOLVED)
 
 
 @pytest.mark.parametrize("start", [1e-8, 1e-3, 1.0, 1e4, 1e11])
 def test_from_anywhere_to_the_same_place(start: float) -> None:
-    found = regression(lw.Full(), start).tuned(lw.tuners.FixedPoint())
+    tuned = regression(lw.Full(), start).tuned(lw.tuners.FixedPoint())
     near = regression(lw.Full(), 1.0).tuned(lw.tuners.FixedPoint())
-    assert float(found.prior.values) == pytest.approx(float(near.prior.values), rel=1e-5)
-    assert_never_falls([step.score for step in found.trace.steps])
+    assert float(tuned.prior.values) == pytest.approx(float(near.prior.values), rel=1e-5)
+    assert_never_falls([step.score for step in tuned.trace.steps])
 
 
 @pytest.mark.parametrize("method", ["diagonal", "kron"])
@@ -157,28 +157,28 @@ def test_where_a_structure_counts_more_weights_than_data(method: str) -> None:
     x, y = MLP.batch(3), targets()[:3]
     start = lw.fit(MLP.build(), [(x, y)], lw.Gaussian(), method=METHODS[method], prior=1e-4)
     assert start.effective_parameters().total > 9
-    found = start.tuned(lw.tuners.FixedPoint())
+    tuned = start.tuned(lw.tuners.FixedPoint())
     best = start.tuned(lw.tuners.MaximiseEvidence(noise=True, tolerance=1e-10, max_steps=300))
-    assert_close(found.likelihood.dispersion, best.likelihood.dispersion, 0.3)
-    assert_close(found.prior.values, best.prior.values, 0.3)
-    assert_never_falls([step.score for step in found.trace.steps])
-    assert found.effective_parameters().total < 9
+    assert_close(tuned.likelihood.dispersion, best.likelihood.dispersion, 0.3)
+    assert_close(tuned.prior.values, best.prior.values, 0.3)
+    assert_never_falls([step.score for step in tuned.trace.steps])
+    assert tuned.effective_parameters().total < 9
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_noise_that_was_given_is_kept(method: str) -> None:
-    found = regression(METHODS[method], noise_std=0.5).tuned(lw.tuners.FixedPoint())
-    assert found.likelihood.dispersion.item() == 0.25
-    assert float(found.prior.values) != 1.0
+    tuned = regression(METHODS[method], noise_std=0.5).tuned(lw.tuners.FixedPoint())
+    assert tuned.likelihood.dispersion.item() == 0.25
+    assert float(tuned.prior.values) != 1.0
 
 
 def test_the_noise_stays_the_residuals_where_asked() -> None:
     start = regression(lw.Full())
-    found = start.tuned(lw.tuners.FixedPoint(noise=False))
-    assert found.likelihood.dispersion.item() == start.likelihood.dispersion.item()
+    tuned = start.tuned(lw.tuners.FixedPoint(noise=False))
+    assert tuned.likelihood.dispersion.item() == start.likelihood.dispersion.item()
     best = start.tuned(lw.tuners.MaximiseEvidence(tolerance=1e-10))
-    assert float(found.prior.values) == pytest.approx(float(best.prior.values), rel=1e-5)
-    assert found.trace.steps[-1].noise == ()
+    assert float(tuned.prior.values) == pytest.approx(float(best.prior.values), rel=1e-5)
+    assert tuned.trace.steps[-1].noise == ()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -196,9 +196,9 @@ def test_in_float32(method: str) -> None:
 def test_of_some_weights(weights: Any) -> None:
     x = MLP.batch(6)
     start = lw.fit(MLP.build(), [(x, targets())], lw.Gaussian(), method=lw.Full(), weights=weights, prior=1.0)
-    found = start.tuned(lw.tuners.FixedPoint())
+    tuned = start.tuned(lw.tuners.FixedPoint())
     best = start.tuned(lw.tuners.MaximiseEvidence(noise=True, tolerance=1e-10))
-    assert float(found.prior.values) == pytest.approx(float(best.prior.values), rel=1e-5)
+    assert float(tuned.prior.values) == pytest.approx(float(best.prior.values), rel=1e-5)
 
 
 def test_no_data_is_touched() -> None:
@@ -327,14 +327,14 @@ def test_without_an_evidence_it_is_refused() -> None:
 def test_samples_end_where_their_own_gamma_says(prior: str) -> None:
     """α_d = γ_d / |w_d|² and φ = SSE / (N C - γ), with γ by the samples; near what Full finds."""
     method = lw.Sampled(num_samples=256, tolerance=1e-6)
-    found = regression(method, PRIORS[prior]).tuned(lw.tuners.FixedPoint())
-    effective = found.effective_parameters()
-    squares = found.prior.squares(found.posterior.centre)
-    assert torch.allclose(found.prior.values.reshape(-1), effective.by_precision / squares, rtol=1e-4)
-    statistics = found.posterior.statistics
-    assert float(found.likelihood.dispersion) == pytest.approx(2 * statistics.loss / (18 - effective.total), rel=1e-4)
+    tuned = regression(method, PRIORS[prior]).tuned(lw.tuners.FixedPoint())
+    effective = tuned.effective_parameters()
+    squares = tuned.prior.squares(tuned.posterior.centre)
+    assert torch.allclose(tuned.prior.values.reshape(-1), effective.by_precision / squares, rtol=1e-4)
+    statistics = tuned.posterior.statistics
+    assert float(tuned.likelihood.dispersion) == pytest.approx(2 * statistics.loss / (18 - effective.total), rel=1e-4)
     full = regression(lw.Full(), PRIORS[prior]).tuned(lw.tuners.FixedPoint())
-    assert float((found.prior.values / full.prior.values).log().abs().max()) < 0.3
+    assert float((tuned.prior.values / full.prior.values).log().abs().max()) < 0.3
 
 
 def test_samples_need_not_climb() -> None:
@@ -343,6 +343,6 @@ def test_samples_need_not_climb() -> None:
     x = torch.randn(60, 3)
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
     y = x[:, :1].sin() + 0.1 * torch.randn(60, 1)
-    found = lw.fit(model, [(x, y)], "regression", method=lw.Sampled(), tuner=lw.tuners.FixedPoint())
-    assert len(found.trace.steps) < 40
-    assert found.trace.findings == ()
+    tuned = lw.fit(model, [(x, y)], "regression", method=lw.Sampled(), tuner=lw.tuners.FixedPoint())
+    assert len(tuned.trace.steps) < 40
+    assert tuned.trace.findings == ()

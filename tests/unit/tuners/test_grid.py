@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.curvature.per_output import PerOutputCurvature
-from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.single import GPrior
-from lapwing.tuners.grid import PRECISIONS
-from lapwing.tuners.temperature import TEMPERATURES
+from lapwing.posteriors.weight_space import PerOutputCurvature, WeightPosterior
+from lapwing.priors.given import GPrior
+from lapwing.tuners.held_out import PRECISIONS, TEMPERATURES
 from tests.tolerances import assert_close
 from tests.unit.tuners.settings import (
     HELD,
@@ -33,34 +31,34 @@ from tests.unit.tuners.settings import (
 @pytest.mark.parametrize("method", METHODS)
 def test_grid_by_the_evidence_is_brute_force(method: str) -> None:
     fitted, _ = setting(method=METHODS[method])
-    found = fitted.tuned(lw.tuners.Grid(precisions=VALUES))
+    tuned = fitted.tuned(lw.tuners.Grid(precisions=VALUES))
     evidences = torch.stack([fitted.with_prior(v).log_evidence() for v in VALUES])
-    assert float(found.prior.values) == VALUES[int(evidences.argmax())]
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), evidences)
-    assert [step.precisions for step in found.trace.steps] == [pytest.approx((v,)) for v in VALUES]
-    assert (found.trace.tuner, found.trace.score) == ("Grid", "log evidence")
+    assert float(tuned.prior.values) == VALUES[int(evidences.argmax())]
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), evidences)
+    assert [step.precisions for step in tuned.trace.steps] == [pytest.approx((v,)) for v in VALUES]
+    assert (tuned.trace.tuner, tuned.trace.score) == ("Grid", "log evidence")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_grid_by_held_out_data_is_brute_force(method: str) -> None:
     fitted, held = setting(method=METHODS[method])
-    found = fitted.tuned(lw.tuners.Grid(held, VALUES))
+    tuned = fitted.tuned(lw.tuners.Grid(held, VALUES))
     expected = brute_force(fitted, held)
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), expected)
-    assert float(found.prior.values) == VALUES[int(expected.argmin())]
-    assert found.trace.score == "held-out metric"
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
+    assert float(tuned.prior.values) == VALUES[int(expected.argmin())]
+    assert tuned.trace.score == "held-out metric"
     new = MLP.batch(3, seed=2)
-    same = fitted.with_prior(float(found.prior.values))
-    assert_close(found.predict(new).std, same.predict(new).std)
+    same = fitted.with_prior(float(tuned.prior.values))
+    assert_close(tuned.predict(new).std, same.predict(new).std)
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_grid_for_every_likelihood(name: str) -> None:
     fitted, held = setting(name, lw.Kron())
-    found = fitted.tuned(lw.tuners.Grid(held, VALUES))
+    tuned = fitted.tuned(lw.tuners.Grid(held, VALUES))
     expected = brute_force(fitted, held)
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), expected)
-    assert float(found.prior.values) == VALUES[int(expected.argmin())]
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
+    assert float(tuned.prior.values) == VALUES[int(expected.argmin())]
 
 
 def test_the_best_value_depends_on_the_data() -> None:
@@ -76,13 +74,13 @@ def test_the_best_value_depends_on_the_data() -> None:
 
 def test_groups_keep_their_ratios() -> None:
     fitted, held = setting(prior=lw.per_layer(torch.tensor([0.25, 2.0, 16.0], dtype=D)))
-    found = fitted.tuned(lw.tuners.Grid(held, VALUES))
+    tuned = fitted.tuned(lw.tuners.Grid(held, VALUES))
     ratios = torch.tensor([1 / 8, 1.0, 8.0], dtype=D)  # about a geometric mean of two
     expected = torch.stack([
         -log_densities(fitted.with_prior(lw.per_layer(v * ratios)), held).mean() for v in VALUES
     ])  # fmt: skip
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), expected)
-    assert_close(found.prior.values, VALUES[int(expected.argmin())] * ratios)
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
+    assert_close(tuned.prior.values, VALUES[int(expected.argmin())] * ratios)
 
 
 @pytest.mark.parametrize("prior", [lw.priors.g_prior(2.0), lw.isotropic(1.0, 0.4)], ids=["g", "about a mean"])
@@ -90,20 +88,20 @@ def test_grid_of_other_priors(prior: Any) -> None:
     fitted, held = setting(method=lw.Kron(), prior=prior)
     again = lw.priors.g_prior if isinstance(prior, GPrior) else lambda v: lw.isotropic(v, 0.4)
     for data, score in ((held, 1), (None, -1)):
-        found = fitted.tuned(lw.tuners.Grid(data, VALUES))
+        tuned = fitted.tuned(lw.tuners.Grid(data, VALUES))
         tried = [fitted.with_prior(again(v)) for v in VALUES]
         expected = torch.stack([-log_densities(t, held).mean() if data else t.log_evidence() for t in tried])
-        assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), expected)
-        assert float(found.prior.values) == VALUES[int((score * expected).argmin())]
+        assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
+        assert float(tuned.prior.values) == VALUES[int((score * expected).argmin())]
 
 
 @pytest.mark.parametrize("weights", [lw.last_layer, lw.subnetwork(torch.arange(0, 83, 5))], ids=["last layer", "some"])
 def test_grid_of_some_weights(weights: Any) -> None:
     train, held = split(MLP, LIKELIHOODS["classification"][2])
     fitted = lw.fit(MLP.build(), train, "classification", method=lw.Full(), weights=weights, prior=1.0)
-    found = fitted.tuned(lw.tuners.Grid(held, VALUES))
+    tuned = fitted.tuned(lw.tuners.Grid(held, VALUES))
     expected = brute_force(fitted, held)
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), expected)
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
 
 
 def test_grid_of_a_metric_of_ones_own() -> None:
@@ -114,13 +112,13 @@ def test_grid_of_a_metric_of_ones_own() -> None:
         low, high = predictive.interval(0.9)
         return float((high - low + 20 * ((y < low) | (y > high))).mean())
 
-    found = fitted.tuned(lw.tuners.Grid(held, VALUES, metric))
+    tuned = fitted.tuned(lw.tuners.Grid(held, VALUES, metric))
     expected = []
     for value in VALUES:
         tried = fitted.with_prior(value)
         expected.append(sum(len(y) * metric(tried.predict(x), y) for x, y in held) / sum(HELD))
-    assert [step.score for step in found.trace.steps] == pytest.approx(expected, rel=1e-10)
-    assert float(found.prior.values) == VALUES[expected.index(min(expected))]
+    assert [step.score for step in tuned.trace.steps] == pytest.approx(expected, rel=1e-10)
+    assert float(tuned.prior.values) == VALUES[expected.index(min(expected))]
     nll = fitted.tuned(lw.tuners.Grid(held, VALUES))
     assert [s.score for s in nll.trace.steps] != pytest.approx(expected, rel=1e-3)
 
@@ -132,7 +130,7 @@ def test_ignored_data_do_not_count() -> None:
               for x, y in held]  # fmt: skip
     masked.append((case.batch(2, seed=3), torch.full((2, 4), -100)))  # a batch that does not count at all
     fitted = lw.fit(case.build(), train, likelihood, method=lw.Kron(), prior=1.0)
-    found = fitted.tuned(lw.tuners.Grid(masked, VALUES))
+    tuned = fitted.tuned(lw.tuners.Grid(masked, VALUES))
     expected = []
     for value in VALUES:
         tried, total = fitted.with_prior(value), []
@@ -140,7 +138,7 @@ def test_ignored_data_do_not_count() -> None:
             logs = tried.predict(x).log_probs.gather(-1, y.clamp_min(0)[..., None])[..., 0]
             total.append(logs[y != -100])
         expected.append(-torch.cat(total).mean())
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), torch.stack(expected))
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), torch.stack(expected))
     with pytest.raises(lw.errors.DataError, match="no held-out datum counts: every target is ignored"):
         fitted.tuned(lw.tuners.Grid(masked[-1:], VALUES))
 
@@ -160,12 +158,12 @@ def test_the_evidence_of_a_grid_keeps_no_candidate(monkeypatch: pytest.MonkeyPat
     alive, seen = results_of(PerOutputCurvature, "at", monkeypatch), []
     plain = WeightPosterior.log_evidence
 
-    def counted(self: WeightPosterior) -> Tensor:
-        found = plain(self)
+    def counting(self: WeightPosterior) -> Tensor:
+        evidence = plain(self)
         seen.append(len(alive))
-        return found
+        return evidence
 
-    monkeypatch.setattr(WeightPosterior, "log_evidence", counted)
+    monkeypatch.setattr(WeightPosterior, "log_evidence", counting)
     fitted.tuned(lw.tuners.Grid(precisions=VALUES))
     assert max(seen) == 1
 

@@ -73,10 +73,10 @@ def test_the_data_are_passed_over_once() -> None:
             return iter(held)
 
     source = Counting()
-    found = fitted.tuned(lw.tuners.Grid(source, VALUES))  # type: ignore[arg-type]
+    tuned = fitted.tuned(lw.tuners.Grid(source, VALUES))  # type: ignore[arg-type]
     opened = len(passes)
     assert opened <= 2  # one is the look whether it can be iterated again
-    assert float(found.prior.values) == float(fitted.tuned(lw.tuners.Grid(held, VALUES)).prior.values)
+    assert float(tuned.prior.values) == float(fitted.tuned(lw.tuners.Grid(held, VALUES)).prior.values)
 
 
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])
@@ -94,8 +94,8 @@ def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatc
 
     monkeypatch.setattr(held_out, "temporary", lambda device: 8 * 83**2 * 5 // 4)
     model.calls.clear()
-    found = fitted.tuned(make(held, VALUES, metric))
-    assert found.trace.steps == expected.steps
+    tuned = fitted.tuned(make(held, VALUES, metric))
+    assert tuned.trace.steps == expected.steps
     assert model.calls == list(HELD) * 4
     assert max(seen) == 2
 
@@ -122,8 +122,8 @@ def test_groups_need_data_that_come_again(monkeypatch: pytest.MonkeyPatch) -> No
     one = fitted.tuned(lw.tuners.Grid(loader, VALUES)).trace
     fitted.tuned(lw.tuners.CrossValidated(loader, VALUES, folds=3))
     monkeypatch.setattr(held_out, "temporary", lambda device: 0)
-    found = fitted.tuned(lw.tuners.Grid(loader, VALUES)).trace  # one fold does not mind the order
-    assert [step.score for step in found.steps] == pytest.approx([step.score for step in one.steps], rel=1e-10)
+    trace = fitted.tuned(lw.tuners.Grid(loader, VALUES)).trace  # one fold does not mind the order
+    assert [step.score for step in trace.steps] == pytest.approx([step.score for step in one.steps], rel=1e-10)
     with pytest.raises(lw.errors.DataError, match="a second pass over the held-out data gave other folds"):
         fitted.tuned(lw.tuners.CrossValidated(loader, VALUES, folds=3))
 
@@ -144,8 +144,8 @@ def test_in_float32() -> None:
                     prior=1.0)  # fmt: skip
     for make in (lw.tuners.Grid, lw.tuners.Temperature):
         wide = fitted.tuned(make(held, VALUES)).trace
-        found = narrow.tuned(make([(x.float(), y) for x, y in held], VALUES)).trace
-        assert [s.score for s in found.steps] == pytest.approx([s.score for s in wide.steps], rel=1e-4)
+        trace = narrow.tuned(make([(x.float(), y) for x, y in held], VALUES)).trace
+        assert [s.score for s in trace.steps] == pytest.approx([s.score for s in wide.steps], rel=1e-4)
 
 
 def test_scores_of_folds() -> None:

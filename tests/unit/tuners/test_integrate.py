@@ -113,7 +113,8 @@ def test_a_given_prior_is_kept_where_ratios_are_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [lw.baselines.SWAG(snapshots=3, rank=2, batch_size=16), lw.baselines.MapOnly(), lw.Sampled(4), lw.ELLA(20, 5)]
+    "method",
+    [lw.baselines.SWAG(snapshots=3, rank=2, batch_size=16), lw.baselines.MapOnly(), lw.Sampled(4), lw.ELLA(20, 5)],
 )
 def test_methods_with_and_without_a_precision(method: Any) -> None:
     net, training, validation = problem("classification")

@@ -68,10 +68,10 @@ def prior(kind: str, names: Sequence[str], sizes: Sequence[int], ggn: Tensor, pi
         return lw.grouped(patterns), each[owner]
     raw, scale = ggn.diagonal(), torch.zeros(len(every), dtype=D)
     for layer in dict.fromkeys(layers(names)):
-        mine = torch.tensor([layers(names)[i] == layer for i in owner.tolist()])
-        if bool(mine.any()):
-            typical = float(raw[mine].median()) or float(raw[mine].mean())  # most may be dead behind a ReLU
-            scale[mine] = raw[mine].clamp_min(1e-3 * typical)
+        in_layer = torch.tensor([layers(names)[i] == layer for i in owner.tolist()])
+        if bool(in_layer.any()):
+            typical = float(raw[in_layer].median()) or float(raw[in_layer].mean())  # most may be dead behind a ReLU
+            scale[in_layer] = raw[in_layer].clamp_min(1e-3 * typical)
     return lw.priors.g_prior(0.2), 0.2 * scale
 
 
@@ -92,21 +92,21 @@ def fitted(case: Case, kind: str, prior_kind: str, **settings: Any) -> tuple[lw.
 def moved(posterior: lw.Fitted, log_values: Tensor, log_noise: Tensor | None = None) -> Any:
     """The posterior under exp of these precisions and this noise, with a graph to them."""
     prior = posterior.prior.with_precision(log_values.exp().reshape(posterior.prior.values.shape))
-    found = posterior.posterior.problem.with_prior(prior)
+    changed = posterior.posterior.problem.with_prior(prior)
     if log_noise is not None:
-        found = found.with_likelihood(found.likelihood.with_dispersion(log_noise.exp()))
-    return posterior.posterior.with_problem(found)  # type: ignore[attr-defined]
+        changed = changed.with_likelihood(changed.likelihood.with_dispersion(log_noise.exp()))
+    return posterior.posterior.with_problem(changed)  # type: ignore[attr-defined]
 
 
 def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-3) -> Tensor:
     """Central differences of the fourth order, one entry after another."""
-    found = []
+    slopes = []
     for i in range(at.numel()):
         unit = torch.zeros(at.numel(), dtype=D)
         unit[i] = step
         low, less, more, high = (of(at + k * unit.reshape(at.shape)).detach() for k in (-2, -1, 1, 2))
-        found.append((low - 8 * less + 8 * more - high) / (12 * step))
-    return torch.stack(found).reshape(at.shape)
+        slopes.append((low - 8 * less + 8 * more - high) / (12 * step))
+    return torch.stack(slopes).reshape(at.shape)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_value_is_the_dense_formula(name: str, kind: str, prior_kind: str) -> No
         reference = Linearised.of("bernoulli", model, x, y)
     else:
         posterior, reference, precision, data = fitted(BY_NAME[name], kind, prior_kind)
-    found = problems.unchanged(posterior.network.model, lambda: lw.tuners.evidence_bound(posterior, data, block=2))
-    assert found.dtype == D
-    assert_close(found, reference.bound(BLOCKS, precision, noise(kind)))
+    bound = problems.unchanged(posterior.network.model, lambda: lw.tuners.evidence_bound(posterior, data, block=2))
+    assert bound.dtype == D
+    assert_close(bound, reference.bound(BLOCKS, precision, noise(kind)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -211,12 +211,12 @@ def test_gradient_is_that_of_the_dense_formula(kind: str, picked: Tensor | None)
     posterior, reference, precision, data = fitted(BY_NAME["mlp"], "categorical", kind, picked=picked)
     assert len(precision) == (83 if picked is None else 8)
     leaf = posterior.prior.values.log().requires_grad_()
-    found = lw.tuners.evidence_bound(moved(posterior, leaf), data, block=2)
-    found.backward()
+    bound = lw.tuners.evidence_bound(moved(posterior, leaf), data, block=2)
+    bound.backward()
     by_weight = precision.log().requires_grad_()
     expected = reference.bound(BLOCKS, by_weight.exp())
     expected.backward()
-    assert_close(found, expected)
+    assert_close(bound, expected)
     slopes = by_weight.grad
     assert slopes is not None
     if kind == "diagonal":
@@ -258,15 +258,15 @@ def test_other_selections(weights: Any) -> None:
 def test_a_block_times_their_number_is_unbiased(prior_kind: str) -> None:
     """Blocks of 2, 1, 1 and 2: each is its dense term, and the mean of four times each is the bound, slopes too."""
     posterior, reference, precision, data = fitted(BY_NAME["mlp"], "gaussian", prior_kind)
-    found = list(terms(posterior.posterior.problem, Data(data, CPU), 2))
-    assert len(found) == len(BLOCKS) == 4
+    block_terms = list(terms(posterior.posterior.problem, Data(data, CPU), 2))
+    assert len(block_terms) == len(BLOCKS) == 4
     leaf = posterior.prior.values.log().requires_grad_()
     estimates, slopes = [], []
-    for term, block in zip(found, BLOCKS, strict=True):
+    for term, block in zip(block_terms, BLOCKS, strict=True):
         problem = moved(posterior, leaf).problem
-        own = term(problem)
-        assert_close(own, reference.term(block, precision, 0.36))
-        estimates.append(len(found) * own - 0.5 * problem.prior.penalty(reference.theta))
+        value = term(problem)
+        assert_close(value, reference.term(block, precision, 0.36))
+        estimates.append(len(block_terms) * value - 0.5 * problem.prior.penalty(reference.theta))
         slopes.append(torch.autograd.grad(estimates[-1], leaf)[0])
     whole = lw.tuners.evidence_bound(moved(posterior, leaf), data, 2)
     assert_close(torch.stack(estimates).mean(), whole)
@@ -316,10 +316,10 @@ def test_one_block_ends_where_the_evidence_does(kind: str, learned: bool) -> Non
     given = lw.isotropic(3.0) if kind == "isotropic" else lw.per_layer(3.0)
     posterior = lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Full(), prior=given)
     best = posterior.tuned(lw.tuners.MaximiseEvidence(noise=learned))
-    found = posterior.tuned(lw.tuners.MaximiseBound([(x, y)], block=1000, noise=learned))
+    tuned = posterior.tuned(lw.tuners.MaximiseBound([(x, y)], block=1000, noise=learned))
     assert float((best.prior.values.log() - posterior.prior.values.log()).abs().max()) > 0.3  # there was a way to go
-    assert float((found.prior.values.log() - best.prior.values.log()).abs().max()) < 1e-3
-    assert float((found.likelihood.dispersion.log() - best.likelihood.dispersion.log()).abs()) < 1e-3
+    assert float((tuned.prior.values.log() - best.prior.values.log()).abs().max()) < 1e-3
+    assert float((tuned.likelihood.dispersion.log() - best.likelihood.dispersion.log()).abs()) < 1e-3
 
 
 def test_small_blocks_like_larger_precisions() -> None:
@@ -347,14 +347,14 @@ def test_map_only_has_a_bound_and_no_tuning() -> None:
 
 def test_the_method_does_not_matter() -> None:
     """Only the problem counts: an approximate curvature has the same bound, and is tuned the same."""
-    found = []
+    results = []
     for method in (lw.Full(), lw.Kron(), lw.Diagonal()):
         posterior, _, _, data = fitted(BY_NAME["mlp"], "categorical", "per_layer", method=method)
         tuned = posterior.tuned(lw.tuners.MaximiseBound(data, steps=5))
-        found.append((lw.tuners.evidence_bound(posterior, data, 2), tuned.prior.values))
-    for value, precisions in found[1:]:
-        assert torch.equal(value, found[0][0])
-        assert torch.equal(precisions, found[0][1])
+        results.append((lw.tuners.evidence_bound(posterior, data, 2), tuned.prior.values))
+    for value, precisions in results[1:]:
+        assert torch.equal(value, results[0][0])
+        assert torch.equal(precisions, results[0][1])
 
 
 def test_in_a_fit_the_data_are_those_of_the_fit() -> None:
@@ -362,11 +362,11 @@ def test_in_a_fit_the_data_are_those_of_the_fit() -> None:
     data, other = problems.split(x, y, (3, 1, 2)), [(x[:2], y[:2])]
     tuner = lambda *given: lw.tuners.MaximiseBound(*given, block=2, steps=20)
     fit = lambda tuner: lw.fit(model, data, "classification", tuner=tuner)
-    own, same, others = fit(tuner()), fit(tuner(data)), fit(tuner(other))
-    assert torch.equal(own.prior.values, same.prior.values)
-    assert abs(float(own.prior.values / others.prior.values) - 1) > 1e-3  # data that are given stay
-    assert own.trace is not None
-    assert len(own.trace.steps) == 20
+    without_data, same, others = fit(tuner()), fit(tuner(data)), fit(tuner(other))
+    assert torch.equal(without_data.prior.values, same.prior.values)
+    assert abs(float(without_data.prior.values / others.prior.values) - 1) > 1e-3  # data that are given stay
+    assert without_data.trace is not None
+    assert len(without_data.trace.steps) == 20
 
 
 def test_a_mapping_with_its_own_target_key() -> None:

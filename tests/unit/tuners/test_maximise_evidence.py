@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.priors.single import Isotropic
+from lapwing.priors.given import Isotropic
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
@@ -60,15 +60,15 @@ def posterior_at(fitted: lw.Fitted, kind: str, log_precision: Tensor, log_noise:
 
 def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-4) -> Tensor:
     """Central differences of the fourth order, one entry after another."""
-    found = []
+    slopes = []
     for i in range(at.numel()):
         values = []
         for factor in (-2, -1, 1, 2):
             moved = at.detach().clone().reshape(-1)
             moved[i] += factor * step
             values.append(of(moved.reshape(at.shape)).detach())
-        found.append((values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step))
-    return torch.stack(found).reshape(at.shape)
+        slopes.append((values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step))
+    return torch.stack(slopes).reshape(at.shape)
 
 
 @pytest.mark.parametrize(("method", "kind"), [(m, k) for m in METHODS for k in PRIORS if supported(m, k)])
@@ -209,9 +209,9 @@ def test_optimum_is_that_of_the_gaussian_process() -> None:
     log_precision = torch.tensor(0.0, dtype=D)
     exact = lambda p: regress(x, y, p.exp().expand(4), variance).log_evidence
     for _ in range(60):  # MacKay's fixed point
-        found = regress(x, y, log_precision.exp().expand(4), variance)
-        gamma = 4 - log_precision.exp() * found.covariance.trace()
-        log_precision = (gamma / found.mean.square().sum()).log()
+        posterior = regress(x, y, log_precision.exp().expand(4), variance)
+        gamma = 4 - log_precision.exp() * posterior.covariance.trace()
+        log_precision = (gamma / posterior.mean.square().sum()).log()
     assert abs(float(slope(exact, log_precision))) <= 1e-6
     model = nn.Linear(4, 1, bias=False).double()
     model.weight.data = regress(x, y, log_precision.exp().expand(4), variance).mean[None].clone()
@@ -228,11 +228,11 @@ def test_full_uses_one_eigendecomposition_for_all_steps(prior: Any, monkeypatch:
     def counting(name: str) -> Callable[..., Any]:
         original = getattr(torch.linalg, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
             return original(*args, **kwargs)
 
-        return counted
+        return counting
 
     for name in calls:
         monkeypatch.setattr(torch.linalg, name, counting(name))
@@ -360,15 +360,15 @@ def test_targets_in_small_units_have_an_optimum_too(kind: str) -> None:
     x = torch.randn(60, 2, dtype=D)
     y = x[:, :1].sin() + 0.3 * torch.randn(60, 1, dtype=D)
     start = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double().state_dict()
-    found = []
+    posteriors = []
     for units in (1e4, 1e6):
         net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
         net.load_state_dict({key: value * (units if key.startswith("2.") else 1) for key, value in start.items()})
         data = [(x, units * y)]
         tuner = lw.tuners.SampleEM(data, mode="network") if kind == "SampleEM" else getattr(lw.tuners, kind)()
         method = lw.Sampled(num_samples=32) if kind == "SampleEM" else lw.Kron()
-        found.append(lw.fit(net, data, "regression", method=method, prior=1.0).tuned(tuner))
-    small, large = found
+        posteriors.append(lw.fit(net, data, "regression", method=method, prior=1.0).tuned(tuner))
+    small, large = posteriors
     assert float(large.prior.values) < 1e-10
     assert float(large.prior.values) * 1e4 == pytest.approx(float(small.prior.values), rel=0.1)
     if kind != "SampleEM":  # 32 samples know a deviation to an eighth

@@ -26,35 +26,35 @@ from tests.unit.tuners.settings import (
 @pytest.mark.parametrize("name", [name for name in LIKELIHOODS if name != "counts"])
 def test_temperature_is_brute_force(name: str) -> None:
     fitted, held = setting(name, lw.Kron())
-    found = fitted.tuned(lw.tuners.Temperature(held, VALUES))
+    tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES))
     expected = torch.stack([-log_densities(with_temperature(fitted, t), held).mean() for t in VALUES])
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), expected)
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
     best = VALUES[int(expected.argmin())]
-    assert_close(found.likelihood.dispersion, fitted.likelihood.dispersion * best)
-    assert found.trace.findings[0] == f"temperature {best:.3g}"
-    assert torch.equal(found.prior.values, fitted.prior.values)
+    assert_close(tuned.likelihood.dispersion, fitted.likelihood.dispersion * best)
+    assert tuned.trace.findings[0] == f"temperature {best:.3g}"
+    assert torch.equal(tuned.prior.values, fitted.prior.values)
     if name == "noise for each output":
-        assert_close(found.likelihood.noise_variance, fitted.likelihood.noise_variance * best)
+        assert_close(tuned.likelihood.noise_variance, fitted.likelihood.noise_variance * best)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_temperature_of_every_method(method: str) -> None:
     fitted, held = setting("classification", METHODS[method])
-    found = fitted.tuned(lw.tuners.Temperature(held, VALUES))
+    tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES))
     expected = torch.stack([-log_densities(with_temperature(fitted, t), held).mean() for t in VALUES])
-    assert_close(torch.tensor([step.score for step in found.trace.steps], dtype=D), expected)
+    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
 
 
 def test_temperature_of_a_metric_of_ones_own() -> None:
     fitted, held = setting("classification")
-    found = fitted.tuned(lw.tuners.Temperature(held, VALUES, lambda p, y: float((p.entropy - 0.9).abs().mean())))
+    tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES, lambda p, y: float((p.entropy - 0.9).abs().mean())))
     expected = []
     for value in VALUES:
         tried = with_temperature(fitted, value)
         gaps = torch.cat([(tried.predict(x).entropy - 0.9).abs() for x, _ in held])
         expected.append(float(gaps.mean()))
-    assert [step.score for step in found.trace.steps] == pytest.approx(expected, rel=1e-10)
-    assert float(found.likelihood.dispersion) == VALUES[expected.index(min(expected))]
+    assert [step.score for step in tuned.trace.steps] == pytest.approx(expected, rel=1e-10)
+    assert float(tuned.likelihood.dispersion) == VALUES[expected.index(min(expected))]
 
 
 def test_temperatures_are_multiples_of_the_present_one() -> None:

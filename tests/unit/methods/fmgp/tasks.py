@@ -20,9 +20,9 @@ def curve(count: int = 60, seed: int = 0, place: float = 0.0) -> tuple[Tensor, T
 
 def model(place: float = 0.0) -> nn.Module:
     """Return a network fitted to a sine."""
-    found = sine.model(60)
-    found[2].bias.data += place
-    return found
+    network = sine.model(60)
+    network[2].bias.data += place
+    return network
 
 
 def fitted(method: Any, likelihood: Any = "regression", **options: Any) -> lw.Fitted:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.fmgp.posterior import features, last_layer_network
+from lapwing.methods.fmgp.features import features, last_layer_network
 from lapwing.networks.network import Network
 from tests import problems
 from tests.cases import BY_NAME
@@ -33,19 +33,19 @@ def test_features_are_what_goes_into_the_head(name: str) -> None:
         expected = torch.cat([dense.output(model, dense.one(case.batch(3), b)) for b in range(3)])
     handle.remove()
     network = Network.build(model, case.batch(3))
-    found, outputs = problems.unchanged(
+    inputs, outputs = problems.unchanged(
         model, lambda: features(last_layer_network(network, case.batch(3)), case.batch(3))
     )
-    assert_close(found, torch.cat(seen))
+    assert_close(inputs, torch.cat(seen))
     assert_close(outputs, expected)
-    assert not found.requires_grad
+    assert not inputs.requires_grad
 
 
 def test_a_head_without_a_bias() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)).double()
     x = torch.randn(6, 4, dtype=D)
-    found, _ = features(last_layer_network(Network.build(model, x), x), x)
-    assert_close(found, model[:2](x))
+    inputs, _ = features(last_layer_network(Network.build(model, x), x), x)
+    assert_close(inputs, model[:2](x))
 
 
 def test_weights_that_are_chosen_do_not_matter() -> None:

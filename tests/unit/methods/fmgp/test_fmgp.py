@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.methods.fmgp.kernels import FreeKernel
+from lapwing.methods.fmgp.posterior import FreeKernel
 from lapwing.registry import method_named
 from tests import problems
 from tests.cases import BY_NAME, CASES
@@ -27,21 +27,21 @@ MLP = BY_NAME["mlp"]
 
 
 def test_far_from_the_data_the_variance_is_the_priors() -> None:
-    found = learned()
+    posterior = learned()
     x, _ = curve()
-    prior = float(found.posterior.kernel.outputs[0, 0])
+    prior = float(posterior.posterior.kernel.outputs[0, 0])
     far = torch.tensor([[-1e3], [1e3]], dtype=D)
-    assert_close(found.functions(far).variance, torch.full((2, 1), prior, dtype=D))
-    assert float(found.functions(x).variance.mean()) < 0.15 * prior
-    assert_close(found.functions(x).mean, model()(x))
+    assert_close(posterior.functions(far).variance, torch.full((2, 1), prior, dtype=D))
+    assert float(posterior.functions(x).variance.mean()) < 0.15 * prior
+    assert_close(posterior.functions(x).mean, model()(x))
 
 
 def test_features_grow_without_end() -> None:
     """Linear in what the last layer sees: no bound where that has none."""
     network = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1)).double()
     x = torch.linspace(-1, 1, 30, dtype=D)[:, None]
-    found = lw.fit(network, [(x, x.sin())], "regression", method=lw.FMGP(8, kernel="features", steps=50))
-    near, far = (float(found.functions(scale * torch.ones(1, 1, dtype=D)).variance) for scale in (1.0, 1e3))
+    posterior = lw.fit(network, [(x, x.sin())], "regression", method=lw.FMGP(8, kernel="features", steps=50))
+    near, far = (float(posterior.functions(scale * torch.ones(1, 1, dtype=D)).variance) for scale in (1.0, 1e3))
     assert far > 1e3 * near
 
 
@@ -50,31 +50,31 @@ def test_held_out_regression_is_better_than_the_plain_network() -> None:
     gen = torch.Generator().manual_seed(5)
     x = 8 * torch.rand(200, 1, dtype=D, generator=gen) - 4
     y = (2 * x).sin() + NOISE * torch.randn(200, 1, dtype=D, generator=gen)
-    found, plain = learned(), fitted(lw.baselines.MapOnly())
-    score = [float(p.predict(x).log_prob(y).mean()) for p in (found, plain)]
+    posterior, plain = learned(), fitted(lw.baselines.MapOnly())
+    score = [float(p.predict(x).log_prob(y).mean()) for p in (posterior, plain)]
     assert score[0] > score[1] + 0.5
     inside = (x.abs() < 2)[:, 0]
-    near = [float(p.predict(x[inside]).log_prob(y[inside]).mean()) for p in (found, plain)]
+    near = [float(p.predict(x[inside]).log_prob(y[inside]).mean()) for p in (posterior, plain)]
     assert near[0] > near[1] - 0.05
 
 
 @pytest.mark.parametrize("kernel", [None, "rbf"])
 def test_held_out_classes_are_better_than_the_plain_network(kernel: str | None) -> None:
     x, y = classes(300, 7)
-    found = lw.fit(confident(), [classes()], "classification", method=lw.FMGP(20, kernel=kernel, steps=120))
+    posterior = lw.fit(confident(), [classes()], "classification", method=lw.FMGP(20, kernel=kernel, steps=120))
     plain = lw.fit(confident(), [classes()], "classification", method=lw.baselines.MapOnly())
-    assert found.posterior.kernel.kind == (kernel or "features")
-    assert float(found.predict(x).log_prob(y).mean()) > float(plain.predict(x).log_prob(y).mean())
-    assert_close(found.functions(x).mean, plain.functions(x).mean)
+    assert posterior.posterior.kernel.kind == (kernel or "features")
+    assert float(posterior.predict(x).log_prob(y).mean()) > float(plain.predict(x).log_prob(y).mean())
+    assert_close(posterior.functions(x).mean, plain.functions(x).mean)
 
 
 @pytest.mark.parametrize("likelihood", [lw.Bernoulli(), lw.Poisson()], ids=["labels", "counts"])
 def test_other_likelihoods(likelihood: Any) -> None:
     x, _ = classes()
     targets = (x[:, :1] + torch.arange(3) > 0).double()
-    found = lw.fit(confident(), [(x, targets)], likelihood, method=lw.FMGP(9, steps=40))
+    posterior = lw.fit(confident(), [(x, targets)], likelihood, method=lw.FMGP(9, steps=40))
     plain = lw.fit(confident(), [(x, targets)], likelihood, method=lw.baselines.MapOnly())
-    assert float(found.predict(x).log_prob(targets).mean()) > float(plain.predict(x).log_prob(targets).mean())
+    assert float(posterior.predict(x).log_prob(targets).mean()) > float(plain.predict(x).log_prob(targets).mean())
 
 
 @pytest.mark.parametrize("likelihood", [lw.Categorical(class_weights=(3.0, 1.0, 1.0)), lw.Categorical(temperature=0.1)])
@@ -105,16 +105,16 @@ def test_joint_beliefs_and_samples(generator: torch.Generator) -> None:
     kernel = FreeKernel(plain.posterior.kernel.kind, plain.posterior.kernel.log_lengths, mixing)
     posterior = replace(plain.posterior, kernel=kernel, mix=1e-3 * plain.posterior.mix)
     found = lw.Fitted(posterior, plain.fingerprint)
-    joint, own = found.functions(x[:2], joint=True), found.functions(x[:2])
+    joint, belief = found.functions(x[:2], joint=True), found.functions(x[:2])
     whole = joint.cov.reshape(6, 6)
-    assert_close(torch.stack([whole[:3, :3], whole[3:, 3:]]), own.cov)
-    assert_close(joint.variance, own.variance)
-    root = torch.linalg.cholesky(own.cov)
-    assert float((root.mT @ root - own.cov).abs().max()) > 0.5 * float(own.cov.abs().max())
+    assert_close(torch.stack([whole[:3, :3], whole[3:, 3:]]), belief.cov)
+    assert_close(joint.variance, belief.variance)
+    root = torch.linalg.cholesky(belief.cov)
+    assert float((root.mT @ root - belief.cov).abs().max()) > 0.5 * float(belief.cov.abs().max())
     gap = (found.function_samples(x[:2], 3000, generator) - joint.mean).flatten(1)
     assert_within(gap[:, :, None] * gap[:, None, :], whole)
-    apart = own.sample(3000, generator) - own.mean
-    assert_within(apart[..., :, None] * apart[..., None, :], own.cov)
+    apart = belief.sample(3000, generator) - belief.mean
+    assert_within(apart[..., :, None] * apart[..., None, :], belief.cov)
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "features"])
@@ -123,12 +123,12 @@ def test_files(kernel: str, dtype: torch.dtype, tmp_path: Path) -> None:
     x, y = (t.to(dtype) if t.is_floating_point() else t for t in classes())
     network = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
     network.load_state_dict(confident().state_dict())
-    found = lw.fit(network, [(x, y)], "classification", method=lw.FMGP(9, kernel=kernel, steps=10))
-    problems.unchanged(network, lambda: found.save(tmp_path / "it"))
+    posterior = lw.fit(network, [(x, y)], "classification", method=lw.FMGP(9, kernel=kernel, steps=10))
+    problems.unchanged(network, lambda: posterior.save(tmp_path / "it"))
     again = lw.load(tmp_path / "it", network)
-    assert torch.equal(again.predict(x).probs, found.predict(x).probs)
-    assert torch.equal(again.functions(x, joint=True).cov, found.functions(x, joint=True).cov)
-    draws = [p.function_samples(x, 3, torch.Generator().manual_seed(1)) for p in (found, again)]
+    assert torch.equal(again.predict(x).probs, posterior.predict(x).probs)
+    assert torch.equal(again.functions(x, joint=True).cov, posterior.functions(x, joint=True).cov)
+    draws = [p.function_samples(x, 3, torch.Generator().manual_seed(1)) for p in (posterior, again)]
     assert torch.equal(*draws)
     other = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
     with pytest.raises(lw.errors.FileError, match="belongs to another model"):
@@ -137,11 +137,11 @@ def test_files(kernel: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_float32() -> None:
     data = [tuple(t.float() for t in curve())]
-    found = fitted(lw.FMGP(10, steps=30), model=model().float(), data=data)
+    posterior = fitted(lw.FMGP(10, steps=30), model=model().float(), data=data)
     x = torch.linspace(-3, 3, 9)[:, None]
-    assert found.functions(x).cov.dtype == torch.float32
+    assert posterior.functions(x).cov.dtype == torch.float32
     wide = fitted(lw.FMGP(10, steps=30), model=model().float().double(), data=[tuple(t.double() for t in data[0])])
-    assert_close(found.functions(x).cov, wide.functions(x.double()).cov, 0.35)
+    assert_close(posterior.functions(x).cov, wide.functions(x.double()).cov, 0.35)
 
 
 def test_the_generator_decides() -> None:
@@ -158,8 +158,8 @@ def test_many_outputs_build_the_covariance_only_when_asked() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 37)).double()
     x, y = torch.randn(40, 3, dtype=D), torch.randint(0, 37, (40,))
-    found = lw.fit(network, [(x, y)], "classification", method=lw.FMGP(20, steps=5))
-    variance, cov = found.functions(x).variance, found.functions(x).cov
+    posterior = lw.fit(network, [(x, y)], "classification", method=lw.FMGP(20, steps=5))
+    variance, cov = posterior.functions(x).variance, posterior.functions(x).cov
     assert cov.shape == (40, 37, 37)
     assert_close(variance, cov.diagonal(dim1=1, dim2=2))
     assert not variance.requires_grad
@@ -170,9 +170,9 @@ def test_few_data_and_many_points(count: int) -> None:
     """No more points than data; one datum is enough."""
     x, y = curve()
     for size in (1, 5):
-        found = fitted(lw.FMGP(count, steps=5), lw.Gaussian(noise_std=0.3), data=[(x[:size], y[:size])])
-        assert len(found.posterior.points) == min(count, size)
-        assert bool(torch.isfinite(found.functions(x).cov).all())
+        posterior = fitted(lw.FMGP(count, steps=5), lw.Gaussian(noise_std=0.3), data=[(x[:size], y[:size])])
+        assert len(posterior.posterior.points) == min(count, size)
+        assert bool(torch.isfinite(posterior.functions(x).cov).all())
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
@@ -180,8 +180,8 @@ def test_surroundings_without_gradients(around: Any) -> None:
     x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
     expected, network, data = fitted(lw.FMGP(6, steps=5)).functions(x).cov, model(), [curve()]
     with around():
-        found = fitted(lw.FMGP(6, steps=5), model=network, data=data).functions(x).cov
-    assert_close(found, expected)
+        cov = fitted(lw.FMGP(6, steps=5), model=network, data=data).functions(x).cov
+    assert_close(cov, expected)
 
 
 ODD = ("conv1d", "sdpa", "tied", "free_parameter", "token_level")  # no features, see the tests of those
@@ -194,10 +194,10 @@ def test_the_model_is_left_as_it_was(case: str) -> None:
     method = lw.FMGP(4, kernel="features", steps=3)
 
     def run() -> None:
-        found = lw.fit(network, problems.batches(chosen), problems.likelihood(chosen), method=method)
-        found.functions(chosen.batch(3, seed=1), joint=True)
-        found.function_samples(chosen.batch(3, seed=1), 2)
-        found.predict(chosen.batch(3, seed=1))
+        posterior = lw.fit(network, problems.batches(chosen), problems.likelihood(chosen), method=method)
+        posterior.functions(chosen.batch(3, seed=1), joint=True)
+        posterior.function_samples(chosen.batch(3, seed=1), 2)
+        posterior.predict(chosen.batch(3, seed=1))
 
     problems.unchanged(network, run)
 
@@ -264,13 +264,14 @@ def test_draws_and_ignored_targets_are_refused() -> None:
 
 def test_it_is_no_laplace_posterior() -> None:
     """No weights, no evidence, no prior over weights: each is refused in words."""
-    found = fitted(lw.FMGP(6, steps=5))
+    posterior = fitted(lw.FMGP(6, steps=5))
     x = curve()[0]
     for ask in (
-        found.log_evidence, found.effective_parameters, found.tuned, lambda: found.tuned(lw.tuners.FixedPoint()),
-        lambda: found.tuned(lw.tuners.Grid([curve()])),
-        lambda: found.weight_samples(2), lambda: found.network_samples(x, 2),
-        lambda: found.with_prior(2.0),
+        posterior.log_evidence, posterior.effective_parameters, posterior.tuned,
+        lambda: posterior.tuned(lw.tuners.FixedPoint()),
+        lambda: posterior.tuned(lw.tuners.Grid([curve()])),
+        lambda: posterior.weight_samples(2), lambda: posterior.network_samples(x, 2),
+        lambda: posterior.with_prior(2.0),
     ):  # fmt: skip
         with pytest.raises(lw.errors.UnsupportedError, match=r"(FMGP|FunctionPosterior) has no"):
             ask()

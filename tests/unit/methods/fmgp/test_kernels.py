@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.methods.fmgp.kernels import KERNELS, FreeKernel
+from lapwing.methods.fmgp.posterior import KERNELS, FreeKernel
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -44,8 +44,8 @@ def test_entries(kind: str, each: bool) -> None:
               for c in range(OUTPUTS)] for i in range(B)]  # fmt: skip
     expected = torch.tensor(joint, dtype=D)
     assert_close(kernel.joint(u), expected)
-    own = torch.stack([expected[i, :, i] for i in range(B)])
-    assert_close(kernel.marginal(u).contiguous(), own)
+    marginals = torch.stack([expected[i, :, i] for i in range(B)])
+    assert_close(kernel.marginal(u).contiguous(), marginals)
     across = [[[entry(kernel, u[i], z[m], c, int(NUMBERS[m])) for m in range(M)] for c in range(OUTPUTS)]
               for i in range(B)]  # fmt: skip
     assert_close(kernel.between(u, z, NUMBERS), torch.tensor(across, dtype=D))
@@ -83,9 +83,9 @@ def test_features_are_a_linear_layer_with_a_bias() -> None:
 def test_slopes_in_everything_that_is_learned(kind: str) -> None:
     start = made(kind)
 
-    def found(lengths: Tensor, mixing: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def kernels(lengths: Tensor, mixing: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kernel, u = FreeKernel(kind, lengths, mixing), inputs(B, 0)
         return kernel.points(z, NUMBERS), kernel.between(u, z, NUMBERS), kernel.marginal(u).contiguous()
 
     leaves = (start.log_lengths, start.mixing, inputs(M, 1))
-    assert torch.autograd.gradcheck(found, tuple(t.clone().requires_grad_() for t in leaves), fast_mode=True)
+    assert torch.autograd.gradcheck(kernels, tuple(t.clone().requires_grad_() for t in leaves), fast_mode=True)

@@ -12,12 +12,10 @@ from torch import nn
 import lapwing as lw
 from lapwing.likelihoods.energies import energy
 from lapwing.linalg.variational import Inducing
-from lapwing.losses import Statistics
-from lapwing.methods.fmgp.kernels import FreeKernel
-from lapwing.methods.fmgp.learning import Learning, Schedule
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight, last_layer_network
-from lapwing.methods.fmgp.state import State
-from lapwing.methods.fmgp.table import Table
+from lapwing.methods.fmgp.features import Sight, Table, last_layer_network
+from lapwing.methods.fmgp.learning import Learning, State
+from lapwing.methods.fmgp.posterior import FreeKernel, FunctionPosterior
+from lapwing.problem import Statistics
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.fmgp.tasks import classes, confident, curve, fitted, learned, model
 
@@ -72,14 +70,14 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[State]:
 def test_the_posterior_is_the_state_that_was_learned(kernel: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However near to singular the kernel of the points is."""
     states = kept(monkeypatch)
-    found = fitted(lw.FMGP(count, kernel=kernel, steps=40))
+    posterior = fitted(lw.FMGP(count, kernel=kernel, steps=40))
     x = torch.linspace(-5, 5, 21, dtype=D)[:, None]
-    seen, f = found.posterior.sight(x)
+    seen, f = posterior.posterior.sight(x)
     with torch.no_grad():
         before, rows = states[0].whitened(Table(seen, f, f))
         expected = states[0].inducing.left(before, rows)
-    assert_close(found.functions(x).cov, expected, SOLVED)
-    joint = found.functions(x, joint=True).cov.reshape(21, 21)
+    assert_close(posterior.functions(x).cov, expected, SOLVED)
+    joint = posterior.functions(x, joint=True).cov.reshape(21, 21)
     assert float(torch.linalg.eigvalsh(joint).min()) > -1e-8 * float(joint.diagonal().max())
 
 
@@ -92,7 +90,7 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
     monkeypatch.setattr("lapwing.methods.fmgp.learning.uniform", every_row)
     likelihood, gen = lw.Gaussian(noise_std=2.0), torch.Generator().manual_seed(0)
     start = State.initial("rbf", likelihood, table, torch.tensor([True]), 6, gen)
-    learning = Learning(Schedule(80, 0.0, 60, 1), likelihood, table, None, gen, start)
+    learning = Learning(lw.FMGP(batch_size=60), likelihood, table, None, gen, start)
     still = torch.optim.SGD(start.free, lr=0.0)
     for _ in range(80):
         learning.step(still, 0.3)
@@ -124,14 +122,14 @@ def test_the_best_state_on_validation_data_is_kept(gap: float, first: bool, monk
     held = [(x[::2], f[::2] + gap * torch.randn(30, 1, dtype=D, generator=gen).sign())]
     far = f + 3 * torch.randn(60, 1, dtype=D, generator=gen).sign()
     method = lw.FMGP(10, steps=100, learning_rate=0.05, validation=held, patience=3)
-    found = fitted(method, lw.Gaussian(noise_std=0.5), data=[(x, far)])
-    score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
+    posterior = fitted(method, lw.Gaussian(noise_std=0.5), data=[(x, far)])
+    score = float(posterior.predict(held[0][0]).log_prob(held[0][1]).mean())
     assert score == pytest.approx(max(looks), abs=1e-8)
-    assert found.trace is not None
+    assert posterior.trace is not None
     if first:
         assert looks.index(max(looks)) == 0
         assert len(looks) == 7  # after 1, 2 and 4 steps, the first after that, and three that try its patience
-        assert len(found.trace.steps) == 20
+        assert len(posterior.trace.steps) == 20
     else:
         assert looks.index(max(looks)) > 5
         assert score > looks[0] + 0.5
@@ -150,10 +148,10 @@ def test_ignored_validation_targets_are_refused(likelihood: str) -> None:
 
 
 def test_the_objective_rises() -> None:
-    found = learned()
-    assert found.trace is not None
-    scores = torch.tensor([step.score for step in found.trace.steps], dtype=D)
-    assert (found.trace.tuner, found.trace.score, len(scores)) == ("FMGP", "objective", 250)
+    posterior = learned()
+    assert posterior.trace is not None
+    scores = torch.tensor([step.score for step in posterior.trace.steps], dtype=D)
+    assert (posterior.trace.tuner, posterior.trace.score, len(scores)) == ("FMGP", "objective", 250)
     assert float(scores[-20:].mean()) > float(scores[:20].mean())
 
 
@@ -175,12 +173,12 @@ def test_a_noise_for_each_output() -> None:
     with torch.no_grad():
         f = confident()(x)
     y = f + stds * torch.randn(60, 3, dtype=D, generator=torch.Generator().manual_seed(1))
-    found = lw.fit(confident(), [(x, y)], lw.Gaussian(per_output=True), method=lw.FMGP(9, steps=40))
+    posterior = lw.fit(confident(), [(x, y)], lw.Gaussian(per_output=True), method=lw.FMGP(9, steps=40))
     residual = (f - y).square().mean(0)
-    noise = found.likelihood.noise_variance
+    noise = posterior.likelihood.noise_variance
     assert_close(noise / noise.sum(), residual / residual.sum())
-    assert found.trace is not None
-    assert found.trace.steps[0].noise[0] == pytest.approx(1.0, rel=0.05)
+    assert posterior.trace is not None
+    assert posterior.trace.steps[0].noise[0] == pytest.approx(1.0, rel=0.05)
     assert float(noise[1]) != pytest.approx(float(residual[1]), rel=1e-3)
 
 

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.losses import Statistics
 from lapwing.methods.fmgp import posterior as function_space
-from lapwing.methods.fmgp.kernels import KERNELS, FreeKernel
-from lapwing.methods.fmgp.posterior import FunctionPosterior, Sight, last_layer_network
+from lapwing.methods.fmgp.features import Sight, last_layer_network
+from lapwing.methods.fmgp.posterior import KERNELS, FreeKernel, FunctionPosterior
 from lapwing.networks.network import Network
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 from tests.cases import BY_NAME
 from tests.tolerances import assert_close, assert_within
 
@@ -61,11 +60,11 @@ def test_the_covariance_is_the_kernel_less_what_the_points_know(kind: str) -> No
     expected = posterior.kernel.joint(seen).reshape(12, 12) - rows @ rows.T
     joint = posterior(x, joint=True)
     assert_close(joint.cov.reshape(12, 12), expected)
-    own = posterior(x)
-    assert_close(own.cov, torch.stack([expected[i : i + 3, i : i + 3] for i in range(0, 12, 3)]))
-    assert_close(own.mean, f)
+    marginal = posterior(x)
+    assert_close(marginal.cov, torch.stack([expected[i : i + 3, i : i + 3] for i in range(0, 12, 3)]))
+    assert_close(marginal.mean, f)
     assert_close(joint.mean, f)
-    assert not own.cov.requires_grad
+    assert not marginal.cov.requires_grad
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -96,8 +95,8 @@ def test_above_so_many_outputs_covariances_wait_until_they_are_asked_for(
 def test_the_dtype_is_the_networks(kind: str) -> None:
     posterior, x = made(kind, torch.float32), CASE.batch(4, torch.float32, seed=1)
     wide = made(kind)(CASE.batch(4, torch.float32, seed=1).double())
-    for found in (posterior(x), posterior(x, joint=True)):
-        assert found.mean.dtype == found.cov.dtype == torch.float32
+    for belief in (posterior(x), posterior(x, joint=True)):
+        assert belief.mean.dtype == belief.cov.dtype == torch.float32
     assert_close(posterior(x).cov, wide.cov, 0.5)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.fmgp.table import Table, output_scale
+from lapwing.methods.fmgp.features import Table
+from lapwing.methods.fmgp.learning import output_scale
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.fmgp.tasks import curve, fitted, model
 from tests.unit.methods.sine import NOISE
@@ -97,9 +98,9 @@ def test_a_constant_input_does_not_change_the_rest(value: float) -> None:
     """The points keep its value, and the variance is small near the data and large far from them."""
     x, y = curve()
     wide = lambda t: torch.cat([t, torch.full_like(t, value)], 1)
-    found = lw.fit(Columns(1.0, 0.0), [(wide(x), y)], "regression", method=lw.FMGP(20, steps=120))
-    assert torch.equal(found.posterior.points[:, 1], torch.full((20,), value, dtype=D))
-    among, away = (found.functions(wide(torch.tensor([[t]], dtype=D))).variance for t in (0.0, 20.0))
+    posterior = lw.fit(Columns(1.0, 0.0), [(wide(x), y)], "regression", method=lw.FMGP(20, steps=120))
+    assert torch.equal(posterior.posterior.points[:, 1], torch.full((20,), value, dtype=D))
+    among, away = (posterior.functions(wide(torch.tensor([[t]], dtype=D))).variance for t in (0.0, 20.0))
     assert float(away) > 5 * float(among)
 
 
@@ -125,8 +126,8 @@ def test_features_without_spread_have_a_unit(kind: str, count: int) -> None:
     network = (last if width == 1 else nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), last)).double()
     x, y = torch.full((count, inputs), value, dtype=D), torch.randn(count, 1, dtype=D)
     method, noise = lw.FMGP(20, kernel="features", steps=50), lw.Gaussian(noise_std=0.1)
-    found = lw.fit(network, [(x, y)], noise, method=method)
-    assert float(found.functions(x[:1]).std) < 3
+    posterior = lw.fit(network, [(x, y)], noise, method=method)
+    assert float(posterior.functions(x[:1]).std) < 3
 
 
 def test_inputs_of_another_size_are_refused() -> None:
@@ -135,9 +136,9 @@ def test_inputs_of_another_size_are_refused() -> None:
     y = torch.randn(10, 1)
     with pytest.raises(lw.errors.DataError, match="inputs of 36 and of 64 numbers; expected as many in all"):
         lw.fit(network, [(small, y), (large, y)], "regression", method=lw.FMGP(5, steps=3))
-    found = lw.fit(network, [(small, y)], "regression", method=lw.FMGP(5, steps=3))
+    posterior = lw.fit(network, [(small, y)], "regression", method=lw.FMGP(5, steps=3))
     with pytest.raises(lw.errors.DataError, match="inputs of 64 numbers; the kernel was learned on 36"):
-        found.functions(large)
+        posterior.functions(large)
 
 
 def test_samples_without_a_batch_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_calibration_of_classes() -> None:
     scaled = pretrained(energy, variant="absolute", calibration=[(x, y)])
     assert 0.01 < scaled.posterior.scale < 100
     score = lambda factor: float(
-        lw.Fitted(plain.posterior.scaled(factor), plain.fingerprint).predict(x).log_prob(y).sum()
+        lw.Fitted(replace(plain.posterior, scale=factor), plain.fingerprint).predict(x).log_prob(y).sum()
     )
     best = score(scaled.posterior.scale)
     assert all(best >= score(scaled.posterior.scale * factor) - 1e-6 for factor in (0.5, 0.9, 0.98, 1.02, 1.1, 2.0))
@@ -58,12 +59,12 @@ def test_calibration_data_that_want_no_variance_are_told(tmp_path: Path) -> None
     """Targets that are the outputs: any variance at all makes them less likely."""
     energy = small()
     held = held_out(energy, noise=0.0)
-    found = pretrained(energy, calibration=held)
-    (finding,) = found.posterior.findings
-    edge = f"calibration reached the edge of the scale search at {found.posterior.scale:.2g}; the data ask for "
+    posterior = pretrained(energy, calibration=held)
+    (finding,) = posterior.posterior.findings
+    edge = f"calibration reached the edge of the scale search at {posterior.posterior.scale:.2g}; the data ask for "
     assert finding.startswith(edge + "variances of zero: the network is calibrated, or too uncertain")
-    assert found.posterior.scale == pytest.approx(math.exp(-12), rel=0.7)
-    found.save(tmp_path / "it")
+    assert posterior.posterior.scale == pytest.approx(math.exp(-12), rel=0.7)
+    posterior.save(tmp_path / "it")
     assert lw.load(tmp_path / "it", energy.model).posterior.findings == (finding,)
     assert pretrained(energy, calibration=held_out(energy)).posterior.findings == ()
 
@@ -79,8 +80,8 @@ def test_calibration_data_that_want_ever_more_are_told() -> None:
     """Targets further away than the largest scale reaches."""
     energy = small()
     (x, _), _ = held_out(energy)
-    found = pretrained(energy, variant="absolute", calibration=[(x, energy.model(x).detach() + 1e9)])
-    (finding,) = found.posterior.findings
+    posterior = pretrained(energy, variant="absolute", calibration=[(x, energy.model(x).detach() + 1e9)])
+    (finding,) = posterior.posterior.findings
     assert finding.startswith(
         "calibration reached the edge of the scale search at 8e+08; the data ask for variances be"
     )
@@ -96,7 +97,9 @@ def test_calibration_of_a_network_that_gives_its_noise(dtype: torch.dtype) -> No
     method = lw.HFL(mode="pretrained", variant="random", pushes=8, calibration=[(x, y)], drift=math.inf)
     found = lw.fit(model, [(x, y)], lw.HeteroscedasticGaussian(), method=method, prior=100.0)
     posterior = found.posterior
-    score = lambda scale: float(lw.Fitted(posterior.scaled(scale), found.fingerprint).predict(x).log_prob(y).sum())
+    score = lambda scale: float(
+        lw.Fitted(replace(posterior, scale=scale), found.fingerprint).predict(x).log_prob(y).sum()
+    )
     assert 1e-4 < posterior.scale < 1e3
     assert all(score(posterior.scale) >= score(posterior.scale * factor) - 1e-3 for factor in (0.5, 0.9, 1.1, 2.0))
 

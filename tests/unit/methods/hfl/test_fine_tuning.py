@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.hfl.nonlinear import ResponsePosterior
 from lapwing.methods.hfl.objective import Objective
+from lapwing.methods.hfl.posteriors import ResponsePosterior
 from lapwing.methods.hfl.response import Response
 from tests.minima import fitted, new, off, shifted, small
 from tests.references.minimum import Energy
@@ -75,12 +75,12 @@ def test_adam_across_inputs_and_outputs() -> None:
 def test_unfinished_fine_tuning_is_refused_and_can_be_looked_at() -> None:
     energy = small()
     x = new(energy)
-    found = fitted(energy, lw.HFL(solver="adam", steps=25))
+    posterior = fitted(energy, lw.HFL(solver="adam", steps=25))
     message = r"HFL: 3 of 3 responses have not converged; .* after 25 steps; expected 0.05\."
     with pytest.raises(lw.errors.NumericalError, match=message) as error:
-        found.functions(x)
+        posterior.functions(x)
     stated = re.search(r"off by about (\S+) of its value", str(error.value))
-    response = found.posterior.respond(x)
+    response = posterior.posterior.respond(x)
     assert stated is not None
     assert float(stated.group(1)) == pytest.approx(float(response.missing.max()), rel=0.05)
     assert response.cov.shape == (3, 1)
@@ -93,10 +93,10 @@ def test_what_fine_tuning_leaves_out_is_not_understated() -> None:
     """A stiff loss and too few steps: half the response is missing, and that is about what is said."""
     energy = small()
     x = new(energy, 2)
-    found = adam(energy, steps=80).respond(x)
-    error = (found.cov[:, 0] / energy.each(x).flatten() - 1).abs()
+    response = adam(energy, steps=80).respond(x)
+    error = (response.cov[:, 0] / energy.each(x).flatten() - 1).abs()
     assert float(error.max()) > 0.3
-    assert bool((found.missing > 0.7 * error).all())
+    assert bool((response.missing > 0.7 * error).all())
 
 
 def test_both_solvers_see_the_same_bend() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.methods.hfl.hessian import Hessian
+from lapwing.methods.hfl.newton import Hessian
 from lapwing.methods.hfl.responder import Responder
 from tests.minima import copied, fitted, new, off, shifted, small
 from tests.tolerances import SOLVED, assert_close
@@ -30,7 +30,7 @@ def test_solving_with_the_hessian(kind: str, outputs: int, monkeypatch: pytest.M
     rows = torch.randn(4, objective.size, dtype=D, generator=torch.Generator().manual_seed(1))
     exact = torch.linalg.solve(energy.hessian(), rows.T).T
     assert_close(Hessian(objective).solve(rows), exact, SOLVED)
-    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", objective.size - 1)
+    monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", objective.size - 1)
     by_products = Hessian(objective)
     assert not by_products.formed
     assert off(by_products.solve(rows), exact) < 1e-3
@@ -39,7 +39,7 @@ def test_solving_with_the_hessian(kind: str, outputs: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("limit", [25, 24])
 def test_an_indefinite_hessian_is_refused_with_advice(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formed, or met by conjugate gradients."""
-    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", limit)
     objective = responder(small()).objective.recentred(torch.linspace(-2, 2, 25, dtype=D))
     met = "smallest eigenvalue is -" if limit == 25 else "met a direction with curvature -"
     advice = r"at no minimum .*: train it further with this prior as weight decay, or use HFL\(mode='linearised'\)\.$"
@@ -50,7 +50,7 @@ def test_an_indefinite_hessian_is_refused_with_advice(limit: int, monkeypatch: p
 def test_the_hessian_is_formed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = responder(small()).objective
     for limit, formed in ((25, True), (24, False)):
-        monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", limit)
+        monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", limit)
         assert Hessian(objective).formed is formed
         assert (Hessian(objective).root is not None) is formed
 
@@ -59,13 +59,13 @@ def test_weights_near_a_minimum_are_told_and_moved_there() -> None:
     energy = small("bernoulli", 1)
     x = new(energy)
     moved = shifted(energy, 0.05)
-    found = fitted(moved, lw.HFL())
-    (finding,) = found.posterior.findings
+    posterior = fitted(moved, lw.HFL())
+    (finding,) = posterior.posterior.findings
     said = re.match(r"the weights are (\S+) posterior standard deviations from the minimum", finding)
     assert said is not None
     assert float(said.group(1)) == pytest.approx(0.05, rel=0.1)
-    assert off(found.functions(x).cov, energy.each(x)) < 1e-6  # at the minimum
-    assert torch.equal(found.functions(x).mean, moved.model(x).detach())  # of the network as it is
+    assert off(posterior.functions(x).cov, energy.each(x)) < 1e-6  # at the minimum
+    assert torch.equal(posterior.functions(x).mean, moved.model(x).detach())  # of the network as it is
     assert fitted(energy, lw.HFL()).posterior.findings == ()
 
 
@@ -87,7 +87,7 @@ def test_weights_far_from_a_minimum_are_refused() -> None:
 
 @pytest.mark.parametrize("limit", [2048, 0])
 def test_an_indefinite_hessian(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", limit)
     energy = copied(small())
     energy.place(torch.randn(25, dtype=D, generator=torch.Generator().manual_seed(2)))
     assert float(torch.linalg.eigvalsh(energy.hessian())[0]) < -1
@@ -103,7 +103,7 @@ def test_an_indefinite_hessian(limit: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("limit", [2048, 0])
 def test_a_search_for_the_minimum_that_overflows(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of e^-20 where five were counted: a full Newton step goes to e^1000 and further."""
-    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", limit)
     model = nn.Linear(1, 1).double()
     model.weight.data.zero_()
     model.bias.data.fill_(-20.0)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.hfl.linearised import LinearisedResponse
+from lapwing.methods.hfl.posteriors import LinearisedResponse
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, cast
+from tests.cases import BY_NAME, cast
 from tests.minima import copied, fitted, gapped, new, off, small
 from tests.tolerances import SOLVED, assert_close
 
@@ -46,7 +46,7 @@ def test_rows_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = new(energy, 5)
     found = fitted(energy, lw.HFL(mode="linearised"))
     whole, joint = found.functions(x).cov, found.functions(x, joint=True).cov
-    monkeypatch.setattr("lapwing.methods.hfl.linearised.ROWS", 2)
+    monkeypatch.setattr("lapwing.methods.hfl.posteriors.ROWS", 2)
     assert off(found.functions(x).cov, whole) < 1e-8
     assert off(found.functions(x, joint=True).cov, joint) < 1e-8
 
@@ -88,23 +88,6 @@ def test_data_that_are_not_kept_are_passed_over_again(monkeypatch: pytest.Monkey
     found = lw.fit(case.build(), data, "classification", method=lw.HFL(mode="linearised"), prior=0.7)
     assert found.posterior.design.streamed
     assert_close(found.functions(inputs).cov, full, 1 / 2)
-
-
-@pytest.fixture(params=[case.name for case in CASES])
-def case(request: pytest.FixtureRequest) -> Case:
-    return BY_NAME[request.param]
-
-
-def test_the_tangent_model_responds_as_full_says(case: Case) -> None:
-    model, data, inputs = case.build(), problems.batches(case), case.batch(3, seed=1)
-    one, full = (
-        lw.fit(model, data, problems.likelihood(case), method=method, prior=0.7)
-        for method in (lw.HFL(mode="linearised"), lw.Full())
-    )
-    belief, exact = one.functions(inputs), full.functions(inputs)
-    assert_close(belief.mean, exact.mean)
-    assert_close(belief.cov, exact.cov, SOLVED)
-    assert_close(one.functions(inputs, joint=True).cov, full.functions(inputs, joint=True).cov, SOLVED)
 
 
 @pytest.mark.parametrize(("kind", "outputs"), KINDS)

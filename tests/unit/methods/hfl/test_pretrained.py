@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.hfl.fine_tuning import FineTuner
+from lapwing.methods.hfl.responder import FineTuner
 from lapwing.methods.hfl.response import Response
 from tests import problems
 from tests.cases import BY_NAME
@@ -37,12 +37,12 @@ def test_the_mean_push_has_the_row_means_of_the_covariance(kind: str, outputs: i
     energy = small(kind, outputs)
     x, evaluation = new(energy, 5), new(energy, 9, seed=8)
     exact = responses(energy, x, evaluation)
-    found = pretrained(energy, evaluation=evaluation, variant="mean")
-    f, scores = found.posterior.scores(x)
+    posterior = pretrained(energy, evaluation=evaluation, variant="mean")
+    f, scores = posterior.posterior.scores(x)
     assert scores.shape == (1, 5, outputs)
     assert off(scores[0], exact) < 1e-3
     assert torch.equal(f, energy.model(x).detach())
-    belief = found.functions(x)
+    belief = posterior.functions(x)
     assert off(belief.variance, exact.clamp_min(0)) < 1e-3
     assert_close(belief.cov, torch.diag_embed(belief.variance))  # outputs apart
     ggn = energy.jacobian(x) @ torch.linalg.solve(energy.ggn(), energy.jacobian(evaluation).T)
@@ -66,8 +66,8 @@ def test_the_absolute_push() -> None:
     x, evaluation = new(energy, 5), new(energy, 9, seed=8)
     signs = energy.model(evaluation).detach().sign()
     assert set(signs.flatten().tolist()) == {-1.0, 1.0}
-    found = pretrained(energy, variant="absolute", evaluation=evaluation).functions(x)
-    assert off(found.variance, responses(energy, x, evaluation, signs).abs()) < 1e-3
+    belief = pretrained(energy, variant="absolute", evaluation=evaluation).functions(x)
+    assert off(belief.variance, responses(energy, x, evaluation, signs).abs()) < 1e-3
 
 
 def test_the_error_of_a_strength_falls_with_it() -> None:
@@ -167,19 +167,19 @@ def test_random_pushes_are_draws_of_the_posterior(kind: str, formed: bool, monke
     """H⁻¹ ξ: with ξ ~ N(0, H) the Laplace variances themselves, within five of their stated standard errors; where the
     Hessian is not formed, ξ ~ N(0, G/φ + A), those of H⁻¹ (G/φ + A) H⁻¹."""
     if not formed:
-        monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", 0)
+        monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", 0)
     energy = small(kind, 3)
     x = new(energy, 3)
     inverse = torch.linalg.inv(energy.hessian())
     middle = energy.hessian() if formed else energy.ggn()
     exact = energy.covariance(x, torch.linalg.inv(inverse @ middle @ inverse))
-    count = 1500
-    found = pretrained(energy, variant="random", pushes=count, generator=torch.Generator().manual_seed(1))
-    belief, error = found.functions(x), found.posterior.standard_error(x)
+    count = 800
+    posterior = pretrained(energy, variant="random", pushes=count, generator=torch.Generator().manual_seed(1))
+    belief, error = posterior.functions(x), posterior.posterior.standard_error(x)
     variance = exact.diagonal().reshape(3, 3)
     assert bool(((belief.variance - variance).abs() < 5 * error).all())
     assert float((error / belief.variance / (2 / count) ** 0.5 - 1).abs().max()) < 0.25
-    joint = found.functions(x, joint=True).cov.reshape(9, 9)
+    joint = posterior.functions(x, joint=True).cov.reshape(9, 9)
     limit = 5 * ((exact.square() + torch.outer(exact.diagonal(), exact.diagonal())) / count).sqrt()
     assert bool(((joint - exact).abs() < limit).all())
     assert_close(joint.diagonal().reshape(3, 3), belief.variance)
@@ -208,13 +208,13 @@ def counted(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize(("settings", "more"), [({}, 1), ({"variant": "absolute"}, 1), ({"variant": "random"}, 32)])
 def test_a_prediction_costs_a_forward_pass_for_every_push(settings: dict[str, Any], more: int) -> None:
     energy = copied(small())
-    found = pretrained(energy, **settings)
+    posterior = pretrained(energy, **settings)
     passes = counted(energy.model)
     x = new(energy)
-    found.functions(x)
+    posterior.functions(x)
     assert len(passes) == 1 + more
     passes.clear()
-    _ = found.predict(x).std
+    _ = posterior.predict(x).std
     assert len(passes) == 1 + more
 
 
@@ -244,23 +244,23 @@ def test_a_convolutional_network(solver: str) -> None:
 def test_files_hold_all_that_is_needed(variant: str, weights: Any, tmp_path: Path) -> None:
     energy = small()
     method = lw.HFL(mode="pretrained", variant=variant, pushes=4, calibration=held_out(energy))
-    found = fitted(energy, method, weights=weights)
-    found.save(tmp_path / "it")
+    posterior = fitted(energy, method, weights=weights)
+    posterior.save(tmp_path / "it")
     again = lw.load(tmp_path / "it", copied(energy).model)
     x = new(energy, 5)
-    assert torch.equal(again.functions(x).cov, found.functions(x).cov)
-    assert torch.equal(again.functions(x, joint=True).cov, found.functions(x, joint=True).cov)
-    assert torch.equal(again.predict(x).std, found.predict(x).std)
-    assert again.posterior.scale == found.posterior.scale != 1.0
+    assert torch.equal(again.functions(x).cov, posterior.functions(x).cov)
+    assert torch.equal(again.functions(x, joint=True).cov, posterior.functions(x, joint=True).cov)
+    assert torch.equal(again.predict(x).std, posterior.predict(x).std)
+    assert again.posterior.scale == posterior.posterior.scale != 1.0
 
 
 def test_files_keep_what_was_found(tmp_path: Path) -> None:
     energy = copied(small("bernoulli", 1))
     energy.place(energy.theta + 0.02)
-    found = pretrained(energy)
-    assert "posterior standard deviations from the minimum" in found.posterior.findings[0]
-    found.save(tmp_path / "it")
-    assert lw.load(tmp_path / "it", energy.model).posterior.findings == found.posterior.findings
+    posterior = pretrained(energy)
+    assert "posterior standard deviations from the minimum" in posterior.posterior.findings[0]
+    posterior.save(tmp_path / "it")
+    assert lw.load(tmp_path / "it", energy.model).posterior.findings == posterior.posterior.findings
 
 
 def moved_by(energy: Energy, size: float, evaluation: Tensor) -> Energy:
@@ -290,19 +290,19 @@ def test_a_twin_that_drifts_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return responses[0]
 
     monkeypatch.setattr(FineTuner, "respond_alike", recorded)
-    found = pretrained(moved, evaluation=evaluation, **TUNED)
-    (finding,) = found.posterior.findings
+    posterior = pretrained(moved, evaluation=evaluation, **TUNED)
+    (finding,) = posterior.posterior.findings
     told = r"the weights are (\S+) posterior .* minimum .*, measured by how far an unpushed twin moves what is"
     said = re.match(told, finding)
     assert said is not None
     assert float(said.group(1)) == pytest.approx(0.2, rel=0.1)
-    found.save(tmp_path / "it")
+    posterior.save(tmp_path / "it")
     assert lw.load(tmp_path / "it", moved.model).posterior.findings == (finding,)
     with pytest.raises(lw.errors.NumericalError, match=r"posterior standard deviations .*; expected at most 0\.05\."):
         pretrained(moved, evaluation=evaluation, drift=0.05, **TUNED)
     loose = pretrained(moved, evaluation=evaluation, drift=0.05, tolerance=math.inf, **TUNED)
     assert loose.posterior.findings == (finding,)
-    assert_close(loose.posterior.scores(x)[1], found.posterior.scores(x)[1])
+    assert_close(loose.posterior.scores(x)[1], posterior.posterior.scores(x)[1])
 
 
 def test_unfinished_random_pushes_are_taken_as_they_come() -> None:
@@ -310,9 +310,9 @@ def test_unfinished_random_pushes_are_taken_as_they_come() -> None:
     energy = copied(small("bernoulli", 1))
     energy.place(energy.theta + 0.5)
     method = {"solver": "adam", "steps": 10, "variant": "random", "pushes": 3}
-    found = pretrained(energy, tolerance=math.inf, **method)
-    assert bool(torch.isfinite(found.functions(new(energy)).variance).all())
-    assert len(found.posterior.findings) == 1
+    posterior = pretrained(energy, tolerance=math.inf, **method)
+    assert bool(torch.isfinite(posterior.functions(new(energy)).variance).all())
+    assert len(posterior.posterior.findings) == 1
     with pytest.raises(lw.errors.NumericalError, match="of 3 responses have not converged"):
         pretrained(energy, **method)
 
@@ -343,7 +343,7 @@ def test_unfinished_fine_tuning_is_refused() -> None:
 
 def test_all_data_are_in_the_random_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one batch or in two, where they are drawn from the data."""
-    monkeypatch.setattr("lapwing.methods.hfl.hessian.DENSE", 0)
+    monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", 0)
     energy = small("categorical", 3)
     x = new(energy)
     method = lw.HFL(mode="pretrained", variant="random", pushes=800)

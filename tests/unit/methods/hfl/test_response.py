@@ -61,21 +61,21 @@ def test_a_quadratic_answers_the_same_to_every_strength() -> None:
 
 def test_a_strength_is_halved_until_two_estimates_agree() -> None:
     """d + k d³ = λ: the response is 1 - k λ² + …, and what two strengths say of λ² is taken off."""
-    found = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1)
-    assert float(found.cov) == pytest.approx(1.0, rel=1e-6)
-    assert float(found.strength) < 0.005
-    assert float(found.change) <= 0.3e-6
-    plain = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1, float(found.strength))
-    assert abs(float(plain.cov) - 1) > 10 * abs(float(found.cov) - 1)
-    assert float(plain.cov) == pytest.approx(1 - 30 * float(found.strength) ** 2, rel=1e-6)
+    response = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1)
+    assert float(response.cov) == pytest.approx(1.0, rel=1e-6)
+    assert float(response.strength) < 0.005
+    assert float(response.change) <= 0.3e-6
+    plain = sprung(Spring(stiffening=30.0)).respond(torch.ones_like, lambda d: d, 1, float(response.strength))
+    assert abs(float(plain.cov) - 1) > 10 * abs(float(response.cov) - 1)
+    assert float(plain.cov) == pytest.approx(1 - 30 * float(response.strength) ** 2, rel=1e-6)
 
 
 def test_every_push_has_a_strength_of_its_own() -> None:
     energy = gapped()
     x = torch.tensor([[-1.5], [0.0], [2.5]], dtype=D)
-    found = fitted(energy, lw.HFL()).posterior.respond(x)
+    response = fitted(energy, lw.HFL()).posterior.respond(x)
     first = 0.01 / energy.each(x).flatten().sqrt()
-    halvings = (first / found.strength).log2()
+    halvings = (first / response.strength).log2()
     assert_close(halvings, halvings.round())
     assert bool((halvings.round() >= 1).all())
     assert len(set(halvings.round().tolist())) > 1
@@ -89,10 +89,10 @@ def skewed(lam: float) -> tuple[float, float]:
 @pytest.mark.parametrize("lam", [1e-4, 1e-2, 0.1, 0.2])
 def test_the_bend_of_a_spring_that_is_softer_one_way(lam: float) -> None:
     up, down = skewed(lam)
-    found = sprung(Spring(skew=1.0), 1e-9, max_steps=500).respond(torch.ones_like, lambda d: d, 1, lam)
-    assert float(found.bend) == pytest.approx((-up - down) / (up - down), rel=1e-6)
-    assert float(found.bend) == pytest.approx(lam, rel=0.2)  # falls with the strength
-    assert float(found.drift) == 0.0
+    response = sprung(Spring(skew=1.0), 1e-9, max_steps=500).respond(torch.ones_like, lambda d: d, 1, lam)
+    assert float(response.bend) == pytest.approx((-up - down) / (up - down), rel=1e-6)
+    assert float(response.bend) == pytest.approx(lam, rel=0.2)  # falls with the strength
+    assert float(response.drift) == 0.0
     straight = sprung(Spring(stiffening=1.0)).respond(torch.ones_like, lambda d: d, 1, lam)
     assert float(straight.bend) < 1e-9
 
@@ -102,8 +102,8 @@ def test_the_bend_is_that_of_what_was_pushed() -> None:
     spring = sprung(Spring(), 1e-9)
     both = lambda d: torch.cat([d, d**2], 1)
     for own, bend in ((lambda seen: seen[:, 0], 0.0), (lambda seen: seen[:, 0] + seen[:, 1], 0.1)):
-        found = spring.respond(torch.ones_like, both, 1, 0.1, own)
-        assert float(found.bend) == pytest.approx(bend, abs=1e-9)  # (d² + d²) / 2 d at d = 0.1
+        response = spring.respond(torch.ones_like, both, 1, 0.1, own)
+        assert float(response.bend) == pytest.approx(bend, abs=1e-9)  # (d² + d²) / 2 d at d = 0.1
     assert float(spring.respond(torch.ones_like, lambda d: d, 1, 0.1).bend) == pytest.approx(0.0, abs=1e-12)
 
 
@@ -121,12 +121,12 @@ def test_the_bend_of_a_network_falls_with_the_strength() -> None:
 
 def test_a_push_to_where_there_is_no_minimum() -> None:
     """d + d² = -λ has no solution for λ above a quarter; up there is one."""
-    found = sprung(Spring(skew=1.0), max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.5)
-    assert found.steps < 500
+    response = sprung(Spring(skew=1.0), max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.5)
+    assert response.steps < 500
     with pytest.raises(
         lw.errors.NumericalError, match=r"not converged.*do not reach the pushed minimum \(bend 0\.15.*smaller lam"
     ):
-        found.checked(1e-6)
+        response.checked(1e-6)
     near = sprung(Spring(skew=1.0), 1e-3, max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.24)
     with pytest.raises(
         lw.errors.NumericalError, match=r"1 of 1 responses are not straight.*bend 0\.33; expected at most 0\.25"
@@ -287,13 +287,13 @@ def test_one_push_for_each_output_read_off_where_it_was_asked() -> None:
     energy = small("gaussian", 2)
     x = new(energy)
     posterior = fitted(energy, lw.HFL()).posterior
-    own, everywhere = posterior.respond(x), posterior.respond(x, joint=True)
-    assert own.cov.shape == (6, 2)
+    response, everywhere = posterior.respond(x), posterior.respond(x, joint=True)
+    assert response.cov.shape == (6, 2)
     assert everywhere.cov.shape == (6, 6)
     assert off(everywhere.cov, energy.covariance(x)) < 1e-6
-    assert off(own.cov, torch.cat([energy.each(x)[b] for b in range(3)])) < 1e-6
-    assert own.steps > 0
-    assert float(own.missing.max()) < 1e-6
+    assert off(response.cov, torch.cat([energy.each(x)[b] for b in range(3)])) < 1e-6
+    assert response.steps > 0
+    assert float(response.missing.max()) < 1e-6
 
 
 def test_what_is_missing_is_not_understated() -> None:

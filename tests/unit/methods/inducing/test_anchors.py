@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.inducing.anchored import AnchoredCurvature, AnchoredRows
 from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.curvatures import AnchoredCurvature, AnchoredRows
 from lapwing.networks import budget
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME
@@ -137,17 +137,17 @@ def test_the_log_determinant_has_what_is_missing_added(kind: str) -> None:
     prior = bound(kind, anchors.network)
     matrix = z.T @ mix() @ mix().T @ z
     own = matrix.diagonal() + torch.linspace(0.1, 1.0, 83, dtype=D)
-    found = AnchoredCurvature(anchors, mix(), own).logdet(torch.tensor(PHI, dtype=D), prior)
+    logdet = AnchoredCurvature(anchors, mix(), own).logdet(torch.tensor(PHI, dtype=D), prior)
     inside = torch.linalg.slogdet(matrix / PHI + torch.diag(prior.vector))[1]
-    assert_close(found, inside + (torch.linspace(0.1, 1.0, 83, dtype=D) / prior.vector).sum() / PHI)
+    assert_close(logdet, inside + (torch.linspace(0.1, 1.0, 83, dtype=D) / prior.vector).sum() / PHI)
 
 
 def test_rounding_never_takes_anything_off() -> None:
     anchors, (z, _) = setting("mlp"), rows("mlp")
     prior = bound("isotropic", anchors.network)
     matrix = z.T @ mix() @ mix().T @ z
-    found = AnchoredCurvature(anchors, mix(), matrix.diagonal() * (1 - 1e-9)).logdet(torch.tensor(PHI, dtype=D), prior)
-    assert_close(found, torch.linalg.slogdet(matrix / PHI + torch.diag(prior.vector))[1])
+    logdet = AnchoredCurvature(anchors, mix(), matrix.diagonal() * (1 - 1e-9)).logdet(torch.tensor(PHI, dtype=D), prior)
+    assert_close(logdet, torch.linalg.slogdet(matrix / PHI + torch.diag(prior.vector))[1])
 
 
 @pytest.mark.parametrize("kind", PRIORS)
@@ -190,10 +190,10 @@ def test_the_diagonal_is_the_whole_curvatures_where_it_is_known() -> None:
     own = torch.linspace(1.0, 2.0, 83, dtype=D)
     assert_close(AnchoredCurvature(anchors, mix(), own).diagonal(), own)
     matrix = z.T @ mix() @ mix().T @ z
-    found = AnchoredCurvature(anchors, mix()).diagonal()
+    diagonal = AnchoredCurvature(anchors, mix()).diagonal()
     large = matrix.diagonal() > 1e-2 * matrix.diagonal().max()
-    assert_close(found[large], matrix.diagonal()[large])
-    assert float(found.min()) > 0
+    assert_close(diagonal[large], matrix.diagonal()[large])
+    assert float(diagonal.min()) > 0
 
 
 def test_rows_follow_the_mix() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool, class_labels
-from lapwing.methods.inducing.placement import STARTS, every_output, landmarks, placed
+from lapwing.methods.inducing.anchors import STARTS, Placement
 from lapwing.networks.network import Network
 from tests import problems
 from tests.cases import BY_NAME
@@ -52,7 +52,7 @@ def numbers(points: Tensor, among: Tensor) -> list[int]:
 def test_every_output_of_every_input() -> None:
     x = torch.randn(4, 2, dtype=D)
     network, _, pool = setting(x, torch.zeros(4, dtype=torch.long))
-    anchors = every_output(network, pool)
+    anchors = Placement(network, pool, generator()).every_output()
     assert len(anchors) == 12
     assert torch.equal(anchors.inputs, x.repeat_interleave(3, 0))
     assert anchors.outputs.tolist() == [0, 1, 2] * 4
@@ -62,7 +62,7 @@ def test_every_output_of_every_input() -> None:
 def test_landmarks_have_one_output_of_each_input_first(count: int) -> None:
     x = torch.randn(10, 2, dtype=D)
     network, _, pool = setting(x, torch.zeros(10, dtype=torch.long))
-    anchors = landmarks(network, pool, count, generator())
+    anchors = Placement(network, pool, generator()).landmarks(count)
     assert len(set(numbers(anchors.inputs, x))) == count
 
 
@@ -70,7 +70,7 @@ def test_landmarks_have_one_output_of_each_input_first(count: int) -> None:
 def test_landmarks_have_more_outputs_of_an_input_where_inputs_run_out(count: int) -> None:
     x = torch.randn(10, 2, dtype=D)
     network, _, pool = setting(x, torch.zeros(10, dtype=torch.long))
-    anchors = landmarks(network, pool, count, generator())
+    anchors = Placement(network, pool, generator()).landmarks(count)
     pairs = list(zip(numbers(anchors.inputs, x), anchors.outputs.tolist(), strict=True))
     assert len(pairs) == len(set(pairs)) == min(count, 30)
     often = Counter(number for number, _ in pairs)
@@ -80,10 +80,10 @@ def test_landmarks_have_more_outputs_of_an_input_where_inputs_run_out(count: int
 def test_landmarks_outputs_are_random() -> None:
     x = torch.randn(10, 2, dtype=D)
     network, _, pool = setting(x, torch.zeros(10, dtype=torch.long))
-    seen = torch.stack([landmarks(network, pool, 10, generator(seed)).outputs for seed in range(200)])
+    seen = torch.stack([Placement(network, pool, generator(seed)).landmarks(10).outputs for seed in range(200)])
     shares = torch.stack([(seen == c).double().mean() for c in range(3)])
     assert float((shares - 1 / 3).abs().max()) < 5 * (2 / 9 / seen.numel()) ** 0.5
-    assert torch.equal(landmarks(network, pool, 10, generator(5)).outputs, seen[5])
+    assert torch.equal(Placement(network, pool, generator(5)).landmarks(10).outputs, seen[5])
 
 
 @pytest.mark.parametrize("prior", ["isotropic", "per_layer"])
@@ -93,7 +93,7 @@ def test_greedy_takes_the_largest_variance_left(prior: str) -> None:
     network, given, pool = setting(x, torch.zeros(6, dtype=torch.long))
     if prior == "per_layer":
         given = lw.per_layer(torch.tensor([0.1, 5.0], dtype=D)).bound(network.selection, network.theta())
-    anchors = placed(network, given, pool, 7, "greedy", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("greedy", 7, given, 1000)
     rows = dense.jacobian(network.model, x, 6).flatten(0, 1)
     whole = inducing.kernel(rows, rows, given.vector)
     chosen: list[int] = []
@@ -113,7 +113,7 @@ def test_greedy_chooses_among_the_candidates() -> None:
     variances = inducing.kernel(rows, rows, prior.vector).diagonal()
 
     def chosen(count: int, candidates: int) -> list[int]:
-        anchors = placed(network, prior, pool, count, "greedy", candidates, generator())
+        anchors = Placement(network, pool, generator()).start("greedy", count, prior, candidates)
         return [3 * i + c for i, c in zip(numbers(anchors.inputs, x), anchors.outputs.tolist(), strict=True)]
 
     among, some, every = chosen(12, 1), chosen(5, 12), chosen(5, 1000)
@@ -128,7 +128,7 @@ def test_greedy_stops_where_outputs_have_nothing_more_to_say() -> None:
     """Two different data, each many times: six points at most."""
     x = torch.randn(2, 2, dtype=D).repeat(5, 1)
     network, prior, pool = setting(x, torch.zeros(10, dtype=torch.long))
-    anchors = placed(network, prior, pool, 20, "greedy", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("greedy", 20, prior, 1000)
     assert len(anchors) == 6
     assert len(set(zip(map(tuple, anchors.inputs.tolist()), anchors.outputs.tolist()))) == 6
 
@@ -137,7 +137,7 @@ def test_greedy_stops_where_outputs_have_nothing_more_to_say() -> None:
 def test_kmeans_places_the_points_of_a_class_among_its_inputs(count: int) -> None:
     x, y = clouds()
     network, prior, pool = setting(x, y)
-    anchors = placed(network, prior, pool, count, "kmeans", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("kmeans", count, prior, 1000)
     assert sorted(anchors.outputs.tolist()) == sorted(i % 3 for i in range(count))
     nearest = (anchors.inputs[:, None] - x[None]).square().sum(-1).argmin(1)
     assert torch.equal(y[nearest], anchors.outputs)
@@ -146,21 +146,21 @@ def test_kmeans_places_the_points_of_a_class_among_its_inputs(count: int) -> Non
 def test_kmeans_of_one_point_for_each_class_is_the_mean_of_the_class() -> None:
     x, y = clouds()
     network, prior, pool = setting(x, y)
-    anchors = placed(network, prior, pool, 3, "kmeans", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("kmeans", 3, prior, 1000)
     assert_close(anchors.inputs, torch.stack([x[y == c].mean(0) for c in anchors.outputs.tolist()]))
 
 
 def test_kmeans_of_a_class_without_data_uses_all() -> None:
     x, y = clouds()
     network, prior, pool = setting(x, y.clamp_max(1))
-    anchors = placed(network, prior, pool, 3, "kmeans", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("kmeans", 3, prior, 1000)
     assert_close(anchors.inputs[anchors.outputs == 2][0], x.mean(0))
 
 
 def test_kmeans_without_classes_takes_the_outputs_in_turn() -> None:
     x = torch.randn(20, 2, dtype=D)
     network, prior, pool = setting(x, torch.randn(20, 3, dtype=D))
-    anchors = placed(network, prior, pool, 7, "kmeans", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("kmeans", 7, prior, 1000)
     assert anchors.outputs.tolist() == [0, 0, 0, 1, 1, 2, 2]
 
 
@@ -169,14 +169,14 @@ def test_kmeans_keeps_the_shape_of_images() -> None:
     network = Network.build(case.build(), case.batch(3))
     pool = Pool.drawn(Data([(case.batch(9), problems.targets(case, 9))], CPU), 9, generator())
     prior = lw.isotropic(1.0).bound(network.selection, network.theta())
-    anchors = placed(network, prior, pool, 4, "kmeans", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("kmeans", 4, prior, 1000)
     assert anchors.inputs.shape == (4, 2, 7, 8)
 
 
 def test_random_points_are_data_with_their_own_class() -> None:
     x, y = clouds()
     network, prior, pool = setting(x, y)
-    anchors = placed(network, prior, pool, 10, "random", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("random", 10, prior, 1000)
     chosen = numbers(anchors.inputs, x)
     assert len(set(chosen)) == 10
     assert torch.equal(anchors.outputs, y[chosen])
@@ -185,7 +185,8 @@ def test_random_points_are_data_with_their_own_class() -> None:
 def test_random_points_of_a_regression_take_the_outputs_in_turn() -> None:
     x = torch.randn(20, 2, dtype=D)
     network, prior, pool = setting(x, torch.randn(20, 3, dtype=D))
-    assert placed(network, prior, pool, 7, "random", 1000, generator()).outputs.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    anchors = Placement(network, pool, generator()).start("random", 7, prior, 1000)
+    assert anchors.outputs.tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("kind", ["classes", "numbers"])
@@ -194,7 +195,7 @@ def test_random_points_are_other_outputs_of_the_same_inputs_where_those_run_out(
     """Every input once, with its class, before any twice; no pair of input and output twice."""
     x, y = torch.randn(20, 2, dtype=D), torch.randint(0, 3, (20,))
     network, prior, pool = setting(x, y if kind == "classes" else torch.randn(20, 3, dtype=D))
-    anchors = placed(network, prior, pool, count, "random", 1000, generator())
+    anchors = Placement(network, pool, generator()).start("random", count, prior, 1000)
     chosen = numbers(anchors.inputs, x)
     assert len(set(zip(chosen, anchors.outputs.tolist(), strict=True))) == len(chosen) == count
     assert len(set(chosen[:20])) == 20
@@ -213,7 +214,7 @@ def test_inputs_that_have_no_centres_are_data_as_they_are(name: str, start: str)
     network = Network.build(case.build(), inputs)
     prior = lw.isotropic(1.0).bound(network.selection, network.theta())
     pool = Pool.drawn(Data([(inputs, y)], CPU), 9, generator())
-    anchors = placed(network, prior, pool, 5, start, 1000, generator())
+    anchors = Placement(network, pool, generator()).start(start, 5, prior, 1000)
     first = lambda tree: next(iter(tree.values())) if isinstance(tree, dict) else tree
     first_of = lambda tree: first(tree)[0] if isinstance(tree, tuple) else first(tree)
     chosen = numbers(first_of(anchors.inputs), first_of(inputs))
@@ -227,10 +228,10 @@ def test_inputs_that_have_no_centres_are_data_as_they_are(name: str, start: str)
 def test_the_generator_decides(start: str) -> None:
     x, y = clouds()
     network, prior, pool = setting(x, y)
-    one, two = (placed(network, prior, pool, 9, start, 12, generator(3)) for _ in range(2))
+    one, two = (Placement(network, pool, generator(3)).start(start, 9, prior, 12) for _ in range(2))
     assert torch.equal(one.inputs, two.inputs)
     assert torch.equal(one.outputs, two.outputs)
-    others = [placed(network, prior, pool, 9, start, 12, generator(seed)).inputs for seed in range(4, 8)]
+    others = [Placement(network, pool, generator(seed)).start(start, 9, prior, 12).inputs for seed in range(4, 8)]
     assert any(other.shape != one.inputs.shape or not torch.equal(other, one.inputs) for other in others)
 
 
@@ -247,5 +248,5 @@ def test_the_generator_decides(start: str) -> None:
     ],
 )
 def test_targets_that_are_classes(targets: Tensor, outputs: int, expected: list[int] | None) -> None:
-    found = class_labels(targets, outputs)
-    assert (None if found is None else found.tolist()) == expected
+    labels = class_labels(targets, outputs)
+    assert (None if labels is None else labels.tolist()) == expected

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.inducing.subspace import SubspaceCurvature
+from lapwing.methods.inducing.curvatures import SubspaceCurvature
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME
 from tests.references import dense, inducing
@@ -137,6 +137,6 @@ def test_the_diagonal_is_that_within_the_span() -> None:
     projector = d.T @ torch.linalg.inv(d @ d.T) @ d
     expected = (projector @ ggn @ projector).diagonal()
     assert_close(curvature().inner_diagonal, expected)
-    found = curvature().diagonal()
-    assert bool((found >= expected - 1e-12).all())
-    assert float(found.min()) > 0
+    diagonal = curvature().diagonal()
+    assert bool((diagonal >= expected - 1e-12).all())
+    assert float(diagonal.min()) > 0

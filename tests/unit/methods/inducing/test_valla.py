@@ -13,7 +13,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.core.trace import Step
 from lapwing.methods.inducing import valla as module
-from lapwing.priors.groups import PerLayer
+from lapwing.priors.given import PerLayer
 from tests import problems
 from tests.cases import BY_NAME
 from tests.tolerances import SOLVED, assert_close
@@ -68,25 +68,25 @@ def test_a_default_for_few_data_and_for_many(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("way", ["lbfgs", "adam"])
 def test_the_prior_is_learned_where_none_is_given(way: str) -> None:
     """With enough points near the optimum of the exact evidence; the noise is that of the residuals."""
-    found = fitted(lw.VaLLA(12, optimiser=way, steps=60), lw.Gaussian(), None)
-    assert float(found.prior.values) == pytest.approx(float(exact(True).prior.values), rel=0.1)
-    assert float(found.likelihood.dispersion) == pytest.approx(float(exact(True).likelihood.dispersion), rel=1e-12)
-    around = [float(found.with_prior(float(found.prior.values) * f).log_evidence()) for f in (0.97, 1.0, 1.03)]
+    posterior = fitted(lw.VaLLA(12, optimiser=way, steps=60), lw.Gaussian(), None)
+    assert float(posterior.prior.values) == pytest.approx(float(exact(True).prior.values), rel=0.1)
+    assert float(posterior.likelihood.dispersion) == pytest.approx(float(exact(True).likelihood.dispersion), rel=1e-12)
+    around = [float(posterior.with_prior(float(posterior.prior.values) * f).log_evidence()) for f in (0.97, 1.0, 1.03)]
     assert around[1] > max(around[0], around[2])
 
 
 @pytest.mark.parametrize(("way", "alpha"), [("lbfgs", 0.0), ("adam", 0.0), ("none", 0.0), ("adam", 1.0)])
 def test_a_given_prior_stays_as_it_was_given(way: str, alpha: float) -> None:
     prior = lw.per_layer(torch.tensor([0.3, 0.7], dtype=D))
-    found = fitted(lw.VaLLA(4, alpha=alpha, optimiser=way, steps=5), lw.Gaussian(), prior)
-    assert found.prior.values.tolist() == [0.3, 0.7]
-    assert isinstance(found.prior.given, PerLayer)
+    posterior = fitted(lw.VaLLA(4, alpha=alpha, optimiser=way, steps=5), lw.Gaussian(), prior)
+    assert posterior.prior.values.tolist() == [0.3, 0.7]
+    assert isinstance(posterior.prior.given, PerLayer)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_a_given_noise_stays_as_it_was_given(alpha: float) -> None:
-    found = fitted(lw.VaLLA(4, alpha=alpha, steps=5), GIVEN, None)
-    assert float(found.likelihood.dispersion) == pytest.approx(NOISE**2, rel=1e-12)
+    posterior = fitted(lw.VaLLA(4, alpha=alpha, steps=5), GIVEN, None)
+    assert float(posterior.likelihood.dispersion) == pytest.approx(NOISE**2, rel=1e-12)
 
 
 def test_progress_shows_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,20 +149,20 @@ def test_ignored_targets_have_no_predictive() -> None:
 
 
 def test_what_was_learned_by_predicting_has_no_evidence() -> None:
-    found = fitted(METHODS["predicting"], lw.Gaussian(), None)
+    posterior = fitted(METHODS["predicting"], lw.Gaussian(), None)
     for ask in (
-        found.log_evidence,
-        found.tuned,
-        lambda: found.tuned(lw.tuners.FixedPoint()),
-        lambda: found.tuned(lw.tuners.Grid()),
+        posterior.log_evidence,
+        posterior.tuned,
+        lambda: posterior.tuned(lw.tuners.FixedPoint()),
+        lambda: posterior.tuned(lw.tuners.Grid()),
     ):
         with pytest.raises(
             lw.errors.UnsupportedError, match=r"has no evidence; compare it on held-out data, or fit VaLLA"
         ):
             ask()
-    picked = found.tuned(lw.tuners.Grid([curve(10, 4)], (0.1, 1.0, 10.0)))
+    picked = posterior.tuned(lw.tuners.Grid([curve(10, 4)], (0.1, 1.0, 10.0)))
     assert bool(torch.isfinite(picked.functions(curve()[0]).cov).all())
-    assert 0 <= found.effective_parameters().total <= 25
+    assert 0 <= posterior.effective_parameters().total <= 25
 
 
 def test_a_prior_that_needs_the_curvature_is_refused() -> None:

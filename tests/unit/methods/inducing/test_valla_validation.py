@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.methods.inducing import validation as module
-from lapwing.methods.inducing.validation import COARSE, FINE, Validation
+from lapwing.methods.inducing import stochastic as module
+from lapwing.methods.inducing.stochastic import COARSE, FINE, Validation
 from tests.cases import BY_NAME
 from tests.references import dense, inducing
 from tests.tolerances import SOLVED, assert_close
@@ -46,26 +46,26 @@ def misleading(gap: float) -> tuple[list[Any], list[Any]]:
 def test_the_best_state_is_kept_and_not_the_last(gap: float, best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variances shrink step by step, and with them the density of data that are further off."""
     looks = scored(monkeypatch)
-    data, held = misleading(gap)
-    method = lw.VaLLA(5, alpha=1.0, steps=60, learning_rate=0.05, validation=held, patience=4)
-    found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
-    assert found.trace is not None
+    data, held_out = misleading(gap)
+    method = lw.VaLLA(5, alpha=1.0, steps=60, learning_rate=0.05, validation=held_out, patience=4)
+    posterior = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    assert posterior.trace is not None
     assert looks.index(max(looks)) == best
     assert len(looks) == max(best, 2) + 5  # two early ones, and four without a better one that ended it
-    assert len(found.trace.steps) == 3 * (len(looks) - 2) < 60
-    score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
+    assert len(posterior.trace.steps) == 3 * (len(looks) - 2) < 60
+    score = float(posterior.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
     assert score >= max(looks) - 1e-5
     assert looks[-1] < max(looks) - 1e-3
     without = fitted(replace(method, validation=None), lw.Gaussian(noise_std=0.3), None, data=data)
-    assert float(without.predict(held[0][0]).log_prob(held[0][1]).mean()) < looks[-1]
+    assert float(without.predict(held_out[0][0]).log_prob(held_out[0][1]).mean()) < looks[-1]
 
 
 @pytest.mark.parametrize("gap", [0.1, 0.35, 0.6])
 def test_more_steps_do_not_lose_what_fewer_found(gap: float) -> None:
     """A state is judged with the prior variance that validation data choose for it, as it is at the end."""
-    data, held = misleading(gap)
-    score = lambda p: float(p.predict(held[0][0]).log_prob(held[0][1]).mean())
-    method = lw.VaLLA(5, alpha=1.0, learning_rate=0.05, validation=held, patience=4)
+    data, held_out = misleading(gap)
+    score = lambda p: float(p.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
+    method = lw.VaLLA(5, alpha=1.0, learning_rate=0.05, validation=held_out, patience=4)
     few, many = (score(fitted(replace(method, steps=n), lw.Gaussian(), None, data=data)) for n in (8, 120))
     assert many >= few - 1e-3
     assert few > score(fitted(lw.baselines.MapOnly(), lw.Gaussian(), data=data)) + 0.1
@@ -75,7 +75,7 @@ def test_validation_data_that_approve_change_nothing(monkeypatch: pytest.MonkeyP
     """Every look is better than the one before, so that the last state is the best."""
     rising = iter(range(100))
     monkeypatch.setattr(
-        Validation, "log_likelihoods", lambda self, state, factors=(1.0,): [float(next(rising))] * len(factors)
+        Validation, "log_likelihoods", lambda self, points, factors: [float(next(rising))] * len(factors)
     )
     method = lw.VaLLA(4, alpha=1.0, steps=20, validation=[curve()])
     one, other = (fitted(m, lw.Gaussian(), None) for m in (method, replace(method, validation=None)))
@@ -94,15 +94,15 @@ def test_the_prior_variance_is_chosen_once_more_and_finely(monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(Validation, "log_likelihoods", noted)
-    data, held = misleading(0.6)
-    method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05, validation=held)
+    data, held_out = misleading(0.6)
+    method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05, validation=held_out)
     found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
     *looks, last = scores
     assert all(len(look) == len(COARSE) for look in looks)
     assert len(last) == len(FINE)
     assert last[len(FINE) // 2] == pytest.approx(max(map(max, looks)), abs=1e-9)
     assert max(last) > last[len(FINE) // 2] + 1e-4
-    score = float(found.predict(held[0][0]).log_prob(held[0][1]).mean())
+    score = float(found.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
     assert score == pytest.approx(max(last), abs=1e-5)
     given = fitted(method, lw.Gaussian(noise_std=0.3), 0.5, data=data)  # a prior that is given stays
     assert float(given.prior.values) == 0.5
@@ -110,9 +110,9 @@ def test_the_prior_variance_is_chosen_once_more_and_finely(monkeypatch: pytest.M
 
 def test_the_prior_variance_is_looked_for_further_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the best of the factors is the last of them; and where that never ends, it is said."""
-    data, held = misleading(0.6)
-    method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05, validation=held)
-    score = lambda p: float(p.predict(held[0][0]).log_prob(held[0][1]).mean())
+    data, held_out = misleading(0.6)
+    method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05, validation=held_out)
+    score = lambda p: float(p.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
     fit = lambda: fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
     monkeypatch.setattr(module, "COARSE", (1.0,))
     wide = fit()
@@ -132,25 +132,25 @@ def test_the_prior_variance_is_looked_for_further_out(monkeypatch: pytest.Monkey
 def test_what_validation_data_chose_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the evidence, which alpha 0 has, and which may see it otherwise."""
     looks = scored(monkeypatch)
-    data, held = misleading(1.0)
-    method = lw.VaLLA(5, optimiser="adam", steps=40, learning_rate=0.05, validation=held)
-    found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
-    assert float(found.predict(held[0][0]).log_prob(held[0][1]).mean()) > max(looks) - 0.05
-    assert not found.posterior.problem.learn_prior
-    tuned = found.tuned(lw.tuners.MaximiseEvidence())
-    assert float(tuned.predict(held[0][0]).log_prob(held[0][1]).mean()) < max(looks) - 0.5
+    data, held_out = misleading(1.0)
+    method = lw.VaLLA(5, optimiser="adam", steps=40, learning_rate=0.05, validation=held_out)
+    posterior = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    assert float(posterior.predict(held_out[0][0]).log_prob(held_out[0][1]).mean()) > max(looks) - 0.05
+    assert not posterior.posterior.problem.learn_prior
+    tuned = posterior.tuned(lw.tuners.MaximiseEvidence())
+    assert float(tuned.predict(held_out[0][0]).log_prob(held_out[0][1]).mean()) < max(looks) - 0.5
 
 
 def test_validation_data_for_the_bound() -> None:
     """With alpha 0 they choose the locations; what the points know is in closed form all the same."""
-    found = fitted(lw.VaLLA(5, steps=20, validation=[curve(20, 5)]))
-    anchors = found.posterior.curvature.anchors
+    posterior = fitted(lw.VaLLA(5, steps=20, validation=[curve(20, 5)]))
+    anchors = posterior.posterior.curvature.anchors
     z = dense.jacobian(model(), anchors.inputs, 5).flatten(0, 1)
     jac = dense.jacobian(model(), curve()[0], 40).flatten(0, 1)
     x = torch.linspace(-3, 3, 7, dtype=D)[:, None]
     new = dense.jacobian(model(), x, 7).flatten(0, 1)
     expected = inducing.covariance(new, z, jac, torch.eye(40, dtype=D) / NOISE**2, torch.full((25,), 0.5, dtype=D))
-    assert_close(found.functions(x, joint=True).cov.reshape(7, 7), expected, SOLVED)
+    assert_close(posterior.functions(x, joint=True).cov.reshape(7, 7), expected, SOLVED)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])

@@ -1,0 +1,259 @@
+"""The contracts of block structures, and the two that fit every block: its diagonal, and all of its matrix.
+
+Each stores sums over the data at unit dispersion; ``precision`` adds prior and dispersion and factorises once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lapwing.core.state import State, saved
+from lapwing.curvature.protocols import floored, row_products, weighted_sum
+from lapwing.linalg.cholesky import cholesky
+from lapwing.linalg.gram import Gram
+from lapwing.networks.jacobians import Block, BlockJacobian
+from lapwing.networks.network import Network
+from lapwing.priors.bound import BlockPrior
+
+S = TypeVar("S")
+
+
+class BlockPrecision(Protocol):
+    """Λ of one block, factorised."""
+
+    @property
+    def log_determinant(self) -> Tensor:
+        """The log-determinant of Λ."""
+        ...
+
+    def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
+        """Return J Λ⁻¹ Jᵀ: (B, S, C, C), or its diagonal (B, S, C)."""
+        ...
+
+    def cross(self, jacobian: BlockJacobian) -> Tensor:
+        """Return J Λ⁻¹ Jᵀ between all samples and outputs, (B K, B K)."""
+        ...
+
+    def sample(self, eps: Tensor) -> Tensor:
+        """Return Λ^-½ eps for standard normal eps (n, *form)."""
+        ...
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        """Apply the transpose of ``sample`` to v (n, *form); ``sample`` after ``adjoint`` is Λ⁻¹."""
+        ...
+
+    def variances(self) -> Tensor:
+        """Return the diagonal of Λ⁻¹, in the block's form."""
+        ...
+
+
+@runtime_checkable
+class SharesBasis(Protocol):
+    """A block precision with a basis that others of the same curvature may have too."""
+
+    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+        """Return J Λ⁻¹ Jᵀ of all precisions, (B, S, C, C) each; the Jacobian is rotated once for each basis."""
+        ...
+
+
+class BlockSum(Protocol):
+    """The sum of the curvature of one block over a pass."""
+
+    def add(self, jacobian: BlockJacobian) -> None:
+        """Add one chunk of data."""
+        ...
+
+    def value(self) -> BlockCurvature: ...
+
+
+class BlockCurvature(Protocol):
+    """H of one block at unit dispersion. Its class method ``from_state(state, network)`` builds it from a state."""
+
+    @property
+    def only_diagonal(self) -> Tensor | None:
+        """The stored diagonal in the block's form, if the structure is diagonal; else None."""
+        ...
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> BlockPrecision:
+        """Return Λ = H/φ + A of the block, factorised."""
+        ...
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal of H in the block's form, no entry below a thousandth of the median."""
+        ...
+
+    def __add__(self: S, other: S) -> S: ...
+
+    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
+        """Return the weighted sum of this block and the others, differentiable in the weights (1 + others,)."""
+        ...
+
+    def state(self) -> State: ...
+
+    def dense(self) -> Tensor:
+        """Return H as a matrix, in the order of the block's form. For tests and small networks."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalPrecision:
+    """Λ diagonal; ``inverse`` is one over it, in the block's form."""
+
+    inverse: Tensor
+    log_determinant: Tensor
+
+    def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
+        return jacobian.weighted(self.inverse, tokens, full)
+
+    def cross(self, jacobian: BlockJacobian) -> Tensor:
+        return jacobian.between(jacobian, self.inverse)
+
+    def sample(self, eps: Tensor) -> Tensor:
+        return eps * self.inverse.sqrt().to(eps)
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        return self.sample(v)
+
+    def variances(self) -> Tensor:
+        return self.inverse
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class DiagonalBlock:
+    """The diagonal of H, in the block's form."""
+
+    values: Tensor
+
+    @property
+    def only_diagonal(self) -> Tensor:
+        return self.values
+
+    def __add__(self, other: DiagonalBlock) -> DiagonalBlock:
+        return DiagonalBlock(self.values + other.values)
+
+    def mixed(self, others: Sequence[DiagonalBlock], weights: Tensor) -> DiagonalBlock:
+        return DiagonalBlock(weighted_sum([self.values, *(block.values for block in others)], weights))
+
+    def state(self) -> State:
+        return State("DiagonalBlock", tensors={"values": self.values})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> DiagonalBlock:
+        return cls(state.tensors["values"].to(network.device, network.dtype))
+
+    def dense(self) -> Tensor:
+        return torch.diag(self.values.reshape(-1))
+
+    def diagonal(self) -> Tensor:
+        return floored(self.values)
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> DiagonalPrecision:
+        values = self.values / phi.to(self.values) + prior.whole.to(self.values)
+        return DiagonalPrecision(values.reciprocal(), values.log().sum(dtype=torch.float64))
+
+
+class DiagonalSum:
+    """The diagonal of H of a block, summed over a pass."""
+
+    def __init__(self, block: Block, network: Network) -> None:
+        self._squares = torch.zeros(block.form, dtype=network.dtype, device=network.device)
+
+    def add(self, jacobian: BlockJacobian) -> None:
+        self._squares += jacobian.squares().reshape(self._squares.shape)
+
+    def value(self) -> DiagonalBlock:
+        return DiagonalBlock(self._squares)
+
+
+@dataclass(frozen=True, eq=False)
+class CholeskyPrecision:
+    """Λ by its Cholesky factor L (p, p), float64."""
+
+    factor: Tensor
+
+    @property
+    def log_determinant(self) -> Tensor:
+        return 2 * self.factor.diagonal().log().sum()
+
+    @cached_property
+    def _inverse_factor(self) -> Tensor:
+        """L⁻¹. It is applied many times, and on a GPU a product is faster than a triangular solve."""
+        eye = torch.eye(len(self.factor), dtype=self.factor.dtype, device=self.factor.device)
+        return torch.linalg.solve_triangular(self.factor, eye, upper=False)
+
+    def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
+        j = jacobian.whole().flatten(2)
+        rows = j @ self._inverse_factor.to(j.dtype).mT
+        return row_products(rows.reshape(j.shape[0], tokens, -1, j.shape[-1]), full)
+
+    def cross(self, jacobian: BlockJacobian) -> Tensor:
+        j = jacobian.whole().flatten(2).flatten(0, 1)
+        return row_products(j @ self._inverse_factor.to(j.dtype).mT)
+
+    def sample(self, eps: Tensor) -> Tensor:
+        flat = eps.reshape(eps.shape[0], -1)
+        solved = torch.linalg.solve_triangular(self.factor.mT, flat.to(self.factor).mT, upper=True).mT
+        return solved.reshape(eps.shape).to(eps)
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        flat = v.reshape(v.shape[0], -1)
+        solved = torch.linalg.solve_triangular(self.factor, flat.to(self.factor).mT, upper=False).mT
+        return solved.reshape(v.shape).to(v)
+
+    def variances(self) -> Tensor:
+        return self._inverse_factor.square().sum(0)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class FullBlock:
+    """The whole H of one block, (p, p)."""
+
+    matrix: Tensor
+
+    @property
+    def only_diagonal(self) -> None:
+        return None
+
+    def __add__(self, other: FullBlock) -> FullBlock:
+        return FullBlock(self.matrix + other.matrix)
+
+    def mixed(self, others: Sequence[FullBlock], weights: Tensor) -> FullBlock:
+        return FullBlock(weighted_sum([self.matrix, *(block.matrix for block in others)], weights))
+
+    def state(self) -> State:
+        return State("FullBlock", tensors={"matrix": self.matrix})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> FullBlock:
+        return cls(state.tensors["matrix"].to(network.device, network.dtype))
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+    def diagonal(self) -> Tensor:
+        return floored(self.matrix.diagonal())
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> CholeskyPrecision:
+        added = prior.whole.double().reshape(-1).expand(len(self.matrix))
+        return CholeskyPrecision(cholesky(self.matrix.double() / phi.double() + torch.diag(added), block.weight))
+
+
+class FullSum:
+    """The whole H of a block, summed over a pass."""
+
+    def __init__(self, block: Block, network: Network) -> None:
+        self._gram = Gram(block.size, network.dtype, network.device)
+
+    def add(self, jacobian: BlockJacobian) -> None:
+        self._gram.add(jacobian.whole().flatten(0, 1))
+
+    def value(self) -> FullBlock:
+        return FullBlock(self._gram.value())

@@ -1,0 +1,196 @@
+"""The posteriors of the modes "nonlinear" and "linearised", which need the data at every prediction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Inputs
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.state import State
+from lapwing.errors import UnsupportedError
+from lapwing.linalg.cg import block_conjugate_gradients
+from lapwing.linalg.design import gram_product
+from lapwing.linalg.operators import Solution
+from lapwing.methods.hfl.responder import AnyResponder
+from lapwing.methods.hfl.response import Response
+from lapwing.networks.forward import outside_inference
+from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.problem import Problem, Statistics
+from lapwing.tangent.design import NetworkDesign
+
+ROWS = 256  # outputs that "linearised" solves for at once
+NO_FILE = (
+    "this HFL posterior re-optimises on its data at every prediction, and a file does not hold those; fit it again "
+    "where it is needed, or save HFL(mode='pretrained')."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ResponsePosterior:
+    """f(x) ~ N(network output, response to pushes of f(x)): the variance of Laplace with the full Hessian.
+
+    ``responder`` holds the objective with its data, so this posterior cannot be saved. ``respond`` returns the details
+    behind a prediction: how far each push came and how much to trust it.
+    """
+
+    problem: Problem
+    responder: AnyResponder
+    statistics: Statistics
+    theta: Tensor
+    strength: float | None = None
+    findings: tuple[str, ...] = ()
+    drift: float = math.inf  # how far an unpushed twin may move, in posterior standard deviations
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
+        raise UnsupportedError(NO_FILE)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        network = self.problem.network
+        f = network(x).to(network.dtype)
+        cov = self.respond(x, joint).checked(self.responder.tolerance, self.drift).cov
+        if joint:
+            cov = cov.reshape(f.numel(), f.numel())
+            return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
+        size = f[0].numel()
+        cov = cov.reshape(len(f), size, size)
+        return FunctionGaussian(f, _per_token(0.5 * (cov + cov.mT), f).to(f))
+
+    @outside_inference
+    def respond(self, x: Inputs, joint: bool = False) -> Response:
+        """Push every output at every input and return the responses of the outputs there, or at all inputs if joint.
+
+        Shapes: the covariances are (B C, C), or (B C, B C) if joint; C counts all tokens.
+        """
+        objective = self.responder.objective
+        x = objective.cast(x)
+        network = self.problem.network
+        size, outputs = network.count(x), torch.Size(network.output_shape).numel()
+        index = torch.arange(size, device=objective.centre.device).repeat_interleave(outputs)
+        inputs = network.take(x, index)
+        eye = torch.eye(outputs).to(objective.centre)
+        seeds = eye.repeat(size, 1).reshape(-1, *network.output_shape)
+        push = lambda d: objective.slopes(d, inputs, seeds)
+        if joint:
+            everywhere = lambda d: objective.outputs(d, x).flatten(1)
+            return self.responder.respond(push, everywhere, len(index), self.strength, torch.diagonal)
+        there = lambda d: objective.each_output(d.expand(len(index), -1), inputs).flatten(1)
+        value = lambda reading: (seeds.flatten(1) * reading).sum(1)
+        return self.responder.respond(push, there, len(index), self.strength, value)
+
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Return the variance of a scalar function of the weights by name, or of the outputs at x, by pushing it."""
+        response = self.respond_to(function, x).checked(self.responder.tolerance, self.drift)
+        return response.cov.reshape(())
+
+    @outside_inference
+    def respond_to(self, function: Functional, x: Inputs | None = None) -> Response:
+        """Push a scalar function of the weights, or of the outputs at x, and return its response."""
+        objective, network = self.responder.objective, self.problem.network
+        if x is None:
+            weight_slope(network, function)  # raises if this is no function of the weights
+            value, size = (lambda row: scalar(function(objective.weights(row)))), 1
+        else:
+            inputs, size = objective.cast(x), network.count(x)
+            f = objective.outputs(torch.zeros_like(objective.centre)[None], inputs)[0]
+            output_slope(function, f)  # raises if this is no function of the outputs
+            value = lambda row: scalar(function(objective.run(row, inputs)), "outputs")
+        push = lambda d: objective.each(torch.func.grad(value), d, size)
+        read = lambda d: objective.each(value, d, size).unsqueeze(1)
+        return self.responder.respond(push, read, 1, self.strength, lambda reading: reading[:, 0])
+
+
+def _per_token(cov: Tensor, f: Tensor) -> Tensor:
+    """Return the covariance of every token, (B, T, C, C), from (B, T C, T C); without tokens return it as it is."""
+    if f.ndim == 2:
+        return cov
+    batch, tokens, classes = f.shape
+    whole = cov.reshape(batch, tokens, classes, tokens, classes)
+    return whole.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedResponse:
+    """f(x) ~ N(network output, J Λ⁻¹ Jᵀ) with Λ = G/φ + A, by block conjugate gradients for the rows of J at x.
+
+    The tangent model's loss is quadratic, so its response does not depend on the strength of the push, and equals the
+    GGN-Laplace variance. Needs the data at every prediction. ``wide`` takes products in float64 also for factors in
+    float32, because single precision cannot resolve a variance that is a millionth of the prior's.
+    """
+
+    problem: Problem
+    design: NetworkDesign
+    statistics: Statistics
+    theta: Tensor
+    tolerance: float  # of the residuals, and of the error they cause in a variance
+    wide: bool = False
+    max_iterations: int = 2000
+
+    def with_problem(self, problem: Problem) -> LinearisedResponse:
+        """Return the posterior under another prior or noise; the data are not read again."""
+        if problem.prior.needs_curvature:
+            raise UnsupportedError("HFL(mode='linearised') keeps no curvature, and g_prior() needs one; use Full().")
+        return replace(self, problem=problem)
+
+    def solved(self, rows: Tensor) -> Solution:
+        """Return Λ⁻¹ times every row (K, P), with residuals.
+
+        Works in units of the prior, where Λ is at least one and most directions converge at once: a residual r then
+        leaves out at most r² of a variance.
+        """
+        root = self.problem.prior.vector.detach().double().rsqrt()
+        phi = self.problem.likelihood.dispersion.detach().to(root)
+        product = lambda v: root * self._gram(root * v) / phi + v
+        b, tolerance = rows.double() * root, self.tolerance
+        while True:
+            solution = block_conjugate_gradients(product, b, tolerance=tolerance, max_iterations=self.max_iterations)
+            missing, variance = (solution.residuals * b.norm(dim=1)).square(), (solution.x * b).sum(1)
+            most = float(torch.where(missing > 0, missing / variance, 0.0).max())
+            if most <= self.tolerance:
+                return replace(solution, x=solution.x * root)
+            tolerance *= 0.5 * (self.tolerance / most) ** 0.5
+
+    def _gram(self, v: Tensor) -> Tensor:
+        if not self.wide:
+            return gram_product(self.design, v)
+        total = torch.zeros_like(v)
+        for part in self.design:
+            total += part.jacobians.double().gram(v)
+        return total
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
+        raise UnsupportedError(NO_FILE)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        network = self.problem.network
+        if joint:
+            tangent = network.linearise(x)
+            f = tangent.f.to(network.dtype)
+            rows = _flat(tangent.jacobians())
+            cov = torch.cat([self.solved(part).x for part in rows.split(ROWS)]) @ rows.mT
+            return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
+        outputs = torch.Size(network.output_shape).numel()
+        means, covs = [], []
+        for _, tangent in network.tangents(x, most=max(1, ROWS // outputs)):
+            jacobians, f = tangent.jacobians(), tangent.f.to(network.dtype)
+            rows, shape = _flat(jacobians), (*f.shape[:-1], -1)
+            cov = rows.unflatten(0, shape) @ self.solved(rows).x.unflatten(0, shape).mT
+            means.append(f)
+            covs.append((0.5 * (cov + cov.mT)).to(f))
+        return FunctionGaussian(torch.cat(means), torch.cat(covs))
+
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Return the variance of a scalar function of the weights by name, or of the outputs at x, to first order."""
+        slope = weight_slope(self.problem.network, function, x).double()
+        return self.solved(slope.unsqueeze(0)).x[0] @ slope
+
+
+def _flat(jacobians: LayerJacobians) -> Tensor:
+    """Return the Jacobian with one row for each output, (B [T] C, P), in float64."""
+    return jacobians.whole().double().flatten(0, 1)

@@ -1,0 +1,350 @@
+"""SWAG: a Gaussian fitted to the iterates of SGD (Maddox et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Batch, Data, Inputs
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.pool import shuffled
+from lapwing.core.progress import ProgressBar
+from lapwing.core.random import derived_generator, normal
+from lapwing.core.settings import is_real, require_integer, require_positive
+from lapwing.core.state import State, saved
+from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.methods.protocol import Conformance, Cost, Workload
+from lapwing.networks.network import Network
+from lapwing.posteriors.members import mean_of, spread
+from lapwing.problem import Problem, Statistics, summed_loss
+
+FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
+NEAR, FAR = 0.1, 1.0  # limits on the rise of the loss (see Descent.run) for a rate chosen here, and for a given one
+
+
+@dataclass(frozen=True)
+class SWAG:
+    """A Gaussian fitted to the iterates of SGD, as a baseline.
+
+    SGD with momentum goes on from the trained weights at a constant learning rate, on mini-batches of the mean loss.
+    The posterior of the weights is N(mean of the snapshots, half their variances plus half the covariance of the last
+    ``rank``). The model is not changed: a copy of its weights moves, in evaluation mode, so that normalisation layers
+    keep their statistics. Predictions put draws of the weights into the network; their mean is not the network's
+    output, and the noise of a regression is the residual of that mean.
+
+    Args:
+        snapshots: Number of iterates.
+        rank: Number of last snapshots whose deviations are kept; at most ``snapshots``.
+        learning_rate: Learning rate of SGD. None takes the largest of 0.1, 0.05, 0.025, ... under which the regularised
+            loss over a pass stays within a tenth of a nat for each datum (or of the loss at the start if that is more).
+        epochs_between: Passes over the data between snapshots.
+        steps_between: Steps between snapshots, instead of passes.
+        batch_size: Rows in a mini-batch.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay. None takes that of a given prior with precision A, φ A/n for the dispersion φ and n
+            data, so that the objective is φ U(θ)/n; without a prior there is none.
+        samples: Number of draws behind a prediction.
+        seed: Seed of the mini-batches; draw k has the seed ``seed + k``.
+
+    Raises:
+        UnsupportedError: If a setting is not one of the above; in ``fit``, for a g-prior, or if all data are one
+            mini-batch.
+        NumericalError: In ``fit``, if the loss rises too far at the given learning rate, or at every rate tried.
+
+    Cost: ``snapshots`` epochs of training, and those that try a learning rate; ``rank`` + 2 numbers for each weight. A
+    prediction takes ``samples`` forward passes.
+
+    >>> from lapwing.api import fit
+    >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
+    >>> method = SWAG(snapshots=4, rank=2, batch_size=5)
+    >>> bool((fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", method=method).functions(x).std > 0).all())
+    True
+    """
+
+    snapshots: int = 30
+    rank: int = 20
+    learning_rate: float | None = None
+    epochs_between: int = 1
+    steps_between: int | None = None
+    batch_size: int = 128
+    momentum: float = 0.9
+    weight_decay: float | None = None
+    samples: int = 32
+    seed: int = 0
+    conformance: ClassVar[Conformance] = Conformance(
+        never_exact="it is a Gaussian through iterates of SGD",
+        small=lambda model: {"": SWAG(2, 2, learning_rate=1e-3, batch_size=2, samples=2)},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("snapshots", "rank", "samples"):
+            require_integer(name, getattr(self, name), least=2)  # one has no spread
+        for name in ("epochs_between", "batch_size"):
+            require_integer(name, getattr(self, name))
+        require_integer("seed", self.seed, least=0)
+        if self.steps_between is not None:
+            require_integer("steps_between", self.steps_between)
+        if self.learning_rate is not None:
+            require_positive("learning_rate", self.learning_rate)
+        if self.rank > self.snapshots:
+            raise UnsupportedError(
+                f"rank is {self.rank} and snapshots {self.snapshots}; expected no more deviations than snapshots."
+            )
+        if self.steps_between is not None and self.epochs_between != 1:
+            raise UnsupportedError(
+                f"steps_between is {self.steps_between} and epochs_between {self.epochs_between}; expected one of them."
+            )
+        if not is_real(self.momentum) or not 0 <= self.momentum < 1:
+            raise UnsupportedError(f"momentum is {self.momentum!r:.80}; expected a number of at least 0 and below 1.")
+        decay = self.weight_decay
+        if decay is not None and not (is_real(decay) and 0 <= decay < math.inf):
+            raise UnsupportedError(f"weight_decay is {decay!r:.80}; expected a finite number of at least 0, or None.")
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> DrawnPosterior:
+        """Return the posterior; ``generator`` is not used, ``seed`` fixes the result."""
+        network = problem.network
+        start = summed_loss(network, problem.likelihood, data)
+        draws, rate = self._draws(Descent.of(self, problem.with_residual_noise(start), data, start))
+        statistics = summed_loss(mean_of(draws), problem.likelihood, data, "outputs of a draw")
+        problem = problem.with_residual_noise(statistics).with_known_prior()
+        return DrawnPosterior(problem, draws, statistics, network.theta(), rate)
+
+    def cost(self, workload: Workload) -> Cost:
+        stored = workload.itemsize * (self.rank + 2) * workload.weights
+        if 2 * workload.data < 3 * self.batch_size:
+            note = f"{workload.data} data are one mini-batch of {self.batch_size}: lower batch_size"
+            return Cost(stored, 0.0, note, supported=False)
+        epochs: float = self.snapshots * self.epochs_between
+        if self.steps_between is not None:
+            epochs = self.snapshots * self.steps_between * self.batch_size / workload.data
+        work = epochs * workload.training + (1 + self.samples) * workload.forward
+        trials = "" if self.learning_rate is not None else ", and those that try learning rates"
+        return workload.cost(stored, work, f"{epochs:.3g} epochs of SGD{trials}")
+
+    def _draws(self, descent: Descent) -> tuple[Draws, float]:
+        """Return the draws and the learning rate, which is chosen if none is given."""
+        if self.learning_rate is not None:
+            draws, loss = descent.run(self.learning_rate, FAR)
+            if draws is None:
+                raise NumericalError(
+                    f"SWAG: the regularised loss went from {descent.start:.4g} to {loss:.4g} at learning_rate="
+                    f"{self.learning_rate:g}; expected it to stay near. Lower learning_rate, or leave it out."
+                )
+            return draws, self.learning_rate
+        for halvings in range(HALVINGS + 1):
+            rate = FIRST / 2**halvings
+            draws, loss = descent.run(rate, NEAR)
+            if draws is not None:
+                return draws, rate
+        raise NumericalError(
+            f"SWAG: the regularised loss goes from {descent.start:.4g} to {loss:.4g} even at a learning rate of "
+            f"{rate:.2g}; expected one at which it stays near. Scale inputs and targets, lower weight_decay, or give "
+            "learning_rate."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Descent:
+    """SGD on the regularised loss: the mean loss at unit dispersion, plus ½ Σ decay (θ - μ)²."""
+
+    settings: SWAG
+    problem: Problem
+    data: Data
+    loss: float  # the mean loss at w̃
+    gap: Tensor  # w̃ - μ, (P,) in float64
+    decay: Tensor  # (P,), or () if it is the same for all weights
+    epoch: int  # steps in one pass over the data
+    progress: bool
+
+    @classmethod
+    def of(cls, settings: SWAG, problem: Problem, data: Data, start: Statistics) -> Descent:
+        """Return the descent from the network's weights; raise if all data fit in one mini-batch."""
+        quiet = replace(data, progress=False)  # there is one progress bar, for the steps
+        size, count = settings.batch_size, sum(len(batch.targets) for batch in quiet.batches("counting"))
+        epoch = max(1, (2 * count + size) // (2 * size))
+        if epoch == 1:
+            raise UnsupportedError(
+                f"all {start.data} data are one mini-batch of batch_size={size}; expected several: without noise in "
+                "the gradient SGD has no spread. Lower batch_size."
+            )
+        gap = problem.network.theta().double() - problem.prior.mean
+        decay = _decay(settings.weight_decay, problem, start.data)
+        return cls(settings, problem, quiet, start.loss / start.data, gap, decay, epoch, data.progress)
+
+    @property
+    def start(self) -> float:
+        """The regularised loss at w̃."""
+        return self.loss + self._penalty(torch.zeros_like(self.gap))
+
+    def _penalty(self, d: Tensor) -> float:
+        return 0.5 * float((self.decay * (self.gap + d).square()).sum())
+
+    def run(self, rate: float, most: float) -> tuple[Draws | None, float]:
+        """Run SGD at a learning rate; return draws with the moments of its snapshots, and the loss over the last pass.
+
+        The draws are None if the regularised loss over a pass rises by more than ``most`` nats for each datum, or by
+        ``most`` times the mean loss at the start if that is more.
+        """
+        settings, network = self.settings, self.problem.network
+        allowed = self.start + most * max(abs(self.loss), float(self.problem.likelihood.dispersion))
+        between = settings.steps_between or settings.epochs_between * self.epoch
+        order = derived_generator(torch.Generator().manual_seed(settings.seed), torch.empty(0))
+        batches = shuffled(self.data, settings.batch_size, order, fresh=True)
+        d, velocity = torch.zeros_like(self.gap), torch.zeros_like(self.gap)
+        total, moments = settings.snapshots * between, RunningMoments(d, settings.rank, network.dtype)
+        recent: deque[tuple[float, int]] = deque(maxlen=self.epoch)  # losses and counts of the mini-batches of a pass
+        bar = ProgressBar(range(total), "snapshots", self.progress)
+        for step in bar:
+            loss, count, slope = self._slope(next(batches), d)
+            recent.append((loss + count * self._penalty(d), count))
+            velocity = settings.momentum * velocity + slope + self.decay * (self.gap + d)
+            d = d - rate * velocity
+            if (step + 1) % between == 0:
+                moments.add(d)
+            passed = (step + 1) % self.epoch == 0 or step + 1 == total < self.epoch
+            if not math.isfinite(loss) or (passed and not _mean(recent) <= allowed):
+                return None, _mean(recent)
+            bar.show(loss=loss / count)
+        if not bool(torch.isfinite(d).all()):
+            return None, _mean(recent)
+        return Draws(network, *moments.value(), settings.samples, settings.seed), _mean(recent)
+
+    def _slope(self, batch: Batch, d: Tensor) -> tuple[float, int, Tensor]:
+        """Return loss and count of a mini-batch, and the gradient of its mean loss, (P,) in float64."""
+        network, likelihood = self.problem.network, self.problem.likelihood
+        with torch.enable_grad():
+            weights = {name: value.requires_grad_() for name, value in network.weights(d).items()}
+            f = network.under(weights, batch.inputs).to(network.dtype)
+            y = likelihood.targets(f, batch.targets)
+            loss, count = likelihood.loss(f, y).sum(), max(int(likelihood.count(f, y)), 1)
+            grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
+        full = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1).double() for g in grads])
+        return float(loss.detach()), count, network.selection.picked(full) / count
+
+
+def _decay(weight_decay: float | None, problem: Problem, count: int) -> Tensor:
+    """Return the given weight decay; else that of a given prior, φ A/n; else zero."""
+    prior = problem.prior
+    if weight_decay is not None:
+        return torch.tensor(weight_decay, dtype=torch.float64)
+    if problem.learn_prior:
+        return torch.tensor(0.0, dtype=torch.float64)
+    if prior.needs_curvature:
+        raise UnsupportedError("a g-prior follows the curvature, which SWAG() does not have; use isotropic().")
+    return problem.likelihood.dispersion.to(prior.vector) * prior.vector / count
+
+
+def _mean(losses: deque[tuple[float, int]]) -> float:
+    """Return the mean loss of one datum, from the summed losses and counts of mini-batches."""
+    return sum(loss for loss, _ in losses) / sum(count for _, count in losses)
+
+
+class RunningMoments:
+    """Mean and variance of the snapshots so far, in float64, and the last ``rank`` of them in ``dtype``."""
+
+    def __init__(self, like: Tensor, rank: int, dtype: torch.dtype) -> None:
+        self._count, self._mean, self._squares = 0, torch.zeros_like(like), torch.zeros_like(like)
+        self._last: deque[Tensor] = deque(maxlen=rank)
+        self._dtype = dtype
+
+    def add(self, d: Tensor) -> None:
+        """Add a snapshot, (P,)."""
+        self._count += 1
+        before = d - self._mean
+        self._mean = self._mean + before / self._count
+        self._squares += before * (d - self._mean)
+        self._last.append(d.to(self._dtype))
+
+    def value(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean (P,) and variance (P,) of all snapshots, and the deviations of the last from the mean, (R, P)."""
+        mean = self._mean.to(self._dtype)
+        variance = (self._squares / (self._count - 1)).to(self._dtype)
+        return mean, variance, torch.stack(list(self._last)) - mean
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """The network under K draws of its weights; draw k has the seed ``seed + k`` at all inputs.
+
+    θ - w̃ ~ N(mean, ½ diag(variance) + ½ DᵀD/(R - 1)) with the R rows of D. Draws are not kept but made again for every
+    call, at R P multiplications each.
+    """
+
+    network: Network
+    mean: Tensor  # (P,)
+    variance: Tensor  # (P,)
+    deviations: Tensor  # D, (R, P)
+    count: int  # K
+    seed: int
+
+    def __call__(self, x: Inputs) -> Tensor:
+        """Return the outputs of all draws, (K, B, [T,] C)."""
+        return torch.stack([self.outputs(x, self.numbered(k)) for k in range(self.count)])
+
+    def outputs(self, x: Inputs, d: Tensor) -> Tensor:
+        """Return f (B, [T,] C) with the weights moved by d (P,)."""
+        with torch.no_grad():
+            return self.network.under(self.network.weights(d), x)
+
+    def numbered(self, k: int) -> Tensor:
+        """Return draw k as a step from w̃, (P,)."""
+        return self.drawn(derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
+
+    def drawn(self, generator: torch.Generator | None) -> Tensor:
+        """Draw a step from w̃, (P,)."""
+        independent = normal(tuple(self.mean.shape), generator, self.mean)
+        shared = normal((len(self.deviations),), generator, self.mean)
+        correlated = shared @ self.deviations / (len(self.deviations) - 1) ** 0.5
+        return self.mean + 0.5**0.5 * (self.variance.sqrt() * independent + correlated)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class DrawnPosterior:
+    """f(x) ~ N(mean of the draws, covariance of the draws). A prediction costs one forward pass for each draw."""
+
+    problem: Problem
+    draws: Draws
+    statistics: Statistics
+    theta: Tensor
+    learning_rate: float  # of the SGD that the draws come from
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        return spread(self.draws(x).to(self.theta.dtype), joint)
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n outputs of the network, (n, B, [T,] C); without a generator those of the seeds seed, seed + 1, ..."""
+        each = (self.draws.outputs(x, d) for d in self._steps(n, generator))
+        return torch.stack([f.to(self.theta.dtype) for f in each])
+
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n sets of weights, (n, P): those of ``function_samples``."""
+        return self.theta + self._steps(n, generator)
+
+    def _steps(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Draw n steps from w̃, (n, P)."""
+        draws = self.draws
+        return torch.stack([draws.numbered(k) if generator is None else draws.drawn(generator) for k in range(n)])
+
+    def state(self) -> State:
+        draws = self.draws
+        settings = {
+            "statistics": asdict(self.statistics), "count": draws.count, "seed": draws.seed,
+            "learning_rate": self.learning_rate,
+        }  # fmt: skip
+        tensors = {"mean": draws.mean, "variance": draws.variance, "deviations": draws.deviations}
+        return State("DrawnPosterior", settings, {"theta": self.theta, **tensors})
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> DrawnPosterior:
+        settings, network = state.settings, problem.network
+        names = ("theta", "mean", "variance", "deviations")
+        theta, mean, variance, deviations = (state.tensors[name].to(network.dtype) for name in names)
+        draws = Draws(network, mean, variance, deviations, settings["count"], settings["seed"])
+        statistics = Statistics.from_settings(settings["statistics"])
+        return cls(problem, draws, statistics, theta, settings["learning_rate"])

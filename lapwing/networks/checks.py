@@ -1,0 +1,195 @@
+"""What a model must be before it is used: a function of its input alone, and of one sample at a time.
+
+``learn`` tries out which tensors of a batch have a row for each sample, where their numbers of rows do not tell;
+``core/data.py`` has the rule. A tensor that is met for the first time with as many rows as there are samples may
+have them by chance. It is tried: no output may depend on a row of another sample. A batch that fails is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.core.data import Inputs, SampleRows, map_tensors, place_name, placed, take, tensors_in
+from lapwing.errors import DataError, ModelError
+from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording, swapped
+
+FEW = 32  # samples that show whether two forward passes agree
+REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
+
+
+@contextlib.contextmanager
+def refusing_changes(model: nn.Module) -> Iterator[None]:
+    """Restore weights and buffers that the model changes when it runs, and raise; errors of the run have priority."""
+    buffers = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
+    copies = [(t, t.detach().clone()) for t in (*model.parameters(), *(b for _, _, b in buffers if b is not None))]
+    try:
+        yield
+    finally:
+        changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer
+        with torch.no_grad():
+            for tensor, before in copies:
+                if not torch.isclose(tensor, before, rtol=0, atol=0, equal_nan=True).all():
+                    changed = True
+                    tensor.copy_(before)
+    if changed:
+        raise ModelError(
+            "running the model changes its own weights or buffers (running statistics, spectral norm, an embedding's "
+            "max_norm, a counter); expected a function of the input alone. They were restored. Call model.eval(), or "
+            "remove what changes them."
+        )
+
+
+def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
+    """Raise if the same inputs give other outputs: two forward passes, over few samples for one input tensor."""
+    some = inputs
+    if len(list(tensors_in(inputs))) == 1:  # of several, one may be shared by all samples
+        some = map_tensors(inputs, lambda t: t[:FEW])
+    first, second = output_alone(model, some, plain), output_alone(model, some, plain)
+    allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
+    if first.shape == second.shape:
+        gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
+        if not bool(gap > allowed * scale):
+            return
+        difference = f"differ by {(gap / scale).item():.2g} of the largest output; expected at most {allowed:.2g}"
+    else:
+        difference = f"give the shapes {tuple(first.shape)} and {tuple(second.shape)}; expected the same"
+    raise ModelError(
+        f"two forward passes over the same inputs {difference}: the forward pass is random, or remembers earlier "
+        "calls. Switch off what draws numbers in evaluation mode too (F.dropout without training=self.training, noise, "
+        "sampling), or use deterministic kernels."
+    )
+
+
+def relative_gap(model: nn.Module, alone: Tensor, within: Tensor, whole: Tensor) -> tuple[Tensor, float]:
+    """Return how far outputs of some samples are from those within a batch, relative, and how far rounding may go."""
+    gap = (alone.float() - within.float()).abs().max() / whole.float().abs().max().clamp_min(1e-6)
+    return gap, 1e3 * max(torch.finfo(dtype).eps for dtype in _dtypes(model, whole)) ** 0.75
+
+
+def _dtypes(model: nn.Module, output: Tensor) -> set[torch.dtype]:
+    """Return the dtypes that a forward pass rounds in: a float64 head may sit on a float32 body."""
+    return {output.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+
+
+def _refuse_mixed_samples(
+    model: nn.Module, inputs: Inputs, raw: Tensor, per_sample: Sequence[bool], plain: bool
+) -> None:
+    """Raise if f(x)[b] depends on other samples; ``per_sample`` says which tensors have a row for each sample."""
+    batch = raw.shape[0]
+    if batch == 1:
+        return
+    half = (batch + 1) // 2
+    gap = torch.zeros((), device=raw.device)
+    for rows in (slice(0, half), slice(half, batch)):
+        alone = output_alone(model, take(inputs, per_sample, rows), plain)
+        count = rows.stop - rows.start
+        if alone.shape[0] != count:
+            raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {count}: one for each sample.")
+        if alone.shape[1:] != raw.shape[1:]:
+            return  # dynamic padding: lengths follow the batch
+        half_gap, allowed = relative_gap(model, alone, raw[rows], raw)
+        gap = torch.maximum(gap, half_gap)
+    if not bool(gap < allowed):
+        hint = f" If all samples share an input that has {batch} rows by chance, use another batch size."
+        raise ModelError(
+            f"the output for a sample changes by {gap.item():.2g} (relative) with the rest of its batch; "
+            "expected independent samples. Put normalisation in evaluation mode, or give the model one sample's "
+            f"context inside its own input.{hint if sum(per_sample) > 1 else ''}"
+        )
+
+
+def learn(
+    model: nn.Module, inputs: Inputs, raw: Tensor, rows: SampleRows, plain: bool, copied: bool = False
+) -> SampleRows:
+    """Return the knowledge after this batch, with the outputs ``raw``; raise if samples mix.
+
+    A batch that is one sample ``copied`` shows nothing new.
+    """
+    batch = raw.shape[0]
+    rows.refuse_change(inputs, batch)
+    per_sample = rows.per_sample(inputs, batch)
+    tried = rows.is_open(inputs, batch) and not copied
+    if tried:
+        _refuse_dependent(model, inputs, per_sample, batch, plain)
+    _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
+    if tried:
+        _refuse_pooled(model, inputs, per_sample, batch, plain)
+    if copied or batch == 1 or len(per_sample) == 1:
+        return rows
+    return rows.learned(inputs, batch)
+
+
+def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
+    """Raise if an output of one half of the batch has a slope in rows of the other half."""
+    try:
+        crossed = _crossed(model, inputs, per_sample, batch, plain)
+    except (RuntimeError, NotImplementedError):  # no slope in the inputs: running parts of the batch must do
+        return
+    names = _names(inputs, crossed)
+    if names and sum(crossed) < sum(per_sample):  # all tensors: the model itself mixes samples, refused elsewhere
+        raise DataError(
+            f"{names} has as many rows as there are samples, {batch}, but every sample depends on all; expected "
+            "a row for each sample, or another number of rows where all samples share the tensor. Use another batch "
+            "size, or expand it to one for each sample."
+        )
+
+
+def _names(inputs: Inputs, flags: Sequence[bool]) -> str:
+    return ", ".join(place_name(key) for (key, _), flag in zip(placed(inputs), flags, strict=True) if flag)
+
+
+def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> list[bool]:
+    """Return for each tensor whether outputs of one half of the batch have slopes in its rows of the other half."""
+    leaves: dict[int, Tensor] = {}
+    numbers = iter(range(len(per_sample)))
+
+    def with_gradient(t: Tensor) -> Tensor:
+        number = next(numbers)
+        if not per_sample[number] or not t.is_floating_point():
+            return t
+        leaves[number] = t.detach().clone().requires_grad_()
+        return leaves[number].clone()  # a model may write into its inputs
+
+    with recording(dict(model.named_parameters()), (), plain):
+        raw = _perturbed_output(model, map_tensors(inputs, with_gradient))
+        crossed = [False] * len(per_sample)
+        first, second = slice(0, batch // 2), slice(batch // 2, batch)
+        for half, others in ((first, second), (second, first)):
+            if not leaves or not raw.requires_grad:
+                break
+            seed = torch.randn(raw[half].shape, generator=torch.Generator().manual_seed(0)).to(raw)
+            grads = torch.autograd.grad(raw[half], list(leaves.values()), seed, retain_graph=True, allow_unused=True)
+            for number, grad in zip(leaves, grads, strict=True):
+                limit = 0.0 if grad is None else 64 * torch.finfo(grad.dtype).eps * float(grad.abs().max())
+                crossed[number] |= grad is not None and float(grad[others].abs().max()) > limit
+    return crossed
+
+
+def _refuse_pooled(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
+    """Raise if some samples, alone and in another order, have other outputs than in the batch."""
+    some = torch.randperm(batch, generator=torch.Generator().manual_seed(0))[: max(2, (batch + 2) // 3)]
+    with torch.no_grad(), plain_kernels(plain):
+        whole, alone = _perturbed_output(model, inputs), _perturbed_output(model, take(inputs, per_sample, some))
+    if alone.shape[1:] != whole.shape[1:]:
+        return  # dynamic padding: lengths follow the batch
+    gap, allowed = relative_gap(model, alone, whole[some.to(whole.device)], whole)
+    if not bool(gap < allowed):
+        raise DataError(
+            f"of {_names(inputs, per_sample)}, each with as many rows as there are samples, {batch}, one is shared: "
+            f"the output for a sample changes by {gap.item():.2g} (relative) where rows of the others are left out; "
+            "expected a row for each sample. Use another batch size, or expand what all samples share to one for each."
+        )
+
+
+def _perturbed_output(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the output with zero weights perturbed, so that zero-initialised gates do not hide a dependence."""
+    weights = {name: p.detach() for name, p in model.named_parameters() if bool((p == 0).any())}
+    perturbed = {name: p.masked_fill(p == 0, 0.01) for name, p in weights.items()}
+    output = swapped(model, perturbed, lambda: raw_output(model, inputs))
+    return output if bool(output.isfinite().all()) else raw_output(model, inputs)

@@ -1,0 +1,165 @@
+"""Passes through a network for many vectors at once: gradients at nodes, Jᵀ u and J v.
+
+Autograd takes one gradient at a time; ``vmap`` over it loops inside convolutions and norms. Here the seeds are folded
+into the batch, so that K seeds cost one large operation for each node. A graph with an operation whose entry in the
+table has no gradient is left to autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lapwing.core.data import Inputs
+from lapwing.networks.forward import quiet, raw_output, recording, shaped, swapped
+from lapwing.networks.graph import Graph
+from lapwing.networks.operation import NoRuleError
+from lapwing.networks.selection import Selection
+from lapwing.networks.uses import Node, Shape, output_shape
+
+
+def gradients(
+    raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool, differentiable: bool = False
+) -> list[Tensor]:
+    """Return the gradients (K, ...) of seeds · raw at the outputs of the nodes; zero where there is no path.
+
+    ``differentiable`` gradients are part of a graph that leads back to the inputs, by autograd and seed by seed.
+    """
+    leading = None if recurrent or differentiable else _leading_to(graph, nodes, seeds.dtype)
+    if leading is not None:
+        with contextlib.suppress(NoRuleError), torch.no_grad():
+            return _folded(graph, nodes, leading, seeds)
+    looped = differentiable or seed_by_seed(graph, seeds, recurrent)
+    grads = by_autograd(raw, [GradientEdge(node, 0) for node in nodes], seeds, looped, differentiable)
+    return [_or_zero(grad, seeds, (len(seeds), *output_shape(node))) for grad, node in zip(grads, nodes, strict=True)]
+
+
+def _or_zero(grad: Tensor | None, like: Tensor, shape: Shape) -> Tensor:
+    return like.new_zeros(shape) if grad is None else grad
+
+
+def seed_by_seed(graph: Graph, seeds: Tensor, recurrent: bool) -> bool:
+    """Return whether autograd must take one seed at a time.
+
+    It cannot batch recurrent, attention or sparse kernels, and batches convolutions on a CPU only slowly.
+    """
+    return recurrent or any(facts.seed_by_seed(node, seeds.is_cpu) for node, facts in graph.operations.items())
+
+
+def by_autograd(
+    raw: Tensor,
+    targets: Sequence[GradientEdge] | Sequence[Tensor],
+    seeds: Tensor,
+    looped: bool,
+    differentiable: bool = False,
+) -> list[Tensor | None]:
+    """Return the gradients (K, ...) of seeds · raw at the targets; None where there is no path."""
+    options = {"retain_graph": True, "allow_unused": True, "create_graph": differentiable}
+    if not looped and len(seeds) > 1:
+        with quiet():
+            return list(torch.autograd.grad(raw, targets, seeds, is_grads_batched=True, **options))
+    each = zip(*(torch.autograd.grad(raw, targets, seed, **options) for seed in seeds), strict=True)
+    return [
+        None if grads[0] is None else torch.stack([g.to_dense() if g.is_sparse else g for g in grads]) for grads in each
+    ]
+
+
+def _folded(graph: Graph, targets: list[Node], leading: set[Node], seeds: Tensor) -> list[Tensor]:
+    """Return the gradients (K, *output) at the targets for seeds (K, *output of the root); zero where no path leads.
+
+    ``leading`` are the nodes that lead to the targets.
+    """
+    grads: dict[Node, Tensor] = {graph.nodes[0]: seeds}
+    owned: dict[Node, bool] = {}  # whether nobody else holds the gradient, so that it may be changed in place
+    at_targets: dict[Node, Tensor] = {}
+    remaining = set(targets)
+    for node in graph.nodes:
+        grad = grads.pop(node, None)
+        if grad is None:
+            continue
+        may_change = owned.pop(node, False)
+        if node in remaining:
+            at_targets[node] = grad
+            remaining.discard(node)
+            may_change = False
+        if not remaining:
+            break
+        gradient = graph.operations[node].gradient
+        for operand, (child, number) in enumerate(node.next_functions):
+            if child is None or child not in leading:
+                continue
+            if number != 0 or gradient is None:
+                raise NoRuleError(node.name())
+            part, new = gradient.pull(node, grad, operand, may_change)
+            if part.shape[1:] != output_shape(child):
+                raise NoRuleError(node.name())
+            owned[child] = new and child not in grads
+            grads[child] = grads[child] + part if child in grads else part
+    return [_or_zero(at_targets.get(node), seeds, (len(seeds), *output_shape(node))) for node in targets]
+
+
+def _leading_to(graph: Graph, targets: list[Node], dtype: torch.dtype) -> set[Node] | None:
+    """Return the targets and every node from which one of them is reached.
+
+    None if one on the way has no rule or another dtype; casts are left to autograd.
+    """
+    leading = set(targets)
+    for node in reversed(graph.nodes):  # producers before consumers
+        if any(child in leading for child, _ in node.next_functions):
+            if graph.operations[node].gradient is None or node._input_metadata[0].dtype != dtype:
+                return None
+            leading.add(node)
+    return leading
+
+
+def jvp(model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forward_mode: bool, plain: bool) -> Tensor:
+    """Return J v (K, B, [T,] C) by vectorised forward mode, or by two backward passes where an operation lacks it."""
+    tensors = dict(model.named_parameters())
+    tangents = {name: value.to(tensors[name].dtype) for name, value in selection.split(v).items()}
+    if forward_mode:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # an attention kernel without a forward rule
+            return _forward_mode(model, inputs, tangents)
+    return _double_backward(model, inputs, tangents, len(v), plain)
+
+
+def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
+    """Return Jᵀ u (K, P) for the graph of ``raw``, by one batched backward pass, or one for each u if ``looped``."""
+    tensors = dict(model.named_parameters())
+    chosen = [tensors[name] for name in selection.names]
+    back = by_autograd(raw, chosen, u.to(raw.dtype).reshape(len(u), *raw.shape), looped)
+    grads = [_or_zero(grad, p, (len(u), *p.shape)) for grad, p in zip(back, chosen, strict=True)]
+    dtype = reduce(torch.promote_types, [grad.dtype for grad in grads])
+    return selection.picked(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
+
+
+def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor]) -> Tensor:
+    tensors = {name: p.detach() for name, p in model.named_parameters() if name in tangents}
+
+    def f(values: dict[str, Tensor]) -> Tensor:
+        return swapped(model, values, lambda: shaped(raw_output(model, inputs)))
+
+    with recording(dict(model.named_parameters()), (), False), torch.no_grad(), quiet(), sdpa_kernel(SDPBackend.MATH):
+        out: Tensor = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,))[1])(tangents)
+    return out
+
+
+def _double_backward(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], count: int, plain: bool) -> Tensor:
+    """Return J v: Jᵀ u is linear in u, so its derivative in u along v is J v."""
+    tensors = dict(model.named_parameters())
+    chosen = [tensors[name] for name in tangents]
+    with sdpa_kernel(SDPBackend.MATH), recording(tensors, tangents, plain):
+        raw = raw_output(model, inputs)
+        u = torch.zeros_like(raw, requires_grad=True)
+        back = torch.autograd.grad(raw, chosen, u, create_graph=True, allow_unused=True, materialize_grads=True)
+        live = [(g, name) for g, name in zip(back, tangents, strict=True) if g.requires_grad]
+        each = [
+            torch.autograd.grad([g for g, _ in live], u, [tangents[name][k] for _, name in live], retain_graph=True)[0]
+            for k in range(count)
+        ]
+    return torch.stack([shaped(row.detach()) for row in each])

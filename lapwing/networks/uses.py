@@ -1,0 +1,203 @@
+"""The ways in which a network uses a parameter, and the Jacobian that follows from each.
+
+Each function here returns a ``Use``: from the gradients at the output of a graph node it gives the Jacobian of the
+parameter, sample by sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.networks.dense_jacobian import DenseJacobian, LookupJacobian
+from lapwing.networks.jacobians import BlockJacobian
+from lapwing.networks.linear_jacobian import LinearJacobian
+
+Node = Any  # torch.autograd.graph.Node
+Shape = tuple[int, ...]
+Pattern = tuple[int, int, int]  # rows run over (outer, sample, inner)
+Part = tuple[int, int, int]  # first and last row of the parameter that is used, and how many rows it has
+Factor = Callable[[Node], Tensor]
+
+
+def output_shape(node: Node, number: int = 0) -> Shape:
+    """Return the shape of one of a node's outputs."""
+    return tuple(node._input_metadata[number].shape)
+
+
+def saved(node: Node, name: str) -> Tensor:
+    """Return a tensor that a node saved: part of the graph where gradients are recorded, otherwise detached."""
+    tensor: Tensor = getattr(node, name)
+    return tensor if torch.is_grad_enabled() else tensor.detach()
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of a parameter: the node where it happens, and how the Jacobian follows from the gradients there."""
+
+    node: Node
+    name: str
+    kind: str  # of the block that it asks for: "rows", "columns", or "dense" where Jacobians are kept whole
+    n_rows: int  # at the node
+    # (gradients g (K, *output), pattern of the rows, whether a column for a bias is added) -> the Jacobian
+    jacobian: Callable[[Tensor, Pattern, bool], BlockJacobian]
+    bias: str | None = None  # the parameter that is added at this very node, to the same rows
+    groups: int = 1
+    takes_bias: bool = False  # whether a bias that is added right after it may join its block
+    whole: bool = True  # whether all of the parameter is used
+    patch_size: int = 0  # the size of the unfolded input, where it is unfolded
+    remark: str = ""  # on how its Jacobian is kept, for reports
+
+    @property
+    def linear(self) -> bool:
+        """Whether the parameter is used as a linear map."""
+        return self.kind != "dense"
+
+
+def per_sample(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
+    """Split a dimension of rows into (sample, position) under the pattern."""
+    outer, _, inner = pattern
+    if outer == 1:
+        return t.unflatten(dim, (pattern[1], inner))
+    return t.unflatten(dim, pattern).movedim(dim + 1, dim).flatten(dim + 1, dim + 2)
+
+
+def matmul(node: Node, name: str, kind: str, rows: str, bias: str | None = None, part: Part | None = None) -> Use:
+    """Return the use of W in rows @ W.T (kind "rows") or rows @ W (kind "columns").
+
+    ``rows`` names the field where the node saved the rows; ``part`` says which outputs are used, if not all are.
+    """
+
+    def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
+        a = per_sample(saved(node, rows), 0, pattern)
+        g = per_sample(g, 1, pattern)
+        if part is not None:
+            g = torch.nn.functional.pad(g, (part[0], part[2] - part[1]))
+        if with_bias:
+            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
+        return LinearJacobian(a[None], g[None])
+
+    return Use(node, name, kind, output_shape(node)[0], jacobian, bias, takes_bias=part is None, whole=part is None)
+
+
+def convolution(node: Node, name: str, weight: Shape, bias: str | None) -> Use:
+    """Return the use of the weight of a convolution: positions are output pixels, inputs are the patches below them."""
+    shape, groups = output_shape(node), node._saved_groups
+
+    def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
+        x = saved(node, "_saved_input")
+        patches = windows(x, weight[2:], node._saved_stride, node._saved_padding, node._saved_dilation)
+        images, spatial = x.shape[0], g.shape[3:]
+        count, dims = math.prod(spatial), len(spatial)
+        # Inputs lie in memory as (G, Cin/G * k, N, T): one copy along rows of pixels, the bias's ones included, and
+        # a Gram matrix over all positions needs no further one.
+        width = math.prod(weight[1:])
+        a = x.new_empty(groups, width + with_bias, images, count)
+        patches = patches.unflatten(1, (groups, -1)).permute(
+            1, 2, *range(3 + dims, 3 + 2 * dims), 0, *range(3, 3 + dims)
+        )
+        a[:, :width].view(groups, *weight[1:], images, *spatial).copy_(patches)
+        if with_bias:
+            a[:, width] = 1
+        g = g.reshape(g.shape[0], images, groups, -1, count).permute(2, 0, 1, 4, 3)
+        return LinearJacobian(_merge(a.permute(0, 2, 3, 1), 1, pattern), _merge(g, 2, pattern))
+
+    patch_size = math.prod(shape) // shape[1] * math.prod(weight[1:]) * groups
+    return Use(node, name, "rows", shape[0], jacobian, bias, groups, patch_size=patch_size)
+
+
+def transposed_convolution(node: Node, name: str, weight: Shape) -> Use:
+    """Return the use of the weight of a transposed convolution.
+
+    Positions are input pixels, outputs are the patches above them.
+    """
+    groups = node._saved_groups
+
+    def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
+        x = saved(node, "_saved_input")
+        images, spatial = x.shape[0], x.shape[2:]
+        count, dims = math.prod(spatial), len(spatial)
+        seeds = g.shape[0]
+        above = windows(g.flatten(0, 1), weight[2:], node._saved_stride, node._saved_padding, node._saved_dilation)
+        for dim, extent in enumerate(spatial):  # output_padding may add windows beyond the input
+            above = above.narrow(2 + dim, 0, extent)
+        above = above.unflatten(0, (seeds, images)).unflatten(2, (groups, -1))
+        above = above.permute(2, 0, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
+        above = above.reshape(groups, seeds, images, count, -1)
+        a = x.reshape(images, groups, -1, count).permute(1, 0, 3, 2)
+        return LinearJacobian(_merge(a, 1, pattern), _merge(above, 2, pattern))
+
+    return Use(node, name, "columns", output_shape(node)[0], jacobian, groups=groups)
+
+
+def lookup(node: Node, name: str, table: int) -> Use:
+    """Return the use of an embedding: positions pick rows of a table."""
+
+    def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
+        indices = node._saved_indices.reshape(-1)
+        g = per_sample(g.reshape(g.shape[0], len(indices), -1), 1, pattern)
+        rows = per_sample(indices, 0, pattern)
+        real = rows != node._saved_padding_idx  # autograd gives the padding row no gradient
+        return LookupJacobian.build(rows, g, real, table)
+
+    n_rows = math.prod(output_shape(node)[:-1])
+    return Use(node, name, "columns", n_rows, jacobian, remark="embedding: indices, never one-hot")
+
+
+def elementwise(
+    node: Node, name: str, shape: Shape, factor: Factor | None = None, channel: bool = False, part: Part | None = None
+) -> Use:
+    """Return the use of a parameter that is added to or multiplied with every row: biases and scales of norms.
+
+    ``factor`` reads from the node what the parameter is multiplied with; None for a sum. ``channel`` says that the
+    parameter lies along dimension 1 and not along the trailing dimensions.
+    """
+    outputs = output_shape(node)
+
+    def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
+        if factor is not None:
+            values = factor(node)
+            g = g * (values if torch.is_grad_enabled() else values.detach())
+        if channel:
+            g = g.flatten(3).sum(-1) if g.ndim > 3 else g
+            extents = shape[:1]
+        else:
+            extents = tuple(g.shape[g.ndim - len(shape) :])
+        total = per_sample(g.reshape(g.shape[0], -1, *extents), 1, pattern).sum(2)  # (K, B, *extents)
+        broadcast = [i + 2 for i, (have, want) in enumerate(zip(extents, shape, strict=True)) if have != want]
+        if broadcast and part is None:
+            total = total.sum(broadcast)
+        flat = total.flatten(2) if total.ndim > 2 else total.unsqueeze(-1)
+        if part is not None:
+            flat = torch.nn.functional.pad(flat, (part[0], part[2] - part[1]))
+        return DenseJacobian(flat.transpose(0, 1))
+
+    n_rows = outputs[0] if channel else math.prod(outputs[: len(outputs) - len(shape)])
+    return Use(node, name, "dense", n_rows, jacobian, whole=part is None)
+
+
+def windows(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
+    """Return sliding windows (N, C, *out, *kernel) of x (N, C, *spatial), as a view of the padded input."""
+    if any(padding):
+        x = torch.nn.functional.pad(x, [p for extent in reversed(padding) for p in (extent, extent)])
+    elif not x.is_contiguous():
+        x = x.contiguous()
+    spatial, steps = x.shape[2:], x.stride()[2:]
+    out = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(spatial, kernel, stride, dilation, strict=True)]
+    between = (step * s for step, s in zip(steps, stride, strict=True))
+    within = (step * d for step, d in zip(steps, dilation, strict=True))
+    return x.as_strided((*x.shape[:2], *out, *kernel), (*x.stride()[:2], *between, *within), x.storage_offset())
+
+
+def _merge(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
+    """Reshape (..., images, positions, d) to (..., sample, images of the sample x positions, d)."""
+    if pattern[0] == pattern[2] == 1:
+        return t
+    return per_sample(t, dim, pattern).flatten(dim + 1, dim + 2)

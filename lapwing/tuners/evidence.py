@@ -1,0 +1,268 @@
+"""The evidence as a function of hyperparameters, and the tuners that maximise it by its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.settings import require_flag, require_integer, require_positive
+from lapwing.core.trace import Step, Trace
+from lapwing.errors import DivergedError, UnsupportedError
+from lapwing.posteriors.protocols import HasEvidence, Posterior, Reweightable, Tunable
+from lapwing.priors.bound import starting_precisions
+
+RANGE = (1e-10, 1e12)  # precisions outside are no optimum, see in_range
+LARGEST_SLOPE = 1e-3  # per weight; above it a search has not converged
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinates:
+    """The log-precisions of a posterior and, if ``noise``, its log noise variances: a vector x (D,) in float64."""
+
+    posterior: Any
+    noise: bool
+    tuner: str  # the name of the tuner, for traces and errors
+    score: str = "log evidence"  # the name of what it maximises
+
+    @classmethod
+    def of(cls, posterior: Any, noise: bool, tuner: str, score: str = "log evidence") -> Coordinates:
+        """Return the coordinates, with the noise only if the likelihood learns it; raise if there is no evidence."""
+        if not isinstance(posterior, HasEvidence) or not isinstance(posterior, Tunable):
+            raise UnsupportedError(
+                f"{type(posterior).__name__} has no evidence to maximise; give the prior, or use a method that has one."
+            )
+        return cls(posterior, noise and posterior.noise is not None, tuner, score)
+
+    @property
+    def start(self) -> Tensor:
+        """The present hyperparameters, (D,)."""
+        parts = [self.posterior.problem.prior.values.detach().double().log().reshape(-1)]
+        if self.noise:
+            parts.append(self.posterior.noise.detach().double().log().reshape(-1).to(parts[0]))
+        with torch.inference_mode(False):
+            return torch.cat(parts).clone()
+
+    @cached_property
+    def n_precisions(self) -> int:
+        """The number of precisions; the other entries of x are noise variances."""
+        return int(self.posterior.problem.prior.values.numel())
+
+    @property
+    def n_weights(self) -> int:
+        """The number of weights P."""
+        return int(self.posterior.problem.network.selection.size)
+
+    def at(self, x: Tensor) -> Any:
+        """Return the posterior at x, differentiable in x."""
+        posterior = self.posterior
+        if self.noise:
+            posterior = posterior.with_noise(x[self.n_precisions :].exp().reshape(posterior.noise.shape))
+        prior = posterior.problem.prior
+        prior = prior.with_precision(x[: self.n_precisions].exp().reshape(prior.values.shape))
+        return posterior.with_problem(posterior.problem.with_prior(prior))
+
+    def step(self, x: Tensor, score: float, gamma: float | None = None) -> Step:
+        """Return the entry of the trace for x."""
+        values = x.detach().exp().tolist()
+        return Step(score, tuple(values[: self.n_precisions]), tuple(values[self.n_precisions :]), gamma)
+
+    def finished(self, x: Tensor, steps: list[Step], *findings: str) -> Any:
+        """Return the posterior at x with the trace."""
+        return self.at(x.detach()).with_trace(Trace(self.tuner, self.score, tuple(steps), findings))
+
+    def error_at(self, x: Tensor, steps: list[Step], message: str) -> DivergedError:
+        """Return the error with the trace and the posterior at x."""
+        trace = Trace(self.tuner, self.score, tuple(steps), (message,))
+        return DivergedError(message, trace, self.at(x.detach()).with_trace(trace))
+
+    def error_at_best(self, steps: list[Step], message: str) -> DivergedError:
+        """Return the error with the trace and the posterior at the best step that is finite and in range."""
+        good = [step for step in steps if math.isfinite(step.score) and in_range(step.precisions, self.posterior)]
+        x = self.position(max(good, key=lambda step: step.score)) if good else self.start
+        return self.error_at(x, steps, message)
+
+    def position(self, step: Step) -> Tensor:
+        """Return x of a step."""
+        return torch.tensor([*step.precisions, *step.noise], dtype=torch.float64, device=self.start.device).log()
+
+    def refuse_not_finite(self, steps: list[Step]) -> None:
+        """Raise if the score of the last step is not finite."""
+        if not math.isfinite(steps[-1].score):
+            raise self.error_at_best(steps, "the evidence is not finite. Give the prior, or start from another one.")
+
+    def refuse_runaway(self, steps: list[Step]) -> None:
+        """Raise if a precision of the last step is out of range: a search may pass there, but not end."""
+        precisions = steps[-1].precisions
+        if not in_range(precisions, self.posterior):
+            message = (
+                f"the evidence has no optimum: a prior precision ran to {max(precisions):.3g} (smallest "
+                f"{min(precisions):.3g}). The weights of a layer are all near the prior mean, or the data do not curve "
+                "the loss. Give the prior."
+            )
+            raise self.error_at_best(steps, message)
+
+
+def start_near_optimum(posterior: Any) -> Any:
+    """Return the posterior with precisions near the optimum of the evidence; unchanged if its prior is fixed."""
+    problem, statistics = posterior.problem, posterior.statistics
+    if not isinstance(posterior, Reweightable):
+        return posterior
+    values = starting_precisions(problem.prior, problem.network.theta(), statistics.data * statistics.outputs)
+    return posterior.with_problem(problem.with_prior(problem.prior.with_precision(values)))
+
+
+def in_range(precisions: Collection[float], posterior: Posterior) -> bool:
+    """Return whether an optimum can be at these precisions: below 1e-10 or above 1e12 the evidence has none.
+
+    A network for targets in small units has large weights and small precisions, so the lower limit is divided by the
+    mean square of the weights.
+    """
+    prior, theta = posterior.problem.prior, posterior.problem.network.theta()
+    size = float((theta - prior.mean).detach().double().square().mean())
+    return RANGE[0] < min(precisions) * max(1.0, size) and max(precisions) < RANGE[1]
+
+
+def minimise(
+    objective: Callable[[Tensor], Tensor], start: Tensor, max_steps: int, tolerance: float
+) -> tuple[Tensor, float]:
+    """Minimise by L-BFGS with a strong Wolfe line search; return the last point and the largest slope there.
+
+    Stops when the largest slope is below ``tolerance``.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x = start.clone().requires_grad_()
+        optimiser = torch.optim.LBFGS(
+            [x], max_iter=max_steps, tolerance_grad=tolerance, tolerance_change=0.0, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            value = objective(x)
+            value.backward()
+            return value
+
+        optimiser.step(closure)
+        closure()
+    assert x.grad is not None
+    return x.detach(), float(x.grad.abs().max())
+
+
+@dataclass(frozen=True)
+class MaximiseEvidence:
+    """A tuner that maximises the log evidence over the prior's precisions and, if asked, the noise.
+
+    In log-precisions the evidence is concave for a fixed noise, so L-BFGS finds its only optimum. ``posterior.trace``
+    has every step.
+
+    Cost: a log-determinant and its gradient for each of about ten steps; no pass over the data.
+
+    Args:
+        noise: Whether to learn the dispersion too (one for each output if the likelihood has one for each). This
+            assumes that the trained weights are the optimum of the tangent model. By default the noise stays the
+            mean squared residual.
+        max_steps: The largest number of L-BFGS steps.
+        tolerance: Stop when the slope is below this number times the number of weights.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
+        DivergedError: When called, if the evidence has no optimum or was not maximised in ``max_steps`` steps.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=100.0)
+    >>> tuned = posterior.tuned(lw.tuners.MaximiseEvidence(noise=True))
+    >>> bool(tuned.log_evidence() > posterior.log_evidence())
+    True
+    """
+
+    noise: bool = False
+    max_steps: int = 60
+    tolerance: float = 1e-5
+
+    def __post_init__(self) -> None:
+        require_flag("noise", self.noise)
+        require_integer("max_steps", self.max_steps)
+        require_positive("tolerance", self.tolerance)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior at the optimum of the evidence."""
+        coordinates = Coordinates.of(posterior, self.noise, "MaximiseEvidence")
+        steps: list[Step] = []
+        n_weights = max(coordinates.n_weights, 1)
+
+        def objective(x: Tensor) -> Tensor:
+            value: Tensor = coordinates.at(x).log_evidence()
+            steps.append(coordinates.step(x, float(value.detach())))
+            coordinates.refuse_not_finite(steps)
+            return -value / n_weights
+
+        best, slope = minimise(objective, coordinates.start, self.max_steps, self.tolerance)
+        coordinates.refuse_runaway(steps)
+        if slope > LARGEST_SLOPE:
+            message = (
+                f"{self.max_steps} steps left a slope of {slope:.3g} per weight in the log evidence; expected below "
+                "1e-3. Raise MaximiseEvidence(max_steps=...) or give the prior."
+            )
+            raise coordinates.error_at_best(steps, message)
+        return coordinates.finished(best, steps)
+
+
+@dataclass(frozen=True)
+class Ascend:
+    """A tuner that takes a fixed number of Adam steps on the log evidence, in log-precisions and log-noise.
+
+    These are the hyper-steps of Immer et al. 2021. While the weights still change, it does not pay to find the
+    optimum for the weights of the moment.
+
+    Cost: a log-determinant and its gradient for each step; no pass over the data.
+
+    Args:
+        steps: The number of steps; 0 only evaluates the evidence.
+        rate: The learning rate of Adam.
+        noise: Whether to learn the noise too, if the likelihood leaves it open.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
+        DivergedError: When called, if a precision leaves its range or the evidence is not finite.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=100.0)
+    >>> len(posterior.tuned(lw.tuners.Ascend(steps=5)).trace.steps)  # the start and the end of every step
+    6
+    """
+
+    steps: int = 100
+    rate: float = 0.1
+    noise: bool = True
+
+    def __post_init__(self) -> None:
+        require_integer("steps", self.steps, least=0)
+        require_positive("rate", self.rate)
+        require_flag("noise", self.noise)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior after the last step."""
+        coordinates = Coordinates.of(posterior, self.noise, "Ascend")
+        steps: list[Step] = []
+        with torch.inference_mode(False), torch.enable_grad():
+            x = coordinates.start.requires_grad_()
+            optimiser = torch.optim.Adam([x], lr=self.rate)
+            for number in range(self.steps + 1):
+                steps.append(coordinates.step(x, math.nan))
+                coordinates.refuse_runaway(steps)  # first: far out of range the evidence cannot be computed
+                value = coordinates.at(x).log_evidence()
+                steps[-1] = replace(steps[-1], score=float(value.detach()))
+                coordinates.refuse_not_finite(steps)
+                if number == self.steps:
+                    break
+                optimiser.zero_grad()
+                (-value / coordinates.n_weights).backward()
+                optimiser.step()
+        return coordinates.finished(x, steps)
