@@ -192,6 +192,13 @@ class Data:
         return Batch(inputs, targets)
 
 
+def as_data(
+    source: Iterable[Any] | Data, device: torch.device, target_key: str | None = None, name: str = "data"
+) -> Data:
+    """Return the source as batches on the device; ``Data`` as it is."""
+    return source if isinstance(source, Data) else Data(source, device, target_key, name=name)
+
+
 def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
     """Yield consecutive batches of plain tensors, joined until they hold at least ``rows`` samples.
 

@@ -28,6 +28,16 @@ def require_positive(name: str, value: Any) -> None:
         raise UnsupportedError(f"{name} is {value!r:.80}; expected a positive, finite number.")
 
 
+def require_positive_values(name: str, values: Any) -> None:
+    """Raise unless the values are a non-empty sequence of positive, finite numbers."""
+    try:
+        good = len(values) > 0 and all(math.isfinite(v) and v > 0 for v in values)
+    except TypeError:
+        good = False
+    if not good:
+        raise UnsupportedError(f"{name} is {values!r:.80}; expected a list of positive, finite numbers.")
+
+
 def require_flag(name: str, value: Any) -> None:
     """Raise unless the value is True or False."""
     if not isinstance(value, bool):

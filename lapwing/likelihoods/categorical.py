@@ -106,7 +106,8 @@ class Categorical:
     def check_prediction(self) -> None:
         if self.link == "mc":
             raise UnsupportedError(
-                "link is 'mc': a predictive made of draws has no gradient to learn by; use link='pairwise', 'probit' or 'bridge'."
+                "link is 'mc': a predictive made of draws has no gradient to learn by; use "
+                "link='pairwise', 'probit' or 'bridge'."
             )
         refuse_unused("Categorical", class_weights=self.class_weights, temperature=self.temperature)
 

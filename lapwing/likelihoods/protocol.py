@@ -126,6 +126,9 @@ class HasTails(Protocol):
     """A likelihood whose predictions may have heavier tails than the normal distribution."""
 
     @property
+    def learns_dispersion(self) -> bool: ...
+
+    @property
     def widening(self) -> float:
         """The variance of the targets over that without tails."""
         ...

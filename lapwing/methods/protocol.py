@@ -32,6 +32,15 @@ class NeedsPrior(Protocol):
     def needs_prior(self) -> bool: ...
 
 
+@runtime_checkable
+class StopsEarly(Protocol):
+    """A method that learns in steps, and keeps the state that predicts validation data best if it is given some."""
+
+    def stopped_by(self, validation: Data) -> Method:
+        """Return the method with these validation data."""
+        ...
+
+
 @dataclass(frozen=True)
 class BlockWork:
     """The sizes of one block of parameters."""

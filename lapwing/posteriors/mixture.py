@@ -28,7 +28,7 @@ from lapwing.posteriors.protocols import (
     Posterior,
     SharesJacobian,
 )
-from lapwing.problem import Problem
+from lapwing.problem import Problem, Statistics
 
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
 RARE = 1e-2  # weight below which a belief is dropped: each costs a product with the Jacobian at every prediction
@@ -100,6 +100,11 @@ class MixturePosterior:
     def problem(self) -> Problem:
         return self.bases[0].problem
 
+    @property
+    def statistics(self) -> Statistics:
+        """Loss and counts of the data that the posterior was fitted to."""
+        return self.bases[0].statistics  # type: ignore[attr-defined, no-any-return]
+
     @cached_property
     def members(self) -> tuple[Any, ...]:
         """The posterior of each belief."""
@@ -114,34 +119,23 @@ class MixturePosterior:
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """Return the mean and covariance of the mixture of beliefs: Σ w V, if they all have the mean f(x)."""
-        if joint:
-            beliefs = [each(x, joint=True) for each in self.members]
-        else:
-            beliefs = beliefs_at(self.members, x)
-        spreads = self._spreads
-        shares = self._shares.to(beliefs[0].mean)
-        mean = torch.einsum("k,k...->...", shares, torch.stack([belief.mean for belief in beliefs]))
+        beliefs = [each(x, joint=True) for each in self.members] if joint else beliefs_at(self.members, x)
+        spreads, shares = self._spreads.to(beliefs[0].mean), self._shares.to(beliefs[0].mean)
+        total = lambda weights, parts: torch.einsum("k,k...->...", weights, torch.stack(list(parts)))
+        mean = total(shares, (belief.mean for belief in beliefs))
         gaps = [belief.mean - mean for belief in beliefs]
-        apart = any(not torch.equal(beliefs[0].mean, belief.mean) for belief in beliefs[1:])
+        outer = lambda gap: gap.unsqueeze(-1) * gap.unsqueeze(-2)
         if joint:
-            matrix = sum(float(s) * belief.cov.flatten() for s, belief in zip(spreads, beliefs, strict=True))
-            cov = torch.as_tensor(matrix).reshape(mean.numel(), mean.numel())
-            for share, gap in zip(shares, gaps, strict=True):
-                cov = cov + share * torch.outer(gap.flatten(), gap.flatten()) if apart else cov
-            return FunctionGaussian.across(mean, cov)
-
-        def variance() -> Tensor:
-            within = sum(float(s) * belief.variance for s, belief in zip(spreads, beliefs, strict=True))
-            between = sum(share * gap.square() for share, gap in zip(shares, gaps, strict=True)) if apart else 0.0
-            return torch.as_tensor(within + between)
-
-        def cov() -> Tensor:
-            within = sum(float(s) * belief.cov for s, belief in zip(spreads, beliefs, strict=True))
-            outer = lambda gap: gap.unsqueeze(-1) * gap.unsqueeze(-2)
-            between = sum(share * outer(gap) for share, gap in zip(shares, gaps, strict=True)) if apart else 0.0
-            return torch.as_tensor(within + between)
-
-        return FunctionGaussian(mean, Deferred(variance, cov))
+            flat = [belief.cov.reshape(mean.numel(), mean.numel()) for belief in beliefs]
+            between = total(shares, (outer(gap.flatten()) for gap in gaps))
+            return FunctionGaussian.across(mean, total(spreads, flat) + between)
+        return FunctionGaussian(
+            mean,
+            Deferred(
+                lambda: total(spreads, (b.variance for b in beliefs)) + total(shares, (gap.square() for gap in gaps)),
+                lambda: total(spreads, (b.cov for b in beliefs)) + total(shares, map(outer, gaps)),
+            ),
+        )
 
     @property
     def _shares(self) -> Tensor:
@@ -227,12 +221,12 @@ class MixturePosterior:
         tensors = {"weights": self.weights}
         for i, base in enumerate(self.bases):
             tensors[f"precisions{i}"] = base.problem.prior.values
-            parts[f"likelihood{i}"] = base.problem.likelihood.state()
+            parts[f"likelihood{i}"] = base.problem.likelihood.state()  # type: ignore[attr-defined]
         for i, belief in enumerate(self.beliefs):
             if belief.precisions is not None:
                 tensors[f"belief{i}"] = belief.precisions
         for i, cell in enumerate(self.cells):
-            parts[f"cell{i}"] = cell.likelihood.state()
+            parts[f"cell{i}"] = cell.likelihood.state()  # type: ignore[attr-defined]
         settings = {
             "bases": names,
             "beliefs": [belief.base for belief in self.beliefs],

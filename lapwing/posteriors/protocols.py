@@ -80,6 +80,9 @@ class HasVarianceOf(Protocol):
 class Linearised(Protocol):
     """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
 
+    @property
+    def problem(self) -> Problem: ...
+
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
         ...

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Independent
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent
 
 from lapwing.core.random import classes, uniform
 from lapwing.core.settings import require_integer
@@ -121,7 +122,7 @@ class BinaryMixture:
         return self.probs
 
     @property
-    def distribution(self) -> Independent:
+    def distribution(self) -> Distribution:
         """The labels of one input, each with its own probability, as independent Bernoulli variables."""
         return Independent(Bernoulli(probs=self.probs, validate_args=False), 1)
 
@@ -174,6 +175,11 @@ class DensityMixture:
 
     components: tuple[Any, ...]
     weights: Tensor
+
+    @property
+    def distribution(self) -> Distribution:
+        """The joint distribution of the outputs of one input as a ``torch.distributions`` object."""
+        return MixtureDistribution(self)
 
     @cached_property
     def mean(self) -> Tensor:
@@ -306,6 +312,11 @@ class CountMixture:
     components: tuple[Any, ...]
     weights: Tensor
 
+    @property
+    def distribution(self) -> Distribution:
+        """The joint distribution of the outputs of one input as a ``torch.distributions`` object."""
+        return MixtureDistribution(self)
+
     @cached_property
     def mean(self) -> Tensor:
         """The expected count, (B, C)."""
@@ -389,6 +400,33 @@ class CountMixture:
         """The mutual information of counts and rates in nats, (B,): entropy minus that expected at a known rate."""
         known = mixed(self.weights, torch.stack([component.expected_entropy for component in self.components]))
         return (self.entropy - known.to(self.mean)).clamp_min(0)
+
+
+class MixtureDistribution(Distribution):
+    """A mixture of densities or counts as a ``torch.distributions`` object, jointly over the outputs of an input."""
+
+    def __init__(self, predictive: DensityMixture | CountMixture) -> None:
+        self.predictive = predictive
+        shape = predictive.mean.shape
+        super().__init__(shape[:-1], shape[-1:], validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.predictive.mean
+
+    @property
+    def variance(self) -> Tensor:
+        return self.predictive.variance
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.predictive.log_prob(value)
+
+    def sample(self, sample_shape: Iterable[int] = ()) -> Tensor:
+        shape = torch.Size(sample_shape)
+        return self.predictive.sample(max(1, shape.numel())).reshape(*shape, *self.mean.shape)
+
+    def entropy(self) -> Tensor:
+        return self.predictive.entropy
 
 
 def mixed(weights: Tensor, values: Tensor) -> Tensor:

@@ -13,6 +13,6 @@ from lapwing.tuners.linear_mode import LinearMode
 from lapwing.tuners.maximise_bound import MaximiseBound, evidence_bound
 
 __all__ = [
-    "Ascend", "Budget", "CrossValidated", "FixedPoint", "Grid", "Integrate", "LinearMode", "MaximiseBound", "MaximiseEvidence",
-    "SampleEM", "Temperature", "evidence_bound",
+    "Ascend", "Budget", "CrossValidated", "FixedPoint", "Grid", "Integrate", "LinearMode", "MaximiseBound",
+    "MaximiseEvidence", "SampleEM", "Temperature", "evidence_bound",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import require_integer, require_positive
+from lapwing.core.settings import require_integer, require_positive, require_positive_values
 from lapwing.core.trace import Trace
 from lapwing.likelihoods.protocol import HasTails
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
@@ -19,7 +19,6 @@ from lapwing.posteriors.protocols import Linearised
 from lapwing.predictives.densities import log_density
 from lapwing.problem import checked_targets
 from lapwing.tuners.cells import CellGrid, log_scores
-from lapwing.tuners.held_out import require_positive_values
 from lapwing.tuners.protocol import required_data
 
 RATIOS = (1.0, 10.0, 100.0)

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
+from lapwing.core.data import Data, as_data
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.settings import require_flag, require_integer
+from lapwing.core.settings import require_flag, require_integer, require_positive_values
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import IgnoresTargets, Likelihood
 from lapwing.networks.budget import temporary
 from lapwing.posteriors.protocols import HasEvidence, Linearised
 from lapwing.problem import Problem, sample_count
-from lapwing.tuners.protocol import as_data
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
 KEPT = 2  # memory that candidates may keep between chunks, as a multiple of the budget for intermediate results
@@ -192,12 +191,7 @@ class Temperature:
 
 def _check_settings(name: str, values: Any, metric: Any) -> None:
     """Raise unless the values are a non-empty sequence of positive, finite numbers and the metric can be called."""
-    try:
-        good = len(values) > 0 and all(math.isfinite(v) and v > 0 for v in values)
-    except TypeError:
-        good = False
-    if not good:
-        raise UnsupportedError(f"{name} is {values!r:.80}; expected a list of positive, finite numbers.")
+    require_positive_values(name, values)
     if not callable(metric):
         raise UnsupportedError(f"metric is {metric!r:.80}; expected a function of (predictive, targets).")
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, tensors_in
+from lapwing.core.data import Data, as_data, tensors_in
+from lapwing.core.settings import require_positive_values
 from lapwing.core.trace import Trace
 from lapwing.likelihoods.protocol import HasTails
 from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mixture_weights, with_tails
-from lapwing.tuners.held_out import require_positive_values
-from lapwing.tuners.protocol import as_data
 
 FOLDS = 5
 EDGE = 0.1  # weight of the first or last value of a grid from which it is worth a remark

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs
+from lapwing.core.data import Data, Inputs, as_data
 from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.core.trace import Step
 from lapwing.curvature.sweep import root_seeds
@@ -21,7 +21,7 @@ from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.priors.kernel import prior_kernel
 from lapwing.problem import Problem
 from lapwing.tuners.evidence import Coordinates
-from lapwing.tuners.protocol import as_data, required_data
+from lapwing.tuners.protocol import required_data
 
 Term = Callable[[Problem], Tensor]  # the term of one block, under the prior and noise of a problem
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from lapwing.core.data import Data
+from lapwing.core.data import Data, as_data
 from lapwing.errors import UnsupportedError
 
 
@@ -55,8 +55,3 @@ def required_data(tuner: str, source: Iterable[Any] | Data | None, device: torch
     if source is None:
         raise UnsupportedError(f"{tuner} needs the training data: {tuner}(data), or give it to fit().")
     return as_data(source, device)
-
-
-def as_data(source: Iterable[Any] | Data, device: torch.device) -> Data:
-    """Return batches on the device."""
-    return source if isinstance(source, Data) else Data(source, device)

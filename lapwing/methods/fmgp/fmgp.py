@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lapwing.core.data import Data
+from lapwing.core.data import Data, as_data
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer, require_positive
 from lapwing.errors import UnsupportedError
@@ -76,6 +76,10 @@ class FMGP:
         if self.kernel is not None and self.kernel not in KERNELS:
             raise UnsupportedError(f"kernel is {self.kernel!r}; expected one of {', '.join(KERNELS)}.")
 
+    def stopped_by(self, validation: Data) -> FMGP:
+        """Return the method with validation data."""
+        return replace(self, validation=validation)
+
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> FunctionPosterior:
         """Return the learned process."""
         refuse_energy(problem.likelihood, 1.0)
@@ -93,7 +97,7 @@ class FMGP:
         units = Units.of(table.u, per_column=not uses_features)
         held_out = None
         if self.validation is not None:
-            source = Data(self.validation, network.device, data.target_key, name="validation")
+            source = as_data(self.validation, network.device, data.target_key, "validation")
             rows, _ = Table.read(problem.likelihood, sight, source)
             refuse_ignored(problem.likelihood, rows.y, "validation targets")
             held_out = units.measured(rows)

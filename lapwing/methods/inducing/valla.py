@@ -110,6 +110,10 @@ class VaLLA:
                 "data. Leave one of the two out."
             )
 
+    def stopped_by(self, validation: Data) -> VaLLA:
+        """Return the method with validation data for Adam; unchanged if it has another optimiser."""
+        return self if self.optimiser in ("lbfgs", "none") else replace(self, validation=validation)
+
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         """Return the posterior; ``lw.fit`` calls this.
 

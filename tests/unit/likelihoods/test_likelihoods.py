@@ -223,7 +223,7 @@ def test_targets_that_do_not_fit_say_what_was_seen_and_expected(number: int) -> 
         (lambda: lw.Gaussian(noise_std=-1.0), "noise_std is -1.0"),
         (lambda: lw.Gaussian(noise_std=math.nan), "noise_std is nan"),
         (lambda: lw.Gaussian(noise_std=(0.1, math.inf)), "inf"),
-        (lambda: lw.Categorical(link="logit"), "link is 'logit'; expected one of probit, bridge, mc"),
+        (lambda: lw.Categorical(link="logit"), "link is 'logit'; expected one of pairwise, probit, bridge, mc"),
         (lambda: lw.Bernoulli(link="bridge"), "link is 'bridge'; expected one of probit, quadrature"),
     ],
 )

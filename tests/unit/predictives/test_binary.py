@@ -48,7 +48,7 @@ def test_quadrature_is_the_integral() -> None:
 
 def test_probit_is_near_the_integral() -> None:
     """The sigmoid is matched by a probit; the two differ by at most 0.019 (MacKay 1992)."""
-    probs = lw.Bernoulli().predict(belief()).probs
+    probs = lw.Bernoulli(link="probit").predict(belief()).probs
     assert float((probs - each(sigmoid)).abs().max()) <= 0.02
     expected = torch.sigmoid(MEANS / (1 + math.pi * VARIANCES / 8).sqrt())
     assert_close(probs, expected)

@@ -16,7 +16,7 @@ from tests.tolerances import assert_close, assert_within
 
 D = torch.float64
 B, C = 5, 4
-LINKS = ("probit", "bridge", "mc")
+LINKS = ("pairwise", "probit", "bridge", "mc")
 
 
 def belief(scale: float, classes: int = C, dtype: torch.dtype = D) -> lw.FunctionGaussian:
@@ -62,7 +62,7 @@ def test_probit_scales_every_logit_by_its_own_spread() -> None:
         torch.stack([m / math.sqrt(1 + math.pi * v / 8) for m, v in zip(means, variances, strict=True)])
         for means, variances in zip(b.mean, b.cov.diagonal(dim1=1, dim2=2), strict=True)
     ])  # fmt: skip
-    assert_close(lw.Categorical().predict(b).probs, logits.softmax(-1))
+    assert_close(lw.Categorical(link="probit").predict(b).probs, logits.softmax(-1))
 
 
 def dirichlet_logits(alpha: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,6 +213,6 @@ def test_probit_needs_variances_alone() -> None:
 
     variance = torch.rand(B, C, dtype=D)
     b = lw.FunctionGaussian(torch.randn(B, C, dtype=D), Deferred(lambda: variance, forbidden))
-    p = SoftmaxPredictive(b)
+    p = SoftmaxPredictive(b, "probit")
     assert_close(p.probs.sum(-1), torch.ones(B, dtype=D))
     assert p.entropy.shape == (B,)
