@@ -23,14 +23,19 @@ import lapwing as lw
 from experiments.calibration_tasks import SETS, TASKS, Pair, Split, Task, quick
 from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, chosen, positive, silent
+from experiments.repeats import mean_scores
 from experiments.uci import SETS as UCI
 from experiments.uci import read_split, splits_in
-from lapwing.demo.result import Report, Result, Row, mean_scores, plain
+from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
-from lapwing.metrics import classification, ood, regression
 
 BATCH = 250
 LENGTHS = (40, 100, 300)  # epochs of the networks for regression
+CLASS_PAIRS = (("evidence", "plain"), ("default", "plain"), ("validation", "plain"), ("validation", "temperature"))
+REAL_PAIRS = (
+    ("plain", "plain"), ("evidence", "plain"), ("default", "plain"), ("noise refitted", "plain, fewer rows"),
+    ("validation", "plain, fewer rows"),
+)  # fmt: skip
 Scores = dict[str, dict[str, float]]  # of each row
 
 
@@ -98,15 +103,8 @@ def run(settings: Calibration, progress: Progress = silent) -> Result:
             rows.append(Row(name, {**mean_scores(of_row), "NLL error": _error(of_row)}, group))
             arrays |= {f"{group}/{name}/{key}": [each[key] for each in of_row] for key in of_row[0]}
     notes = [*_classification_notes(settings, collected), *_regression_notes(settings, collected)]
-    return Result(
-        "calibration",
-        plain(settings),
-        settings.seed,
-        tuple(rows),
-        {"total": time.perf_counter() - start},
-        arrays,
-        tuple(notes),
-    )
+    seconds = {"total": time.perf_counter() - start}
+    return Result("calibration", plain(settings), settings.seed, tuple(rows), seconds, arrays, tuple(notes))
 
 
 def _done(jobs: Sequence[Callable[[], Scores]], workers: int) -> Iterator[Scores]:
@@ -143,7 +141,7 @@ def classify(task: Task, folder: Path | None, seed: int, validation: int) -> Sco
     data, held_out = batches(*split.train, BATCH), batches(*split.validation, BATCH)
     fit = partial(lw.fit, model, data, "classification", progress=False)
     fits = {
-        "plain": fit(method=lw.baselines.MapOnly(), tuner=lambda posterior: posterior),
+        "plain": fit(method=lw.baselines.MapOnly()),
         "temperature": fit(method=lw.baselines.MapOnly(), validation=held_out),
         "evidence": fit(tuner=lw.tuners.MaximiseEvidence()),
         "default": fit(),
@@ -157,13 +155,13 @@ def _class_scores(posterior: lw.Fitted, split: Split) -> dict[str, float]:
     x, y = split.test
     probs = _probs(posterior, x)
     scores = {
-        "NLL": classification.nll(probs, y),
-        "ECE": classification.ece(probs, y),
-        "Brier": classification.brier(probs, y),
-        "accuracy": classification.accuracy(probs, y),
+        "NLL": lw.metrics.categorical_nll(probs, y),
+        "ECE": lw.metrics.ece(probs, y),
+        "Brier": lw.metrics.brier(probs, y),
+        "accuracy": lw.metrics.accuracy(probs, y),
     }
     if split.far is not None:
-        scores["OOD AUROC"] = ood.auroc(_entropy(probs), _entropy(_probs(posterior, split.far)))
+        scores["OOD AUROC"] = lw.metrics.auroc(_entropy(probs), _entropy(_probs(posterior, split.far)))
     return scores
 
 
@@ -176,7 +174,7 @@ def _entropy(probs: Tensor) -> Tensor:
 
 
 def _regression_jobs(settings: Calibration) -> list[tuple[str, Callable[[], Scores]]]:
-    jobs = []
+    jobs: list[tuple[str, Callable[[], Scores]]] = []
     for name in settings.tables:
         assert settings.data_dir is not None
         path = settings.data_dir / f"uci_{name}.npz"
@@ -200,13 +198,12 @@ def regress(path: Path, number: int, activation: str, epochs: int, validation: i
     whole, part = trained(x, y, 1, recipe, number), trained(x[rows], y[rows], 1, recipe, number)
     fit = partial(lw.fit, whole, batches(x, y, 1000), "regression", progress=False)
     fit_part = partial(lw.fit, part, batches(x[rows], y[rows], 1000), "regression", progress=False)
-    keep = {"method": lw.baselines.MapOnly(), "tuner": lambda posterior: posterior}
     validated = [(x[left_out], y[left_out])]
     fits = {
-        "plain": fit(**keep),
+        "plain": fit(method=lw.baselines.MapOnly()),
         "evidence": fit(tuner=lw.tuners.MaximiseEvidence()),
         "default": fit(),
-        "plain, fewer rows": fit_part(**keep),
+        "plain, fewer rows": fit_part(method=lw.baselines.MapOnly()),
         "noise refitted": fit_part(method=lw.baselines.MapOnly(), validation=validated),
         "validation": fit_part(validation=validated),
     }
@@ -221,10 +218,10 @@ def _real_scores(posterior: lw.Fitted, test: Pair) -> dict[str, float]:
     with torch.no_grad():
         return {
             "NLL": -float(predictive.log_prob(y).mean()),
-            "coverage 95 %": regression.coverage(low, high, y),
-            "width": regression.interval_width(low, high),
-            "RMSE": regression.rmse(predictive.mean, y),
-            "CRPS": regression.crps(predictive.mean, predictive.std, y),
+            "coverage 95 %": lw.metrics.coverage(low, high, y),
+            "width": lw.metrics.interval_width(low, high),
+            "RMSE": lw.metrics.rmse(predictive.mean, y),
+            "CRPS": lw.metrics.crps(predictive.mean, predictive.std, y),
         }
 
 
@@ -259,14 +256,7 @@ def _classification_notes(settings: Calibration, collected: dict[str, list[Score
 
 def _regression_notes(settings: Calibration, collected: dict[str, list[Scores]]) -> Iterator[str]:
     """Yield the error of the coverage and the tables on which ``fit`` is worse than the plain network."""
-    pairs = (
-        ("plain", "plain"),
-        ("evidence", "plain"),
-        ("default", "plain"),
-        ("noise refitted", "plain, fewer rows"),
-        ("validation", "plain, fewer rows"),
-    )
-    for row, base in pairs if settings.tables else ():
+    for row, base in REAL_PAIRS if settings.tables else ():
         errors, gaps = [], {}
         for table in settings.tables:
             groups = [runs for name, runs in collected.items() if name.startswith(f"{table}, ") and "epochs" in name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,9 +138,7 @@ RECIPES = {
 }
 
 
-def _table(
-    read: Callable[..., tuple[np.ndarray, np.ndarray]], noise: float = 0.0, image: bool = False
-) -> Callable[..., Split]:
+def _table(read: Callable[..., Any], noise: float = 0.0, image: bool = False) -> Callable[..., Split]:
     """Return a function that splits a table of scikit-learn: 40 % to train, 30 % to validate, 30 % to test."""
 
     def split(folder: Path | None, seed: int, validation: int) -> Split:
@@ -180,14 +179,14 @@ def _sentences(folder: Path | None, seed: int, validation: int) -> Split:
     return Split((x[:4000], y[:4000]), (x[4000:], y[4000:]), _part(arrays, "test", torch.arange(len(arrays["y_test"]))))
 
 
-def _part(arrays: dict[str, np.ndarray], name: str, rows: Tensor) -> Pair:
+def _part(arrays: dict[str, Any], name: str, rows: Tensor) -> Pair:
     """Return the sentences in these rows and their labels."""
     text, offsets = arrays[f"text_{name}"].tobytes(), arrays[f"off_{name}"]
     x = torch.stack([_tokens(text, offsets, int(row)) for row in rows])
     return x, torch.as_tensor(arrays[f"y_{name}"][rows.numpy()]).long()
 
 
-def _tokens(text: bytes, offsets: np.ndarray, row: int) -> Tensor:
+def _tokens(text: bytes, offsets: Any, row: int) -> Tensor:
     """Return the words of one sentence as numbers below WORDS, padded with zeros."""
     words = text[int(offsets[row]) : int(offsets[row + 1])].decode().lower().split()[:LENGTH]
     numbers = [1 + int.from_bytes(word.encode(), "little") % 999_983 % (WORDS - 1) for word in words]

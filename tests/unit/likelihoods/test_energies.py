@@ -170,9 +170,7 @@ def test_between_the_ends_only_gaussians_have_a_closed_form(likelihood: Any) -> 
 
 
 def test_draws_have_no_gradient() -> None:
-    with pytest.raises(
-        lw.errors.UnsupportedError, match=r"link is 'mc'.* no gradient to learn by; use link='pairwise'"
-    ):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"link is 'mc'.* no gradient.* use link='pairwise'"):
         refuse_energy(lw.Categorical(link="mc"), 1.0)
     refuse_energy(lw.Categorical(link="mc"), 0.0)
 
