@@ -153,9 +153,12 @@ def classify(task: Task, folder: Path | None, seed: int, validation: int) -> Sco
 def _class_scores(posterior: lw.Fitted, split: Split) -> dict[str, float]:
     """Return the scores of one posterior on the test rows."""
     x, y = split.test
-    probs = _probs(posterior, x)
+    predictives = [posterior.predict(part) for part in x.split(BATCH)]
+    probs = torch.cat([predictive.probs.double() for predictive in predictives])
+    pairs = zip(predictives, y.split(BATCH), strict=True)
+    log_probs = torch.cat([predictive.log_prob(labels).double() for predictive, labels in pairs])
     scores = {
-        "NLL": lw.metrics.categorical_nll(probs, y),
+        "NLL": -float(log_probs.mean()),  # of the logarithms themselves: a probability may round to zero
         "ECE": lw.metrics.ece(probs, y),
         "Brier": lw.metrics.brier(probs, y),
         "accuracy": lw.metrics.accuracy(probs, y),
