@@ -45,10 +45,10 @@ class DeflatedSpectrum:
         # the coupling to the rest adds the squared residual over value and shift, which may be far below the largest.
         converged = basis.pair_residuals() * basis.values[:1] <= CONVERGED * basis.values
         inner = basis.turn[:, converged] @ basis.turn[:, converged].mT
-        project = lambda v: v - basis.rows.combined(basis.rows.coordinates(v) @ inner)  # off the converged pairs
+        project = lambda v: v - basis.rows.combined(basis.rows.coordinates(v) @ inner)  # removes the converged pairs
         for _ in range(2):
             probes = project(probes)
-        # Before and after the product: otherwise rounding would bring the deflated pairs back.
+        # Project before and after the product: otherwise rounding would bring the deflated pairs back.
         rest = lanczos_quadrature(lambda v: project(product(project(v))), probes, steps)
         return cls(basis.values[converged], rest, len(basis.rows))
 

@@ -77,14 +77,14 @@ class Inducing:
         """Return KL(q || prior) without the term of the mean: ½ (tr S - r - log det S)."""
         return self._factor.diagonal().log().sum() - 0.5 * self.decided.diagonal().sum()
 
-    def lefts(self, prior: Tensor, rows: Tensor, factors: tuple[float, ...]) -> Iterator[Tensor]:
-        """Yield ``left`` for the prior variance times each factor; all of them cost little more than one."""
+    def posterior_covs(self, prior: Tensor, rows: Tensor, factors: tuple[float, ...]) -> Iterator[Tensor]:
+        """Yield ``posterior_cov`` for the prior variance times each factor; all of them cost little more than one."""
         values, turn = self._eigen
         turned = rows @ turn
         for factor in factors:
             share = factor * values / (1 + factor * values)
             yield factor * (prior - (turned * share) @ turned.mT)
 
-    def left(self, prior: Tensor, rows: Tensor) -> Tensor:
-        """Return the posterior covariance (B, C, C) of outputs, from that of the prior and whitened rows (B, C, r)."""
+    def posterior_cov(self, prior: Tensor, rows: Tensor) -> Tensor:
+        """Return the covariance (B, C, C) of outputs, from their prior covariance and whitened rows (B, C, r)."""
         return prior - rows @ self.decided @ rows.mT

@@ -1,4 +1,4 @@
-"""Which weights have a scale that the network ignores, decided by rescaling them and comparing the outputs."""
+"""Groups of weights whose scale the network ignores, detected by rescaling them and comparing the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REST = "rest"
 LARGEST = 1e-2  # a relative change of the outputs above this is a dependence, whatever eps may be
 UNSEEN = 1e2  # assumed for one over the variance before a norm, where the graph does not show it
 EPS = re.compile(r"(^|_)eps(ilon)?($|_)")
-MATTERS = 1e-3  # relative change of the outputs when each weight changes by its own size: with less it is no group
+MATTERS = 1e-3  # least relative change of the outputs if each weight changes by its size; with less it is no group
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _slopes(raw: Tensor, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tolerance(network: Network, base: _Trial) -> float:
-    """Return the change of an output by doubling that eps may explain.
+    """Return the largest relative change of an output, when a group is doubled, that eps may explain.
 
     x / sqrt(var + eps) changes by 3/8 eps / var; layers after it may enlarge that, hence the factor of ten.
     """

@@ -58,5 +58,5 @@ def required_data(tuner: str, source: Iterable[Any] | Data | None, device: torch
 
 
 def as_data(source: Iterable[Any] | Data, device: torch.device) -> Data:
-    """Return batches on the device."""
+    """Return the data as ``Data`` on the device."""
     return source if isinstance(source, Data) else Data(source, device)

@@ -194,7 +194,7 @@ class Learning:
         part = table.rows((draw * len(table)).long().to(table.f.device))
         share = len(table) / len(part)
         prior, rows = state.whitened(part)
-        cov = state.inducing.left(prior, rows)
+        cov = state.inducing.posterior_cov(prior, rows)
         likelihood = state.likelihood(self.given)
         second = rows @ state.mean + self.shift  # the mean of the second process
         fixed = cov.detach().requires_grad_()
@@ -215,6 +215,6 @@ class Learning:
         """Return the mean predictive log-likelihood of the held-out data."""
         assert self.held_out is not None
         with torch.no_grad():
-            cov = self.state.inducing.left(*self.state.whitened(self.held_out))
+            cov = self.state.inducing.posterior_cov(*self.state.whitened(self.held_out))
             belief = FunctionGaussian(self.held_out.f, cov)
             return float(self.state.likelihood(self.given).predict(belief).log_prob(self.held_out.y).mean())

@@ -30,7 +30,7 @@ def collapsed_bound(points: InducingPoints, data: Data) -> Callable[[Tensor], tu
     """
     problem, network, prior = points.problem, points.problem.network, points.problem.prior
     sweep = Sweep(network, problem.likelihood, data, label="inducing points")
-    jacobians = [jacobian.held().double().held() for jacobian in sweep]
+    jacobians = [jacobian.formed().double().formed() for jacobian in sweep]
     precision = prior_precision(prior, network.layout, network.selection)
     prior_trace = sum(float(precision.quadratic(jacobian, False).sum()) for jacobian in jacobians)
 

@@ -123,7 +123,7 @@ class Stochastic:
             likelihood, scale = points.likelihood, points.log_scale.exp()
             f, y, prior_cov, rows = whitened_rows(points.problem, batch, anchors, white)
             prior_cov, rows = scale * prior_cov, scale.sqrt() * rows
-            cov = self.inducing.left(prior_cov, rows)
+            cov = self.inducing.posterior_cov(prior_cov, rows)
             leaf = cov.detach().requires_grad_()
             (slope,) = torch.autograd.grad(energy(likelihood, alpha, f, leaf, y).sum(), leaf)
             value = -share * energy(likelihood, alpha, f, cov, y).sum() + self.inducing.divergence()
@@ -139,7 +139,7 @@ class Stochastic:
             divergence = float(self.inducing.divergence())
 
             def objective(q: Inducing) -> float:
-                return float(q.divergence() - energy(likelihood, alpha, f, q.left(prior_cov, rows), y).sum())
+                return float(q.divergence() - energy(likelihood, alpha, f, q.posterior_cov(prior_cov, rows), y).sum())
 
             if optimiser is None and len(batch.targets) == points.n_samples:
                 self.inducing = self._line_search(gained, objective)
@@ -211,7 +211,7 @@ class Validation:
             for batch in self.data.batches("validation"):
                 f, y, prior_cov, rows = whitened_rows(problem, batch, points.anchors.parts, white)
                 refuse_ignored(likelihood, y, "validation targets")
-                covs = points.inducing.lefts(scale * prior_cov, scale.sqrt() * rows, factors)
+                covs = points.inducing.posterior_covs(scale * prior_cov, scale.sqrt() * rows, factors)
                 for i, cov in enumerate(covs):
                     totals[i] += float(likelihood.predict(FunctionGaussian(f, cov)).log_prob(y).sum())
                 count += len(f)

@@ -25,7 +25,7 @@ def test_before_the_data_it_is_the_prior() -> None:
     assert float(start.divergence()) == 0
     assert float(start.decided.abs().max()) == 0
     prior = torch.rand(3, 2, 2, dtype=D)
-    assert torch.equal(start.left(prior, torch.randn(3, 2, 4, dtype=D)), prior)
+    assert torch.equal(start.posterior_cov(prior, torch.randn(3, 2, 4, dtype=D)), prior)
 
 
 def test_divergence_is_that_of_two_normals() -> None:
@@ -40,15 +40,15 @@ def test_what_the_data_take_away() -> None:
     assert_close(inducing.decided, EYE - torch.linalg.inv(EYE + gained()))
     rows, prior = torch.randn(5, 3, 4, dtype=D), torch.rand(5, 3, 3, dtype=D)
     expected = torch.stack([p - r @ (EYE - torch.linalg.inv(EYE + gained())) @ r.T for p, r in zip(prior, rows)])
-    assert_close(inducing.left(prior, rows), expected)
+    assert_close(inducing.posterior_cov(prior, rows), expected)
 
 
 def test_what_is_left_under_other_prior_variances() -> None:
     """Prior, rows and B all grow with the factor."""
     inducing, factors = Inducing(EYE + gained()), (0.01, 1.0, 30.0)
     rows, prior = torch.randn(5, 3, 4, dtype=D), torch.rand(5, 3, 3, dtype=D)
-    for factor, left in zip(factors, inducing.lefts(prior, rows, factors), strict=True):
-        assert_close(left, inducing.times(factor).left(factor * prior, factor**0.5 * rows))
+    for factor, cov in zip(factors, inducing.posterior_covs(prior, rows, factors), strict=True):
+        assert_close(cov, inducing.times(factor).posterior_cov(factor * prior, factor**0.5 * rows))
 
 
 @pytest.mark.parametrize("step", [1.0, 0.3])
