@@ -21,7 +21,7 @@ ROUNDS = 5
 
 
 def _cost(model: Any, data: Any, method: Any, weights: Any, unit: str, inputs: int = 1024) -> Figures:
-    """Fit with a given prior, eigendecompositions included, and the exact (C, C) covariance of f."""
+    """Measure a fit with a given prior, factorisation included, and the exact (C, C) covariances of f."""
 
     def fit() -> lw.Fitted:
         posterior = lw.fit(model, data, lw.Categorical(), method=method, weights=weights, prior=1.0, progress=False)
