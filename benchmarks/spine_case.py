@@ -49,7 +49,7 @@ def _cost(model: Any, data: Any, method: Any, weights: Any, unit: str, inputs: i
         times["fit"].append(clock.best_of(1, fit))
         times["predict"].append(clock.forward(model, batches))
         times["variance"].append(clock.best_of(2, variance))
-    plain_epoch, plain_forward, fit_time, plain_predict, variance_time = (min(found) for found in times.values())
+    plain_epoch, plain_forward, fit_time, plain_predict, variance_time = (min(seconds) for seconds in times.values())
     base = plain_epoch if unit == "epoch" else plain_forward
     return {
         f"fit / {unit}": fit_time / base,

@@ -115,9 +115,9 @@ def lanczos_quadrature(product: Product, rows: Tensor, steps: int) -> Quadrature
         image = applied(product, q)
         scale = torch.maximum(scale, image.norm(dim=1).max())
         small[:, step, step] = (image * q).sum(1)
-        seen = basis[:, : step + 1]
+        previous = basis[:, : step + 1]
         for _ in range(2):
-            image = image - ((seen @ image[:, :, None]).mT @ seen)[:, 0]
+            image = image - ((previous @ image[:, :, None]).mT @ previous)[:, 0]
         beta = image.norm(dim=1)
         live = beta > CUT * scale
         small[:, step, step + 1] = small[:, step + 1, step] = torch.where(live, beta, 0.0)

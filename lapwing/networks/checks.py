@@ -47,10 +47,10 @@ def refusing_changes(model: nn.Module) -> Iterator[None]:
 
 def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
     """Raise if two forward passes over the same inputs differ. For a single input tensor a few samples are enough."""
-    some = inputs
+    few_inputs = inputs
     if len(list(tensors_in(inputs))) == 1:  # of several, one may be shared by all samples
-        some = map_tensors(inputs, lambda t: t[:FEW])
-    first, second = output_alone(model, some, plain), output_alone(model, some, plain)
+        few_inputs = map_tensors(inputs, lambda t: t[:FEW])
+    first, second = output_alone(model, few_inputs, plain), output_alone(model, few_inputs, plain)
     allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
@@ -114,11 +114,11 @@ def learn(
     batch = raw.shape[0]
     rows.refuse_change(inputs, batch)
     per_sample = rows.per_sample(inputs, batch)
-    tried = rows.is_open(inputs, batch) and not copied
-    if tried:
+    uncertain = rows.is_open(inputs, batch) and not copied
+    if uncertain:
         _refuse_dependent(model, inputs, per_sample, batch, plain)
     _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
-    if tried:
+    if uncertain:
         _refuse_pooled(model, inputs, per_sample, batch, plain)
     if copied or batch == 1 or len(per_sample) == 1:
         return rows

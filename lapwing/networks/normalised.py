@@ -72,9 +72,9 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
     size = base.f.abs().max().clamp_min(torch.finfo(base.f.dtype).tiny)
     tolerance = _tolerance(network, base)
     groups: list[ScaleFree] = []
-    taken: set[str] = set()
+    grouped: set[str] = set()
     for name, parameters in _candidates(network):
-        if taken & set(parameters) or sum(tensors[p].numel() for p in parameters) < 2:
+        if grouped & set(parameters) or sum(tensors[p].numel() for p in parameters) < 2:
             continue
         trial = _run(network, inputs, {p: FACTOR * tensors[p] for p in parameters}, tensors)
         follow = [after for before, after in zip(base.norms, trial.norms, strict=True) if _grew(before, after)]
@@ -91,7 +91,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
         effect = float(each.norm() / size * (each.numel() / base.f.numel()) ** 0.5)
         if effect > max(10 * change, MATTERS):
             groups.append(ScaleFree(name, parameters, bool(follow), change, tolerance))
-            taken |= set(parameters)
+            grouped |= set(parameters)
     return tuple(groups)
 
 

@@ -103,7 +103,7 @@ class State:
     ) -> FunctionPosterior:
         """Return the posterior that this state stands for; the second process is dropped."""
         problem = problem.with_likelihood(self.likelihood(problem.likelihood))
-        values, vectors = torch.linalg.eigh(self.inducing.decided)
+        values, vectors = torch.linalg.eigh(self.inducing.reduction)
         mix = self.whitening() @ (vectors * values.clamp_min(0).sqrt())
         theta, trace = problem.network.theta(), Trace("FMGP", "objective", steps)
         return FunctionPosterior(problem, sight, self.kernel, self.points, self.numbers, mix, statistics, theta, trace)
@@ -207,8 +207,8 @@ class Learning:
         optimiser.step()
         with torch.no_grad():  # both processes share the covariance, so its update is the average of the two
             rows, omega = rows.detach(), -0.5 * (weights + weights.mT)
-            gained = share * torch.einsum("bcr,bcd,bds->rs", rows, omega, rows)
-            self.state = replace(state, inducing=state.inducing.updated(gained, length))
+            information = share * torch.einsum("bcr,bcd,bds->rs", rows, omega, rows)
+            self.state = replace(state, inducing=state.inducing.updated(information, length))
         return float(value.detach())
 
     def held_out_score(self) -> float:

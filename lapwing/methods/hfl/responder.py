@@ -147,7 +147,7 @@ class Responder:
         return replace(response, cov=cov, change=change, steps=steps)
 
     def at(self, pushes: Pushes, lam: Tensor) -> Response:
-        """Return the responses at these strengths (K,), with the accuracy of the worse sign; raise nothing."""
+        """Return the responses at these strengths (K,), with the accuracy of the worse sign, which is not checked."""
         both = torch.cat([lam, -lam])
         twice = lambda d: torch.cat([pushes.push(half) for half in d.chunk(2)])
         inner = max(1e-2 * self.goal, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)

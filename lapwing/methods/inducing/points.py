@@ -115,7 +115,7 @@ class InducingPoints:
             mix = white @ _root(information)
         else:
             white = smooth_whitening(self.anchors.kernel(prior))
-            mix = white @ _root(self.inducing.known) * problem.likelihood.dispersion.to(white).sqrt()
+            mix = white @ _root(self.inducing.information) * problem.likelihood.dispersion.to(white).sqrt()
             ggn_diagonal = None
             problem = problem.with_known_prior()  # learned together with the covariance
         curvature = AnchoredCurvature(self.anchors, mix, ggn_diagonal)
