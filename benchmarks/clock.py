@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """Use so many threads, and say what the figures were taken on."""
+    """Set the number of threads, and return a description of the machine and the versions."""
     torch.set_num_threads(threads)
     return {"python": platform.python_version(), "torch": str(torch.__version__),
             "processor": platform.processor() or platform.machine(), "threads": threads}  # fmt: skip
 
 
 def best_of(times: int, call: Callable[[], Any]) -> float:
-    """Seconds, the shortest of several calls."""
+    """Return the seconds of the shortest of several calls."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
@@ -33,7 +33,7 @@ def best_of(times: int, call: Callable[[], Any]) -> float:
 
 
 def epoch(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> float:
-    """One plain forward and backward pass: autograd.grad of the mean loss in all weights."""
+    """Return the seconds of a plain forward and backward pass: autograd.grad of the mean loss in all weights."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def run() -> None:
@@ -44,7 +44,7 @@ def epoch(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def forward(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> float:
-    """One plain forward pass without a graph."""
+    """Return the seconds of a plain forward pass without a graph."""
 
     def run() -> None:
         with torch.no_grad():
@@ -55,7 +55,7 @@ def forward(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def resident() -> int:
-    """Bytes of memory the process holds now."""
+    """Return the bytes of memory that the process uses now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 

@@ -35,7 +35,7 @@ PEER = {  # laplace-torch 0.3 on the same kind of GPU; norm scales frozen there
 
 
 def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[float, float, Any]:
-    """Seconds (shortest), peak GB, and the result."""
+    """Return the seconds of the shortest call, the peak memory in GB, and the result."""
     best, result = 1e9, None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -92,7 +92,7 @@ def measure(name: str, model: nn.Module, shape: tuple[int, ...], n: int, inputs:
 
 
 def check_jacobians() -> None:
-    """Layer-wise Jacobians against plain backward passes, on the GPU, in float64 and float32."""
+    """Compare layer-wise Jacobians with plain backward passes, on the GPU, in float64 and float32."""
     from lapwing.core.data import map_tensors
     from lapwing.networks.network import Network
     from tests.cases import CASES
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def profile() -> None:
-    """Where the time of a ResNet-18 fit and variance goes."""
+    """Print the operations that take the time of a fit and of variances."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 

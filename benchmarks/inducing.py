@@ -34,7 +34,7 @@ def network(inputs: int) -> nn.Module:
 
 
 def seconds_for_a_step(model: nn.Module, x: Tensor, y: Tensor, steps: int = STEPS, alpha: float = 1.0) -> float:
-    """The difference between two fits that differ by ``steps`` steps alone: what a fit does once cancels."""
+    """Return the seconds of a step, from two fits that differ by ``steps`` steps alone: costs of a whole fit cancel."""
     data = [(part, target) for part, target in zip(x.split(10_000), y.split(10_000), strict=True)]
 
     def fit(count: int) -> None:
@@ -61,13 +61,13 @@ def against_peer(peer: str | None) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2_000, 90, generator=generator).double()
     y = x[:, :1].sin() + 0.1 * torch.randn(2_000, 1, generator=generator).double()
-    found: dict[str, Any] = {"step ms": 1e3 * seconds_for_a_step(network(90), x, y)}
+    figures: dict[str, Any] = {"step ms": 1e3 * seconds_for_a_step(network(90), x, y)}
     if peer is not None:
         script = str(Path(__file__).with_name("inducing_peer.py"))
         answer = subprocess.run([peer, "-W", "ignore", script], capture_output=True, text=True, check=True)
-        found["laplace-torch step ms"] = json.loads(answer.stdout.splitlines()[-1])["step ms"]
-        found["ratio"] = found["laplace-torch step ms"] / found["step ms"]
-    return found
+        figures["laplace-torch step ms"] = json.loads(answer.stdout.splitlines()[-1])["step ms"]
+        figures["ratio"] = figures["laplace-torch step ms"] / figures["step ms"]
+    return figures
 
 
 def main() -> None:
@@ -77,15 +77,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    found = machine(arguments.threads)
-    found["peer"] = against_peer(arguments.peer)
-    print(found["peer"], file=sys.stdout, flush=True)
+    figures = machine(arguments.threads)
+    figures["peer"] = against_peer(arguments.peer)
+    print(figures["peer"], file=sys.stdout, flush=True)
     if arguments.data_dir is not None:
-        found["size"] = by_size(arguments.data_dir)
-        for row in found["size"]:
+        figures["size"] = by_size(arguments.data_dir)
+        for row in figures["size"]:
             print(row)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ COUNTS = (1, 4, 16)
 
 
 def products(name: str, model: nn.Module, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Costs in forward passes, and the ratio of sixteen products to one."""
+    """Return the costs of products in forward passes, and the ratio of sixteen products to one."""
     data = models.images(512, shape, 128)
     network = Network.build(model.eval(), data[0][0])
     batches = Data(data, torch.device("cpu"))
@@ -47,7 +47,7 @@ def products(name: str, model: nn.Module, shape: tuple[int, ...]) -> list[dict[s
 
 
 def lenet(folder: Path, count: int, samples: int, seed: int = 0) -> dict[str, Any]:
-    """Train, sample and tune."""
+    """Train a LeNet, sample its posterior, tune it, and return the times and results."""
     from experiments.data import Images
     from lapwing.demo.training import Recipe, batches, optimise
 
@@ -88,18 +88,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    found = machine(arguments.threads)
-    found["products"] = [
+    figures = machine(arguments.threads)
+    figures["products"] = [
         *products("MLP 784-256-256-10", models.mlp(), (784,)),
         *products("LeNet", models.lenet(), (1, 28, 28)),
     ]
-    for row in found["products"]:
+    for row in figures["products"]:
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
     if arguments.data_dir is not None:
-        found["lenet"] = lenet(arguments.data_dir, arguments.images, arguments.samples)
-        print({key: float(f"{value:.4g}") for key, value in found["lenet"].items()})
+        figures["lenet"] = lenet(arguments.data_dir, arguments.images, arguments.samples)
+        print({key: float(f"{value:.4g}") for key, value in figures["lenet"].items()})
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

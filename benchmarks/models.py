@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 
 def mlp() -> nn.Module:
-    """784-256-256-10."""
+    """Return an MLP, 784-256-256-10."""
     return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 def lenet() -> nn.Module:
-    """Two convolutions with pooling, three linear layers; 44,426 weights."""
+    """Return a LeNet: two convolutions with pooling, three linear layers; 44,426 weights."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
@@ -21,7 +21,7 @@ def lenet() -> nn.Module:
 
 
 def wide_head() -> nn.Module:
-    """256 features to 1000 classes."""
+    """Return an MLP with a wide last layer: 256 features to 1000 classes."""
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1000))
 
 
@@ -63,17 +63,17 @@ class ResNet(nn.Module):
 
 
 def resnet18() -> nn.Module:
-    """11.2 M weights."""
+    """Return a ResNet-18 with 11.2 M weights."""
     return ResNet((64, 128, 256, 512), 2)
 
 
 def resnet20() -> nn.Module:
-    """0.27 M weights."""
+    """Return a ResNet-20 with 0.27 M weights."""
     return ResNet((16, 32, 64), 3)
 
 
 def images(n: int, shape: tuple[int, ...], batch: int, classes: int = 10, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Random inputs with labels, in batches. Costs do not depend on what the numbers are."""
+    """Return random inputs with labels, in batches. Costs do not depend on the numbers."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, *shape, generator=generator)
     y = torch.randint(0, classes, (n,), generator=generator)
@@ -81,7 +81,7 @@ def images(n: int, shape: tuple[int, ...], batch: int, classes: int = 10, seed: 
 
 
 def briefly_trained(model: nn.Module, data: list[tuple[Tensor, Tensor]], steps: int) -> nn.Module:
-    """A few steps of Adam, so that activations and gradients are not those of an untouched initialisation."""
+    """Train by a few steps of Adam, so that activations and gradients are not those of the initialisation."""
     optimiser = torch.optim.Adam(model.parameters(), 1e-3)
     for x, y in (data * (steps // len(data) + 1))[:steps]:
         optimiser.zero_grad()

@@ -36,7 +36,7 @@ WEAKER = tuple(10.0 ** (k / 2) for k in range(-4, 9))  # for the few weights of 
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Flipped and shifted by up to four pixels, all images of a batch alike in size and each in its own way."""
+    """Return the images flipped at random and shifted by up to four pixels, each independently."""
     flip = torch.rand(len(x), generator=generator, device=x.device) < 0.5
     x = torch.where(flip[:, None, None, None], x.flip(-1), x)
     shift = torch.randint(0, 9, (2, len(x)), generator=generator, device=x.device)
@@ -48,7 +48,7 @@ def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch: int = 512) -> None:
-    """SGD with momentum and a one-cycle rate, half precision on a GPU; no noise in the labels."""
+    """Train by SGD with momentum and a one-cycle rate, in half precision on a GPU, without label noise."""
     gpu = x.is_cuda
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=DECAY, nesterov=True)
     steps = epochs * math.ceil(len(x) / batch)
@@ -67,16 +67,16 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch: int = 512)
 
 
 def crops(x: Tensor, y: Tensor, count: int = 2000) -> Pair:
-    """Random crops of some training images: what is held out from a network that was trained on all of them."""
+    """Return random crops of some training images: held-out data for a network that was trained on all images."""
     return cropped(x[:count], seed=0), y[:count]
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
-    found = call()
+    result = call()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - start, found
+    return time.perf_counter() - start, result
 
 
 def parts(x: Tensor, size: int) -> Iterator[Tensor]:
@@ -115,16 +115,16 @@ def main() -> None:
     torch.manual_seed(0)
     model = models.ResNet(tuple(arguments.width), 2).to(device)
     size = sum(p.numel() for p in model.parameters())
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "python": platform.python_version(), "torch": str(torch.__version__), "images": len(x), "weights": size,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
     }  # fmt: skip
-    found["training s"], _ = timed(lambda: train(model, x, y, arguments.epochs))
-    print(found, flush=True)
+    figures["training s"], _ = timed(lambda: train(model, x, y, arguments.epochs))
+    print(figures, flush=True)
     data = list(zip(x.split(arguments.batch), y.split(arguments.batch), strict=True))
-    held = list(zip(*(t.split(arguments.batch) for t in crops(x, y)), strict=True))
+    held_out = list(zip(*(t.split(arguments.batch) for t in crops(x, y)), strict=True))
     rows: dict[str, Any] = {"plain": scores(lambda p: model(p).detach().softmax(-1), test, strange, arguments.batch)}  # type: ignore[arg-type]
-    found["rows"] = rows
+    figures["rows"] = rows
     print(rows["plain"], flush=True)
 
     def judged(name: str, call: Callable[[], lw.Fitted]) -> lw.Fitted:
@@ -137,20 +137,20 @@ def main() -> None:
             rows[name]["peak GB"] = torch.cuda.max_memory_allocated() / 2**30
         print(name, rows[name], flush=True)
         if arguments.out is not None:
-            arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            arguments.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         return posterior
 
     method = lw.Sampled(num_samples=arguments.samples, width=2 * arguments.samples)
-    tuner = lw.tuners.Grid(held, arguments.precisions)
+    tuner = lw.tuners.Grid(held_out, arguments.precisions)
     sampled = judged(
         "samples, validation",
         lambda: lw.fit(model, data, "classification", method=method, prior=1e4, tuner=tuner, progress=True),
     )
     kron = judged("Kron, evidence", lambda: lw.fit(model, data, "classification", progress=False))
-    judged("Kron, validation", lambda: kron.tuned(lw.tuners.Grid(held, arguments.precisions)))
+    judged("Kron, validation", lambda: kron.tuned(lw.tuners.Grid(held_out, arguments.precisions)))
     last = judged("last layer, evidence", lambda: lw.fit(model, data, "classification", method=lw.Full(),
                                                          progress=False, weights="last_layer"))  # fmt: skip
-    judged("last layer, validation", lambda: last.tuned(lw.tuners.Grid(held, WEAKER)))
+    judged("last layer, validation", lambda: last.tuned(lw.tuners.Grid(held_out, WEAKER)))
     if arguments.evidence:  # goes on from the same basis, to a smaller precision
         judged(
             "samples, evidence", lambda: sampled.tuned(lw.tuners.SampleEM(mode="network", tolerance=0.02, max_steps=20))
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def solved(posterior: Any) -> dict[str, Any]:
-    """How the samples of a posterior were found."""
+    """Return how the samples of a posterior were solved for: residual, products and trace."""
     solution = posterior.solution
     return {
         "samples": len(solution.x), "residual": float(solution.residuals.max()), "products": solution.iterations,

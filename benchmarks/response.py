@@ -1,4 +1,4 @@
-"""What a prediction by pushed weights costs: python -m benchmarks.response
+"""The cost of a prediction by pushed weights: python -m benchmarks.response
 
 LeNet on random images, pushed once (``HFL(mode="pretrained")``); error bars for 512 images in plain forward passes. The
 goal is 2.2: the network's own pass and one with the pushed weights. The pushes are few steps of Adam, since what they
@@ -27,16 +27,16 @@ def main() -> None:
     data = models.images(512, (1, 28, 28), 128)
     model = models.briefly_trained(models.lenet(), data, 4)
     x = torch.cat([part for part, _ in data])
-    found = machine(arguments.threads)
+    figures = machine(arguments.threads)
     for variant, pushes in (("mean", 1), ("absolute", 1), ("random", 4)):
         method = lw.HFL("pretrained", solver="adam", steps=5, tolerance=math.inf, variant=variant, pushes=pushes)
         posterior = lw.fit(model, data, "classification", method=method, prior=1.0, progress=False)
         plain = forward(model, [(x, x)])
         taken = best_of(10, lambda p=posterior: p.functions(x).variance)  # type: ignore[misc]
-        found[f"{variant}, {pushes}"] = taken / min(plain, forward(model, [(x, x)]))
-    print(found)
+        figures[f"{variant}, {pushes}"] = taken / min(plain, forward(model, [(x, x)]))
+    print(figures)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the spine costs, as ratios to plain passes over the same data in the same process.
+"""The cost of fits and variances, as ratios to plain passes over the same data in the same process.
 
     python -m benchmarks.spine [--peer PYTHON] [--out out/spine.json] [--only NAME ...]
 
@@ -35,12 +35,12 @@ CASES: dict[str, dict[str, float]] = {
 
 
 def run_child(python: str, arguments: list[str], environment: dict[str, str]) -> dict[str, Any] | None:
-    """One measurement in a process of its own; None if it failed."""
+    """Run one measurement in a separate process; return None if it failed."""
     done = subprocess.run([python, *arguments], capture_output=True, text=True, env=environment, check=False)
     for line in reversed(done.stdout.splitlines()):
         if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
+            figures: dict[str, Any] = json.loads(line)
+            return figures
     sys.stderr.write(done.stderr[-2000:])
     return None
 
@@ -83,7 +83,7 @@ def _number(value: object) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the processor's name, if the system knows it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

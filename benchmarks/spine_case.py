@@ -21,7 +21,7 @@ ROUNDS = 5
 
 
 def _cost(model: Any, data: Any, method: Any, weights: Any, unit: str, inputs: int = 1024) -> Figures:
-    """Fit with a given prior, eigendecompositions included, and the exact (C, C) covariance of f."""
+    """Measure a fit with a given prior, factorisation included, and the exact (C, C) covariances of f."""
 
     def fit() -> lw.Fitted:
         posterior = lw.fit(model, data, lw.Categorical(), method=method, weights=weights, prior=1.0, progress=False)
@@ -49,7 +49,7 @@ def _cost(model: Any, data: Any, method: Any, weights: Any, unit: str, inputs: i
         times["fit"].append(clock.best_of(1, fit))
         times["predict"].append(clock.forward(model, batches))
         times["variance"].append(clock.best_of(2, variance))
-    plain_epoch, plain_forward, fit_time, plain_predict, variance_time = (min(found) for found in times.values())
+    plain_epoch, plain_forward, fit_time, plain_predict, variance_time = (min(seconds) for seconds in times.values())
     base = plain_epoch if unit == "epoch" else plain_forward
     return {
         f"fit / {unit}": fit_time / base,

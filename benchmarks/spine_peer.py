@@ -98,6 +98,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found, note = run(sys.argv[1])
+    figures, note = run(sys.argv[1])
     versions = {name: version(name) for name in ("laplace-torch", "torch")}
-    print(json.dumps({"case": sys.argv[1], "figures": found, "note": note, "versions": versions}))
+    print(json.dumps({"case": sys.argv[1], "figures": figures, "note": note, "versions": versions}))

@@ -1,4 +1,5 @@
-"""Structures of the curvature H, sums of them, and the sweep over the data that computes them.
+"""Structures of the curvature H, their precisions, and the sweep over the data that computes them.
 
-Prior and dispersion enter when a curvature is turned into a precision. No method and no posterior lives here.
+H is kept at unit dispersion; ``precision`` adds prior and dispersion. No method and no posterior lives here. The
+structures of VaLLA and ELLA are in ``lapwing.methods.inducing``.
 """

@@ -254,10 +254,10 @@ def solve_samples(
     the error.
     """
     advice = f"Raise the prior precision or the tolerance of the samples{hint}."
-    left = rhs if start is None else rhs - apply(start)
-    check_finite(left, "right-hand sides of block conjugate gradients")
+    residual = rhs if start is None else rhs - apply(start)
+    check_finite(residual, "right-hand sides of block conjugate gradients")
     sizes = residual_sizes(noise, rhs, tolerance).double()[:, None].clamp_min(TINY)
-    rest = _block_iterate(apply, left.double() / sizes, root, None, tolerance, 1000, truncated=False)
+    rest = _block_iterate(apply, residual.double() / sizes, root, None, tolerance, 1000, truncated=False)
     rest.require_convergence("block conjugate gradients", advice)
     return replace(rest, x=sizes * rest.x if start is None else start + sizes * rest.x)
 
@@ -308,13 +308,13 @@ class ResidualMonitor:
         self._computed = computed.norm(dim=1)
         enough = self._tolerance * self._sizes
         allowed = torch.maximum(DRIFT * residual.norm(dim=1), 10 * EPS * self._norm * x.norm(dim=1))
-        left = self._computed > enough
-        drifted = left & ((computed - residual).norm(dim=1) > allowed)
-        all_drifted = bool(left.any()) and torch.equal(left, drifted)
-        worst = float((self._computed / enough)[left].max()) if all_drifted else 0.0
+        above = self._computed > enough
+        drifted = above & ((computed - residual).norm(dim=1) > allowed)
+        all_drifted = bool(above.any()) and torch.equal(above, drifted)
+        worst = float((self._computed / enough)[above].max()) if all_drifted else 0.0
         self.stalled = worst > 0.5 * self._previous
         self._previous = worst or torch.inf
-        if last and bool(left.any()):
+        if last and bool(above.any()):
             self._target = self._tolerance / (1 + DRIFT)
         return torch.where(drifted[:, None], computed, residual), drifted
 

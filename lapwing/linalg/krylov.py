@@ -139,8 +139,8 @@ class BlockKrylov:
         self._refuse_indefinite(shifts)
         target = weights @ self.coordinates
         y = (target @ self.turn / (self.values + shifts)) @ self.turn.mT
-        left = self._remainder(y, target, shifts) + weights.abs() @ self.missed
-        residuals = left / (target.norm(dim=1) if sizes is None else sizes).clamp_min(TINY)
+        lengths = self._remainder(y, target, shifts) + weights.abs() @ self.missed
+        residuals = lengths / (target.norm(dim=1) if sizes is None else sizes).clamp_min(TINY)
         return Solution(self.rows.combined(y), residuals, self.products, tolerance)
 
     def inverse_root(self, shift: float) -> Product:

@@ -45,10 +45,10 @@ class DeflatedSpectrum:
         # the coupling to the rest adds the squared residual over value and shift, which may be far below the largest.
         converged = basis.pair_residuals() * basis.values[:1] <= CONVERGED * basis.values
         inner = basis.turn[:, converged] @ basis.turn[:, converged].mT
-        project = lambda v: v - basis.rows.combined(basis.rows.coordinates(v) @ inner)  # off the converged pairs
+        project = lambda v: v - basis.rows.combined(basis.rows.coordinates(v) @ inner)  # removes the converged pairs
         for _ in range(2):
             probes = project(probes)
-        # Before and after the product: otherwise rounding would bring the deflated pairs back.
+        # Project before and after the product: otherwise rounding would bring the deflated pairs back.
         rest = lanczos_quadrature(lambda v: project(product(project(v))), probes, steps)
         return cls(basis.values[converged], rest, len(basis.rows))
 
@@ -115,9 +115,9 @@ def lanczos_quadrature(product: Product, rows: Tensor, steps: int) -> Quadrature
         image = applied(product, q)
         scale = torch.maximum(scale, image.norm(dim=1).max())
         small[:, step, step] = (image * q).sum(1)
-        seen = basis[:, : step + 1]
+        previous = basis[:, : step + 1]
         for _ in range(2):
-            image = image - ((seen @ image[:, :, None]).mT @ seen)[:, 0]
+            image = image - ((previous @ image[:, :, None]).mT @ previous)[:, 0]
         beta = image.norm(dim=1)
         live = beta > CUT * scale
         small[:, step, step + 1] = small[:, step + 1, step] = torch.where(live, beta, 0.0)

@@ -9,23 +9,23 @@ from torch import Tensor
 def greedy_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
     """Return at most ``count`` row numbers, each with the largest variance given those before it.
 
-    A Cholesky factorisation with pivoting, N count² operations. Ends early if all remaining variances are below
+    This is a pivoted Cholesky factorisation, N count² operations. It ends early if all remaining variances are below
     ``cut`` times the largest entry of the diagonal.
 
     >>> greedy_pivots(torch.tensor([[1.0, 0.9, 0.0], [0.9, 2.0, 0.0], [0.0, 0.0, 1.5]]), 2).tolist()
     [1, 2]
     """
-    left = kernel.diagonal().double().clone()
-    rows = left.new_zeros(min(count, len(left)), len(left))
-    floor, chosen = cut * float(left.max()), []
+    remaining = kernel.diagonal().double().clone()
+    rows = remaining.new_zeros(min(count, len(remaining)), len(remaining))
+    floor, chosen = cut * float(remaining.max()), []
     for i in range(len(rows)):
-        pivot = int(left.argmax())
-        if float(left[pivot]) <= floor:
+        pivot = int(remaining.argmax())
+        if float(remaining[pivot]) <= floor:
             break
-        row = (kernel[pivot].double() - rows[:i, pivot] @ rows[:i]) / left[pivot].sqrt()
+        row = (kernel[pivot].double() - rows[:i, pivot] @ rows[:i]) / remaining[pivot].sqrt()
         rows[i] = row
-        left = (left - row.square()).clamp_min(0)
-        left[pivot] = 0
+        remaining = (remaining - row.square()).clamp_min(0)
+        remaining[pivot] = 0
         chosen.append(pivot)
     return torch.tensor(chosen, dtype=torch.long, device=kernel.device)
 
@@ -38,15 +38,15 @@ def trace_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
     >>> trace_pivots(torch.tensor([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 1.5]]), 1).tolist()
     [0]
     """
-    left = kernel.double().clone()
-    floor, chosen = cut * float(left.diagonal().max()), []
-    for _ in range(min(count, len(left))):
-        variance = left.diagonal()
-        gain = torch.where(variance > floor, left.square().sum(0) / variance.clamp_min(floor), -1.0)
+    remaining = kernel.double().clone()
+    floor, chosen = cut * float(remaining.diagonal().max()), []
+    for _ in range(min(count, len(remaining))):
+        variance = remaining.diagonal()
+        gain = torch.where(variance > floor, remaining.square().sum(0) / variance.clamp_min(floor), -1.0)
         pivot = int(gain.argmax())
         if float(gain[pivot]) <= 0:
             break
-        row = left[pivot].clone()
-        left = left - torch.outer(row, row) / row[pivot]
+        row = remaining[pivot].clone()
+        remaining = remaining - torch.outer(row, row) / row[pivot]
         chosen.append(pivot)
     return torch.tensor(chosen, dtype=torch.long, device=kernel.device)

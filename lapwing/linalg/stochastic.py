@@ -7,8 +7,8 @@ gradient,
     L'(z) = ½ |X z|²     + ½ s |z - ζ/√s - Xᵀε/s|²  ("reduced", noise in the regulariser).
 
 ``sgd`` minimises one of them. ``sdd`` works on the dual: the solution is z = ζ/√s + Xᵀ a for the minimum a of
-½ aᵀ(XXᵀ + s I)a - aᵀ(ε - X ζ/√s). Both return the residual that they reached; whether it is small enough is for the
-caller to decide (``Solution.require_convergence``).
+½ aᵀ(XXᵀ + s I)a - aᵀ(ε - X ζ/√s). Both return the residual that they reached; the caller decides
+whether it is small enough (``Solution.require_convergence``).
 References: Antorán et al. 2023 (objectives); Lin et al. 2024 (dual).
 """
 
@@ -27,7 +27,7 @@ from lapwing.linalg.operators import TINY, Solution
 
 OBJECTIVES = ("reduced", "classic")
 TAIL = 0.1  # share of the steps whose iterates sgd averages
-AVERAGED = 100  # sdd averages geometrically over about one in so many of its steps
+AVERAGED = 100  # sdd averages geometrically over about 1 / AVERAGED of its steps
 MOMENTUM = 0.9
 POWER = 10  # power iterations for the largest eigenvalues
 
@@ -62,8 +62,8 @@ class Perturbed:
 
     def solution(self, z: Tensor, iterations: int, tolerance: float) -> Solution:
         """Return z as a solution with its residuals, computed by one product."""
-        left = self.rhs - gram_product(self.design, z) - self.shift * z
-        return Solution(z, left.norm(dim=1) / self.rhs.norm(dim=1).clamp_min(TINY), iterations, tolerance)
+        residual = self.rhs - gram_product(self.design, z) - self.shift * z
+        return Solution(z, residual.norm(dim=1) / self.rhs.norm(dim=1).clamp_min(TINY), iterations, tolerance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +126,8 @@ def dual_descent(
 ) -> tuple[Tensor, Tensor]:
     """Return the geometric average of the dual coefficients a (K, rows), and of Xᵀ a (K, P).
 
-    They are on their way to (XXᵀ + s I) a = ε - X ζ/√s. The gradient for the coefficients of one part is exact and
-    vanishes at the solution, so no noise remains there.
+    They converge to the solution of (XXᵀ + s I) a = ε - X ζ/√s. The gradient for the coefficients of one part is exact
+    and vanishes at the solution, so no noise remains there.
     """
     step = passes.step(system.shift, generator, dual=True)
     share = min(1.0, AVERAGED / (epochs * passes.count))

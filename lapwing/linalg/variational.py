@@ -29,9 +29,9 @@ class Inducing:
         """Return the prior: S = I."""
         return cls(torch.eye(size, dtype=torch.float64, device=like.device))
 
-    def updated(self, gained: Tensor, step: float) -> Inducing:
-        """Return the Gaussian after a step of this length towards the precision I + ``gained``."""
-        return Inducing((1 - step) * self.average + step * (self._eye + gained))
+    def updated(self, information: Tensor, step: float) -> Inducing:
+        """Return the Gaussian after a step of this length towards the precision I + ``information``."""
+        return Inducing((1 - step) * self.average + step * (self._eye + information))
 
     def times(self, factor: float) -> Inducing:
         """Return the Gaussian with B times a factor, which is the effect of a prior variance times that factor."""
@@ -43,25 +43,25 @@ class Inducing:
         return torch.eye(len(self.average), dtype=self.average.dtype, device=self.average.device)
 
     @cached_property
-    def known(self) -> Tensor:
+    def information(self) -> Tensor:
         """B (r, r): the positive semi-definite part of the average minus I."""
-        gained = self.average - self._eye
+        information = self.average - self._eye
         shift = 1e-12 * float(self.average.detach().diagonal().abs().max())
-        if int(torch.linalg.cholesky_ex(gained + shift * self._eye).info) == 0:
-            return gained
-        values, vectors = torch.linalg.eigh(0.5 * (gained + gained.mT))
+        if int(torch.linalg.cholesky_ex(information + shift * self._eye).info) == 0:
+            return information
+        values, vectors = torch.linalg.eigh(0.5 * (information + information.mT))
         return (vectors * values.clamp_min(0)) @ vectors.mT
 
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues (r,) and eigenvectors (r, r) of B."""
-        values, vectors = torch.linalg.eigh(self.known)
+        values, vectors = torch.linalg.eigh(self.information)
         return values.clamp_min(0), vectors
 
     @cached_property
     def precision(self) -> Tensor:
         """S⁻¹ = I + B (r, r)."""
-        return self._eye + self.known
+        return self._eye + self.information
 
     @cached_property
     def _factor(self) -> Tensor:
@@ -69,22 +69,22 @@ class Inducing:
         return cholesky(self.precision, "the inducing variables")
 
     @cached_property
-    def decided(self) -> Tensor:
+    def reduction(self) -> Tensor:
         """I - S (r, r): the share of the prior variance that the data remove."""
         return self._eye - torch.cholesky_inverse(self._factor)
 
     def divergence(self) -> Tensor:
         """Return KL(q || prior) without the term of the mean: ½ (tr S - r - log det S)."""
-        return self._factor.diagonal().log().sum() - 0.5 * self.decided.diagonal().sum()
+        return self._factor.diagonal().log().sum() - 0.5 * self.reduction.diagonal().sum()
 
-    def lefts(self, prior: Tensor, rows: Tensor, factors: tuple[float, ...]) -> Iterator[Tensor]:
-        """Yield ``left`` for the prior variance times each factor; all of them cost little more than one."""
+    def posterior_covs(self, prior: Tensor, rows: Tensor, factors: tuple[float, ...]) -> Iterator[Tensor]:
+        """Yield ``posterior_cov`` for the prior variance times each factor; all of them cost little more than one."""
         values, turn = self._eigen
         turned = rows @ turn
         for factor in factors:
             share = factor * values / (1 + factor * values)
             yield factor * (prior - (turned * share) @ turned.mT)
 
-    def left(self, prior: Tensor, rows: Tensor) -> Tensor:
-        """Return the posterior covariance (B, C, C) of outputs, from that of the prior and whitened rows (B, C, r)."""
-        return prior - rows @ self.decided @ rows.mT
+    def posterior_cov(self, prior: Tensor, rows: Tensor) -> Tensor:
+        """Return the covariance (B, C, C) of outputs, from their prior covariance and whitened rows (B, C, r)."""
+        return prior - rows @ self.reduction @ rows.mT

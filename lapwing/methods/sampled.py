@@ -189,8 +189,8 @@ class Sampled:
     def _most_rows(self, design: NetworkDesign) -> int:
         """Return the largest number of rows d of a basis, d (P + SQUARES d) numbers, in the remaining memory."""
         assert self.memory is not None
-        left = (int(self.memory) - self._vectors(design.size, design.rows) - design.nbytes) // 8
-        return int(((design.size**2 + 4 * SQUARES * max(0, left)) ** 0.5 - design.size) / (2 * SQUARES))
+        available = (int(self.memory) - self._vectors(design.size, design.rows) - design.nbytes) // 8
+        return int(((design.size**2 + 4 * SQUARES * max(0, available)) ** 0.5 - design.size) / (2 * SQUARES))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""How many samples are handled at once: enough to be fast, few enough to fit into memory."""
+"""The number of samples that are handled at once: enough to be fast, few enough to fit into memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Footprint:
         budget = BYTES.get(device.type, BYTES["cuda"])
         if device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is usually free
             budget = max(budget, torch.cuda.get_device_properties(device).total_memory // 10)
-        each = self._bytes(seeds, dtype, 2)  # a backward pass holds about as much again while it lasts
+        each = self._bytes(seeds, dtype, 2)  # a backward pass needs about the same memory again
         step = max(1, budget // each)
         if device.type == "cpu":
             step = min(step, max(16, CACHED // each))

@@ -1,8 +1,8 @@
-"""What a model must be before it is used: a function of its input alone, and of one sample at a time.
+"""Checks of a model before it is used: it must be a function of its input alone, and of one sample at a time.
 
-``learn`` tries out which tensors of a batch have a row for each sample, where their numbers of rows do not tell;
-``core/data.py`` has the rule. A tensor that is met for the first time with as many rows as there are samples may
-have them by chance. It is tried: no output may depend on a row of another sample. A batch that fails is refused.
+``core/data.py`` has the rule for which tensors of a batch have a row for each sample. A tensor may have as many rows as
+there are samples by chance, so ``learn`` tests such a tensor when it first occurs: no output may depend on a row of
+another sample. A batch that fails is refused.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def refusing_changes(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
-    """Raise if the same inputs give other outputs: two forward passes, over few samples for one input tensor."""
-    some = inputs
+    """Raise if two forward passes over the same inputs differ. For a single input tensor a few samples are enough."""
+    few_inputs = inputs
     if len(list(tensors_in(inputs))) == 1:  # of several, one may be shared by all samples
-        some = map_tensors(inputs, lambda t: t[:FEW])
-    first, second = output_alone(model, some, plain), output_alone(model, some, plain)
+        few_inputs = map_tensors(inputs, lambda t: t[:FEW])
+    first, second = output_alone(model, few_inputs, plain), output_alone(model, few_inputs, plain)
     allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
@@ -67,7 +67,7 @@ def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
 
 
 def relative_gap(model: nn.Module, alone: Tensor, within: Tensor, whole: Tensor) -> tuple[Tensor, float]:
-    """Return how far outputs of some samples are from those within a batch, relative, and how far rounding may go."""
+    """Return the relative gap between outputs of samples alone and in a batch, and the largest due to rounding."""
     gap = (alone.float() - within.float()).abs().max() / whole.float().abs().max().clamp_min(1e-6)
     return gap, 1e3 * max(torch.finfo(dtype).eps for dtype in _dtypes(model, whole)) ** 0.75
 
@@ -107,18 +107,18 @@ def _refuse_mixed_samples(
 def learn(
     model: nn.Module, inputs: Inputs, raw: Tensor, rows: SampleRows, plain: bool, copied: bool = False
 ) -> SampleRows:
-    """Return the knowledge after this batch, with the outputs ``raw``; raise if samples mix.
+    """Return which tensors have a row for each sample, as known after this batch; raise if samples mix.
 
-    A batch that is one sample ``copied`` shows nothing new.
+    ``raw`` are the outputs. A batch that is one sample, ``copied``, shows nothing new.
     """
     batch = raw.shape[0]
     rows.refuse_change(inputs, batch)
     per_sample = rows.per_sample(inputs, batch)
-    tried = rows.is_open(inputs, batch) and not copied
-    if tried:
+    uncertain = rows.is_open(inputs, batch) and not copied
+    if uncertain:
         _refuse_dependent(model, inputs, per_sample, batch, plain)
     _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
-    if tried:
+    if uncertain:
         _refuse_pooled(model, inputs, per_sample, batch, plain)
     if copied or batch == 1 or len(per_sample) == 1:
         return rows
@@ -126,10 +126,13 @@ def learn(
 
 
 def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
-    """Raise if an output of one half of the batch has a slope in rows of the other half."""
+    """Raise if the gradient of an output of one half of the batch is not zero in rows of the other half."""
     try:
         crossed = _crossed(model, inputs, per_sample, batch, plain)
-    except (RuntimeError, NotImplementedError):  # no slope in the inputs: running parts of the batch must do
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # no gradient in the inputs: runs of parts must do
         return
     names = _names(inputs, crossed)
     if names and sum(crossed) < sum(per_sample):  # all tensors: the model itself mixes samples, refused elsewhere
@@ -145,7 +148,7 @@ def _names(inputs: Inputs, flags: Sequence[bool]) -> str:
 
 
 def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> list[bool]:
-    """Return for each tensor whether outputs of one half of the batch have slopes in its rows of the other half."""
+    """Return for each tensor whether outputs of one half of the batch have gradients in its rows of the other half."""
     leaves: dict[int, Tensor] = {}
     numbers = iter(range(len(per_sample)))
 
@@ -172,7 +175,7 @@ def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], bat
 
 
 def _refuse_pooled(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
-    """Raise if some samples, alone and in another order, have other outputs than in the batch."""
+    """Raise if some samples, run alone and in another order, have different outputs than in the batch."""
     some = torch.randperm(batch, generator=torch.Generator().manual_seed(0))[: max(2, (batch + 2) // 3)]
     with torch.no_grad(), plain_kernels(plain):
         whole, alone = _perturbed_output(model, inputs), _perturbed_output(model, take(inputs, per_sample, some))

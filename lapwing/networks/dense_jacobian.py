@@ -77,11 +77,11 @@ class LookupJacobian:
     owner: Tensor
     batch: int
     table: int
-    rows: Tensor  # all indices as they came, without padding, for the factor of counts
+    rows: Tensor  # all indices in their order, without padding, for the counts of the input factor
 
     @classmethod
     def build(cls, indices: Tensor, g: Tensor, real: Tensor, table: int) -> LookupJacobian:
-        """Return it for indices (B, T), gradients g (K, B, T, d_out) and which of them are not padding, real (B, T)."""
+        """Return it for indices (B, T) and gradients g (K, B, T, d_out); ``real`` (B, T) is False for padding."""
         batch = len(indices)
         key = (torch.arange(batch, device=indices.device)[:, None] * table + indices)[real]
         return cls._pooled(key, g[:, real], batch, table, indices[real])

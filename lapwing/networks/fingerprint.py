@@ -71,7 +71,7 @@ def _quick(model: nn.Module) -> tuple[float, ...]:
 
 
 def _mark(t: Tensor) -> Tensor:
-    """Return p · T q for a matrix T and fixed patterns p, q: a read of T, as in a forward pass, and little more."""
+    """Return p · T q for a matrix T and fixed patterns p, q. Cost: one read of T, as in a forward pass."""
     t = t.detach()
     if t.dtype not in (torch.float32, torch.float64):  # 16-bit sums lose changes, and 16-bit kernels may fail
         t = t.float()
@@ -84,9 +84,9 @@ def _mark(t: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _pattern(size: int, phase: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return fixed numbers around one, all different, and others for columns than for rows.
+    """Return fixed numbers around one, all different, and different for rows and columns.
 
-    So a change, a swap, a shift or a transpose changes the product.
+    So the product changes if entries change, or are swapped, shifted or transposed.
     """
     steps = torch.arange(size, dtype=torch.float64, device=device)
     return (1.5 + (steps * 0.7548776662 + phase).sin_()).to(dtype)

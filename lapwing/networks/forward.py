@@ -1,4 +1,4 @@
-"""Running the model as it is, or with other weights: its outputs, and what must not happen while it runs."""
+"""Runs of the model, as it is or with other weights, and the modes of PyTorch that must be on or off meanwhile."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def outside_autocast(call: Call) -> Call:
 
 
 def outside_inference(call: Call) -> Call:
-    """Decorate a function to run outside inference mode, whose tensors could take part in no later gradient."""
+    """Decorate a function to run outside inference mode, whose tensors cannot take part in later gradients."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ def output_alone(model: nn.Module, inputs: Inputs, plain: bool) -> Tensor:
 
 
 def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tensor]) -> Tensor:
-    """Run with other values for some parameters; the model has its own again afterwards, also after an error."""
+    """Call ``run`` with other values for some parameters; they are restored afterwards, also after an error."""
 
     class Call(nn.Module):
         def __init__(self) -> None:
@@ -140,7 +140,7 @@ def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tenso
 
 
 def _described(model: nn.Module, inputs: Inputs) -> str:
-    """Describe the inputs, for the error message: that of the model may name a matrix inside it only."""
+    """Describe the inputs, for the error message: PyTorch's message may only mention a matrix inside the model."""
     kinds = lambda tensors: ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in tensors)) or "none"
     shapes = ", ".join(str(tuple(t.shape)) for t in tensors_in(inputs))
     return (

@@ -92,7 +92,7 @@ def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Col
 def _find_uses(
     operations: dict[Node, Operation], leaves: Mapping[Node, str], parameters: Mapping[str, Tensor]
 ) -> tuple[tuple[Use, ...], dict[Node, tuple[str, ...]]]:
-    """Return every use of a parameter, and the nodes that use some without a rule."""
+    """Return every use of a parameter, and the nodes that use parameters without a rule."""
     uses: list[Use] = []
     without_rule: dict[Node, tuple[str, ...]] = {}
     carried = _carried_parameters(operations, leaves)
@@ -150,8 +150,8 @@ def forward_differs(graph: Graph) -> bool:
 def find_patterns(raw: Tensor, graph: Graph) -> tuple[Patterns, bool]:
     """Return for each node that uses a parameter how its rows run over the samples; None if samples share rows.
 
-    The flag says whether every other batch of the same shapes has the same patterns: rows that no gradient reaches
-    fit any sample, so that several patterns may fit one batch.
+    The flag says whether these patterns hold for every batch of the same shapes. They may not if several patterns fit
+    this batch: a row that no gradient reaches may belong to any sample.
     """
     batch = raw.shape[0]
     patterns: dict[Node, Pattern | None] = {}

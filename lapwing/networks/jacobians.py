@@ -239,18 +239,18 @@ class LayerJacobians:
 
     def gram(self, v: Tensor) -> Tensor:
         """Return Jᵀ J v for every row of v (n, P); every block is formed once, for both products."""
-        ready = self._formed(part().formed(len(v)) for part in self.parts)
+        ready = self._with_parts(part().formed(len(v)) for part in self.parts)
         return ready.vjp(ready.jvp(v))
 
-    def held(self) -> LayerJacobians:
+    def formed(self) -> LayerJacobians:
         """Return it with every block formed now, in the form in which repeated products are cheapest."""
-        return self._formed(part().formed() for part in self.parts)
+        return self._with_parts(part().formed() for part in self.parts)
 
-    def _formed(self, parts: Iterable[BlockJacobian]) -> LayerJacobians:
+    def _with_parts(self, parts: Iterable[BlockJacobian]) -> LayerJacobians:
         return replace(self, parts=tuple(partial(_same, part) for part in parts))
 
-    def held_bytes(self) -> int:
-        """Return the bytes that ``held`` would take; the blocks are formed one after another."""
+    def formed_bytes(self) -> int:
+        """Return the bytes that ``formed`` would take; the blocks are formed one after another."""
         return sum(part.formed_numbers() for _, part in self) * torch.finfo(self.dtype).bits // 8
 
     @property

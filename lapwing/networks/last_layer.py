@@ -1,4 +1,4 @@
-"""Finding the last layer of a network in its graph."""
+"""The rule that selects the last layer of a network, read from its graph."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _linear_maps(graph: Graph) -> dict[Node, tuple[str, ...]]:
 
 
 def _reached(nodes: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, None]:
-    """Return, in an order, the nodes on every path from these ones; paths end at the nodes of ``stop``."""
+    """Return the nodes on every path from these ones, in a fixed order; paths end at the nodes of ``stop``."""
     seen: dict[Node, None] = {}
     stack = [node for node in nodes if node is not None]
     while stack:

@@ -1,4 +1,4 @@
-"""Which parameters form a block together, and how much memory one sample takes."""
+"""The arrangement of parameters in blocks, and the memory that one sample takes."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class LinearJacobian:
             return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
         groups, outputs, _, _, d_out = self.g.shape
         total = self.a.new_zeros(groups, outputs, d_out, self.a.shape[-1])
-        # On a CPU a few samples at a time, so that squaring finds them in the cache.
+        # On a CPU take a few samples at a time, so that they are in the cache when they are squared.
         for piece in self.pieces(2 * total.numel(), 32 if self.a.is_cpu else None):
             product = piece._products()
             total += product.mul_(product).sum(0)
@@ -168,7 +168,7 @@ class LinearJacobian:
         return torch.cat(parts)
 
     def _outer(self, other: LinearJacobian, weights: Tensor | None) -> Tensor:
-        """Return it from the Jacobians of a few outputs of the layer at a time."""
+        """Return J diag(weights) J'ᵀ from the Jacobians of a few outputs of the layer at a time."""
         height, width = self.batch * self.g.shape[1], other.batch * other.g.shape[1]
         total = self.a.new_zeros(height, width)
         each = self.a.element_size() * (height + width) * self.a.shape[-1] * self.a.shape[0]
@@ -222,8 +222,8 @@ class LinearJacobian:
         """Return the form in which one product with ``count`` vectors, there and back, is cheapest.
 
         The whole Jacobian takes K T multiplications for each weight to form, and then K for each weight and vector in
-        each direction; the factors take T. It is not formed where it needs much more memory than its factors. Without
-        ``count`` products are repeated, so it is formed wherever positions outnumber outputs.
+        each direction; the factors take T. It is not formed if it needs much more memory than its factors. Without
+        ``count`` products are repeated, so it is formed if there are more positions than outputs.
         """
         (_, outputs, _, positions, d_out), d_in = self.g.shape, self.a.shape[-1]
         whole = positions > outputs

@@ -49,14 +49,14 @@ class Network:
     forward_mode: bool  # whether forward-mode products are defined for every operation
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
     shift: Tensor | None = None  # theta - w̃ (P,), where the tangent model is evaluated at another point than w̃
-    known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows: what the first batch showed
+    known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows.known
 
     @classmethod
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
         """Build the network from a model and one batch; raise if the model cannot be handled.
 
         Cost: five forward passes, one over the whole batch, one over each half and two over a few samples; one more
-        over the whole batch if the rule for the weights must see others in the graph; some more if there are several
+        over the whole batch if the rule that selects weights needs others in the graph; some more if there are several
         inputs, and a few backward passes if a probe must decide which rows belong to which sample. The model is not
         changed.
         """
@@ -70,7 +70,7 @@ class Network:
         if count is None:  # only the outputs tell how many samples there are
             with refusing_changes(model):
                 count = len(output_alone(model, inputs, plain))
-        if count == 1:  # one sample alone does not show which rows are its own and which are shared: take it twice
+        if count == 1:  # a single sample does not show which rows all samples share: take it twice
             rows = rows.learned(inputs, 1)
             inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.ndim and t.shape[0] == 1 else t)
         tensors = dict(model.named_parameters())
@@ -147,7 +147,7 @@ class Network:
         return self.selection.picked(full)
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """Return the output f (B, [T,] C) without a graph; that of the tangent model where it is shifted."""
+        """Return the output f (B, [T,] C) without a graph; for a shifted network that of the tangent model."""
         f = self._checked(shaped(output_alone(self.model, inputs, self.plain)))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
 
@@ -174,7 +174,7 @@ class Network:
     def shifted(self, shift: Tensor | None) -> Network:
         """Return the tangent model at theta = w̃ + shift: its outputs change, its Jacobian does not."""
         network = replace(self, shift=None if shift is None else shift.to(self.device, self.dtype))
-        vars(network)["_memory"] = self._memory  # the same model and weights: what batches show holds for both
+        vars(network)["_memory"] = self._memory  # the same model: facts about batches hold for both
         return network
 
     def linearise(self, inputs: Inputs, differentiable: bool = False) -> Tangent:
@@ -257,7 +257,7 @@ class Network:
 
 @dataclass(eq=False)
 class _Memory:
-    """Facts that batches have shown since a network was built: no part of its value, and not saved."""
+    """Facts that batches showed after the network was built; mutable, no part of its value, and not saved."""
 
     rows: SampleRows
     patterns: dict[Any, Any] = field(default_factory=dict)

@@ -69,7 +69,7 @@ def own_statistics(node: Node) -> NormStatistics | None:
 
 
 def batch_norm_eps(node: Node) -> float:
-    """Return what a BatchNorm adds to the variance: cuDNN's node has another name for it."""
+    """Return the eps that a BatchNorm adds to the variance; the node of cuDNN has another name for it."""
     eps: float = node._saved_epsilon if hasattr(node, "_saved_epsilon") else node._saved_eps
     return eps
 

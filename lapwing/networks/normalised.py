@@ -1,4 +1,4 @@
-"""Which weights have a scale that the network ignores, decided by rescaling them and comparing the outputs."""
+"""Groups of weights whose scale the network ignores, detected by rescaling them and comparing the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REST = "rest"
 LARGEST = 1e-2  # a relative change of the outputs above this is a dependence, whatever eps may be
 UNSEEN = 1e2  # assumed for one over the variance before a norm, where the graph does not show it
 EPS = re.compile(r"(^|_)eps(ilon)?($|_)")
-MATTERS = 1e-3  # relative change of the outputs when each weight changes by its own size: with less it is no group
+MATTERS = 1e-3  # least relative change of the outputs if each weight changes by its size; with less it is no group
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
     size = base.f.abs().max().clamp_min(torch.finfo(base.f.dtype).tiny)
     tolerance = _tolerance(network, base)
     groups: list[ScaleFree] = []
-    taken: set[str] = set()
+    grouped: set[str] = set()
     for name, parameters in _candidates(network):
-        if taken & set(parameters) or sum(tensors[p].numel() for p in parameters) < 2:
+        if grouped & set(parameters) or sum(tensors[p].numel() for p in parameters) < 2:
             continue
         trial = _run(network, inputs, {p: FACTOR * tensors[p] for p in parameters}, tensors)
         follow = [after for before, after in zip(base.norms, trial.norms, strict=True) if _grew(before, after)]
@@ -91,7 +91,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
         effect = float(each.norm() / size * (each.numel() / base.f.numel()) ** 0.5)
         if effect > max(10 * change, MATTERS):
             groups.append(ScaleFree(name, parameters, bool(follow), change, tolerance))
-            taken |= set(parameters)
+            grouped |= set(parameters)
     return tuple(groups)
 
 
@@ -158,7 +158,7 @@ def _slopes(raw: Tensor, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tolerance(network: Network, base: _Trial) -> float:
-    """Return the change of an output by doubling that eps may explain.
+    """Return the largest relative change of an output, when a group is doubled, that eps may explain.
 
     x / sqrt(var + eps) changes by 3/8 eps / var; layers after it may enlarge that, hence the factor of ten.
     """

@@ -27,7 +27,7 @@ class Source(NamedTuple):
     name: str
     parameter: Tensor
     moves: tuple[Node, ...]  # the nodes on the way to it that only move entries, nearest first
-    edge: tuple[Node, int]  # of the graph, where the node takes it
+    edge: tuple[Node, int]  # the edge of the graph by which the node takes it
 
 
 Sources = Mapping[int, Source]  # the number of the operand -> the parameter
@@ -130,7 +130,7 @@ def operation(node: Node) -> Operation:
 
 
 def operation_named(name: str) -> Operation:
-    """Return the facts about the operation of this name, where the name of a node is at hand."""
+    """Return the facts about the operation with this name of a node."""
     return _TABLE.get(name, _UNKNOWN)
 
 
@@ -162,8 +162,8 @@ def entries() -> Mapping[str, Operation]:
 
 # How the rows of samples pass through an operation. A node's output is batch-major where sample b owns the b-th
 # contiguous share of its rows. Each rule takes a node with a batch-major output and says which of its operands are
-# batch-major too; None means that none is known to be, and that a probe must decide. Calling an operand mixed that is
-# not costs a probe and never gives a wrong number.
+# batch-major too; None means that none is known to be, and that a probe must decide. A rule that says less than is true
+# costs a probe and never gives a wrong number.
 
 
 def row_wise(node: Node, shape: Shape) -> Keeps | None:

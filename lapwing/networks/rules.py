@@ -1,4 +1,4 @@
-"""How operations pull gradients back, and how they use parameters.
+"""Rules of operations: how gradients are pulled back through them, and how they use parameters.
 
 Here are products, convolutions, embeddings, activations, sums, reshapes and pooling; norms are in ``norm_rules.py``.
 """
@@ -149,8 +149,8 @@ def broadcast(node: Node, source: Source, factor: Factor | None = None) -> Use |
 def used_rows(edge: tuple[Node, int], parameter: Tensor, width: int, transposed: bool) -> Part | None:
     """Return which consecutive rows of the parameter a moved copy of it holds, or None if it holds anything else.
 
-    The moves are linear and only carry entries. So their own backward pass, given positions written in base 128
-    (exact in every dtype), says where each entry of the parameter went.
+    Moves only carry entries, so the backward pass through them, given positions in digits of base 128 (exact in every
+    dtype), shows where each entry of the parameter went.
     """
     node, number = edge
     shape = output_shape(node, number)
@@ -179,7 +179,7 @@ def used_rows(edge: tuple[Node, int], parameter: Tensor, width: int, transposed:
 
 
 def relu(node: Node) -> Tensor:
-    """Return where the output is positive."""
+    """Return the slope of ReLU: whether the output is positive."""
     return node._saved_result > 0
 
 
@@ -209,7 +209,7 @@ def leaky_relu(node: Node) -> Tensor:
 
 
 def _ones(node: Node) -> Tensor:
-    """Return ones: the slope of an activation is its gradient for them."""
+    """Return ones in the shape of the input: the gradient of an activation for ones is its slope."""
     return torch.ones_like(node._saved_self)
 
 

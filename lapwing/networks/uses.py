@@ -42,7 +42,7 @@ class Use:
 
     node: Node
     name: str
-    kind: str  # of the block that it asks for: "rows", "columns", or "dense" where Jacobians are kept whole
+    kind: str  # the kind of block that it needs: "rows", "columns", or "dense" where Jacobians are kept whole
     n_rows: int  # at the node
     # (gradients g (K, *output), pattern of the rows, whether a column for a bias is added) -> the Jacobian
     jacobian: Callable[[Tensor, Pattern, bool], BlockJacobian]

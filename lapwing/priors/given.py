@@ -217,7 +217,7 @@ class PerNormalisedGroup:
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         if groups is None:
             raise UnsupportedError(
-                "the groups of per_normalised_group() are found by evaluating the network; give the prior to fit()."
+                "the groups of per_normalised_group() come from runs of the network; give the prior to fit()."
             )
         members = tuple(groups[name] for name in selection.names)
         return bind(self, selection, self.precision, like, members)

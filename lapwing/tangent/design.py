@@ -84,10 +84,10 @@ class NetworkDesign:
         rows = nbytes = 0
         for jacobians in sweep:
             rows += jacobians.batch * jacobians.outputs
-            if kept == [] and jacobians.held_bytes() > cache:  # before the factors of one chunk exceed the memory
+            if kept == [] and jacobians.formed_bytes() > cache:  # before the factors of one chunk exceed the memory
                 kept = None
             if kept is not None:
-                kept.append(jacobians.held())
+                kept.append(jacobians.formed())
                 nbytes += kept[-1].nbytes
                 if nbytes > cache:
                     kept = None

@@ -28,7 +28,7 @@ MODES = ("tangent", "network")
 
 @dataclass(frozen=True)
 class FixedPoint:
-    r"""A tuner that iterates MacKay's updates, group by group, until they change nothing.
+    r"""A tuner that iterates MacKay's updates, group by group, until they converge.
 
     $$ \alpha_d = \gamma_d / \|\tilde w_d\|^2, \qquad \phi = \mathrm{SSE} / (N C - \gamma) $$
 
@@ -299,7 +299,7 @@ def _refuse_diverged(current: Any, gammas: Tensor, precisions: Tensor, change: f
 
 
 def _error(gammas: Tensor) -> float:
-    """Return the standard error of (K, 1), or the largest one relative to its mean of (K, groups)."""
+    """Return the standard error of γ (K, 1); for several groups (K, groups) the largest, relative to its mean."""
     if len(gammas) < 2:
         return math.inf
     each = gammas.std(0) / math.sqrt(len(gammas))

@@ -236,11 +236,11 @@ def held_out_scores(candidates: Sequence[Any], source: Iterable[Any] | Data, met
     """
     data = as_data(source, candidates[0].problem.network.device)
     passes: list[_Pass] = []
-    done = 0
-    while done < len(candidates):
-        passes.append(_one_pass(candidates[done:], data, metric, folds))
+    n_scored = 0
+    while n_scored < len(candidates):
+        passes.append(_one_pass(candidates[n_scored:], data, metric, folds))
         _refuse_other_data(passes[0], passes[-1])
-        done += passes[-1].totals.shape[1]
+        n_scored += passes[-1].totals.shape[1]
     used = passes[0].counts > 0
     if not bool(used.any()):
         raise DataError("no held-out datum counts: every target is ignored; expected at least one.")

@@ -28,7 +28,8 @@ from lapwing.tuners.protocol import required_data
 
 ITERATIONS = 1000  # of conjugate gradients in one Newton step
 MEANS = ("network", "tangent")
-# Precisions in units of the typical curvature of their group: below, the prior has no effect; above, the weights.
+# Range of precisions in units of the typical curvature of their group: below it the prior has no effect, above it the
+# weights have none.
 RANGE = (1e-12, 1e5)
 PRUNED = 1e3  # in the same units: above it the trace says that the group is not used
 SCORE = "log evidence at the tangent model's optimum"
@@ -206,7 +207,7 @@ class LinearMode:
         def objective(x: Tensor) -> Tensor:
             nonlocal theta
             low, high = limits(x)
-            below = (low - x).clamp_min(0).sum()  # a slope that sends the search back into range
+            below = (low - x).clamp_min(0).sum()  # its slope sends the search back into range
             x = x.clamp(low, high)
             mode = _solved(solver, coordinates.at(x.detach()), theta)
             theta = mode.theta

@@ -85,7 +85,7 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     True
     """
     require_integer("block", block)
-    core = getattr(posterior, "posterior", posterior)  # of the result of fit, or given as such
+    core = getattr(posterior, "posterior", posterior)  # the posterior inside the result of fit, or the one given
     network = core.problem.network
     refuse_training_mode(network.model)
     if core is not posterior:

@@ -103,7 +103,7 @@ class State:
     ) -> FunctionPosterior:
         """Return the posterior that this state stands for; the second process is dropped."""
         problem = problem.with_likelihood(self.likelihood(problem.likelihood))
-        values, vectors = torch.linalg.eigh(self.inducing.decided)
+        values, vectors = torch.linalg.eigh(self.inducing.reduction)
         mix = self.whitening() @ (vectors * values.clamp_min(0).sqrt())
         theta, trace = problem.network.theta(), Trace("FMGP", "objective", steps)
         return FunctionPosterior(problem, sight, self.kernel, self.points, self.numbers, mix, statistics, theta, trace)
@@ -194,7 +194,7 @@ class Learning:
         part = table.rows((draw * len(table)).long().to(table.f.device))
         share = len(table) / len(part)
         prior, rows = state.whitened(part)
-        cov = state.inducing.left(prior, rows)
+        cov = state.inducing.posterior_cov(prior, rows)
         likelihood = state.likelihood(self.given)
         second = rows @ state.mean + self.shift  # the mean of the second process
         fixed = cov.detach().requires_grad_()
@@ -207,14 +207,14 @@ class Learning:
         optimiser.step()
         with torch.no_grad():  # both processes share the covariance, so its update is the average of the two
             rows, omega = rows.detach(), -0.5 * (weights + weights.mT)
-            gained = share * torch.einsum("bcr,bcd,bds->rs", rows, omega, rows)
-            self.state = replace(state, inducing=state.inducing.updated(gained, length))
+            information = share * torch.einsum("bcr,bcd,bds->rs", rows, omega, rows)
+            self.state = replace(state, inducing=state.inducing.updated(information, length))
         return float(value.detach())
 
     def held_out_score(self) -> float:
         """Return the mean predictive log-likelihood of the held-out data."""
         assert self.held_out is not None
         with torch.no_grad():
-            cov = self.state.inducing.left(*self.state.whitened(self.held_out))
+            cov = self.state.inducing.posterior_cov(*self.state.whitened(self.held_out))
             belief = FunctionGaussian(self.held_out.f, cov)
             return float(self.state.likelihood(self.given).predict(belief).log_prob(self.held_out.y).mean())

@@ -186,7 +186,7 @@ class HFL:
     def _responder(
         self, objective: Objective, data: Data, generator: torch.Generator
     ) -> tuple[AnyResponder, tuple[str, ...]]:
-        """Return what pushes the network, and findings; raise if Newton steps are to start too far from a minimum."""
+        """Return the responder of the solver, and findings; raise if Newton steps start too far from a minimum."""
         if self._uses_adam(objective.size):
             settings = self.tolerance or TUNED, self.steps, self.learning_rate, self.batch_size
             return FineTuner(objective, data, generator, *settings), ()
@@ -221,10 +221,11 @@ class HFL:
         else:
             response = responder.respond(push, lambda d: d, count, self.lam)
         response = response.checked(tolerance, self.drift)
-        moved = response.cov * response.strength[:, None]  # half the way between the two pushes: drift cancels
+        # Half the difference between both pushes, in which drift cancels.
+        displacements = response.cov * response.strength[:, None]
         findings = (*findings, *distance_finding(float(response.drift.max()), TWIN))
         posterior = PushedWeights(
-            problem, moved.to(theta), response.strength.to(theta), variant, statistics, theta, 1.0, findings
+            problem, displacements.to(theta), response.strength.to(theta), variant, statistics, theta, 1.0, findings
         )
         if self.calibration is None:
             return posterior

@@ -141,7 +141,7 @@ class Objective:
         return self._each_sample(lambda row, x: self.run(row, x)[0], d, inputs)
 
     def _each_sample(self, function: Callable[..., Tensor], d: Tensor, inputs: Inputs, *others: Tensor) -> Tensor:
-        """Return the function of row k, the batch of sample k alone, and row k of the others, for every k."""
+        """Return the function of row k of d, of sample k as a batch of one, and of row k of ``others``, for every k."""
         if isinstance(inputs, Tensor):
             return self.each(function, d, 1, inputs.unsqueeze(1), *others)
         samples = [self.network.take(inputs, slice(k, k + 1)) for k in range(len(d))]

@@ -77,11 +77,11 @@ class ResponsePosterior:
         seeds = eye.repeat(size, 1).reshape(-1, *network.output_shape)
         push = lambda d: objective.slopes(d, inputs, seeds)
         if joint:
-            everywhere = lambda d: objective.outputs(d, x).flatten(1)
-            return self.responder.respond(push, everywhere, len(index), self.strength, torch.diagonal)
-        there = lambda d: objective.each_output(d.expand(len(index), -1), inputs).flatten(1)
+            read_all = lambda d: objective.outputs(d, x).flatten(1)
+            return self.responder.respond(push, read_all, len(index), self.strength, torch.diagonal)
+        read = lambda d: objective.each_output(d.expand(len(index), -1), inputs).flatten(1)
         value = lambda reading: (seeds.flatten(1) * reading).sum(1)
-        return self.responder.respond(push, there, len(index), self.strength, value)
+        return self.responder.respond(push, read, len(index), self.strength, value)
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights by name, or of the outputs at x, by pushing it."""

@@ -105,7 +105,7 @@ class PushedWeights:
     """
 
     problem: Problem
-    moved: Tensor  # what a push adds to the weights, (K, P)
+    moved: Tensor  # the change of the weights by each push, (K, P)
     strength: Tensor  # λ, (K,)
     variant: str
     statistics: Statistics

@@ -25,7 +25,7 @@ Value = Callable[[Tensor], Tensor]  # g_k as a linear function of reading k, (K,
 
 @dataclass(frozen=True, eq=False)
 class Pushes:
-    """K functions g_k to push: their gradients, the values that are read after a push, and both before any push."""
+    """K functions g_k to push: their gradients, the values that are read after a push, and both at the start."""
 
     push: Push
     read: Read
@@ -38,14 +38,14 @@ class Pushes:
     def of(cls, push: Push, read: Read, start: Tensor, value: Value | None = None) -> Pushes:
         """Evaluate gradients and reading at the start.
 
-        Without ``value`` the reading is the weights themselves, and g_k is taken to first order.
+        Without ``value`` the reading is the weights themselves, and g_k is linearised.
         """
         slopes = push(start)
         linear = lambda reading: (slopes * reading).sum(1)
         return cls(push, read, value or linear, start, slopes, read(start[:1]))
 
     def bend(self, up: Tensor, down: Tensor, twin: Tensor) -> Tensor:
-        """Return |g(up) + g(down) - 2 g(twin)| / |g(up) - g(down)|, (K,); infinite if a push moved nothing."""
+        """Return |g(up) + g(down) - 2 g(twin)| / |g(up) - g(down)|, (K,); infinite if a push has no effect."""
         even, odd = self.value(up + down - 2 * twin).abs(), self.value(up - down).abs()
         unmoved = torch.where(self.slopes.any(1), torch.inf, 0.0).to(odd)
         return torch.where(odd == 0, unmoved, even / odd)
@@ -108,7 +108,8 @@ class Responder:
     def _first_order(self, pushes: Pushes) -> Tensor:
         """Return ∇gᵀ H⁻¹ ∇g, (K,); raise if it is negative or due to flat directions.
 
-        Functions that no weight moves have variance zero and any λ will do: they take the largest of the others.
+        A function that depends on no weight has variance zero, and its λ is arbitrary: it takes the largest of the
+        others.
         """
         solved = self.hessian.solve(pushes.slopes)
         first = (pushes.slopes * solved).sum(1)
@@ -146,7 +147,7 @@ class Responder:
         return replace(response, cov=cov, change=change, steps=steps)
 
     def at(self, pushes: Pushes, lam: Tensor) -> Response:
-        """Return the responses at these strengths (K,), with the accuracy of the worse sign; raise nothing."""
+        """Return the responses at these strengths (K,), with the accuracy of the worse sign, which is not checked."""
         both = torch.cat([lam, -lam])
         twice = lambda d: torch.cat([pushes.push(half) for half in d.chunk(2)])
         inner = max(1e-2 * self.goal, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)
@@ -178,7 +179,8 @@ class Responder:
     def _common_strength(self, push: Push, count: int) -> float:
         """Return a λ that moves the pushed functions by a small part of their standard deviation.
 
-        Scores are one-sided differences, off by a share that falls with λ; single precision leaves a hundredth.
+        Scores are one-sided differences with a relative error of about this part: 1e-4, or a hundredth in single
+        precision, where rounding forbids smaller ones.
         """
         slopes = push(torch.zeros(count, self.objective.size).to(self.objective.centre))
         variance = (slopes * self.hessian.solve(slopes)).sum(1).max().double()
@@ -196,7 +198,7 @@ class FineTuner:
     """Fine-tuning of copies that are pushed up, pushed down and not pushed (the twin), on the same mini-batches.
 
     A second run of half as many steps shows how much of the response is still missing. The twin shows where the weights
-    would have gone without a push, which tells a bent response from a drift of all copies.
+    would have gone without a push, which distinguishes a bent response from a drift of all copies.
     """
 
     objective: Objective

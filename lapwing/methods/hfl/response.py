@@ -11,8 +11,8 @@ from torch import Tensor
 from lapwing.errors import NumericalError
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # of the variances
-# The bend cancels between up and down to first order; its square is left, 6 % here, which is as much as Adam may leave
-# out. One side then moves 1.7 times as far as the other.
+# Largest bend. The difference between up and down cancels the bend to first order and keeps its square, 6 % here, about
+# the error that Adam is allowed. One side then moves 1.7 times as far as the other.
 BENT = 0.25
 TWIN = ", measured by how far an unpushed twin moves what is pushed"
 

@@ -46,13 +46,13 @@ class Anchors:
         for rows in self.network.footprint.chunks(len(self), 1, self.network.dtype, self.network.device):
             tangent = self.network.linearise(self.network.take(self.inputs, rows))
             check_finite(tangent.network_output, "outputs of the network")
-            parts.append(tangent.jacobians(self._seeds(self.outputs[rows])).held().double().held())
+            parts.append(tangent.jacobians(self._seeds(self.outputs[rows])).formed().double().formed())
         return tuple(parts)
 
     def differentiable(self, inputs: Tensor) -> LayerJacobians:
         """Return J_Z at other inputs, differentiable in these."""
         tangent = self.network.linearise(inputs, differentiable=True)
-        return tangent.jacobians(self._seeds(self.outputs)).held().double().held()
+        return tangent.jacobians(self._seeds(self.outputs)).formed().double().formed()
 
     def _seeds(self, outputs: Tensor) -> Tensor:
         """Return one-hot output gradients (1, M, [T,] C) that select these outputs."""

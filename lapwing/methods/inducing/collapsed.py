@@ -30,7 +30,7 @@ def collapsed_bound(points: InducingPoints, data: Data) -> Callable[[Tensor], tu
     """
     problem, network, prior = points.problem, points.problem.network, points.problem.prior
     sweep = Sweep(network, problem.likelihood, data, label="inducing points")
-    jacobians = [jacobian.held().double().held() for jacobian in sweep]
+    jacobians = [jacobian.formed().double().formed() for jacobian in sweep]
     precision = prior_precision(prior, network.layout, network.selection)
     prior_trace = sum(float(precision.quadratic(jacobian, False).sum()) for jacobian in jacobians)
 
@@ -79,7 +79,7 @@ def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> Induc
         value.backward(inputs=variables)  # the graph contains the weights too, which must get no gradient
         return value
 
-    best, kept, waited, overflow = math.inf, points.copied(moves), 0, False
+    best, best_points, waited, overflow = math.inf, points.copied(moves), 0, False
     bar, steps = ProgressBar(range(max_steps), "inducing points", data.progress), []
     with torch.inference_mode(False), torch.enable_grad():
         for _ in bar:
@@ -91,14 +91,14 @@ def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> Induc
             bar.show(objective=value, KL=divergence)
             waited = waited + 1 if value > best - PROGRESS * (1 + abs(best)) else 0
             if value < best:
-                best, kept = value, points.copied(moves)
+                best, best_points = value, points.copied(moves)
             if waited >= PATIENCE:
                 break
         if float(bound(moves)[0].detach()) < best:
-            kept = points.copied(moves)
+            best_points = points.copied(moves)
     findings: tuple[str, ...] = ()
     if overflow:
         findings = (f"the objective overflowed after {len(steps)} steps; the best state before that is kept",)
     elif waited < PATIENCE:
         findings = (f"the search did not converge in {max_steps} steps and the bound still rises; raise steps",)
-    return replace(kept, steps=tuple(steps), findings=findings)
+    return replace(best_points, steps=tuple(steps), findings=findings)

@@ -213,7 +213,7 @@ class SubspacePrecision:
         return self._basis.square().sum(0)
 
     def decided(self, precision: Tensor) -> Tensor:
-        """Return γ of every weight (P,) under prior precisions (P,): the relative fall of its variance by the data."""
+        """Return γ of every weight (P,) under prior precisions (P,): the share of its variance that the data remove."""
         prior_variances = torch.linalg.solve_triangular(self.prior_root, self.directions, upper=False).square().sum(0)
         return precision.to(prior_variances) * (prior_variances - self.variances())
 

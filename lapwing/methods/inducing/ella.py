@@ -101,8 +101,8 @@ class ELLA:
     def cost(self, workload: Workload) -> Cost:
         points = min(self.num_landmarks, workload.rows)
         rank = min(self.rank, points, workload.weights)
-        once = workload.kernel(points) + 9 * points**3 + rank * points * workload.gradient
-        work = once / workload.data + workload.all_outputs + 2 * rank * workload.forward
+        setup = workload.kernel(points) + 9 * points**3 + rank * points * workload.gradient
+        work = setup / workload.data + workload.all_outputs + 2 * rank * workload.forward
         return workload.cost(8 * rank * workload.weights, work, f"rank {rank}, {points} landmarks")
 
 

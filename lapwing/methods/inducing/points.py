@@ -61,10 +61,10 @@ class InducingPoints:
         return max((step.score for step in self.steps), default=-math.inf)
 
     def learnable(self, noise: bool) -> tuple[InducingPoints, Tensor | None]:
-        """Return the points with prior variance and noise as far as they are learned, and moves if points move.
+        """Return the points and their moves, with everything that is learned as leaves for an optimiser.
 
-        All of them are leaves for an optimiser. Moves are zero at first, and at least float32: half precision would
-        lose small steps.
+        These are the prior variance, the noise if asked, and the moves, which are None if the points are fixed. Moves
+        are zero at first, and at least float32: half precision would lose small steps.
         """
         device, z = self.problem.network.device, self.anchors.inputs
         log_scale = self.log_scale.detach().to(device, copy=True).requires_grad_(self.problem.learn_prior)
@@ -99,7 +99,7 @@ class InducingPoints:
         return replace(self, anchors=anchors, log_scale=self.log_scale.detach().clone(), log_noise=log_noise)
 
     def trace_step(self, score: float) -> Step:
-        """Return the trace entry with this score; of more than 16 precisions it shows the first."""
+        """Return the trace entry with this score; with more than 16 precisions it has the first one only."""
         precisions = (self.problem.prior.values.double() / self.log_scale.exp()).detach().reshape(-1).tolist()
         noise = float(self.likelihood.dispersion.detach())
         return Step(score, tuple(precisions) if len(precisions) <= 16 else (precisions[0],), (noise,))
@@ -115,7 +115,7 @@ class InducingPoints:
             mix = white @ _root(information)
         else:
             white = smooth_whitening(self.anchors.kernel(prior))
-            mix = white @ _root(self.inducing.known) * problem.likelihood.dispersion.to(white).sqrt()
+            mix = white @ _root(self.inducing.information) * problem.likelihood.dispersion.to(white).sqrt()
             ggn_diagonal = None
             problem = problem.with_known_prior()  # learned together with the covariance
         curvature = AnchoredCurvature(self.anchors, mix, ggn_diagonal)

@@ -123,7 +123,7 @@ class Stochastic:
             likelihood, scale = points.likelihood, points.log_scale.exp()
             f, y, prior_cov, rows = whitened_rows(points.problem, batch, anchors, white)
             prior_cov, rows = scale * prior_cov, scale.sqrt() * rows
-            cov = self.inducing.left(prior_cov, rows)
+            cov = self.inducing.posterior_cov(prior_cov, rows)
             leaf = cov.detach().requires_grad_()
             (slope,) = torch.autograd.grad(energy(likelihood, alpha, f, leaf, y).sum(), leaf)
             value = -share * energy(likelihood, alpha, f, cov, y).sum() + self.inducing.divergence()
@@ -135,16 +135,16 @@ class Stochastic:
                 value.backward(inputs=variables)  # the graph contains the weights too, which must get no gradient
                 optimiser.step()
         with torch.no_grad():
-            gained = share * torch.einsum("...cr,...cd,...ds->rs", rows, -(slope + slope.mT), rows)
+            information = share * torch.einsum("...cr,...cd,...ds->rs", rows, -(slope + slope.mT), rows)
             divergence = float(self.inducing.divergence())
 
             def objective(q: Inducing) -> float:
-                return float(q.divergence() - energy(likelihood, alpha, f, q.left(prior_cov, rows), y).sum())
+                return float(q.divergence() - energy(likelihood, alpha, f, q.posterior_cov(prior_cov, rows), y).sum())
 
             if optimiser is None and len(batch.targets) == points.n_samples:
-                self.inducing = self._line_search(gained, objective)
+                self.inducing = self._line_search(information, objective)
             else:
-                self.inducing = self.inducing.updated(gained, length)
+                self.inducing = self.inducing.updated(information, length)
         return float(value.detach()), divergence
 
     def _anchors(self) -> tuple[tuple[LayerJacobians, ...], Tensor]:
@@ -155,14 +155,14 @@ class Stochastic:
         jacobian = anchors.differentiable(self.points.moved(self.moves))
         return (jacobian,), smooth_whitening(prior_kernel(jacobian, prior))
 
-    def _line_search(self, gained: Tensor, objective: Callable[[Inducing], float]) -> Inducing:
+    def _line_search(self, information: Tensor, objective: Callable[[Inducing], float]) -> Inducing:
         """Return the state after the longest of the steps 1, ½, ¼, ... that lowers the objective, or the present one.
 
         This needs all data, on which the objective is exact. Full steps would oscillate where residuals are larger than
         the noise allows: each datum alone asks for a variance that all of them together do not need.
         """
         now = objective(self.inducing)
-        steps = (self.inducing.updated(gained, 0.5**k) for k in range(HALVINGS))
+        steps = (self.inducing.updated(information, 0.5**k) for k in range(HALVINGS))
         return next((q for q in steps if objective(q) < now), self.inducing)
 
 
@@ -211,7 +211,7 @@ class Validation:
             for batch in self.data.batches("validation"):
                 f, y, prior_cov, rows = whitened_rows(problem, batch, points.anchors.parts, white)
                 refuse_ignored(likelihood, y, "validation targets")
-                covs = points.inducing.lefts(scale * prior_cov, scale.sqrt() * rows, factors)
+                covs = points.inducing.posterior_covs(scale * prior_cov, scale.sqrt() * rows, factors)
                 for i, cov in enumerate(covs):
                     totals[i] += float(likelihood.predict(FunctionGaussian(f, cov)).log_prob(y).sum())
                 count += len(f)

@@ -186,14 +186,14 @@ class VaLLA:
         rows, data = workload.rows, workload.data
         points = min(self.num_inducing, rows)
         pairs = workload.outputs * points * workload.gradient  # the kernel of one datum with the points
-        once = workload.kernel(min(max(self.candidates, points), rows))
+        fit_work = workload.kernel(min(max(self.candidates, points), rows))
         note = f"{points} points"
         if points < rows:
             optimiser = self.optimiser or self.optimiser_for(workload.width, rows)
-            few, steps = optimiser == "lbfgs", self.steps or STEPS[optimiser]
-            batch = data if few else min(self.batch_size, data)
-            again = points * (4 * workload.training + 3 * points * workload.gradient + points**2)
-            once += steps * (batch * ((0 if few else workload.all_outputs) + 3 * pairs) + again)
+            all_data, steps = optimiser == "lbfgs", self.steps or STEPS[optimiser]
+            batch = data if all_data else min(self.batch_size, data)
+            at_points = points * (4 * workload.training + 3 * points * workload.gradient + points**2)
+            fit_work += steps * (batch * ((0 if all_data else workload.all_outputs) + 3 * pairs) + at_points)
             note += f", {steps} steps of {batch} data"
         stored = 8 * (points * (workload.gradient + points) + workload.weights)
-        return workload.cost(stored, once / data + workload.all_outputs + pairs, note)
+        return workload.cost(stored, fit_work / data + workload.all_outputs + pairs, note)

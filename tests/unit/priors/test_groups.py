@@ -183,7 +183,7 @@ def test_groups_of_a_normalised_network_are_named_by_it() -> None:
     assert prior.groups == ("body", "rest")
     assert_close(prior.vector, torch.tensor([2.0] * 9 + [3.0] * 10, dtype=D))
     assert_close(prior.logdet(), 9 * torch.tensor(2.0, dtype=D).log() + 10 * torch.tensor(3.0, dtype=D).log())
-    with pytest.raises(lw.errors.UnsupportedError, match=r"found by evaluating the network; give the prior to fit\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"come from runs of the network; give the prior to fit\(\)"):
         per_normalised_group(1.0).bound(SELECTION, LIKE)
 
 

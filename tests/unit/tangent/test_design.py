@@ -184,7 +184,7 @@ def test_a_small_budget_of_bytes_changes_nothing(case: Case, monkeypatch: pytest
 def test_layer_jacobians_back(case: Case, held: bool) -> None:
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    chosen = jacobians.held() if held else jacobians
+    chosen = jacobians.formed() if held else jacobians
     exact = dense.jacobian(case.build(), inputs, 4)  # (B, M, P)
     u, v = rows(2, 4 * exact.shape[1]).reshape(2, 4, -1), rows(3, exact.shape[-1])
     assert_close(chosen.vjp(u), torch.einsum("nbk,bkp->np", u, exact))
@@ -198,7 +198,7 @@ def test_layer_jacobians_in_hand_have_the_same_sums(case: Case) -> None:
     """Σ J², Σ J w Jᵀ and its form across samples, whatever form a block is held in."""
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    for (block, plain), (_, held) in zip(jacobians, jacobians.held(), strict=True):
+    for (block, plain), (_, held) in zip(jacobians, jacobians.formed(), strict=True):
         weights = rows(1, block.size)[0].square().reshape(block.form) + 0.1
         assert_close(held.squares().reshape(block.form), plain.squares().reshape(block.form))
         assert_close(held.between(held, weights), plain.between(plain, weights))
@@ -212,7 +212,7 @@ def test_layer_jacobians_in_hand_are_not_formed_again() -> None:
     case = BY_NAME["cnn"]
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    held = jacobians.held()
+    held = jacobians.formed()
     for (_, one), (_, other) in zip(held, held, strict=True):
         assert one is other
     assert any(one is not other for (_, one), (_, other) in zip(jacobians, jacobians, strict=True))
@@ -228,17 +228,17 @@ def test_bytes_of_what_is_held() -> None:
     }
     for name, each in numbers.items():
         inputs = BY_NAME[name].batch(4)
-        held = Network.build(BY_NAME[name].build(), inputs).linearise(inputs).jacobians().held()
+        held = Network.build(BY_NAME[name].build(), inputs).linearise(inputs).jacobians().formed()
         assert held.nbytes == 8 * 4 * each
         narrow = Network.build(BY_NAME[name].build(torch.float32), inputs.float()).linearise(inputs.float())
-        assert narrow.jacobians().held().nbytes == 4 * 4 * each
+        assert narrow.jacobians().formed().nbytes == 4 * 4 * each
 
 
 def test_bytes_of_an_embedding() -> None:
     """Gradients of the distinct tokens of each sample, and whole numbers that say whose they are."""
     case = BY_NAME["dict_input"]
     inputs = case.batch(4)
-    held = Network.build(case.build(), inputs).linearise(inputs).jacobians().held()
+    held = Network.build(case.build(), inputs).linearise(inputs).jacobians().formed()
     distinct = sum(len(row.unique()) for row in inputs["ids"])
     table = 8 * (3 * distinct * 4 + 2 * distinct + inputs["ids"].numel())
     head = 8 * 4 * (5 + 3 * 3)

@@ -75,7 +75,7 @@ def test_the_posterior_is_the_state_that_was_learned(kernel: str, count: int, mo
     seen, f = posterior.posterior.sight(x)
     with torch.no_grad():
         before, rows = states[0].whitened(Table(seen, f, f))
-        expected = states[0].inducing.left(before, rows)
+        expected = states[0].inducing.posterior_cov(before, rows)
     assert_close(posterior.functions(x).cov, expected, SOLVED)
     joint = posterior.functions(x, joint=True).cov.reshape(21, 21)
     assert float(torch.linalg.eigvalsh(joint).min()) > -1e-8 * float(joint.diagonal().max())
@@ -97,7 +97,7 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
     state = learning.state
     precision = state.inducing.precision.clone().requires_grad_()
     before, rows = (t.detach() for t in state.whitened(learning.table))
-    cov = Inducing(precision).left(before, rows)
+    cov = Inducing(precision).posterior_cov(before, rows)
     energies = sum(energy(likelihood, 1.0, mean, cov, y).sum() for mean in (table.f, learning.shift.expand(60, 1)))
     divergence = 2 * Inducing(precision).divergence()
     parts = [torch.autograd.grad(part, precision, retain_graph=True)[0] for part in (divergence, energies)]

@@ -98,7 +98,7 @@ def test_the_posterior_has_the_learned_covariance(alpha: float) -> None:
         white = smooth_whitening(start.anchors.kernel(start.problem.prior))
         _, _, before, rows = whitened_rows(start.problem, Batch(x, x), start.anchors.parts, white)
         s = log_scale.exp()
-        expected = state.inducing.left(s * before, s.sqrt() * rows)
+        expected = state.inducing.posterior_cov(s * before, s.sqrt() * rows)
     found = state.snapshot().posterior(data)
     assert_close(found(x).cov, expected, 0.4)
     assert float(found.problem.prior.values) == pytest.approx(0.5 * math.exp(-0.7))
