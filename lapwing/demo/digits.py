@@ -71,7 +71,7 @@ def split(settings: Digits, noise: float, seed: int) -> list[tuple[Tensor, Tenso
     """Return images and labels for training, for validation and for testing."""
     x, y = load_digits(return_X_y=True)
     x = x / 16 + noise * np.random.default_rng(seed).standard_normal(x.shape)
-    parts = []
+    parts: list[tuple[Any, Any]] = []
     for size in (settings.test_share, settings.validation):
         x, part_x, y, part_y = train_test_split(x, y, test_size=size, random_state=seed, stratify=y)
         parts.insert(0, (part_x, part_y))
