@@ -136,12 +136,15 @@ def thinned(grid: CellGrid, scores: Tensor) -> CellGrid:
     """
     weights = mixture_weights(grid.log_prior, scores)
     number = torch.tensor([cell.belief for cell in grid.cells])
-    shares = torch.zeros(len(grid.beliefs), dtype=torch.float64).index_add(0, number, weights * (grid.scales > 0))
+    spread = grid.scales > 0
+    shares = torch.zeros(len(grid.beliefs), dtype=torch.float64).index_add(0, number, weights * spread)
     step = -(-int((shares >= RARE).sum()) // MOST)
     if step <= 1:
         return grid
-    dropped = (grid.scales > 0) & ((number - int(shares.argmax())) % step != 0)
-    return replace(grid, log_prior=grid.log_prior.masked_fill(dropped, -math.inf))
+    kept = spread & ((number - int(shares.argmax())) % step == 0)
+    # The precisions that are kept take the weight of all, so that the plain network gains none.
+    gain = torch.where(kept, (weights[spread].sum() / weights[kept].sum()).log(), 0.0)
+    return replace(grid, log_prior=(grid.log_prior + gain).masked_fill(spread & ~kept, -math.inf))
 
 
 def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:

@@ -1,0 +1,30 @@
+"""Cells of a mixture and their weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.core.data import as_data
+from lapwing.tuners.cells import MOST, RARE, TEMPERATURES, grid_of, log_scores, mixture_weights, thinned
+
+
+def test_thinning_drops_precisions_and_gives_the_plain_network_no_weight() -> None:
+    """Few data leave many precisions plausible; those that are kept stand for all of them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=generator)
+    y = x.sum(1, keepdim=True) + 0.3 * torch.randn(60, 1, generator=generator)
+    posterior = lw.fit(nn.Linear(3, 1), (x[:40], y[:40]), "regression", prior=1.0, progress=False).posterior
+    grid = grid_of(posterior, None, TEMPERATURES)
+    scores = log_scores(grid, as_data((x[40:], y[40:]), torch.device("cpu")))
+    few = thinned(grid, scores)
+    before, after = (mixture_weights(each.log_prior, scores) for each in (grid, few))
+    number = torch.tensor([cell.belief for cell in grid.cells])
+    shares = lambda weights: torch.zeros(len(grid.beliefs)).double().index_add(0, number, weights * (grid.scales > 0))
+    count = lambda weights: int((shares(weights) >= RARE).sum())
+    assert count(after) <= MOST < count(before)
+    plain = grid.scales == 0
+    assert float(after[plain].sum()) == pytest.approx(float(before[plain].sum()))
+    assert torch.allclose(after[plain], before[plain])
