@@ -136,10 +136,11 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
         for batch in _limited(grid.bases[0].problem.network, data, limit):
             beliefs = beliefs_at(members, batch.inputs)
             y = likelihood.targets(beliefs[0].mean, batch.targets)
+            ignored = likelihood.ignored(y) if isinstance(likelihood, IgnoresTargets) else None
+            y = y if ignored is None else y.masked_fill(ignored, 0)  # an ignored class number is no class
             each = [cell.predict(beliefs[cell.belief]).log_prob(y).double().flatten() for cell in grid.cells]
             table = torch.stack(each, 1)
-            if isinstance(likelihood, IgnoresTargets):
-                ignored = likelihood.ignored(y)
+            if ignored is not None:
                 table = table[~ignored.reshape(len(table), -1).any(1)]
             rows.append(table)
             count += len(table)
