@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data
-from lapwing.errors import DataError
+from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
 from lapwing.posteriors.mixture import Belief, Cell, beliefs_at, member
 from lapwing.posteriors.protocols import Linearised, SamplesGamma
+from lapwing.predictives.mixture import Mixable
 from lapwing.problem import sample_count
 
 PLAIN = 0.3  # prior probability of the network without error bars
@@ -138,8 +139,8 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             y = likelihood.targets(beliefs[0].mean, batch.targets)
             ignored = likelihood.ignored(y) if isinstance(likelihood, IgnoresTargets) else None
             y = y if ignored is None else y.masked_fill(ignored, 0)  # an ignored class number is no class
-            each = [cell.predict(beliefs[cell.belief]).log_prob(y).double().flatten() for cell in grid.cells]
-            table = torch.stack(each, 1)
+            predictives = [_mixable(cell.predict(beliefs[cell.belief])) for cell in grid.cells]
+            table = torch.stack([each.log_prob(y).double().flatten() for each in predictives], 1)
             if ignored is not None:
                 table = table[~ignored.reshape(len(table), -1).any(1)]
             rows.append(table)
@@ -153,6 +154,16 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             "finite ones. Check the targets, and the network for overflow."
         )
     return scores.cpu()
+
+
+def _mixable(predictive: Any) -> Mixable:
+    """Return the predictive; raise if it cannot be part of a mixture."""
+    if not isinstance(predictive, Mixable):
+        raise UnsupportedError(
+            f"{type(predictive).__name__} has no mixed(components, weights) or no log_prob(y), which a mixture of "
+            "predictives needs. Add them, or give fit() a prior or a tuner such as lw.tuners.MaximiseEvidence()."
+        )
+    return predictive
 
 
 def _limited(network: Any, data: Data, limit: int | None) -> Iterator[Batch]:
