@@ -137,6 +137,16 @@ class MixturePosterior:
             ),
         )
 
+    def described(self) -> str:
+        """Return the cells in words: precisions with their weights, and the plain network's weight."""
+        shares: dict[str, float] = {}
+        for cell, weight in zip(self.cells, self.weights.tolist(), strict=True):
+            precisions = self.members[cell.belief].problem.prior.values
+            name = f"precision {float(precisions.mean()):.3g}" if cell.scale else "plain network"
+            shares[name] = shares.get(name, 0.0) + weight
+        parts = ", ".join(f"{name} ({share:.2f})" for name, share in sorted(shares.items(), key=lambda s: -s[1]))
+        return f"A mixture of {len(self.cells)} cells: {parts}."
+
     @property
     def _shares(self) -> Tensor:
         """The weight of each belief, (K,)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,18 +13,19 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
-from lapwing.posteriors.mixture import Belief, Cell, beliefs_at, member
+from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
 from lapwing.posteriors.protocols import Linearised, SamplesGamma
 from lapwing.predictives.mixture import Mixable
 from lapwing.problem import sample_count
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
-RATIOS = tuple(10.0**k for k in range(-1, 6))  # of the precision to the evidence's, for logits and rates
-NOISE_RATIOS = tuple(10.0**k for k in range(-3, 5))  # the same for Gaussian noise
+RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to the evidence's, for logits and rates
+NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
 SAMPLED_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
 SCALES = tuple(10.0**k for k in range(-3, 2))  # of the covariance, for methods without a precision
 NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance to the residuals'
+MOST = 3  # precisions that a mixture keeps
 TEMPERATURES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
 TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
 
@@ -42,6 +43,11 @@ class CellGrid:
     log_prior: Tensor  # (cells,)
     rescaled: Tensor  # (cells,), bool
     unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
+
+    @property
+    def scales(self) -> Tensor:
+        """The scale of every cell's covariance, (cells,)."""
+        return torch.tensor([cell.scale for cell in self.cells], dtype=torch.float64)
 
 
 def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequence[float]) -> CellGrid:
@@ -121,6 +127,22 @@ def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
     prior = torch.tensor(log_prior, dtype=torch.float64)
     rescaled = torch.cat([grid.rescaled, torch.zeros(len(cells) - len(grid.cells), dtype=torch.bool)])
     return CellGrid(grid.bases, grid.beliefs, tuple(cells), prior, rescaled, grid.unchanged)
+
+
+def thinned(grid: CellGrid, scores: Tensor) -> CellGrid:
+    """Return the grid with at most ``MOST`` precisions of weight: every second one, or fewer, around the best.
+
+    Few validation data leave many neighbouring precisions plausible. Their predictions differ little, and each costs
+    a product with the Jacobian at every prediction.
+    """
+    weights = mixture_weights(grid.log_prior, scores)
+    number = torch.tensor([cell.belief for cell in grid.cells])
+    shares = torch.zeros(len(grid.beliefs), dtype=torch.float64).index_add(0, number, weights * (grid.scales > 0))
+    step = -(-int((shares >= RARE).sum()) // MOST)
+    if step <= 1:
+        return grid
+    dropped = (grid.scales > 0) & ((number - int(shares.argmax())) % step != 0)
+    return replace(grid, log_prior=grid.log_prior.masked_fill(dropped, -math.inf))
 
 
 def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
