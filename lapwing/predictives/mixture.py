@@ -30,8 +30,6 @@ class Mixable(Protocol):
         """Return the mixture of these predictives; the weights sum to one."""
         ...
 
-    def log_prob(self, y: Tensor) -> Tensor: ...
-
 
 @dataclass(frozen=True, eq=False)
 class ClassMixture:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
 from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
 from lapwing.posteriors.protocols import Linearised, SamplesGamma
-from lapwing.predictives.mixture import Mixable
 from lapwing.problem import sample_count
 
 PLAIN = 0.3  # prior probability of the network without error bars
@@ -159,11 +158,10 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
         for batch in _limited(grid.bases[0].problem.network, data, limit):
             beliefs = beliefs_at(members, batch.inputs)
             y = likelihood.targets(beliefs[0].mean, batch.targets)
-            ignored = likelihood.ignored(y) if isinstance(likelihood, IgnoresTargets) else None
-            y = y if ignored is None else y.masked_fill(ignored, 0)  # an ignored class number is no class
-            predictives = [_mixable(cell.predict(beliefs[cell.belief])) for cell in grid.cells]
-            table = torch.stack([each.log_prob(y).double().flatten() for each in predictives], 1)
-            if ignored is not None:
+            each = [cell.predict(beliefs[cell.belief]).log_prob(y).double().flatten() for cell in grid.cells]
+            table = torch.stack(each, 1)
+            if isinstance(likelihood, IgnoresTargets):
+                ignored = likelihood.ignored(y)
                 table = table[~ignored.reshape(len(table), -1).any(1)]
             rows.append(table)
             count += len(table)
@@ -176,16 +174,6 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             "finite ones. Check the targets, and the network for overflow."
         )
     return scores.cpu()
-
-
-def _mixable(predictive: Any) -> Mixable:
-    """Return the predictive; raise if it cannot be part of a mixture."""
-    if not isinstance(predictive, Mixable):
-        raise UnsupportedError(
-            f"{type(predictive).__name__} has no mixed(components, weights) or no log_prob(y), which a mixture of "
-            "predictives needs. Add them, or give fit() a prior or a tuner such as lw.tuners.MaximiseEvidence()."
-        )
-    return predictive
 
 
 def _limited(network: Any, data: Data, limit: int | None) -> Iterator[Batch]:
