@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lapwing.demo.result import mean_scores
 
-def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of every score over repetitions.
-
-    >>> mean_scores([{"RMSE": 1.0}, {"RMSE": 2.0}])
-    {'RMSE': 1.5}
-    """
-    return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}
+__all__ = ["mean_scores", "spread_scores"]
 
 
 def spread_scores(scores: Sequence[Mapping[str, float]], names: Sequence[str] | None = None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The command line: ``lapwing run`` runs the demo and writes its tables, pictures and numbers."""
+"""The command line: ``lapwing run`` runs the demo and writes its tables, picture and numbers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, or 1 with a message on stderr."""
     parser = argparse.ArgumentParser(prog="lapwing", description="Calibrated error bars for trained networks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="digits, diabetes and a 1-D gap: tables, pictures and results.json")
-    run.add_argument("--quick", action="store_true", help="train for ten epochs only, to try the command out")
+    run = commands.add_parser("run", help="digits, diabetes and a 1-D gap: tables, a picture and results.json")
+    run.add_argument("--quick", action="store_true", help="train once and for ten epochs only, to try the command out")
     run.add_argument("--out", type=Path, required=True, help="folder for the files that are written")
     run.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.demo.figures import EPISTEMIC, INK, NORMAL_95, PLAIN, TOTAL, new_figure, save
+from lapwing.demo.figures import INK, PLAIN, POSTERIOR
 from lapwing.demo.regression import Table, predict
 from lapwing.demo.result import Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
@@ -44,6 +44,7 @@ def run(settings: Bands) -> Result:
     model = trained(*table.training, 1, settings.recipe, settings.seed)
     data = batches(*table.training, settings.recipe.batch_size)
     predicted = predict(lw.fit(model, data, "regression", method=lw.Full(), progress=False), table)
+    alone = predict(lw.fit(model, data, "regression", method=lw.baselines.MapOnly(), progress=False), table)
     epistemic = predicted["epistemic_std"]
     scores = {
         "epistemic std at data": float(epistemic[(grid.abs() - 2).abs() < 0.5].mean()),
@@ -51,7 +52,8 @@ def run(settings: Bands) -> Result:
         "noise std": float((predicted["std"].square() - epistemic.square()).mean().sqrt()),
     }
     columns = {"x": x, "y": y, "grid": grid, "truth": curve(grid)}
-    columns |= {name: predicted[name] for name in ("mean", "std", "epistemic_std")}
+    columns |= {name: predicted[name] for name in ("mean", "std", "epistemic_std", "low", "high")}
+    columns |= {f"plain {name}": alone[name] for name in ("low", "high")}
     arrays = {name: column.tolist() for name, column in columns.items()}
     seconds = {"total": time.perf_counter() - start}
     return Result("bands", plain(settings), settings.seed, (Row("posterior", scores),), seconds, arrays)
@@ -62,21 +64,16 @@ def curve(x: Tensor) -> Tensor:
     return torch.sin(2 * x) + 0.3 * x
 
 
-def picture(result: Result, path: Path) -> None:
-    """Draw the mean, its epistemic band, and the band that new data fall into, with the noise."""
+def draw_bands(axis: Any, result: Result) -> None:
+    """Draw the data, the true curve, and the 95 % intervals with error bars and of the plain network."""
     arrays = result.arrays
-    grid, mean = torch.tensor(arrays["grid"]), torch.tensor(arrays["mean"])
-    figure, axes = new_figure(1, 1, (8.0, 4.6))
-    axis = axes[0][0]
-    bands = (("std", TOTAL, "95 % of new data: epistemic and noise"), ("epistemic_std", EPISTEMIC, "95 % epistemic"))
-    for key, colour, label in bands:
-        width = NORMAL_95 * torch.tensor(arrays[key])
-        low, high = (mean - width).tolist(), (mean + width).tolist()
-        axis.fill_between(grid.tolist(), low, high, color=colour, linewidth=0, label=label)
-    axis.plot(grid.tolist(), mean.tolist(), color=INK, linewidth=1.6, label="mean")
-    axis.plot(grid.tolist(), arrays["truth"], color=INK, linestyle=":", linewidth=1.2, label="truth")
-    axis.scatter(arrays["x"], arrays["y"], s=9, color=PLAIN, zorder=3, label="data")
-    reach = max(abs(v) for v in arrays["y"])
-    axis.set(xlabel="x", ylabel="y", xlim=(float(grid.min()), float(grid.max())), ylim=(-2.5 * reach, 2.5 * reach))
-    figure.legend(*axis.get_legend_handles_labels(), frameon=False, ncols=5, fontsize=9, loc="outside lower center")
-    save(figure, path)
+    grid = arrays["grid"]
+    axis.fill_between(grid, arrays["low"], arrays["high"], color=POSTERIOR, alpha=0.3, linewidth=0, label="Lapwing")
+    for end, label in (("low", None), ("high", "plain network")):
+        axis.plot(grid, arrays[f"plain {end}"], color=PLAIN, linewidth=1.6, label=label)
+    axis.plot(grid, arrays["truth"], color=INK, linestyle=":", linewidth=1.6, label="truth")
+    axis.scatter(arrays["x"], arrays["y"], s=7, color=INK, zorder=3, label="data")
+    reach = 2.2 * max(abs(y) for y in arrays["y"])
+    axis.set(xlabel="x", ylabel="y", xlim=(min(grid), max(grid)), ylim=(-reach, reach))
+    axis.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13), columnspacing=1.2)
+    axis.set_title("95 % intervals for y:\nLapwing's widen where there are no data", fontsize=11)

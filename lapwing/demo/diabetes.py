@@ -4,71 +4,55 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
 
-import lapwing as lw
-from lapwing.demo.figures import INK, PLAIN, POSTERIOR, new_figure, save, share_vertical_range
+from lapwing.demo.fits import fits
 from lapwing.demo.regression import Table, predict, scores
-from lapwing.demo.result import Result, Row, plain
-from lapwing.demo.training import Recipe, batches, best_seconds, epoch_seconds, trained
+from lapwing.demo.result import Result, Row, mean_scores, plain
+from lapwing.demo.training import Recipe, batches, trained
 
 
 @dataclass(frozen=True)
 class Diabetes:
-    """Settings: 442 patients, ten measurements each."""
+    """Settings: 442 patients, ten measurements each. Scores are means over ``repeats`` splits and networks."""
 
     recipe: Recipe = Recipe(weight_decay=1e-3)
     test_share: float = 0.25
+    validation_share: float = 0.2  # of the other rows
+    repeats: int = 10
     seed: int = 0
 
 
 def run(settings: Diabetes) -> Result:
-    """Train once; score the plain network with its residual noise, and its posterior."""
+    """Train a network for each repeat; score all ways to predict on the same patients."""
     start = time.perf_counter()
+    repeats: dict[str, list[dict[str, float]]] = {}
+    arrays: dict[str, list[float]] = {}
+    for seed in range(settings.seed, settings.seed + settings.repeats):
+        table, held_out = split(settings, seed)
+        model = trained(*table.training, 1, settings.recipe, seed)
+        data = batches(*table.training, settings.recipe.batch_size)
+        for name, posterior in fits(model, data, table.standardised(*held_out)).items():
+            predicted = {**predict(posterior, table), "observed": table.y_test}
+            repeats.setdefault(name, []).append(scores(predicted, table.y_test))
+            for key, column in predicted.items():
+                arrays.setdefault(f"{name}/{key}", []).extend(column.tolist())
+    rows = tuple(Row(name, mean_scores(each)) for name, each in repeats.items())
+    note = (
+        f"means over {settings.repeats} splits; {len(table.y_train)} patients for training, {len(held_out[1])} for "
+        f"validation, {len(table.y_test)} for testing"
+    )
+    seconds = {"total": time.perf_counter() - start}
+    return Result("diabetes", plain(settings), settings.seed, rows, seconds, arrays, (note,))
+
+
+def split(settings: Diabetes, seed: int) -> tuple[Table, tuple[torch.Tensor, torch.Tensor]]:
+    """Return rows for training and testing, and rows for validation."""
     x, y = load_diabetes(return_X_y=True)
-    parts = train_test_split(x, y, test_size=settings.test_share, random_state=settings.seed)
-    x_train, x_test, y_train, y_test = (torch.as_tensor(part, dtype=torch.float64) for part in parts)
-    table = Table(x_train, y_train, x_test, y_test)
-    model = trained(*table.training, 1, settings.recipe, settings.seed)
-    seconds = {"training": time.perf_counter() - start}
-    data = batches(*table.training, settings.recipe.batch_size)
-    seconds["epoch"] = epoch_seconds(model, data)
-    fit = partial(lw.fit, model, data, "regression", progress=False)
-    plain_network = partial(fit, method=lw.baselines.MapOnly())
-    rows, arrays = [], {"observed": y_test.tolist()}
-    for name, work in (("plain network", plain_network), ("posterior", fit)):
-        seconds[f"fit {name}"], posterior = best_seconds(work)
-        predicted = predict(posterior, table)
-        relative = seconds[f"fit {name}"] / seconds["epoch"]
-        rows.append(Row(name, {**scores(predicted, y_test), "fit / epoch": relative}))
-        arrays |= {f"{name}/{key}": predicted[key].tolist() for key in ("mean", "std", "low", "high")}
-    seconds["total"] = time.perf_counter() - start
-    return Result("diabetes", plain(settings), settings.seed, tuple(rows), seconds, arrays)
-
-
-def picture(result: Result, path: Path) -> None:
-    """Draw, for every method, the predicted mean with its 95 % interval against the observed target."""
-    y = torch.tensor(result.arrays["observed"])
-    figure, axes = new_figure(1, len(result.rows), (4.6 * len(result.rows), 4.6))
-    for axis, row in zip(axes[0], result.rows, strict=True):
-        mean, low, high = (torch.tensor(result.arrays[f"{row.name}/{key}"]) for key in ("mean", "low", "high"))
-        inside = (low <= y) & (y <= high)
-        for mask, colour, label in ((inside, POSTERIOR, "inside its interval"), (~inside, PLAIN, "outside")):
-            bars = [(mean - low)[mask].tolist(), (high - mean)[mask].tolist()]
-            axis.errorbar(
-                y[mask].tolist(), mean[mask].tolist(), yerr=bars, fmt="o", markersize=3, linewidth=0.8,
-                color=colour, alpha=0.75, label=label,
-            )  # fmt: skip
-        ends = [float(y.min()), float(y.max())]
-        axis.plot(ends, ends, color=INK, linestyle="--", linewidth=1)
-        axis.set_xlabel("observed")
-        axis.set_title(f"{row.name}\n{int(inside.sum())} of {len(y)} inside", fontsize=10)
-    axes[0][0].set_ylabel("predicted, with 95 % interval")
-    share_vertical_range(axes[0])
-    figure.legend(*axes[0][0].get_legend_handles_labels(), frameon=False, ncols=2, loc="outside lower center")
-    save(figure, path)
+    x, x_test, y, y_test = train_test_split(x, y, test_size=settings.test_share, random_state=seed)
+    parts = (*train_test_split(x, y, test_size=settings.validation_share, random_state=seed), x_test, y_test)
+    x_train, x_held, y_train, y_held, x_test, y_test = (torch.as_tensor(part, dtype=torch.float64) for part in parts)
+    return Table(x_train, y_train, x_test, y_test), (x_held, y_held)

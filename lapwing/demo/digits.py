@@ -1,12 +1,9 @@
-"""Handwritten digits with noise on every pixel: error bars for an overconfident classifier."""
+"""Handwritten digits: a classifier as it comes, one for noisy images that is too confident, and one with BatchNorm."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,121 +12,97 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-import lapwing as lw
 from lapwing import metrics
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save, share_vertical_range
-from lapwing.demo.result import Result, Row, plain
-from lapwing.demo.training import Recipe, batches, best_seconds, epoch_seconds, trained
+from lapwing.demo.figures import INK
+from lapwing.demo.fits import fits
+from lapwing.demo.result import Result, Row, mean_scores, plain
+from lapwing.demo.training import Recipe, batches, trained
+
+BINS = 10  # of the reliability diagrams
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Settings: the 8 x 8 digits of scikit-learn, with noise on every pixel.
+    """Settings: the 8 x 8 digits of scikit-learn, with pixels from zero to one.
 
-    Pixels run from zero to one. At the default noise a network of this size memorises its training images and is wrong,
-    with high confidence, on a third of the others. ``noise=0`` gives the clean digits, on which the plain network is
-    well calibrated: there the evidence chooses too weak a prior, and the posterior is less confident than it could be.
+    ``noise`` is the standard deviation that is added to every pixel of the noisy images. ``repeats`` is how often
+    data are split and a network is trained; scores are means over the repeats.
     """
 
-    recipe: Recipe = Recipe(hidden=(64, 64), epochs=300, learning_rate=3e-3, weight_decay=3e-4)
+    recipe: Recipe = Recipe(hidden=(128, 128), activation="relu", learning_rate=1e-3, weight_decay=1e-4)
     noise: float = 0.5
     test_share: float = 0.4
+    validation: int = 200
+    repeats: int = 3
     seed: int = 0
 
 
 def run(settings: Digits) -> Result:
-    """Train once; score the plain network and its posteriors on the same test images."""
+    """Train a network for each task and repeat; score all ways to predict on the same test images."""
     start = time.perf_counter()
-    train, (x, y) = _split(settings)
-    model = trained(*train, 10, settings.recipe, settings.seed)
-    seconds = {"training": time.perf_counter() - start}
-    data = batches(*train, settings.recipe.batch_size)
-    seconds["epoch"] = epoch_seconds(model, data)
-    fit = partial(lw.fit, model, data, "classification", progress=False)
-    fits: dict[str, Callable[[], lw.Fitted]] = {
-        "plain network": lambda: fit(method=lw.baselines.MapOnly()),
-        "posterior": fit,
-        "posterior, last layer": lambda: fit(method=lw.Full(), weights=lw.last_layer),
+    tasks = {
+        "digits": (0.0, settings.recipe),
+        "noisy digits": (settings.noise, settings.recipe),
+        "digits, BatchNorm": (0.0, replace(settings.recipe, batch_norm=True)),
     }
-    images = _images(x, settings.seed)
+    rows: list[Row] = []
     arrays: dict[str, list[float]] = {}
-    rows, notes = [], []
-    for name, work in fits.items():
-        seconds[f"fit {name}"], posterior = best_seconds(work)
-        probs = {kind: posterior.predict(x).probs for kind, x in images.items()}
-        relative = seconds[f"fit {name}"] / seconds["epoch"]
-        rows.append(Row(name, {**_scores(probs, y), "fit / epoch": relative}))
-        arrays |= {f"{name}/{kind}": values.amax(1).tolist() for kind, values in probs.items()}
-        arrays[f"{name}/correct"] = (probs["test"].argmax(1) == y).double().tolist()
-        notes.append(f"{name}: prior precision {float(posterior.prior.values):.3g}")
-    seconds["total"] = time.perf_counter() - start
-    # The plain network has no prior.
-    return Result("digits", plain(settings), settings.seed, tuple(rows), seconds, arrays, tuple(notes[1:]))
+    for task, (noise, recipe) in tasks.items():
+        scores: dict[str, list[dict[str, float]]] = {}
+        for seed in range(settings.seed, settings.seed + settings.repeats):
+            train, held_out, (x, y) = split(settings, noise, seed)
+            model = trained(*train, 10, recipe, seed)
+            for name, posterior in fits(model, batches(*train, recipe.batch_size), held_out).items():
+                predictive, strange = posterior.predict(x), posterior.predict(shuffled(x, seed))
+                scores.setdefault(name, []).append(_scores(predictive, strange, y))
+                confidence, label = predictive.probs.max(1)
+                for key, column in (("confidence", confidence), ("correct", (label == y).float())):
+                    arrays.setdefault(f"{task}/{name}/{key}", []).extend(column.tolist())
+        rows += [Row(name, mean_scores(repeats), task) for name, repeats in scores.items()]
+    notes = (
+        f"means over {settings.repeats} splits; {settings.validation} images for validation, {len(y)} for testing",
+        "AUROC: are images with shuffled pixels predicted with less confidence than digits?",
+    )
+    seconds = {"total": time.perf_counter() - start}
+    return Result("digits", plain(settings), settings.seed, tuple(rows), seconds, arrays, notes)
 
 
-def _scores(probs: dict[str, Tensor], y: Tensor) -> dict[str, float]:
-    """Return the scores on the test images; images of other kinds should be predicted with less confidence."""
-    doubt = {kind: 1 - values.amax(1) for kind, values in probs.items()}
+def split(settings: Digits, noise: float, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Return images and labels for training, for validation and for testing."""
+    x, y = load_digits(return_X_y=True)
+    x = x / 16 + noise * np.random.default_rng(seed).standard_normal(x.shape)
+    parts: list[tuple[Any, Any]] = []
+    for size in (settings.test_share, settings.validation):
+        x, part_x, y, part_y = train_test_split(x, y, test_size=size, random_state=seed, stratify=y)
+        parts.insert(0, (part_x, part_y))
+    return [(torch.as_tensor(x).float(), torch.as_tensor(y).long()) for x, y in [(x, y), *parts]]
+
+
+def shuffled(x: Tensor, seed: int) -> Tensor:
+    """Return the images with the pixels of each in random order."""
+    order = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)).argsort(1)
+    return x.gather(1, order)
+
+
+def _scores(predictive: Any, strange: Any, y: Tensor) -> dict[str, float]:
+    """Return the scores of predictions for test images, and for strange ones, which should be less confident."""
     return {
-        "NLL": metrics.categorical_nll(probs["test"], y),
-        "accuracy": metrics.accuracy(probs["test"], y),
-        "ECE": metrics.ece(probs["test"], y),
-        "Brier": metrics.brier(probs["test"], y),
-        "AUROC shuffled": metrics.auroc(doubt["test"], doubt["shuffled"]),
-        "AUROC rotated": metrics.auroc(doubt["test"], doubt["rotated"]),
+        "NLL": -float(predictive.log_prob(y).mean()),
+        "ECE": metrics.ece(predictive.probs, y),
+        "accuracy": metrics.accuracy(predictive.probs, y),
+        "AUROC": metrics.auroc(-predictive.probs.amax(1), -strange.probs.amax(1)),
     }
 
 
-def _split(settings: Digits) -> list[tuple[Tensor, Tensor]]:
-    """Return images and labels for training and for testing."""
-    x, y = load_digits(return_X_y=True)
-    noisy = x / 16 + settings.noise * np.random.default_rng(settings.seed).standard_normal(x.shape)
-    options = {"test_size": settings.test_share, "random_state": settings.seed, "stratify": y}
-    train_x, test_x, train_y, test_y = (torch.as_tensor(part) for part in train_test_split(noisy, y, **options))
-    return [(train_x.float(), train_y.long()), (test_x.float(), test_y.long())]
-
-
-def _images(test: Tensor, seed: int) -> dict[str, Tensor]:
-    """Return the test images, the same with the pixels of each in random order, and the same turned by 90 degrees."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(test.shape, generator=generator).argsort(1)
-    rotated = test.reshape(-1, 8, 8).rot90(1, (1, 2)).reshape(-1, 64)
-    return {"test": test, "shuffled": test.gather(1, order), "rotated": rotated}
-
-
-def picture(result: Result, path: Path) -> None:
-    """Draw for every method its reliability diagram, and below its confidence on digits and on other images."""
-    count = len(result.rows)
-    figure, axes = new_figure(2, count, (3.6 * count, 6.8))
-    for column, row in enumerate(result.rows):
-        _reliability(axes[0][column], row, result.arrays)
-        _confidence(axes[1][column], row.name, result.arrays)
-    axes[0][0].set_ylabel("accuracy in bin")
-    axes[1][0].set_ylabel("share of images")
-    share_vertical_range(axes[1])
-    figure.legend(*axes[1][0].get_legend_handles_labels(), frameon=False, ncols=3, loc="outside lower center")
-    save(figure, path)
-
-
-def _reliability(axis: Any, row: Row, arrays: Mapping[str, list[float]]) -> None:
-    confidence, correct = (torch.tensor(arrays[f"{row.name}/{key}"]) for key in ("test", "correct"))
-    calibration = metrics.calibration(confidence, correct)
-    bins = len(calibration.weight)
-    # Bins with few images are pale, because their accuracy is uncertain.
-    for i, (height, weight) in enumerate(zip(calibration.accuracy.tolist(), calibration.weight.tolist(), strict=True)):
-        if weight > 0:
-            axis.bar((i + 0.5) / bins, height, width=0.92 / bins, color=POSTERIOR, alpha=min(1.0, 0.3 + 7 * weight))
-    axis.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1)
-    axis.set(xlim=(0, 1), ylim=(0, 1.01), xlabel="confidence")
-    axis.set_title(f"{row.name}\nNLL {row.scores['NLL']:.3f}, ECE {row.scores['ECE']:.3f}", fontsize=10)
-
-
-def _confidence(axis: Any, name: str, arrays: Mapping[str, list[float]]) -> None:
-    edges = [i / 20 for i in range(21)]
-    styles = {"test": ("test digits", POSTERIOR), "shuffled": ("shuffled pixels", PLAIN), "rotated": ("rotated", OTHER)}
-    for key, (label, colour) in styles.items():
-        values = arrays[f"{name}/{key}"]
-        weights = [1 / len(values)] * len(values)
-        axis.hist(values, edges, weights=weights, color=colour, alpha=0.15)
-        axis.hist(values, edges, weights=weights, histtype="step", color=colour, linewidth=1.8, label=label)
-    axis.set(xlim=(0, 1), xlabel="confidence")
+def draw_reliability(axis: Any, result: Result, task: str, name: str, colour: str) -> None:
+    """Draw how often predictions are right against how confident they are, over the test images of all repeats."""
+    confidence, correct = (torch.tensor(result.arrays[f"{task}/{name}/{key}"]) for key in ("confidence", "correct"))
+    bins = metrics.calibration(confidence, correct, BINS)
+    used = bins.weight > 0.005  # the accuracy of fewer images is mostly chance
+    centres = (torch.arange(BINS) + 0.5) / BINS
+    axis.bar(centres[used].tolist(), bins.accuracy[used].tolist(), width=0.9 / BINS, color=colour, alpha=0.8)
+    axis.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1.4)
+    axis.text(0.3, 0.34, "ideal", color=INK, ha="right")
+    axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="share that is right")
+    sure, right = (f"{100 * float(values.mean()):.0f} %" for values in (confidence, correct))
+    axis.set_title(f"{task}, {name}:\n{sure} confident, {right} right", fontsize=11)

@@ -11,14 +11,19 @@ TOTAL, EPISTEMIC = "#fddbb0", "#7fb8dc"
 NORMAL_95 = 1.959964  # a normal variable is within this many standard deviations of its mean with probability 95 %
 
 
-def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    """Return a figure and its axes, (rows, columns). It opens no window and changes no global state of matplotlib."""
+def new_figure(
+    rows: int, columns: int, size: tuple[float, float], widths: Sequence[float] | None = None
+) -> tuple[Any, Any]:
+    """Return a figure and its axes, (rows, columns). It opens no window and changes no global state of matplotlib.
+
+    ``widths`` are the relative widths of the columns; equal if None.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False)
+    axes = figure.subplots(rows, columns, squeeze=False, width_ratios=widths)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes

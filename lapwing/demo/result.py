@@ -57,6 +57,15 @@ def plain(settings: Any) -> dict[str, Any]:
     return fields
 
 
+def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of every score over repetitions.
+
+    >>> mean_scores([{"RMSE": 1.0}, {"RMSE": 2.0}])
+    {'RMSE': 1.5}
+    """
+    return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}
+
+
 def table(result: Result) -> str:
     """Return the title, a line for each row, and the notes; a score that a row lacks stays blank."""
     columns = list(dict.fromkeys(score for row in result.rows for score in row.scores))

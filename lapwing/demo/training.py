@@ -37,6 +37,7 @@ class Recipe:
     weight_decay: float = 1e-5
     falling: bool = True
     dropout: float = 0.0  # after every activation
+    batch_norm: bool = False  # before every activation
 
 
 def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
@@ -46,9 +47,11 @@ def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for d_in, d_out in pairwise(sizes):
-            layers += [nn.Linear(d_in, d_out), ACTIVATIONS[recipe.activation]()]
+            layers += [nn.Linear(d_in, d_out)]
+            layers += [nn.BatchNorm1d(d_out)] if recipe.batch_norm else []
+            layers += [ACTIVATIONS[recipe.activation]()]
             layers += [nn.Dropout(recipe.dropout)] if recipe.dropout else []
-    return nn.Sequential(*layers[: -2 if recipe.dropout else -1])
+    return nn.Sequential(*layers[: -1 - recipe.batch_norm - (recipe.dropout > 0)])
 
 
 def batches(x: Tensor, y: Tensor, size: int) -> Batches:

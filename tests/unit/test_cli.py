@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lapwing.cli import main
 from lapwing.demo.result import Result, Row, table
@@ -17,12 +18,12 @@ def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys:
     out = tmp_path / "made" / "here"
     assert main(["run", "--quick", "--out", str(out), "--seed", "3"]) == 0
     printed = capsys.readouterr().out
-    for words in ("digits", "diabetes", "plain network", "posterior", "AUROC shuffled", "coverage 95 %"):
+    for words in ("noisy digits", "diabetes", "plain network", "naive evidence", "AUROC", "coverage 95 %"):
         assert words in printed
     paths = [Path(line) for line in printed.splitlines() if line.startswith(str(out))]
-    assert [path.name for path in paths] == ["digits.png", "diabetes.png", "bands.png", "results.json"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[:3])
-    documents = json.loads(paths[3].read_text())
+    assert [path.name for path in paths] == ["overview.png", "results.json"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    documents = json.loads(paths[1].read_text())
     assert list(documents) == ["digits", "diabetes", "bands"]
     digits = Result.from_json(json.dumps(documents["digits"]))
     assert digits.seed == 3
@@ -30,7 +31,7 @@ def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys:
     assert f"{digits.rows[0].scores['accuracy']:.3f}" in printed
 
 
-def test_tables_are_printed_then_paths_and_each_picture_shows_its_result(
+def test_tables_are_printed_then_paths_and_the_picture_shows_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With runs that end at once."""
@@ -38,17 +39,33 @@ def test_tables_are_printed_then_paths_and_each_picture_shows_its_result(
     results = {name: Result(name, {}, 0, (Row("plain", {"NLL": 1.25}),), {}) for name in names}
     for name, result in results.items():
         monkeypatch.setattr(f"lapwing.demo.{name}.run", lambda settings, result=result: result)
-        draw = lambda result, path, name=name: path.write_text(f"{name} of {result.experiment}")
-        monkeypatch.setattr(f"lapwing.demo.{name}.picture", draw)
+    draw = lambda one, other, path: path.write_text(f"{one.experiment} and {other.experiment}")
+    monkeypatch.setattr("lapwing.demo.overview.picture", draw)
     assert main(["run", "--out", str(tmp_path)]) == 0
-    files = [*(f"{name}.png" for name in names), "results.json"]
+    files = ["overview.png", "results.json"]
     tables = "".join(table(result) + "\n\n" for result in results.values())
     printed = capsys.readouterr()
     assert printed.out == tables + "".join(f"{tmp_path / name}\n" for name in files)
     assert printed.err == ""
     assert list(json.loads((tmp_path / "results.json").read_text())) == list(names)
     assert {path.name for path in tmp_path.iterdir()} == set(files)
-    assert [(tmp_path / f"{name}.png").read_text() for name in names] == [f"{name} of {name}" for name in names]
+    assert (tmp_path / "overview.png").read_text() == "digits and bands"
+
+
+def test_a_run_leaves_the_number_of_threads_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def ended(settings: object) -> Result:
+        seen.append(torch.get_num_threads())
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("lapwing.demo.digits.run", ended)
+    torch.set_num_threads(2)
+    try:
+        assert main(["run", "--out", str(tmp_path)]) == 1
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_folder_that_cannot_be_made_ends_with_a_message_and_a_one(
@@ -69,7 +86,7 @@ def test_a_command_that_cannot_be_read_exits_with_two(arguments: list[str]) -> N
 def test_missing_extras_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("digits", "diabetes", "run"):
+    for name in ("digits", "diabetes", "overview", "run"):
         monkeypatch.delitem(sys.modules, f"lapwing.demo.{name}", raising=False)
         monkeypatch.delattr(f"lapwing.demo.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

@@ -16,3 +16,6 @@ def test_doubt_is_larger_where_there_are_no_data() -> None:
     assert all(abs(x) >= 1 for x in result.arrays["x"])
     total, epistemic = result.arrays["std"], result.arrays["epistemic_std"]
     assert all(t > e for t, e in zip(total, epistemic, strict=True))
+    width = lambda kind: [h - b for b, h in zip(result.arrays[f"{kind}low"], result.arrays[f"{kind}high"], strict=True)]
+    assert max(width("")) > 3 * min(width(""))
+    assert max(width("plain ")) < 1.001 * min(width("plain "))  # one noise for all

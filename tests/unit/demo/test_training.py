@@ -27,6 +27,12 @@ def test_mlp_has_the_sizes_asked_for_and_leaves_the_random_state_alone() -> None
     assert [tuple(p.shape) for p in model.parameters() if p.ndim == 2] == [(7, 3), (5, 7), (2, 5)]
 
 
+def test_normalisation_and_dropout_are_between_the_layers_only() -> None:
+    model = mlp(3, 2, replace(SHORT, hidden=(7,), batch_norm=True, dropout=0.1), seed=0)
+    assert [type(layer).__name__ for layer in model] == ["Linear", "BatchNorm1d", "Tanh", "Dropout", "Linear"]
+    assert type(mlp(3, 2, replace(SHORT, batch_norm=True), seed=0)[-1]).__name__ == "Linear"
+
+
 def test_training_fits_a_line_and_repeats_itself() -> None:
     x, y = line()
     model = trained(x, y, 1, SHORT, seed=0)
