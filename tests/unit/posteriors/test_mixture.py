@@ -182,5 +182,5 @@ def test_a_predictive_without_a_mixture_is_refused_with_the_remedy() -> None:
     posterior, x = fitted("counts")
     cells = (Cell(0, PlainCounts()),)
     mixture = MixturePosterior((posterior.posterior,), (Belief(0),), cells, torch.ones(1, dtype=D))
-    with pytest.raises(lw.errors.UnsupportedError, match="Unmixed has no mixed.*give fit.. a prior or a tuner"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"Unmixed has no mixed.*give fit.. a prior or a tuner"):
         mixture.predict(x)
