@@ -88,7 +88,7 @@ def crps(predictive: Any, y: Tensor) -> Tensor:
     It is the integral of F² below the target and of (1 - F)² above it, by the trapezoidal rule at points whose
     distances from the target grow exponentially.
     """
-    nodes = torch.linspace(0, 8, 161, dtype=y.dtype)  # sinh(8) is 1,490 standard deviations
+    nodes = torch.linspace(0, 8, 161).to(y)  # sinh(8) is 1,490 standard deviations
     steps = predictive.std * nodes.sinh()  # (B, nodes)
     columns = [(predictive.cdf(y - step.unsqueeze(1)), predictive.cdf(y + step.unsqueeze(1))) for step in steps.T]
     heights = torch.cat([below.square() + (1 - above).square() for below, above in columns], 1)

@@ -71,6 +71,7 @@ def test_strange_images_are_made_of_the_same_pixels() -> None:
     assert strange.sort(1).values.equal(test.sort(1).values)
 
 
+@pytest.mark.filterwarnings("error::lapwing.errors.CalibrationWarning")
 def test_equal_seeds_give_equal_scores_and_repeats_are_seeds_of_their_own(result: Result) -> None:
     two = digits.run(replace(QUICK, repeats=2))
     other = digits.run(replace(QUICK, seed=1))
