@@ -59,7 +59,8 @@ def lenet(folder: Path, count: int, samples: int, seed: int = 0) -> dict[str, An
     optimise(model, *images.train, recipe, seed)
     trained = time.perf_counter()
     data = batches(*images.train, 500)
-    posterior = lw.fit(model, data, "classification", method=lw.Sampled(num_samples=samples), progress=False)
+    probit, tuner = lw.Categorical(link="probit"), lw.tuners.SampleEM(mode="network")
+    posterior = lw.fit(model, data, probit, method=lw.Sampled(num_samples=samples), tuner=tuner, progress=False)
     drawn: Any = posterior.posterior
     residual = float(drawn.solution.residuals.max())
     fitted = time.perf_counter()

@@ -140,15 +140,16 @@ def main() -> None:
             arguments.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         return posterior
 
+    probit, evidence = lw.Categorical(link="probit"), lw.tuners.MaximiseEvidence()
     method = lw.Sampled(num_samples=arguments.samples, width=2 * arguments.samples)
     tuner = lw.tuners.Grid(held_out, arguments.precisions)
     sampled = judged(
         "samples, validation",
-        lambda: lw.fit(model, data, "classification", method=method, prior=1e4, tuner=tuner, progress=True),
+        lambda: lw.fit(model, data, probit, method=method, prior=1e4, tuner=tuner, progress=True),
     )
-    kron = judged("Kron, evidence", lambda: lw.fit(model, data, "classification", progress=False))
+    kron = judged("Kron, evidence", lambda: lw.fit(model, data, probit, tuner=evidence, progress=False))
     judged("Kron, validation", lambda: kron.tuned(lw.tuners.Grid(held_out, arguments.precisions)))
-    last = judged("last layer, evidence", lambda: lw.fit(model, data, "classification", method=lw.Full(),
+    last = judged("last layer, evidence", lambda: lw.fit(model, data, probit, method=lw.Full(), tuner=evidence,
                                                          progress=False, weights="last_layer"))  # fmt: skip
     judged("last layer, validation", lambda: last.tuned(lw.tuners.Grid(held_out, WEAKER)))
     if arguments.evidence:  # goes on from the same basis, to a smaller precision

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.data import Images, Shuffled, data_folder
 from experiments.options import Progress, add_large_data, positive, silent
+from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
 from lapwing.demo.result import Report, Result, Row, plain
@@ -128,7 +129,7 @@ def _evidence(images: Images, settings: Fashion, seed: int) -> list[tuple[str, d
         seed=seed,
     )
     data = Shuffled(x, y, settings.batch_size)
-    trained = lw.train(_network(settings, seed).to(x.device), data, "classification", recipe=recipe, progress=False)
+    trained = lw.train(_network(settings, seed).to(x.device), data, PROBIT, recipe=recipe, progress=False)
     taken = time.perf_counter() - start
     network_scores = _scores(_softmax(trained.model, images.test[0]), images.test[1])
     probs = torch.cat([trained.posterior.predict(part).probs for part in images.test[0].split(1000)])

@@ -16,6 +16,7 @@ from torch import nn
 import lapwing as lw
 from experiments.data import data_folder
 from experiments.options import Progress, add_large_data, chosen, silent
+from experiments.pinned import EVIDENCE, as_fitted
 from experiments.repeats import mean_scores, spread_scores
 from experiments.uci import tempered
 from lapwing.demo.regression import Table, predict, scores
@@ -27,13 +28,19 @@ Options = Callable[[nn.Module, Batches], dict[str, Any]]  # network and held-out
 METHODS: dict[str, Options] = {
     "plain": lambda model, held_out: {"method": lw.baselines.MapOnly()},
     "temperature": lambda model, held_out: {"method": lw.baselines.MapOnly(), "likelihood": tempered(model, held_out)},
-    "last layer": lambda model, held_out: {"method": lw.Full(), "weights": "last_layer"},
-    "Kron": lambda model, held_out: {},
-    "Diagonal": lambda model, held_out: {"method": lw.Diagonal()},
-    "ELLA": lambda model, held_out: {"method": lw.ELLA(2000, 20)},
-    "ELLA with residual": lambda model, held_out: {"method": lw.ELLA(2000, 20, residual=True)},
-    "VaLLA": lambda model, held_out: {"method": lw.VaLLA(100, optimiser="adam")},
-    "VaLLA, alpha 1": lambda model, held_out: {"method": lw.VaLLA(100, alpha=1.0, steps=2000, validation=held_out)},
+    "last layer": lambda model, held_out: {"method": lw.Full(), "weights": "last_layer", "tuner": EVIDENCE},
+    "Kron": lambda model, held_out: {"tuner": EVIDENCE},
+    "Diagonal": lambda model, held_out: {"method": lw.Diagonal(), "tuner": EVIDENCE},
+    "ELLA": lambda model, held_out: {"method": lw.ELLA(2000, 20), "tuner": EVIDENCE},
+    "ELLA with residual": lambda model, held_out: {
+        "method": lw.ELLA(2000, 20, residual=True),
+        "tuner": EVIDENCE,
+    },
+    "VaLLA": lambda model, held_out: {"method": lw.VaLLA(100, optimiser="adam"), "tuner": EVIDENCE},
+    "VaLLA, alpha 1": lambda model, held_out: {
+        "method": lw.VaLLA(100, alpha=1.0, steps=2000, validation=held_out),
+        "tuner": as_fitted,
+    },
     "FMGP": lambda model, held_out: {"method": lw.FMGP(100, steps=4000, validation=held_out)},
 }
 

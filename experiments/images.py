@@ -18,6 +18,7 @@ from experiments import resnets
 from experiments.data import Images, data_folder, digits_like
 from experiments.image_task import Beliefs, Pair, Task, best_temperature, scaled, scored
 from experiments.options import Progress, add_large_data, chosen, positive, silent
+from experiments.pinned import EVIDENCE, PROBIT, as_fitted
 from experiments.repeats import mean_scores, spread_scores
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, mlp, optimise
@@ -180,13 +181,13 @@ def _temperature(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, 
 
 def _laplace(
     method: Callable[[ImageTable, Task], Any], weights: str = "all", validated: bool = False,
-    precisions: tuple[float, ...] = PRECISIONS,
+    precisions: tuple[float, ...] = PRECISIONS, tuner: Any = EVIDENCE,
 ) -> Any:  # fmt: skip
-    """Return a function that fits the method, with the precision chosen by the evidence or on held-out images."""
+    """Return a function that fits the method, with the precision chosen by ``tuner`` or on held-out images."""
 
     def fit(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
-        tuner = lw.tuners.Grid(task.validation, precisions) if validated else None
-        return _fitted(task, seed, method=method(settings, task), weights=weights, tuner=tuner)
+        chosen = lw.tuners.Grid(task.validation, precisions) if validated else tuner
+        return _fitted(task, seed, method=method(settings, task), weights=weights, tuner=chosen)
 
     return fit
 
@@ -194,7 +195,7 @@ def _laplace(
 def _fitted(task: Task, seed: int, **options: Any) -> tuple[Beliefs, str]:
     """Return the posterior's distribution of the logits, and a note about its precision."""
     posterior = lw.fit(
-        task.model, task.data, "classification", progress=False, generator=torch.Generator().manual_seed(seed),
+        task.model, task.data, PROBIT, progress=False, generator=torch.Generator().manual_seed(seed),
         **options,
     )  # fmt: skip
     return posterior.functions, f"precision {float(posterior.prior.values.reshape(-1)[0]):.3g}"
@@ -231,10 +232,12 @@ METHODS: dict[str, Callable[[Task, ImageTable, int], tuple[Beliefs, str]]] = {
     "ELLA with residual, validation": _laplace(lambda s, t: lw.ELLA(s.landmarks, s.rank, residual=True), "all", True),
     "VaLLA, evidence": _laplace(lambda s, t: lw.VaLLA(s.inducing, optimiser="adam", steps=s.steps)),
     "VaLLA, alpha 1": _laplace(
-        lambda s, t: lw.VaLLA(s.inducing, alpha=1.0, steps=s.steps, validation=t.validation)
+        lambda s, t: lw.VaLLA(s.inducing, alpha=1.0, steps=s.steps, validation=t.validation), tuner=as_fitted
     ),
     "HFL, absolute push": _pushed("absolute"),
     "HFL, random pushes": _pushed("random"),
-    "FMGP": _laplace(lambda s, t: lw.FMGP(s.inducing, steps=4 * s.steps, validation=t.validation)),
+    "FMGP": _laplace(
+        lambda s, t: lw.FMGP(s.inducing, steps=4 * s.steps, validation=t.validation), tuner=as_fitted
+    ),
 }  # fmt: skip
 USUAL = tuple(name for name in METHODS if not name.startswith("HFL"))  # HFL takes minutes: only on request

@@ -17,6 +17,7 @@ import lapwing as lw
 from experiments.data import Images, data_folder
 from experiments.inducing_picture import legend_entries
 from experiments.options import Progress, add_large_data, chosen, positive, silent
+from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
 from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
@@ -178,9 +179,7 @@ def _tuners() -> dict[str, Any]:
 
 
 def _fit(model: nn.Module, data: Batches, prior: str, tuner: Any, settings: Normalised) -> lw.Fitted:
-    return lw.fit(
-        model, data, "classification", method=settings.method, prior=PRIORS[prior](), tuner=tuner, progress=False
-    )
+    return lw.fit(model, data, PROBIT, method=settings.method, prior=PRIORS[prior](), tuner=tuner, progress=False)
 
 
 def _scored(model: nn.Module, images: Images, settings: Normalised) -> list[tuple[str, dict[str, float]]]:

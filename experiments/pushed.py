@@ -17,6 +17,7 @@ from experiments.data import Images, data_folder
 from experiments.image_task import Beliefs, Task, best_temperature, scaled, scored
 from experiments.minimum import minimised, rank_correlation
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, silent
+from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
 from lapwing.core.data import Data
@@ -114,7 +115,7 @@ def _network(settings: PushedImages, seed: int) -> nn.Module:
 def fitted(task: Task, method: Any, settings: PushedImages, seed: int) -> lw.Fitted:
     """Fit the method under the prior of the training."""
     return lw.fit(
-        task.model, task.data, "classification", method=method, prior=settings.precision, progress=False,
+        task.model, task.data, PROBIT, method=method, prior=settings.precision, progress=False,
         generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.data import data_folder
 from experiments.minimum import exact_variance, minimised, rank_correlation, squared_error
+from experiments.pinned import EVIDENCE
 from experiments.repeats import mean_scores
 from experiments.response_task import ResponseTask, interval_scores
 from lapwing.demo.regression import Table
@@ -84,6 +85,6 @@ def _fitted_network(x: Tensor, y: Tensor, settings: ResponseTask, seed: int) -> 
     """Train a network, choose precision and noise by the evidence, and return it at the minimum under them."""
     start = mlp(x.shape[1], 1, Recipe((settings.hidden,)), seed).double()
     optimise(start, x, y, Recipe((settings.hidden,), epochs=60, batch_size=64), seed)
-    posterior = lw.fit(start, [(x, y)], "regression", method=lw.Full(), progress=False)
+    posterior = lw.fit(start, [(x, y)], "regression", method=lw.Full(), tuner=EVIDENCE, progress=False)
     precision, noise = float(posterior.prior.values), float(posterior.likelihood.dispersion)
     return minimised(start, x, squared_error(y, noise), precision), precision, noise

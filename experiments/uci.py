@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
+from experiments.pinned import EVIDENCE, as_fitted
 from experiments.repeats import mean_scores
 from lapwing.demo.regression import Table, predict, scores
 from lapwing.demo.result import Report, Result, Row, plain
@@ -25,14 +26,14 @@ SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"method": lw.baselines.MapOnly()},
     "temperature": {"method": lw.baselines.MapOnly()},
-    "default": {},
-    "per layer": {"prior": lw.per_layer(1.0), "tuner": lw.tuners.MaximiseEvidence()},
+    "default": {"tuner": EVIDENCE},
+    "per layer": {"prior": lw.per_layer(1.0), "tuner": EVIDENCE},
     "joint noise": {"tuner": lw.tuners.MaximiseEvidence(noise=True)},
-    "full": {"method": lw.Full()},
-    "ELLA": {"method": lw.ELLA(1000, 20)},
-    "ELLA with residual": {"method": lw.ELLA(1000, 20, residual=True)},
-    "VaLLA": {"method": lw.VaLLA(50)},
-    "VaLLA, alpha 1": {"method": lw.VaLLA(50, alpha=1.0)},
+    "full": {"method": lw.Full(), "tuner": EVIDENCE},
+    "ELLA": {"method": lw.ELLA(1000, 20), "tuner": EVIDENCE},
+    "ELLA with residual": {"method": lw.ELLA(1000, 20, residual=True), "tuner": EVIDENCE},
+    "VaLLA": {"method": lw.VaLLA(50), "tuner": EVIDENCE},
+    "VaLLA, alpha 1": {"method": lw.VaLLA(50, alpha=1.0), "tuner": as_fitted},
     "FMGP": {"method": lw.FMGP(50)},
     "MC dropout": {"method": lw.baselines.MCDropout(64)},
     "SWAG": {"method": lw.baselines.SWAG(weight_decay=Recipe().weight_decay)},

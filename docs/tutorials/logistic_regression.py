@@ -158,8 +158,8 @@ class Study:
         belief = self.laplace.functions(inputs)
         return {
             "plain network": self.model(inputs).detach().sigmoid()[:, 0],
-            "Laplace, probit": lw.Bernoulli().predict(belief).probs[:, 0],
-            "Laplace, quadrature": lw.Bernoulli(link="quadrature").predict(belief).probs[:, 0],
+            "Laplace, probit": lw.Bernoulli(link="probit").predict(belief).probs[:, 0],
+            "Laplace, quadrature": lw.Bernoulli().predict(belief).probs[:, 0],
             "exact": self.exact.predict(inputs),
         }
 

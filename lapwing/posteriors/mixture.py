@@ -28,6 +28,7 @@ from lapwing.posteriors.protocols import (
     Posterior,
     SharesJacobian,
 )
+from lapwing.predictives.mixture import Mixable
 from lapwing.problem import Problem, Statistics
 
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
@@ -166,6 +167,11 @@ class MixturePosterior:
         """Return the predictive over targets: probabilities or densities of all cells, averaged."""
         beliefs = beliefs_at(self.members, x)
         components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
+        if not isinstance(components[0], Mixable):
+            raise UnsupportedError(
+                f"{type(components[0]).__name__} has no mixed(components, weights), which a mixture of predictives "
+                "needs. Add it, or give fit() a prior or a tuner such as lw.tuners.MaximiseEvidence()."
+            )
         return type(components[0]).mixed(components, self.weights)
 
     def log_evidence(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from lapwing.predictives.densities import cdf, log_density, quantile, whole_quan
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
 NODES = 512  # of the entropy's integral
 DRAWS = 2048  # for the entropy of several outputs
+
+
+@runtime_checkable
+class Mixable(Protocol):
+    """A predictive that can be averaged with others of the same inputs."""
+
+    @staticmethod
+    def mixed(components: tuple[Any, ...], weights: Tensor) -> Any:
+        """Return the mixture of these predictives; the weights sum to one."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

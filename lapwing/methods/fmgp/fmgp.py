@@ -36,7 +36,8 @@ class FMGP:
         steps: Steps of Adam.
         learning_rate: Learning rate of Adam, for points in units of their spread.
         batch_size: Rows in a mini-batch.
-        validation: Held-out data, evaluated about twenty times; the best state is kept.
+        validation: Held-out data, evaluated about twenty times; the best state is kept. ``fit(..., validation=data)``
+            sets it, and calibrates the error bars with the same data.
         patience: Number of evaluations without a better one after which learning stops.
 
     Raises:

@@ -51,7 +51,7 @@ class VaLLA:
         learning_rate: Step size of Adam, for locations in units of their standard deviation.
         batch_size: Rows in a batch of Adam; it does not depend on the batches of the data.
         validation: Held-out data for Adam. The locations, prior and noise with the highest validation log-likelihood
-            are kept.
+            are kept. ``fit(..., validation=data)`` sets it, and calibrates the error bars with the same data.
         patience: Validation checks without improvement after which learning stops.
         candidates: Training outputs from which "greedy" and "trace" choose, and data from which the others draw.
 

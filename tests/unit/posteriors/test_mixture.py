@@ -167,3 +167,20 @@ def test_posteriors_of_two_methods_are_mixed() -> None:
         torch.tensor([0.5, 0.5], dtype=D),
     )  # fmt: skip
     assert_close(mixed(x).cov, (kron.functions(x).cov + full.functions(x).cov) / 2)
+
+
+class Unmixed:
+    """A predictive of a user who has not heard of mixtures."""
+
+
+class PlainCounts(lw.Poisson):
+    def predict(self, belief: Any) -> Any:
+        return Unmixed()
+
+
+def test_a_predictive_without_a_mixture_is_refused_with_the_remedy() -> None:
+    posterior, x = fitted("counts")
+    cells = (Cell(0, PlainCounts()),)
+    mixture = MixturePosterior((posterior.posterior,), (Belief(0),), cells, torch.ones(1, dtype=D))
+    with pytest.raises(lw.errors.UnsupportedError, match=r"Unmixed has no mixed.*give fit.. a prior or a tuner"):
+        mixture.predict(x)
