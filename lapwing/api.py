@@ -197,10 +197,8 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """Return the posterior with its prior learned, starting near the optimum."""
     default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
     tuned = checked_tuner(tuner or default, data)(start_near_optimum(posterior))
-    before, after = getattr(posterior, "trace", None), getattr(tuned, "trace", None)
-    if before is None or after is None or not before.findings:
-        return tuned
-    return tuned.with_trace(replace(after, findings=(*before.findings, *after.findings)))
+    trace = getattr(tuned, "trace", None)
+    return tuned if trace is None else tuned.with_trace(trace.after(getattr(posterior, "trace", None)))
 
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:

@@ -20,7 +20,6 @@ from lapwing.likelihoods.protocol import HasTails, Likelihood
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import (
-    HasEvidence,
     HasFunctionSamples,
     HasVarianceOf,
     HasWeightSamples,
@@ -68,8 +67,9 @@ class Cell:
 class MixturePosterior:
     """A mixture of Gaussian beliefs about the outputs, with a predictive for each. The tuners of ``fit`` make it.
 
-    ``bases[0]`` is the posterior that was fitted, under the hyperparameters of the evidence; ``log_evidence`` and
-    ``prior`` are its. All cells share one pass of the network and one Jacobian.
+    ``bases[0]`` is the posterior that was fitted, under the hyperparameters of the evidence. A mixture has no evidence
+    and no precision of its own: ``base_of`` returns the posterior that has them. All cells share one pass of the
+    network and one Jacobian.
     """
 
     bases: tuple[Posterior, ...]
@@ -109,10 +109,6 @@ class MixturePosterior:
     def members(self) -> tuple[Any, ...]:
         """The posterior of each belief."""
         return tuple(member(self.bases, belief) for belief in self.beliefs)
-
-    def with_problem(self, problem: Problem) -> Posterior:
-        """Return the posterior that was fitted under another prior or noise; no longer a mixture."""
-        return self.bases[0].with_problem(problem)  # type: ignore[attr-defined, no-any-return]
 
     def with_trace(self, trace: Trace) -> MixturePosterior:
         return replace(self, trace=trace)
@@ -157,12 +153,6 @@ class MixturePosterior:
         beliefs = beliefs_at(self.members, x)
         components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
         return type(components[0]).mixed(components, self.weights)
-
-    def log_evidence(self) -> Tensor:
-        """Return the log evidence of the posterior that was fitted, at the evidence's own hyperparameters."""
-        if not isinstance(self.bases[0], HasEvidence):
-            raise UnsupportedError(f"{type(self.bases[0]).__name__} has no evidence; choose a method that has.")
-        return self.bases[0].log_evidence()
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions, (n, B, [T,] C); each draws its cell first."""
@@ -211,10 +201,6 @@ class MixturePosterior:
             variances.append(each.variance_of(function, x))
         return torch.as_tensor(sum(float(s) * v for s, v in zip(self._spreads, variances, strict=True)))
 
-    def gammas(self) -> Tensor:
-        """Return γ of every weight under the posterior that was fitted, (P,)."""
-        return self.bases[0].gammas()  # type: ignore[attr-defined, no-any-return]
-
     def state(self) -> State:
         names = [type(base).__name__ for base in self.bases]
         parts = {f"base{i}": base.state() for i, base in enumerate(self.bases)}  # type: ignore[attr-defined]
@@ -250,6 +236,11 @@ class MixturePosterior:
             for i, (belief, scale) in enumerate(state.settings["cells"])
         )
         return cls(tuple(bases), beliefs, cells, state.tensors["weights"])
+
+
+def base_of(posterior: Any) -> Any:
+    """Return the posterior that was fitted, which a mixture varies; a posterior that is no mixture as it is."""
+    return posterior.bases[0] if isinstance(posterior, MixturePosterior) else posterior
 
 
 def member(bases: Sequence[Any], belief: Belief) -> Any:

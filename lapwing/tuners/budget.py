@@ -14,7 +14,7 @@ from lapwing.core.data import Data
 from lapwing.core.settings import require_integer, require_positive, require_positive_values
 from lapwing.core.trace import Trace
 from lapwing.likelihoods.protocol import HasTails
-from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
+from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior, base_of
 from lapwing.posteriors.protocols import Linearised
 from lapwing.predictives.densities import log_density
 from lapwing.problem import checked_targets
@@ -78,12 +78,12 @@ class Budget:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the mixture."""
-        base = posterior.bases[0] if isinstance(posterior, MixturePosterior) else posterior
+        base = base_of(posterior)
         likelihood = base.problem.likelihood
         data = required_data("Budget", self.data, base.problem.network.device)
-        if isinstance(likelihood, HasTails):
-            return self._with_tails(base, data)
-        return self._guarded(base, data)
+        mixture = self._with_tails(base, data) if isinstance(likelihood, HasTails) else self._guarded(base, data)
+        trace = Trace("Budget", "training NLL", findings=(ADVICE,))
+        return mixture.with_trace(trace.after(getattr(base, "trace", None)))
 
     def _guarded(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the cells and the plain network, each within its part of the budget."""
@@ -100,8 +100,7 @@ class Budget:
         grid = CellGrid((base,), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
         scores = log_scores(grid, data, self.points)
         weights = budget_weights(scores, self.budget)
-        mixture = MixturePosterior.of(grid.bases, beliefs, cells, weights)
-        return mixture.with_trace(Trace("Budget", "training NLL", findings=(ADVICE,)))
+        return MixturePosterior.of(grid.bases, beliefs, cells, weights)
 
     def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the posteriors with equal weights, with Student tails fitted to the residuals."""
@@ -112,8 +111,7 @@ class Budget:
         tails = [each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale) for each in bases]
         cells = [Cell(i, each) for i, each in enumerate(tails)]
         weights = torch.full((len(bases),), 1 / len(bases), dtype=torch.float64)
-        mixture = MixturePosterior.of(bases, [Belief(i) for i in range(len(bases))], cells, weights)
-        return mixture.with_trace(Trace("Budget", "training NLL", findings=(ADVICE,)))
+        return MixturePosterior.of(bases, [Belief(i) for i in range(len(bases))], cells, weights)
 
 
 def budget_weights(scores: Tensor, budget: float) -> Tensor:
