@@ -29,7 +29,7 @@ from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence, Linearised, SamplesGamma
 from lapwing.priors.bound import Prior
-from lapwing.problem import Problem, checked_targets, mean_squared_residual
+from lapwing.problem import Problem, checked_targets, mean_squared_residual, named_targets
 from lapwing.registry import Auto, likelihood_named, method_named, prior_given, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
@@ -116,6 +116,8 @@ def fit(
     held_out = None if validation is None else replace(batches, source=validation, name="validation")
     problem = _problem(model, batches, likelihood, weights, prior)
     chosen, why = _method(method, problem, batches)
+    if held_out is not None:
+        named_targets(problem.network, problem.likelihood, held_out.look()[0], held_out.name)
     if held_out is not None and isinstance(chosen, StopsEarly):
         chosen = chosen.stopped_by(held_out)
     given = tuner

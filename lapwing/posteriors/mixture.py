@@ -177,19 +177,26 @@ class MixturePosterior:
     def _drawn(
         self, n: int, generator: torch.Generator | None, capability: Any, draws: Any, centre: Any, like: Tensor
     ) -> Tensor:
-        """Return n draws, (n, *like.shape): cells by their weights, then draws of their belief, spread by the cell."""
-        edges = self.weights.cumsum(0)[:-1].contiguous()
-        chosen = torch.searchsorted(edges, uniform((n,), generator, like).to(edges), right=True)
-        out = torch.zeros((n, *like.shape), dtype=like.dtype, device=like.device)
-        for number, cell in enumerate(self.cells):
-            rows = (chosen == number).nonzero()[:, 0]
-            if not len(rows):
-                continue
-            each = self.members[cell.belief]
+        """Return n draws, (n, *like.shape): cells by their weights, then draws of their belief, spread by the cell.
+
+        A belief is asked once for the draws of all its cells: methods with stored samples return the first ones.
+        """
+        for each in self.bases:
             if not isinstance(each, capability):
                 raise UnsupportedError(f"{type(each).__name__} has no such samples; choose a method that has.")
+        edges = self.weights.cumsum(0)[:-1].contiguous()
+        chosen = torch.searchsorted(edges, uniform((n,), generator, like).to(edges), right=True).cpu()
+        beliefs = torch.tensor([cell.belief for cell in self.cells])[chosen]
+        widths = torch.tensor([cell.spread**0.5 for cell in self.cells], dtype=torch.float64)[chosen]
+        out = torch.zeros((n, *like.shape), dtype=like.dtype, device=like.device)
+        for number in beliefs.unique().tolist():
+            each, drawn = self.members[number], beliefs == number
             middle = centre(each).to(like)
-            out[rows] = middle + cell.spread**0.5 * (draws(each, len(rows)).to(like) - middle)
+            out[drawn.to(like.device)] = middle
+            drawn &= widths > 0
+            if bool(drawn.any()):
+                steps = draws(each, int(drawn.sum())).to(like) - middle
+                out[drawn.to(like.device)] += torch.einsum("n,n...->n...", widths[drawn].to(like), steps)
         return out
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:

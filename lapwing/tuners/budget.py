@@ -18,7 +18,7 @@ from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior, base_of
 from lapwing.posteriors.protocols import Linearised
 from lapwing.predictives.densities import log_density
 from lapwing.problem import checked_targets
-from lapwing.tuners.cells import CellGrid, log_scores
+from lapwing.tuners.cells import CellGrid, log_scores, with_plain
 from lapwing.tuners.protocol import required_data
 
 RATIOS = (1.0, 10.0, 100.0)
@@ -95,9 +95,10 @@ class Budget:
         else:
             beliefs = [Belief(0)]
             cells = [Cell(0, likelihood, 1 / ratio) for ratio in self.ratios]
-        cells.append(Cell(0, likelihood, 0.0))
+        bases, beliefs, (number, scale) = with_plain(base, beliefs)
+        cells.append(Cell(number, likelihood, scale))
         none = torch.zeros(len(cells), dtype=torch.bool)
-        grid = CellGrid((base,), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
+        grid = CellGrid(bases, tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
         scores = log_scores(grid, data, self.points)
         weights = budget_weights(scores, self.budget)
         return MixturePosterior.of(grid.bases, beliefs, cells, weights)

@@ -75,7 +75,7 @@ class Integrate:
         """Return the mixture."""
         base = base_of(posterior)
         network, likelihood = base.problem.network, base.problem.likelihood
-        data = as_data(self.data, network.device)
+        data = as_data(self.data, network.device, name="validation")
         grid = grid_of(base, self.ratios, self.temperatures)
         scores = log_scores(grid, data)
         if isinstance(likelihood, HasTails) and likelihood.learns_dispersion:
