@@ -117,9 +117,9 @@ def fit(
     problem = _problem(model, batches, likelihood, weights, prior)
     chosen, why = _method(method, problem, batches)
     if held_out is not None:
-        named_targets(problem.network, problem.likelihood, held_out.look()[0], held_out.name)
-    if held_out is not None and isinstance(chosen, StopsEarly):
-        chosen = chosen.stopped_by(held_out)
+        for batch in held_out.batches("checking validation data"):
+            named_targets(problem.network, problem.likelihood, batch, held_out.name)
+        chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
     given = tuner
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
         problem, tuner = _with_learned_prior(problem, tuner, batches, generator), None

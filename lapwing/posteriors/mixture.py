@@ -25,6 +25,7 @@ from lapwing.posteriors.protocols import (
     HasWeightSamples,
     Linearised,
     Posterior,
+    SamplesGamma,
     SharesJacobian,
 )
 from lapwing.problem import Problem, Statistics
@@ -156,22 +157,17 @@ class MixturePosterior:
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions, (n, B, [T,] C); each draws its cell first."""
-        mean = beliefs_at(self.members[:1], x)[0].mean
+        centre = lambda each: beliefs_at([each], x)[0].mean
         return self._drawn(
-            n,
-            generator,
-            HasFunctionSamples,
-            lambda each, count: each.function_samples(x, count, generator),
-            lambda each: beliefs_at([each], x)[0].mean,
-            mean,
-        )
+            n, generator, HasFunctionSamples, lambda each, count: each.function_samples(x, count, generator),
+            centre, centre(self.members[0]),
+        )  # fmt: skip
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P); each draws its cell first."""
-        theta = self.problem.network.theta()
         return self._drawn(
             n, generator, HasWeightSamples, lambda each, count: each.weight_samples(count, generator),
-            lambda each: each.theta, theta,
+            lambda each: each.theta, self.problem.network.theta(),
         )  # fmt: skip
 
     def _drawn(
@@ -208,8 +204,16 @@ class MixturePosterior:
             variances.append(each.variance_of(function, x))
         return torch.as_tensor(sum(float(s) * v for s, v in zip(self._spreads, variances, strict=True)))
 
+    @property
+    def _separate(self) -> MixturePosterior:
+        """The same mixture with a base for every belief."""
+        beliefs = tuple(Belief(i + 1) for i in range(len(self.members)))
+        return replace(self, bases=(self.bases[0], *self.members), beliefs=beliefs)
+
     def state(self) -> State:
-        names = [type(base).__name__ for base in self.bases]
+        shared = all(belief.precisions is None for belief in self.beliefs)
+        if not shared and isinstance(self.bases[0], SamplesGamma):  # samples in a file belong to one prior
+            return self._separate.state()
         parts = {f"base{i}": base.state() for i, base in enumerate(self.bases)}  # type: ignore[attr-defined]
         tensors = {"weights": self.weights}
         for i, base in enumerate(self.bases):
@@ -221,7 +225,7 @@ class MixturePosterior:
         for i, cell in enumerate(self.cells):
             parts[f"cell{i}"] = cell.likelihood.state()  # type: ignore[attr-defined]
         settings = {
-            "bases": names,
+            "bases": [type(base).__name__ for base in self.bases],
             "beliefs": [belief.base for belief in self.beliefs],
             "cells": [[cell.belief, cell.scale] for cell in self.cells],
         }

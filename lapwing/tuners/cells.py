@@ -149,11 +149,11 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
         for batch in _limited(data, limit):
             y = named_targets(network, likelihood, batch, data.name)
             beliefs = beliefs_at(members, batch.inputs)
+            ignored = likelihood.ignored(y) if isinstance(likelihood, IgnoresTargets) else torch.zeros_like(y).bool()
+            y = y.masked_fill(ignored, 0)  # any target that exists; its row is left out below
             each = [cell.predict(beliefs[cell.belief]).log_prob(y).double().flatten() for cell in grid.cells]
             table = torch.stack(each, 1)
-            if isinstance(likelihood, IgnoresTargets):
-                ignored = likelihood.ignored(y)
-                table = table[~ignored.reshape(len(table), -1).any(1)]
+            table = table[~ignored.reshape(len(table), -1).any(1)]
             rows.append(table)
             count += len(table)
     if not count:
