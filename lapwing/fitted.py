@@ -312,7 +312,7 @@ class Fitted:
         bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         if isinstance(base, HasCurvature):
             return replace(self, posterior=base.with_prior(bound))
-        return replace(self, posterior=base.with_problem(base.problem.with_prior(bound)))
+        return replace(self, posterior=base.with_problem(self.posterior.problem.with_prior(bound)))
 
     def to(self, device: torch.device | str) -> Fitted:
         """Return the posterior on another device. Its model is moved there too, as ``model.to`` does.

@@ -149,13 +149,15 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
         for batch in _limited(data, limit):
             y = named_targets(network, likelihood, batch, data.name)
             beliefs = beliefs_at(members, batch.inputs)
-            ignored = likelihood.ignored(y) if isinstance(likelihood, IgnoresTargets) else torch.zeros_like(y).bool()
-            y = y.masked_fill(ignored, 0)  # any target that exists; its row is left out below
-            each = [cell.predict(beliefs[cell.belief]).log_prob(y).double().flatten() for cell in grid.cells]
-            table = torch.stack(each, 1)
-            table = table[~ignored.reshape(len(table), -1).any(1)]
-            rows.append(table)
-            count += len(table)
+            predictives = (cell.predict(beliefs[cell.belief]) for cell in grid.cells)
+            if isinstance(likelihood, IgnoresTargets):
+                each = [likelihood.known_log_prob(predictive, y) for predictive in predictives]
+                known = ~likelihood.ignored(y).reshape(each[0].numel(), -1).all(1)
+                each = [column.flatten()[known] for column in each]
+            else:
+                each = [predictive.log_prob(y).flatten() for predictive in predictives]
+            rows.append(torch.stack(each, 1).double())
+            count += len(each[0])
     if not count:
         raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
     scores = torch.cat(rows)[:limit]
