@@ -121,6 +121,7 @@ def fit(
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
         chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
     given = tuner
+    stops_early = isinstance(chosen, StopsEarly) and chosen.validation is not None
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
         problem, tuner = _with_learned_prior(problem, tuner, batches, generator), None
     posterior = chosen.fit(problem, batches, generator)
@@ -130,7 +131,7 @@ def fit(
         posterior = checked_tuner(tuner, batches)(posterior)
     if held_out is not None:
         posterior = Integrate(held_out, None if prior is None else (), training=batches)(posterior)
-    elif prior is None and given is None and isinstance(posterior, Linearised):
+    elif prior is None and given is None and isinstance(posterior, Linearised) and not stops_early:
         others = _second(posterior, batches, generator) if method is None else ()
         posterior = Budget(batches, others=others)(posterior)
     return Fitted(posterior, Fingerprint.of(posterior.problem.network.model), type(chosen).__name__, why)

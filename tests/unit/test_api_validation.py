@@ -21,7 +21,7 @@ from tests.conformance.declared import SMALL, small_method
 from tests.tolerances import assert_close
 
 D = torch.float64
-N = 60
+N = 40
 DECAY = 0.01
 KINDS = ("classification", "regression")
 MINIMUM = ("hfl", "hfl pretrained")  # they need the prior that the network was trained with
@@ -42,7 +42,7 @@ def problem(kind: str) -> tuple[nn.Module, Pair, Pair]:
     torch.manual_seed(0)
     outputs = 3 if kind == "classification" else 1
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, outputs)).double().eval()
-    optimiser = torch.optim.LBFGS(net.parameters(), max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-9)
+    optimiser = torch.optim.LBFGS(net.parameters(), max_iter=150, line_search_fn="strong_wolfe", tolerance_grad=1e-9)
 
     def objective() -> Tensor:
         optimiser.zero_grad()
@@ -76,6 +76,12 @@ def fitted(kind: str, validation: Any, **options: Any) -> lw.Fitted:
     return lw.fit(net, training, kind, validation=validation, **options)
 
 
+@cache
+def plain_nll(kind: str) -> float:
+    net, training, validation = problem(kind)
+    return nll(lw.fit(net, training, kind, method=lw.baselines.MapOnly()), validation)
+
+
 def nll(posterior: lw.Fitted, data: Pair) -> float:
     return -float(posterior.predict(data[0]).log_prob(data[1]).mean())
 
@@ -104,12 +110,11 @@ def refuses(call: Callable[[], Any]) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setting", SMALL)
 def test_no_method_is_worse_than_the_plain_network(kind: str, setting: str) -> None:
-    net, training, validation = problem(kind)
+    net, _, validation = problem(kind)
     before = deepcopy(net)
     posterior = validated(kind, setting)
     assert bool(torch.isfinite(moments(posterior, kind, validation[0])).all())
-    plain = lw.fit(net, training, kind, method=lw.baselines.MapOnly())
-    assert nll(posterior, validation) < nll(plain, validation) + 0.05
+    assert nll(posterior, validation) < plain_nll(kind) + 0.05
     for (name, one), other in zip(net.named_parameters(), before.parameters(), strict=True):
         assert torch.equal(one, other), name
         assert one.requires_grad
@@ -231,7 +236,7 @@ def test_a_given_prior_is_kept(kind: str, method: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "method", [lw.VaLLA(5, alpha=1.0, steps=30, learning_rate=0.1), lw.FMGP(5, steps=40, learning_rate=0.2)]
+    "method", [lw.VaLLA(5, alpha=1.0, steps=12, learning_rate=0.2), lw.FMGP(5, steps=20, learning_rate=0.4)]
 )
 def test_early_stopping_uses_the_same_data(kind: str, method: Any) -> None:
     """What is mixed is the posterior of the method with these validation data."""
@@ -245,6 +250,15 @@ def test_early_stopping_uses_the_same_data(kind: str, method: Any) -> None:
     assert posterior.base.trace.steps == stopped.trace.steps
     without = lw.fit(net, training, kind, method=method, tuner=keep)
     assert float((without.functions(x).cov - stopped.functions(x).cov).abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_method_learned_from_validation_data_is_not_guarded(kind: str) -> None:
+    net, training, validation = problem(kind)
+    method = lw.VaLLA(5, alpha=1.0, steps=5, validation=validation)
+    posterior = lw.fit(net, training, kind, method=method)
+    assert not isinstance(posterior.posterior, MixturePosterior)
+    assert isinstance(lw.fit(net, training, kind, method=replace(method, validation=None)).posterior, MixturePosterior)
 
 
 # Validation data that do not fit.
@@ -290,16 +304,17 @@ def test_validation_data_are_checked_before_the_fit(monkeypatch: pytest.MonkeyPa
 # Randomness, tokens, modes and dtypes.
 
 
-@pytest.mark.parametrize("method", [lw.Sampled(4), lw.VaLLA(5, steps=3), lw.FMGP(5, steps=3)], ids=repr)
+@pytest.mark.parametrize("method", [lw.Sampled(4), lw.VaLLA(5, start="random", steps=3), lw.FMGP(5, steps=3)])
 def test_seeds_fix_the_result(method: Any) -> None:
     validation = problem("classification")[2]
     x = validation[0][:9]
     fit = lambda generator: fitted("classification", validation, method=method, generator=generator).predict(x).probs
     seeded = lambda seed: torch.Generator().manual_seed(seed)
     state = torch.get_rng_state()
-    assert torch.equal(fit(seeded(1)), fit(seeded(1)))
+    first = fit(seeded(1))
+    assert torch.equal(fit(seeded(1)), first)
     assert torch.equal(fit(None), fit(None))
-    assert not torch.equal(fit(seeded(1)), fit(seeded(2)))
+    assert not torch.equal(fit(seeded(2)), first)
     assert torch.equal(torch.get_rng_state(), state)
 
 
