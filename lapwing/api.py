@@ -39,6 +39,7 @@ from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.integrate import Integrate
 from lapwing.tuners.protocol import Tuner, checked_tuner
+from lapwing.tuners.verdict import judged
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
 MEMORY = 2**30  # bytes of the rows of a Jacobian for it
@@ -131,6 +132,8 @@ def fit(
         posterior = checked_tuner(tuner, batches)(posterior)
     if held_out is not None:
         posterior = Integrate(held_out, None if prior is None else (), training=batches)(posterior)
+    elif given is not None and isinstance(posterior, Linearised):
+        posterior = judged(posterior, batches)
     elif prior is None and given is None and isinstance(posterior, Linearised) and not stops_early:
         others = _second(posterior, batches, generator) if method is None else ()
         posterior = Budget(batches, others=others)(posterior)

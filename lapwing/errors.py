@@ -6,6 +6,7 @@ from typing import Any
 
 __all__ = [
     "LapwingError", "DataError", "ModelError", "NumericalError", "FileError", "UnsupportedError", "DivergedError",
+    "CalibrationWarning",
 ]  # fmt: skip
 
 
@@ -59,3 +60,7 @@ class DivergedError(NumericalError):
         super().__init__(f"{message} The last steps were: {last}." if last else message)
         self.trace = trace
         self.posterior = posterior
+
+
+class CalibrationWarning(UserWarning):
+    """A posterior that predicts worse than the plain network; the message names the remedy."""

@@ -24,7 +24,7 @@ from lapwing.networks.forward import outside_autocast, outside_inference, refuse
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
-from lapwing.posteriors.mixture import base_of
+from lapwing.posteriors.mixture import MixturePosterior, base_of
 from lapwing.posteriors.protocols import (
     EstimatesEvidence,
     HasCurvature,
@@ -62,10 +62,42 @@ class Fitted:
     why: str = ""  # the reason for the method, if ``Auto`` chose it
 
     def __repr__(self) -> str:
+        return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {self._numbers()}>"
+
+    def summary(self) -> str:
+        """Return a few lines: what was fitted, how the hyperparameters came about, and the plain network beside it.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> data = [(x, (x[:, 0] > 0.1).long())]
+        >>> print(lw.fit(torch.nn.Linear(1, 2), data, "classification", prior=2.0).summary())
+        Kron over 4 of 4 weights, Categorical: precision 2
+        The prior was given, and nothing was tuned.
+        """
+        selection, trace = self.network.selection, self.trace
+        total = sum(p.numel() for p in self.network.model.parameters())
+        what = f"{self.method} over {selection.size:,} of {total:,} weights, {type(self.likelihood).__name__}"
+        lines = [f"{what}: {self._numbers()}"]
+        lines += [f"Chosen by Auto: {self.why}"] if self.why else []
+        if isinstance(self.posterior, MixturePosterior):
+            lines.append(self.posterior.described())
+        if trace is None:
+            return "\n".join([*lines, "The prior was given, and nothing was tuned."])
+        if trace.scores:
+            scores = ", ".join(f"{name} {score:.4g}" for name, score in trace.scores.items())
+            lines.append(f"Hyperparameters by {trace.tuner}; {trace.score.removesuffix(' NLL')} NLL: {scores}.")
+        else:
+            lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
+        return "\n".join([*lines, *(f"Note: {finding}" for finding in trace.findings)])
+
+    def _numbers(self) -> str:
+        """Return the precisions and the noise of the posterior that was fitted, as text."""
         listed = [f"precision {_first_three(self.prior.values)}"]
         if isinstance(self.likelihood, AdditiveNoise):
             listed.append(f"noise variance {_first_three(self.likelihood.noise_variance)}")
-        return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {', '.join(listed)}>"
+        if isinstance(self.posterior, MixturePosterior):
+            listed.append(f"mixture of {len(self.posterior.cells)}")
+        return ", ".join(listed)
 
     def __call__(self, x: Inputs) -> Any:
         """Return the predictive over y; the same as ``predict``."""

@@ -91,9 +91,12 @@ class MixturePosterior:
             for i, weight in enumerate(weights.tolist())
             if weight >= NEGLIGIBLE * float(weights.max()) and (cells[i].scale == 0 or share[cells[i].belief] >= RARE)
         ]
-        used = sorted({cells[i].belief for i in kept if cells[i].scale > 0}) or [cells[kept[0]].belief]
-        place = {belief: i for i, belief in enumerate(used)}
-        cells = [replace(cells[i], belief=place.get(cells[i].belief, 0)) for i in kept]
+        wide = {cells[i].belief for i in kept if cells[i].scale > 0}
+        narrow = {cells[i].belief for i in kept} - wide  # only their mean is needed: that of any belief of the base
+        first = {beliefs[k].base: k for k in [*sorted(narrow), *sorted(wide, reverse=True)]}
+        used = sorted(wide | set(first.values()))
+        number = lambda k: used.index(k if k in wide else first[beliefs[k].base])
+        cells = [replace(cells[i], belief=number(cells[i].belief)) for i in kept]
         weights = weights[kept].double()
         return cls(tuple(bases), tuple(beliefs[i] for i in used), tuple(cells), weights / weights.sum())
 
@@ -133,6 +136,16 @@ class MixturePosterior:
                 lambda: total(spreads, (b.cov for b in beliefs)) + total(shares, map(outer, gaps)),
             ),
         )
+
+    def described(self) -> str:
+        """Return the cells in words: precisions with their weights, and the plain network's weight."""
+        shares: dict[str, float] = {}
+        for cell, weight in zip(self.cells, self.weights.tolist(), strict=True):
+            precisions = self.members[cell.belief].problem.prior.values
+            name = f"precision {float(precisions.mean()):.3g}" if cell.scale else "plain network"
+            shares[name] = shares.get(name, 0.0) + weight
+        parts = ", ".join(f"{name} ({share:.2f})" for name, share in sorted(shares.items(), key=lambda s: -s[1]))
+        return f"A mixture of {len(self.cells)} cells: {parts}."
 
     @property
     def _shares(self) -> Tensor:

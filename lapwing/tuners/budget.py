@@ -27,6 +27,7 @@ FLOOR = 1e-4  # loss below which a cell counts as harmless
 DEGREES = (math.inf, 8.0, 4.0)
 GAIN = 2.0  # nats by which Student tails must be better
 ADVICE = "validation data would calibrate this posterior: fit(..., validation=data)."
+TRACE = Trace("Budget", "training NLL", findings=(ADVICE,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +83,8 @@ class Budget:
         likelihood = base.problem.likelihood
         data = required_data("Budget", self.data, base.problem.network.device)
         mixture = self._with_tails(base, data) if isinstance(likelihood, HasTails) else self._guarded(base, data)
-        trace = Trace("Budget", "training NLL", findings=(ADVICE,))
-        return mixture.with_trace(trace.after(getattr(base, "trace", None)))
+        assert mixture.trace is not None
+        return mixture.with_trace(mixture.trace.after(getattr(base, "trace", None)))
 
     def _guarded(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the cells and the plain network, each within its part of the budget."""
@@ -95,13 +96,16 @@ class Budget:
         else:
             beliefs = [Belief(0)]
             cells = [Cell(0, likelihood, 1 / ratio) for ratio in self.ratios]
-        bases, beliefs, (number, scale) = with_plain(base, beliefs)
-        cells.append(Cell(number, likelihood, scale))
+        bases, beliefs, plain = with_plain(base, beliefs)
+        cells.append(Cell(plain, likelihood, 0.0))
         none = torch.zeros(len(cells), dtype=torch.bool)
         grid = CellGrid(bases, tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
         scores = log_scores(grid, data, self.points)
         weights = budget_weights(scores, self.budget)
-        return MixturePosterior.of(grid.bases, beliefs, cells, weights)
+        mixture = MixturePosterior.of(grid.bases, beliefs, cells, weights)
+        mixed = -float(torch.logsumexp(scores + weights.log(), 1).mean())
+        compared = {"plain network": -float(scores[:, -1].mean()), "mixture": mixed}
+        return mixture.with_trace(replace(TRACE, scores=compared))
 
     def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the posteriors with equal weights, with Student tails fitted to the residuals."""
@@ -112,7 +116,7 @@ class Budget:
         tails = [each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale) for each in bases]
         cells = [Cell(i, each) for i, each in enumerate(tails)]
         weights = torch.full((len(bases),), 1 / len(bases), dtype=torch.float64)
-        return MixturePosterior.of(bases, [Belief(i) for i in range(len(bases))], cells, weights)
+        return MixturePosterior.of(bases, [Belief(i) for i in range(len(bases))], cells, weights).with_trace(TRACE)
 
 
 def budget_weights(scores: Tensor, budget: float) -> Tensor:

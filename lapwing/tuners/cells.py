@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,18 +13,19 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
-from lapwing.posteriors.mixture import Belief, Cell, beliefs_at, member
+from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import HasOwnMean, Linearised, SamplesGamma
 from lapwing.problem import named_targets
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
-RATIOS = tuple(10.0**k for k in range(-1, 6))  # of the precision to the evidence's, for logits and rates
-NOISE_RATIOS = tuple(10.0**k for k in range(-3, 5))  # the same for Gaussian noise
+RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to the evidence's, for logits and rates
+NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
 SAMPLED_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
 SCALES = tuple(10.0**k for k in range(-3, 2))  # of the covariance, for methods without a precision
 NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance to the residuals'
+MOST = 3  # precisions that a mixture keeps
 TEMPERATURES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
 TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
 
@@ -43,6 +44,11 @@ class CellGrid:
     rescaled: Tensor  # (cells,), bool
     unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
 
+    @property
+    def scales(self) -> Tensor:
+        """The scale of every cell's covariance, (cells,)."""
+        return torch.tensor([cell.scale for cell in self.cells], dtype=torch.float64)
+
 
 def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequence[float]) -> CellGrid:
     """Return the cells for a fitted posterior.
@@ -57,24 +63,22 @@ def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequen
     bases, beliefs, plain = with_plain(posterior, beliefs)
     cells: list[Cell] = []
     mass: list[float] = []
-    rescaled: list[bool] = []
-    for place in [*spreads, plain]:
-        number, scale = place
+    for number, scale in [*spreads, (plain, 0.0)]:
         for variant, share in _variants(likelihood, temperatures, learns_noise):
             noise = float(variant.dispersion / likelihood.dispersion) if learns_noise else 1.0
             cells.append(Cell(number, variant, scale * noise))
-            mass.append(share * (plain_mass if place == plain else (1 - plain_mass) / len(spreads)))
-            rescaled.append(place == plain)
-    unchanged = next(i for i, cell in enumerate(cells) if rescaled[i] and _same_link(cell.likelihood, likelihood))
+            mass.append(share * (plain_mass if scale == 0 else (1 - plain_mass) / len(spreads)))
+    rescaled = torch.tensor([cell.scale == 0 for cell in cells])
+    unchanged = next(i for i, cell in enumerate(cells) if cell.scale == 0 and _same_link(cell.likelihood, likelihood))
     log_prior = torch.tensor(mass, dtype=torch.float64).log()
-    return CellGrid(bases, tuple(beliefs), tuple(cells), log_prior, torch.tensor(rescaled), unchanged)
+    return CellGrid(bases, tuple(beliefs), tuple(cells), log_prior, rescaled, unchanged)
 
 
-def with_plain(posterior: Any, beliefs: Sequence[Belief]) -> tuple[tuple[Any, ...], list[Belief], tuple[int, float]]:
-    """Return bases, beliefs, and (belief, scale) of the network without error bars."""
+def with_plain(posterior: Any, beliefs: Sequence[Belief]) -> tuple[tuple[Any, ...], list[Belief], int]:
+    """Return bases, beliefs, and the number of the belief whose mean is the output of the network."""
     if isinstance(posterior, HasOwnMean):
-        return (posterior, posterior.plain()), [*beliefs, Belief(1)], (len(beliefs), 1.0)
-    return (posterior,), [*beliefs], (0, 0.0)
+        return (posterior, posterior.plain()), [*beliefs, Belief(1)], len(beliefs)
+    return (posterior,), [*beliefs], 0
 
 
 def _same_link(one: Likelihood, other: Likelihood) -> bool:
@@ -133,6 +137,22 @@ def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
     prior = torch.tensor(log_prior, dtype=torch.float64)
     rescaled = torch.cat([grid.rescaled, torch.zeros(len(cells) - len(grid.cells), dtype=torch.bool)])
     return CellGrid(grid.bases, grid.beliefs, tuple(cells), prior, rescaled, grid.unchanged)
+
+
+def thinned(grid: CellGrid, scores: Tensor) -> CellGrid:
+    """Return the grid with at most ``MOST`` precisions of weight: every second one, or fewer, around the best.
+
+    Few validation data leave many neighbouring precisions plausible. Their predictions differ little, and each costs
+    a product with the Jacobian at every prediction.
+    """
+    weights = mixture_weights(grid.log_prior, scores)
+    number = torch.tensor([cell.belief for cell in grid.cells])
+    shares = torch.zeros(len(grid.beliefs), dtype=torch.float64).index_add(0, number, weights * (grid.scales > 0))
+    step = -(-int((shares >= RARE).sum()) // MOST)
+    if step <= 1:
+        return grid
+    dropped = (grid.scales > 0) & ((number - int(shares.argmax())) % step != 0)
+    return replace(grid, log_prior=grid.log_prior.masked_fill(dropped, -math.inf))
 
 
 def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:

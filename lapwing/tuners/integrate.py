@@ -14,7 +14,7 @@ from lapwing.core.settings import require_positive_values
 from lapwing.core.trace import Trace
 from lapwing.likelihoods.protocol import HasTails
 from lapwing.posteriors.mixture import MixturePosterior, base_of
-from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mixture_weights, with_tails
+from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mixture_weights, thinned, with_tails
 
 FOLDS = 5
 EDGE = 0.1  # weight of the first or last value of a grid from which it is worth a remark
@@ -81,6 +81,7 @@ class Integrate:
         if isinstance(likelihood, HasTails) and likelihood.learns_dispersion:
             grid = with_tails(grid, scores.sum(0))
             scores = log_scores(grid, data)
+        grid = thinned(grid, scores)
         weights = mixture_weights(grid.log_prior, scores)
         compared, worse = compared_scores(grid, scores)
         findings = (*worse, *_edges(grid, weights), *self._repeated(data))

@@ -1,0 +1,50 @@
+"""How a posterior does against the plain network on data at hand, and a warning where it does clearly worse."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lapwing.core.data import Data
+from lapwing.core.trace import Trace
+from lapwing.errors import CalibrationWarning
+from lapwing.posteriors.effective import HasGammas
+from lapwing.posteriors.mixture import Belief, Cell
+from lapwing.tuners.cells import CellGrid, log_scores
+
+POINTS = 700  # training data that are looked at
+CLEARLY = 0.05  # nats for each datum, beyond what the effective number of parameters explains
+
+
+def judged(posterior: Any, data: Data) -> Any:
+    """Return the posterior with the training NLL of the plain network and of itself in its trace; warn if it is worse.
+
+    A posterior that knows γ of its weights from n data is expected to lose about ½ log(1 + γ/n) nats of training
+    likelihood for each datum against the network that was fitted to them; more than that is harm. Cost: a pass over
+    at most 700 training data.
+    """
+    likelihood = posterior.problem.likelihood
+    cells = (Cell(0, likelihood), Cell(0, likelihood, 0.0))
+    grid = CellGrid((posterior,), (Belief(0),), cells, torch.zeros(2), torch.zeros(2, dtype=torch.bool), 1)
+    own, plain = (-log_scores(grid, data, POINTS).mean(0)).tolist()
+    trace = getattr(posterior, "trace", None) or Trace("no tuner", "training NLL")
+    if own - plain > CLEARLY + _explained(posterior):
+        message = (
+            f"{trace.tuner} makes the likelihood of the training targets worse than that of the plain network: NLL "
+            f"{own:.3g} in the place of {plain:.3g} for each datum. Such error bars are too wide. Give validation "
+            "data, fit(..., validation=data), or leave out the tuner."
+        )
+        warnings.warn(message, CalibrationWarning, stacklevel=5)
+        trace = replace(trace, findings=(*trace.findings, message))
+    return posterior.with_trace(replace(trace, scores={"plain network": plain, "this posterior": own}))
+
+
+def _explained(posterior: Any) -> float:
+    """Return the loss of training likelihood for each datum that the effective number of parameters explains."""
+    count = max(1, posterior.statistics.data)
+    gamma = float(posterior.gammas().sum()) if isinstance(posterior, HasGammas) else count
+    return 0.5 * math.log1p(min(gamma, count) / count)
