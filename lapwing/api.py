@@ -29,7 +29,7 @@ from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence, Linearised, SamplesGamma
 from lapwing.priors.bound import Prior
-from lapwing.problem import Problem, checked_targets, mean_squared_residual
+from lapwing.problem import Problem, checked_targets, mean_squared_residual, named_targets
 from lapwing.registry import Auto, likelihood_named, method_named, prior_given, weights_named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
@@ -117,9 +117,12 @@ def fit(
     held_out = None if validation is None else replace(batches, source=validation, name="validation")
     problem = _problem(model, batches, likelihood, weights, prior)
     chosen, why = _method(method, problem, batches)
-    if held_out is not None and isinstance(chosen, StopsEarly):
-        chosen = chosen.stopped_by(held_out)
+    if held_out is not None:
+        for batch in held_out.batches("checking validation data"):
+            named_targets(problem.network, problem.likelihood, batch, held_out.name)
+        chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
     given = tuner
+    stops_early = isinstance(chosen, StopsEarly) and chosen.validation is not None
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
         problem, tuner = _with_learned_prior(problem, tuner, batches, generator), None
     posterior = chosen.fit(problem, batches, generator)
@@ -131,7 +134,7 @@ def fit(
         posterior = Integrate(held_out, None if prior is None else (), training=batches)(posterior)
     elif given is not None and isinstance(posterior, Linearised):
         posterior = judged(posterior, batches)
-    elif prior is None and given is None and isinstance(posterior, Linearised):
+    elif prior is None and given is None and isinstance(posterior, Linearised) and not stops_early:
         others = _second(posterior, batches, generator) if method is None else ()
         posterior = Budget(batches, others=others)(posterior)
     return Fitted(posterior, Fingerprint.of(posterior.problem.network.model), type(chosen).__name__, why)
@@ -200,10 +203,8 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """Return the posterior with its prior learned, starting near the optimum."""
     default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
     tuned = checked_tuner(tuner or default, data)(start_near_optimum(posterior))
-    before, after = getattr(posterior, "trace", None), getattr(tuned, "trace", None)
-    if before is None or after is None or not before.findings:
-        return tuned
-    return tuned.with_trace(replace(after, findings=(*before.findings, *after.findings)))
+    trace = getattr(tuned, "trace", None)
+    return tuned if trace is None else tuned.with_trace(trace.after(getattr(posterior, "trace", None)))
 
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:

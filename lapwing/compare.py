@@ -63,8 +63,9 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
 
     The evidence of a model is its fit less its complexity, so that a larger network is better only if its fit is better
     by more than that. Evidences of different methods also differ by their approximations: compare within one method.
-    Where evidences are estimated (``Sampled``), probabilities are averaged over their errors, and a finding says which
-    order the errors leave undecided.
+    The evidence of a mixture, which ``fit`` returns by default, is that of the posterior that it varies
+    (``Fitted.base``). Where evidences are estimated (``Sampled``), probabilities are averaged over their errors, and a
+    finding says which order the errors leave undecided.
 
     Args:
         posteriors: From names to posteriors, all fitted to the same data with the same kind of likelihood.
@@ -95,7 +96,7 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     with torch.no_grad():
         evidences = {name: float(fitted.log_evidence()) for name, fitted in posteriors.items()}
         errors = {name: float(fitted.evidence_error) for name, fitted in posteriors.items()}
-        fits = {name: float(fitted.posterior.log_likelihood()) for name, fitted in posteriors.items()}
+        fits = {name: float(fitted.base.log_likelihood()) for name, fitted in posteriors.items()}
     probabilities = _probabilities(evidences, errors)
     gammas = {name: fitted.effective_parameters() for name, fitted in posteriors.items()}
     rows = [
@@ -137,7 +138,7 @@ def _undecided(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:
 
 def _refuse_different(posteriors: Mapping[str, Fitted]) -> None:
     """Raise unless all have the same number of data and the same kind of likelihood."""
-    sizes = {name: fitted.posterior.statistics.data for name, fitted in posteriors.items()}
+    sizes = {name: fitted.base.statistics.data for name, fitted in posteriors.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"the posteriors saw different numbers of data: {sizes}; expected the same data for all, since an evidence "

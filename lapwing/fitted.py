@@ -24,7 +24,7 @@ from lapwing.networks.forward import outside_autocast, outside_inference, refuse
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
-from lapwing.posteriors.mixture import MixturePosterior
+from lapwing.posteriors.mixture import MixturePosterior, base_of
 from lapwing.posteriors.protocols import (
     EstimatesEvidence,
     HasCurvature,
@@ -202,20 +202,20 @@ class Fitted:
         """Return the log marginal likelihood of the tangent model, with every constant.
 
         A scalar tensor, differentiable in the prior and the noise where the method allows. ``evidence_error`` is its
-        standard error where it is an estimate.
+        standard error where it is an estimate. For a mixture it is that of ``base``.
 
         Raises:
             UnsupportedError: If the method has no evidence.
         """
         self._unchanged()
-        return self._with(HasEvidence, "evidence").log_evidence()
+        return self._base_with(HasEvidence, "evidence").log_evidence()
 
     @property
     @outside_autocast
     def evidence_error(self) -> float:
         """The standard error of ``log_evidence``; zero where it is computed and not estimated."""
         self._unchanged()
-        return self.posterior.evidence_error if isinstance(self.posterior, EstimatesEvidence) else 0.0
+        return self.base.evidence_error if isinstance(self.base, EstimatesEvidence) else 0.0
 
     @outside_autocast
     @torch.inference_mode(False)  # as for fit
@@ -229,14 +229,13 @@ class Fitted:
             DivergedError: If a hyperparameter has no optimum.
         """
         self._unchanged()
-        posterior = self.posterior.bases[0] if isinstance(self.posterior, MixturePosterior) else self.posterior
-        return replace(self, posterior=checked_tuner(tuner or MaximiseEvidence())(posterior))
+        return replace(self, posterior=checked_tuner(tuner or MaximiseEvidence())(self.base))
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:
         """Return γ, the number of weights that the data determine: in total and for each layer. Print it to read it."""
         self._unchanged()
-        return effective_parameters(self._with(HasGammas, "evidence"))
+        return effective_parameters(self._base_with(HasGammas, "evidence"))
 
     @outside_autocast
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
@@ -297,8 +296,16 @@ class Fitted:
         return NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
 
     @property
+    def base(self) -> Any:
+        """The posterior that was fitted: for a mixture the one that it varies, with evidence, prior and noise."""
+        return base_of(self.posterior)
+
+    @property
     def trace(self) -> Trace | None:
-        """The steps of the tuner: every value that it tried, with its evidence or score."""
+        """The record of the tuner: values that it tried, with their evidence or score, and findings.
+
+        For a mixture, the steps by which the evidence was maximised are in ``base.trace``.
+        """
         return getattr(self.posterior, "trace", None)
 
     @property
@@ -331,13 +338,13 @@ class Fitted:
                 "the mean of this posterior was computed for its prior (LinearMode with mean='tangent'); fit again, or "
                 "tune the posterior that it came from."
             )
-        problem = self.posterior.problem
-        if not isinstance(self.posterior, Reweightable):
-            raise UnsupportedError(f"{type(self.posterior).__name__} has no prior over weights to change.")
+        base = self.base
+        if not isinstance(base, Reweightable):
+            raise UnsupportedError(f"{type(base).__name__} has no prior over weights to change.")
         bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
-        if isinstance(self.posterior, HasCurvature):
-            return replace(self, posterior=self.posterior.with_prior(bound))
-        return replace(self, posterior=self.posterior.with_problem(problem.with_prior(bound)))
+        if isinstance(base, HasCurvature):
+            return replace(self, posterior=base.with_prior(bound))
+        return replace(self, posterior=base.with_problem(self.posterior.problem.with_prior(bound)))
 
     def to(self, device: torch.device | str) -> Fitted:
         """Return the posterior on another device. Its model is moved there too, as ``model.to`` does.
@@ -388,10 +395,17 @@ class Fitted:
 
     def _with(self, capability: Any, what: str) -> Any:
         """Return the posterior; raise if it has not this capability."""
-        if not isinstance(self.posterior, capability):
-            name = self.method or type(self.posterior).__name__
+        return self._checked_for(self.posterior, capability, what)
+
+    def _base_with(self, capability: Any, what: str) -> Any:
+        """Return the posterior that was fitted; raise if it has not this capability."""
+        return self._checked_for(self.base, capability, what)
+
+    def _checked_for(self, posterior: Any, capability: Any, what: str) -> Any:
+        if not isinstance(posterior, capability):
+            name = self.method or type(posterior).__name__
             raise UnsupportedError(f"{name} has no {what}; choose a method that has.")
-        return self.posterior
+        return posterior
 
 
 def _first_three(values: Tensor) -> str:

@@ -93,6 +93,14 @@ def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> t
     return outputs, likelihood.targets(outputs, batch.targets)
 
 
+def named_targets(network: Network, likelihood: Likelihood, batch: Batch, name: str) -> Tensor:
+    """Return the checked targets of a batch; the message of an error begins with the name of the data."""
+    try:
+        return checked_targets(network, likelihood, batch)[1]
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
+
+
 def data_count(network: Network, likelihood: Likelihood, data: Data) -> int:
     """Return the number of data with a target that is not ignored, without running the network."""
     pairs = (checked_targets(network, likelihood, batch) for batch in data.batches("counting"))

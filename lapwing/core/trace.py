@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 
@@ -39,6 +39,14 @@ class Trace:
     steps: tuple[Step, ...] = ()
     findings: tuple[str, ...] = ()
     scores: Mapping[str, float] = field(default_factory=dict)  # of the alternatives that were compared, by name
+
+    def after(self, earlier: Trace | None) -> Trace:
+        """Return this trace with the findings of an earlier one before its own.
+
+        >>> Trace("Budget", findings=("guarded",)).after(Trace("SampleEM", findings=("few samples",))).findings
+        ('few samples', 'guarded')
+        """
+        return self if earlier is None else replace(self, findings=(*earlier.findings, *self.findings))
 
     def __str__(self) -> str:
         lines = [f"{self.tuner}: {self.score}", *(f"{i:4d}  {step}" for i, step in enumerate(self.steps))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,10 @@ class Bernoulli:
 
     def ignored(self, y: Tensor) -> Tensor:
         return torch.zeros_like(y, dtype=torch.bool) if self.ignore_index is None else y == self.ignore_index
+
+    def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
+        each: Tensor = predictive.log_prob_each(y)
+        return each.masked_fill(self.ignored(y), 0).sum(-1)
 
     def check_prediction(self) -> None:
         refuse_unused("Bernoulli", pos_weight=self.pos_weight, temperature=self.temperature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +102,11 @@ class Categorical:
 
     def ignored(self, y: Tensor) -> Tensor:
         return y == self.ignore_index
+
+    def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
+        ignored = self.ignored(y)
+        log_prob: Tensor = predictive.log_prob(y.masked_fill(ignored, 0))
+        return log_prob.masked_fill(ignored, 0)
 
     def check_prediction(self) -> None:
         if self.link == "mc":

@@ -153,6 +153,10 @@ class IgnoresTargets(Protocol):
         """Return a mask in the shape of ``y``, true for targets that do not count."""
         ...
 
+    def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
+        """Return the log-probability of the targets that count, (B, [T]); it is zero where none does."""
+        ...
+
 
 @runtime_checkable
 class ChecksPrediction(Protocol):

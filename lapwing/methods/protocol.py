@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -35,6 +35,11 @@ class NeedsPrior(Protocol):
 @runtime_checkable
 class StopsEarly(Protocol):
     """A method that learns in steps, and keeps the state that predicts validation data best if it is given some."""
+
+    @property
+    def validation(self) -> Any:
+        """The validation data that the method was given, or None."""
+        ...
 
     def stopped_by(self, validation: Data) -> Method:
         """Return the method with these validation data."""

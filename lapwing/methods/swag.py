@@ -21,6 +21,7 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of, spread
+from lapwing.posteriors.point import PointPosterior
 from lapwing.problem import Problem, Statistics, summed_loss
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
@@ -316,6 +317,9 @@ class DrawnPosterior:
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         return spread(self.draws(x).to(self.theta.dtype), joint)
+
+    def plain(self) -> PointPosterior:
+        return PointPosterior(self.problem, self.statistics, self.theta)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n outputs of the network, (n, B, [T,] C); without a generator those of the seeds seed, seed + 1, ..."""

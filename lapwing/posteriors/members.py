@@ -13,6 +13,7 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.state import State, class_named, saved
 from lapwing.errors import UnsupportedError
+from lapwing.posteriors.point import PointPosterior
 from lapwing.problem import Problem, Statistics
 
 
@@ -46,6 +47,9 @@ class MembersPosterior:
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         return spread(self._outputs(x), joint)
+
+    def plain(self) -> PointPosterior:
+        return PointPosterior(self.problem, self.statistics, self.theta)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the first n members, (n, B, [T,] C); the generator is not used."""

@@ -20,12 +20,12 @@ from lapwing.likelihoods.protocol import HasTails, Likelihood
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import (
-    HasEvidence,
     HasFunctionSamples,
     HasVarianceOf,
     HasWeightSamples,
     Linearised,
     Posterior,
+    SamplesGamma,
     SharesJacobian,
 )
 from lapwing.predictives.mixture import Mixable
@@ -69,8 +69,9 @@ class Cell:
 class MixturePosterior:
     """A mixture of Gaussian beliefs about the outputs, with a predictive for each. The tuners of ``fit`` make it.
 
-    ``bases[0]`` is the posterior that was fitted, under the hyperparameters of the evidence; ``log_evidence`` and
-    ``prior`` are its. All cells share one pass of the network and one Jacobian.
+    ``bases[0]`` is the posterior that was fitted, under the hyperparameters of the evidence. A mixture has no evidence
+    and no precision of its own: ``base_of`` returns the posterior that has them. All cells share one pass of the
+    network and one Jacobian.
     """
 
     bases: tuple[Posterior, ...]
@@ -91,9 +92,12 @@ class MixturePosterior:
             for i, weight in enumerate(weights.tolist())
             if weight >= NEGLIGIBLE * float(weights.max()) and (cells[i].scale == 0 or share[cells[i].belief] >= RARE)
         ]
-        used = sorted({cells[i].belief for i in kept if cells[i].scale > 0}) or [cells[kept[0]].belief]
-        place = {belief: i for i, belief in enumerate(used)}
-        cells = [replace(cells[i], belief=place.get(cells[i].belief, 0)) for i in kept]
+        wide = {cells[i].belief for i in kept if cells[i].scale > 0}
+        narrow = {cells[i].belief for i in kept} - wide  # only their mean is needed: that of any belief of the base
+        first = {beliefs[k].base: k for k in [*sorted(narrow), *sorted(wide, reverse=True)]}
+        used = sorted(wide | set(first.values()))
+        number = lambda k: used.index(k if k in wide else first[beliefs[k].base])
+        cells = [replace(cells[i], belief=number(cells[i].belief)) for i in kept]
         weights = weights[kept].double()
         return cls(tuple(bases), tuple(beliefs[i] for i in used), tuple(cells), weights / weights.sum())
 
@@ -110,10 +114,6 @@ class MixturePosterior:
     def members(self) -> tuple[Any, ...]:
         """The posterior of each belief."""
         return tuple(member(self.bases, belief) for belief in self.beliefs)
-
-    def with_problem(self, problem: Problem) -> Posterior:
-        """Return the posterior that was fitted under another prior or noise; no longer a mixture."""
-        return self.bases[0].with_problem(problem)  # type: ignore[attr-defined, no-any-return]
 
     def with_trace(self, trace: Trace) -> MixturePosterior:
         return replace(self, trace=trace)
@@ -174,48 +174,44 @@ class MixturePosterior:
             )
         return type(components[0]).mixed(components, self.weights)
 
-    def log_evidence(self) -> Tensor:
-        """Return the log evidence of the posterior that was fitted, at the evidence's own hyperparameters."""
-        if not isinstance(self.bases[0], HasEvidence):
-            raise UnsupportedError(f"{type(self.bases[0]).__name__} has no evidence; choose a method that has.")
-        return self.bases[0].log_evidence()
-
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions, (n, B, [T,] C); each draws its cell first."""
-        mean = beliefs_at(self.members[:1], x)[0].mean
+        centre = lambda each: beliefs_at([each], x)[0].mean
         return self._drawn(
-            n,
-            generator,
-            HasFunctionSamples,
-            lambda each, count: each.function_samples(x, count, generator),
-            lambda each: beliefs_at([each], x)[0].mean,
-            mean,
-        )
+            n, generator, HasFunctionSamples, lambda each, count: each.function_samples(x, count, generator),
+            centre, centre(self.members[0]),
+        )  # fmt: skip
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P); each draws its cell first."""
-        theta = self.problem.network.theta()
         return self._drawn(
             n, generator, HasWeightSamples, lambda each, count: each.weight_samples(count, generator),
-            lambda each: each.theta, theta,
+            lambda each: each.theta, self.problem.network.theta(),
         )  # fmt: skip
 
     def _drawn(
         self, n: int, generator: torch.Generator | None, capability: Any, draws: Any, centre: Any, like: Tensor
     ) -> Tensor:
-        """Return n draws, (n, *like.shape): cells by their weights, then draws of their belief, spread by the cell."""
-        edges = self.weights.cumsum(0)[:-1].contiguous()
-        chosen = torch.searchsorted(edges, uniform((n,), generator, like).to(edges), right=True)
-        out = torch.zeros((n, *like.shape), dtype=like.dtype, device=like.device)
-        for number, cell in enumerate(self.cells):
-            rows = (chosen == number).nonzero()[:, 0]
-            if not len(rows):
-                continue
-            each = self.members[cell.belief]
+        """Return n draws, (n, *like.shape): cells by their weights, then draws of their belief, spread by the cell.
+
+        A belief is asked once for the draws of all its cells: methods with stored samples return the first ones.
+        """
+        for each in self.bases:
             if not isinstance(each, capability):
                 raise UnsupportedError(f"{type(each).__name__} has no such samples; choose a method that has.")
+        edges = self.weights.cumsum(0)[:-1].contiguous()
+        chosen = torch.searchsorted(edges, uniform((n,), generator, like).to(edges), right=True).cpu()
+        beliefs = torch.tensor([cell.belief for cell in self.cells])[chosen]
+        widths = torch.tensor([cell.spread**0.5 for cell in self.cells], dtype=torch.float64)[chosen]
+        out = torch.zeros((n, *like.shape), dtype=like.dtype, device=like.device)
+        for number in beliefs.unique().tolist():
+            each, drawn = self.members[number], beliefs == number
             middle = centre(each).to(like)
-            out[rows] = middle + cell.spread**0.5 * (draws(each, len(rows)).to(like) - middle)
+            out[drawn.to(like.device)] = middle
+            drawn &= widths > 0
+            if bool(drawn.any()):
+                steps = draws(each, int(drawn.sum())).to(like) - middle
+                out[drawn.to(like.device)] += torch.einsum("n,n...->n...", widths[drawn].to(like), steps)
         return out
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
@@ -227,12 +223,16 @@ class MixturePosterior:
             variances.append(each.variance_of(function, x))
         return torch.as_tensor(sum(float(s) * v for s, v in zip(self._spreads, variances, strict=True)))
 
-    def gammas(self) -> Tensor:
-        """Return γ of every weight under the posterior that was fitted, (P,)."""
-        return self.bases[0].gammas()  # type: ignore[attr-defined, no-any-return]
+    @property
+    def _separate(self) -> MixturePosterior:
+        """The same mixture with a base for every belief."""
+        beliefs = tuple(Belief(i + 1) for i in range(len(self.members)))
+        return replace(self, bases=(self.bases[0], *self.members), beliefs=beliefs)
 
     def state(self) -> State:
-        names = [type(base).__name__ for base in self.bases]
+        shared = all(belief.precisions is None for belief in self.beliefs)
+        if not shared and isinstance(self.bases[0], SamplesGamma):  # samples in a file belong to one prior
+            return self._separate.state()
         parts = {f"base{i}": base.state() for i, base in enumerate(self.bases)}  # type: ignore[attr-defined]
         tensors = {"weights": self.weights}
         for i, base in enumerate(self.bases):
@@ -244,7 +244,7 @@ class MixturePosterior:
         for i, cell in enumerate(self.cells):
             parts[f"cell{i}"] = cell.likelihood.state()  # type: ignore[attr-defined]
         settings = {
-            "bases": names,
+            "bases": [type(base).__name__ for base in self.bases],
             "beliefs": [belief.base for belief in self.beliefs],
             "cells": [[cell.belief, cell.scale] for cell in self.cells],
         }
@@ -266,6 +266,11 @@ class MixturePosterior:
             for i, (belief, scale) in enumerate(state.settings["cells"])
         )
         return cls(tuple(bases), beliefs, cells, state.tensors["weights"])
+
+
+def base_of(posterior: Any) -> Any:
+    """Return the posterior that was fitted, which a mixture varies; a posterior that is no mixture as it is."""
+    return posterior.bases[0] if isinstance(posterior, MixturePosterior) else posterior
 
 
 def member(bases: Sequence[Any], belief: Belief) -> Any:

@@ -103,6 +103,15 @@ class SharesJacobian(Protocol):
 
 
 @runtime_checkable
+class HasOwnMean(Protocol):
+    """A posterior whose mean is not the output of the network, such as the mean of an ensemble."""
+
+    def plain(self) -> Posterior:
+        """Return the network without error bars."""
+        ...
+
+
+@runtime_checkable
 class HasPredictive(Protocol):
     """A posterior with a predictive of its own, which is not that of its mean and covariance alone."""
 

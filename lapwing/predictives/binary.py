@@ -64,9 +64,13 @@ class BinaryPredictive:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-probability of the targets, (B,), summed over labels."""
+        return self.log_prob_each(y).sum(-1)
+
+    def log_prob_each(self, y: Tensor) -> Tensor:
+        """Return the log-probability of the target of each label by itself, (B, C)."""
         y = y.to(self.probs).reshape(self.probs.shape)
         one, zero = self._log_odds
-        return (y * one + (1 - y) * zero).sum(-1)
+        return y * one + (1 - y) * zero
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the targets, (n, B, C) zeros and ones; inputs are independent.

@@ -14,11 +14,11 @@ from lapwing.core.data import Data
 from lapwing.core.settings import require_integer, require_positive, require_positive_values
 from lapwing.core.trace import Trace
 from lapwing.likelihoods.protocol import HasTails
-from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
+from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior, base_of
 from lapwing.posteriors.protocols import Linearised
 from lapwing.predictives.densities import log_density
 from lapwing.problem import checked_targets
-from lapwing.tuners.cells import CellGrid, log_scores
+from lapwing.tuners.cells import CellGrid, log_scores, with_plain
 from lapwing.tuners.protocol import required_data
 
 RATIOS = (1.0, 10.0, 100.0)
@@ -27,6 +27,7 @@ FLOOR = 1e-4  # loss below which a cell counts as harmless
 DEGREES = (math.inf, 8.0, 4.0)
 GAIN = 2.0  # nats by which Student tails must be better
 ADVICE = "validation data would calibrate this posterior: fit(..., validation=data)."
+TRACE = Trace("Budget", "training NLL", findings=(ADVICE,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +79,12 @@ class Budget:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the mixture."""
-        base = posterior.bases[0] if isinstance(posterior, MixturePosterior) else posterior
+        base = base_of(posterior)
         likelihood = base.problem.likelihood
         data = required_data("Budget", self.data, base.problem.network.device)
-        if isinstance(likelihood, HasTails):
-            return self._with_tails(base, data)
-        return self._guarded(base, data)
+        mixture = self._with_tails(base, data) if isinstance(likelihood, HasTails) else self._guarded(base, data)
+        assert mixture.trace is not None
+        return mixture.with_trace(mixture.trace.after(getattr(base, "trace", None)))
 
     def _guarded(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the cells and the plain network, each within its part of the budget."""
@@ -95,15 +96,16 @@ class Budget:
         else:
             beliefs = [Belief(0)]
             cells = [Cell(0, likelihood, 1 / ratio) for ratio in self.ratios]
-        cells.append(Cell(0, likelihood, 0.0))
+        bases, beliefs, plain = with_plain(base, beliefs)
+        cells.append(Cell(plain, likelihood, 0.0))
         none = torch.zeros(len(cells), dtype=torch.bool)
-        grid = CellGrid((base,), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
+        grid = CellGrid(bases, tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
         scores = log_scores(grid, data, self.points)
         weights = budget_weights(scores, self.budget)
         mixture = MixturePosterior.of(grid.bases, beliefs, cells, weights)
         mixed = -float(torch.logsumexp(scores + weights.log(), 1).mean())
         compared = {"plain network": -float(scores[:, -1].mean()), "mixture": mixed}
-        return mixture.with_trace(Trace("Budget", "training NLL", findings=(ADVICE,), scores=compared))
+        return mixture.with_trace(replace(TRACE, scores=compared))
 
     def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the posteriors with equal weights, with Student tails fitted to the residuals."""
@@ -114,8 +116,7 @@ class Budget:
         tails = [each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale) for each in bases]
         cells = [Cell(i, each) for i, each in enumerate(tails)]
         weights = torch.full((len(bases),), 1 / len(bases), dtype=torch.float64)
-        mixture = MixturePosterior.of(bases, [Belief(i) for i in range(len(bases))], cells, weights)
-        return mixture.with_trace(Trace("Budget", "training NLL", findings=(ADVICE,)))
+        return MixturePosterior.of(bases, [Belief(i) for i in range(len(bases))], cells, weights).with_trace(TRACE)
 
 
 def budget_weights(scores: Tensor, budget: float) -> Tensor:

@@ -14,8 +14,9 @@ from lapwing.core.data import Batch, Data
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
 from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
-from lapwing.posteriors.protocols import Linearised, SamplesGamma
-from lapwing.problem import sample_count
+from lapwing.posteriors.point import PointPosterior
+from lapwing.posteriors.protocols import HasOwnMean, Linearised, SamplesGamma
+from lapwing.problem import named_targets
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
@@ -59,9 +60,10 @@ def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequen
     learns_noise = isinstance(likelihood, HasTails) and likelihood.learns_dispersion
     beliefs, spreads = _spreads(posterior, ratios, learns_noise)
     plain_mass = 0.0 if ratios is not None and not len(ratios) else PLAIN_NOISE if learns_noise else PLAIN
+    bases, beliefs, plain = with_plain(posterior, beliefs)
     cells: list[Cell] = []
     mass: list[float] = []
-    for number, scale in [*spreads, (0, 0.0)]:
+    for number, scale in [*spreads, (plain, 0.0)]:
         for variant, share in _variants(likelihood, temperatures, learns_noise):
             noise = float(variant.dispersion / likelihood.dispersion) if learns_noise else 1.0
             cells.append(Cell(number, variant, scale * noise))
@@ -69,7 +71,14 @@ def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequen
     rescaled = torch.tensor([cell.scale == 0 for cell in cells])
     unchanged = next(i for i, cell in enumerate(cells) if cell.scale == 0 and _same_link(cell.likelihood, likelihood))
     log_prior = torch.tensor(mass, dtype=torch.float64).log()
-    return CellGrid((posterior,), tuple(beliefs), tuple(cells), log_prior, rescaled, unchanged)
+    return CellGrid(bases, tuple(beliefs), tuple(cells), log_prior, rescaled, unchanged)
+
+
+def with_plain(posterior: Any, beliefs: Sequence[Belief]) -> tuple[tuple[Any, ...], list[Belief], int]:
+    """Return bases, beliefs, and the number of the belief whose mean is the output of the network."""
+    if isinstance(posterior, HasOwnMean):
+        return (posterior, posterior.plain()), [*beliefs, Belief(1)], len(beliefs)
+    return (posterior,), [*beliefs], 0
 
 
 def _same_link(one: Likelihood, other: Likelihood) -> bool:
@@ -85,6 +94,8 @@ def _spreads(
     """Return the beliefs, and (belief, scale) of every spread of f."""
     if ratios is not None and not len(ratios):
         return [Belief(0)], [(0, 1.0)]
+    if isinstance(posterior, PointPosterior):
+        return [Belief(0)], []
     if not isinstance(posterior, Linearised):
         scales = SCALES if ratios is None else [1 / ratio for ratio in ratios]
         return [Belief(0)], [(0, scale) for scale in scales]
@@ -156,34 +167,36 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
     rows: list[Tensor] = []
     count = 0
     members = [member(grid.bases, belief) for belief in grid.beliefs]
-    likelihood = grid.bases[0].problem.likelihood
+    network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
     with torch.no_grad():
-        for batch in _limited(grid.bases[0].problem.network, data, limit):
+        for batch in _limited(data, limit):
+            y = named_targets(network, likelihood, batch, data.name)
             beliefs = beliefs_at(members, batch.inputs)
-            y = likelihood.targets(beliefs[0].mean, batch.targets)
-            each = [cell.predict(beliefs[cell.belief]).log_prob(y).double().flatten() for cell in grid.cells]
-            table = torch.stack(each, 1)
+            predictives = (cell.predict(beliefs[cell.belief]) for cell in grid.cells)
             if isinstance(likelihood, IgnoresTargets):
-                ignored = likelihood.ignored(y)
-                table = table[~ignored.reshape(len(table), -1).any(1)]
-            rows.append(table)
-            count += len(table)
+                each = [likelihood.known_log_prob(predictive, y) for predictive in predictives]
+                known = ~likelihood.ignored(y).reshape(each[0].numel(), -1).all(1)
+                each = [column.flatten()[known] for column in each]
+            else:
+                each = [predictive.log_prob(y).flatten() for predictive in predictives]
+            rows.append(torch.stack(each, 1).double())
+            count += len(each[0])
     if not count:
-        raise DataError("no datum counts: every target is ignored; expected at least one that is not.")
+        raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
     scores = torch.cat(rows)[:limit]
     if not bool(torch.isfinite(scores).all()):
         raise DataError(
-            f"{int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; expected "
-            "finite ones. Check the targets, and the network for overflow."
+            f"{data.name}: {int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; "
+            "expected finite ones. Check the targets, and the network for overflow."
         )
     return scores.cpu()
 
 
-def _limited(network: Any, data: Data, limit: int | None) -> Iterator[Batch]:
+def _limited(data: Data, limit: int | None) -> Iterator[Batch]:
     """Yield batches until ``limit`` samples have passed."""
     count = 0
     for batch in data.batches("validation data" if limit is None else "training data"):
-        count += sample_count(network, batch)
+        count += batch.n_samples
         yield batch
         if limit is not None and count >= limit:
             return

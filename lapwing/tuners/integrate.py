@@ -13,7 +13,7 @@ from lapwing.core.data import Data, as_data, tensors_in
 from lapwing.core.settings import require_positive_values
 from lapwing.core.trace import Trace
 from lapwing.likelihoods.protocol import HasTails
-from lapwing.posteriors.mixture import MixturePosterior
+from lapwing.posteriors.mixture import MixturePosterior, base_of
 from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mixture_weights, thinned, with_tails
 
 FOLDS = 5
@@ -73,9 +73,9 @@ class Integrate:
 
     def __call__(self, posterior: Any) -> MixturePosterior:
         """Return the mixture."""
-        base = posterior.bases[0] if isinstance(posterior, MixturePosterior) else posterior
+        base = base_of(posterior)
         network, likelihood = base.problem.network, base.problem.likelihood
-        data = as_data(self.data, network.device)
+        data = as_data(self.data, network.device, name="validation")
         grid = grid_of(base, self.ratios, self.temperatures)
         scores = log_scores(grid, data)
         if isinstance(likelihood, HasTails) and likelihood.learns_dispersion:
@@ -86,7 +86,8 @@ class Integrate:
         compared, worse = compared_scores(grid, scores)
         findings = (*worse, *_edges(grid, weights), *self._repeated(data))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
-        return mixture.with_trace(Trace("Integrate", "validation NLL", findings=findings, scores=compared))
+        trace = Trace("Integrate", "validation NLL", findings=findings, scores=compared)
+        return mixture.with_trace(trace.after(getattr(base, "trace", None)))
 
     def _repeated(self, data: Data) -> tuple[str, ...]:
         """Return a remark if validation inputs are among the training inputs."""

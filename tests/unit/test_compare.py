@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.posteriors.mixture import MixturePosterior
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references.linear_regression import regress
@@ -312,3 +314,16 @@ def test_as_a_table() -> None:
     assert len({len(row) for row in (head, *rows[:2])}) == 1  # columns line up
     assert rows[2:] == list(comparison.findings)
     assert math.isclose(sum(c.probability for c in comparison.candidates), 1)
+
+
+@pytest.mark.parametrize("method", [lw.Kron(), lw.Sampled(num_samples=2, width=2, probes=4, steps=3, tolerance=0.3)])
+def test_mixtures_are_compared_by_the_posterior_that_they_vary(method: Any) -> None:
+    x = torch.randn(80, 3, dtype=D)
+    model = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    mixture = lw.fit(model, [(x, x[:, :1].sin())], "regression", method=method)
+    assert isinstance(mixture.posterior, MixturePosterior)
+    row = lw.compare({"mixture": mixture}).candidates[0]
+    alone = lw.compare({"base": lw.Fitted(mixture.base, mixture.fingerprint)}).candidates[0]
+    assert replace(row, name="base") == alone
+    assert row.error == mixture.evidence_error == lw.Fitted(mixture.base, mixture.fingerprint).evidence_error
+    assert (row.error > 0) == isinstance(method, lw.Sampled)

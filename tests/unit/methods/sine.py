@@ -54,7 +54,9 @@ def fitted(method: Any, likelihood: Any = GIVEN, prior: Any = 0.5, **options: An
 
 @cache
 def exact(learned: bool = False) -> lw.Fitted:
-    return fitted(lw.Full(), lw.Gaussian() if learned else GIVEN, None if learned else 0.5)
+    if learned:
+        return fitted(lw.Full(), lw.Gaussian(), None, tuner=lw.tuners.MaximiseEvidence())
+    return fitted(lw.Full(), GIVEN, 0.5)
 
 
 @cache

@@ -92,3 +92,32 @@ def test_without_data_it_is_refused() -> None:
     net, data = classifier()
     with pytest.raises(lw.errors.UnsupportedError, match="training data"):
         lw.fit(net, data, "classification", prior=1.0).tuned(lw.tuners.Budget())
+
+
+def test_ignored_classes_are_left_out() -> None:
+    """The default of ``fit`` scores the training data, whose ignored targets may be anything."""
+    net, (x, y) = classifier()
+    masked = y.clone()
+    masked[::3] = -100
+    known = masked >= 0
+    guarded = lambda data: lw.fit(net, data, "classification", method=lw.Full(), prior=1.0).tuned(
+        lw.tuners.Budget(data)
+    )
+    assert_close(guarded((x, masked)).predict(x).probs, guarded((x[known], y[known])).predict(x).probs)
+    assert bool(torch.isfinite(lw.fit(net, (x, masked), "classification").predict(x).probs).all())
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_labels_that_are_known_count_where_others_are_ignored(validated: bool) -> None:
+    net, (x, _) = classifier()
+    y = (net(x).detach() > 0).to(D)
+    y[torch.arange(80), torch.arange(80) % 3] = -1  # one label of each datum is unknown
+    likelihood = lw.Bernoulli(ignore_index=-1)
+    options: dict[str, Any] = {"validation": (x[40:], y[40:])} if validated else {}
+    posterior = lw.fit(net, (x[:40], y[:40]), likelihood, **options)
+    assert bool(torch.isfinite(posterior.predict(x).probs).all())
+    if validated:
+        assert posterior.trace is not None
+        known = y[40:] >= 0
+        loss = nn.functional.binary_cross_entropy_with_logits(net(x[40:]).detach()[known], y[40:][known])
+        assert posterior.trace.scores["plain network"] == pytest.approx(2 * float(loss), rel=1e-6)

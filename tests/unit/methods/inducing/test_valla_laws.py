@@ -78,7 +78,7 @@ def test_fixed_points_learn_the_prior_too(alpha: float) -> None:
     posterior = lw.fit(case.build(), problems.batches(case), problems.likelihood(case),
                    method=lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=5))  # fmt: skip
     assert float(posterior.prior.values) != 1.0
-    assert not posterior.posterior.curvature.anchors.inputs.is_floating_point()
+    assert not posterior.base.curvature.anchors.inputs.is_floating_point()
 
 
 def test_a_network_without_rules_keeps_its_points_if_asked() -> None:
@@ -198,11 +198,11 @@ def test_files(method: str, tmp_path: Path) -> None:
     posterior = lw.fit(MLP.build(), [(x, y)], "classification", method=METHODS[method])
     posterior.save(tmp_path / "it")
     again = lw.load(tmp_path / "it", MLP.build())
-    assert torch.equal(again.posterior.curvature.mix, posterior.posterior.curvature.mix)
-    assert torch.equal(again.posterior.curvature.anchors.inputs, posterior.posterior.curvature.anchors.inputs)
+    assert torch.equal(again.base.curvature.mix, posterior.base.curvature.mix)
+    assert torch.equal(again.base.curvature.anchors.inputs, posterior.base.curvature.anchors.inputs)
     assert_close(again.predict(x).probs, posterior.predict(x).probs)
     assert_close(again.functions(x, joint=True).cov, posterior.functions(x, joint=True).cov)
-    assert isinstance(again.posterior.curvature, AnchoredCurvature)
+    assert isinstance(again.base.curvature, AnchoredCurvature)
     if method != "predicting":
         assert_close(again.log_evidence(), posterior.log_evidence())
         assert_close(again.with_prior(3.0).functions(x).cov, posterior.with_prior(3.0).functions(x).cov)
