@@ -29,6 +29,8 @@ def test_uci_prints_a_table_for_the_sets_asked_for(tmp_path: Path, capsys: pytes
 
 RESULTS = {"inducing": ("inducing", "inducing_targets")}  # of experiments with more than one
 FILES = {  # that each experiment writes
+    "calibration": ("calibration.json",),
+    "cifar": ("cifar.json",),
     "uci": ("uci.json",),
     "flights": ("flights.json",),
     "fashion": ("fashion.json",),
