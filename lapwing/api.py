@@ -38,7 +38,7 @@ from lapwing.tuners.budget import Budget
 from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.integrate import Integrate
-from lapwing.tuners.protocol import Tuner, checked_tuner
+from lapwing.tuners.protocol import FollowsEvidence, Tuner, checked_tuner
 from lapwing.tuners.verdict import judged
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
@@ -134,7 +134,7 @@ def fit(
         posterior = Integrate(held_out, None if prior is None else (), training=batches)(posterior)
     elif given is not None and isinstance(posterior, Linearised):
         posterior = judged(posterior, batches)
-    elif prior is None and given is None and isinstance(posterior, Linearised) and not stops_early:
+    elif prior is None and isinstance(posterior, Linearised) and not stops_early:
         others = _second(posterior, batches, generator) if method is None else ()
         posterior = Budget(batches, others=others)(posterior)
     return Fitted(posterior, Fingerprint.of(posterior.problem.network.model), type(chosen).__name__, why)
@@ -200,9 +200,14 @@ def _with_learned_prior(
 
 
 def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
-    """Return the posterior with its prior learned, starting near the optimum."""
+    """Return the posterior with its prior learned, starting near the optimum.
+
+    A tuner that varies hyperparameters around those of the evidence runs after the evidence.
+    """
     default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
-    tuned = checked_tuner(tuner or default, data)(start_near_optimum(posterior))
+    tuned = start_near_optimum(posterior)
+    for each in (default, tuner) if tuner is None or isinstance(tuner, FollowsEvidence) else (tuner,):
+        tuned = tuned if each is None else checked_tuner(each, data)(tuned)
     trace = getattr(tuned, "trace", None)
     return tuned if trace is None else tuned.with_trace(trace.after(getattr(posterior, "trace", None)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ class Budget:
     ratios: Sequence[float] = RATIOS
     points: int = 700
     others: Sequence[Any] = ()
+
+    follows_evidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive("budget", self.budget)

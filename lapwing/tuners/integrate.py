@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ class Integrate:
     ratios: Sequence[float] | None = None
     temperatures: Sequence[float] = TEMPERATURES
     training: Data | None = None
+
+    follows_evidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.ratios is not None and len(self.ratios):

@@ -39,6 +39,14 @@ class NeedsData(Protocol):
         ...
 
 
+@runtime_checkable
+class FollowsEvidence(Protocol):
+    """A tuner that varies hyperparameters around those of the evidence, which ``fit`` therefore learns first."""
+
+    @property
+    def follows_evidence(self) -> bool: ...
+
+
 def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
     """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
     if isinstance(tuner, type):

@@ -146,3 +146,12 @@ def test_empty_validation_data_are_refused() -> None:
     net, training, _ = problem("classification")
     with pytest.raises(lw.errors.DataError, match="empty"):
         lw.fit(net, training, "classification", prior=1.0).tuned(lw.tuners.Integrate([]))
+
+
+def test_as_the_tuner_of_a_fit_it_varies_the_precision_of_the_evidence() -> None:
+    net, training, validation = problem("classification")
+    by_tuner = lw.fit(net, training, "classification", tuner=lw.tuners.Integrate(validation))
+    by_argument = lw.fit(net, training, "classification", validation=validation)
+    evidence = lw.fit(net, training, "classification", tuner=lw.tuners.MaximiseEvidence())
+    assert_close(by_tuner.prior.values, evidence.prior.values)
+    assert_close(by_tuner.predict(validation[0]).probs, by_argument.predict(validation[0]).probs)
