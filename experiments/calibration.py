@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from experiments.calibration_tasks import SETS, TASKS, Pair, Split, Task, quick
+from experiments.calibration_tasks import METHOD_TASKS, SETS, TASKS, Pair, Split, Task, quick
 from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, chosen, positive, silent
 from experiments.repeats import mean_scores
@@ -28,6 +28,7 @@ from experiments.uci import SETS as UCI
 from experiments.uci import read_split, splits_in
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
+from lapwing.registry import METHODS
 
 BATCH = 250
 LENGTHS = (40, 100, 300)  # epochs of the networks for regression
@@ -50,6 +51,7 @@ class Calibration:
     splits: int = 20
     validation: int = 200
     workers: int = 1
+    methods: bool = False
     quick: bool = False
     seed: int = 0
 
@@ -63,34 +65,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--splits", type=positive, default=20, help="standard splits of the tables (20)")
     parser.add_argument("--validation", type=positive, default=200, help="validation data (200)")
     parser.add_argument("--workers", type=positive, default=1, help="processes (1)")
+    parser.add_argument("--methods", action="store_true", help="every method on three small tasks, and nothing else")
     add_quick(parser, "two tasks on data that ship with scikit-learn, with short training")
 
 
 def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     """Run the experiment with the options given."""
-    names = [task.name for task in TASKS]
     settings = Calibration(
-        data_dir=None if arguments.quick else data_folder(arguments.data_dir),
-        tasks=("noisy digits, MLP, unregularised", "breast cancer, MLP, overtrained")
-        if arguments.quick
-        else ()
-        if arguments.tasks == []
-        else chosen(arguments.tasks, names, "--tasks"),
-        tables=() if arguments.quick or arguments.tables == [] else chosen(arguments.tables, UCI, "--tables"),
+        data_dir=None if arguments.quick or arguments.methods else data_folder(arguments.data_dir),
+        tasks=_tasks_chosen(arguments),
+        tables=()
+        if arguments.quick or arguments.methods or arguments.tables == []
+        else chosen(arguments.tables, UCI, "--tables"),
         seeds=arguments.seeds,
         splits=arguments.splits,
         validation=arguments.validation,
         workers=arguments.workers,
+        methods=arguments.methods,
         quick=arguments.quick,
         seed=arguments.seed,
     )
     return Report(arguments.out / "calibration.json", (run(settings, progress),))
 
 
+def _tasks_chosen(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names of the tasks of classification."""
+    if arguments.quick:
+        return ("noisy digits, MLP, unregularised", "breast cancer, MLP, overtrained")
+    if arguments.methods or arguments.tasks == []:
+        return ()
+    return chosen(arguments.tasks, [task.name for task in TASKS], "--tasks")
+
+
 def run(settings: Calibration, progress: Progress = silent) -> Result:
     """Train all networks and score all rows."""
     start = time.perf_counter()
-    jobs = [*_classification_jobs(settings), *_regression_jobs(settings)]
+    jobs = [*_classification_jobs(settings), *_regression_jobs(settings), *_method_jobs(settings)]
     collected: dict[str, list[Scores]] = {}
     for (group, _), scores in zip(jobs, _done([job for _, job in jobs], settings.workers), strict=True):
         collected.setdefault(group, []).append(scores)
@@ -99,7 +109,7 @@ def run(settings: Calibration, progress: Progress = silent) -> Result:
     arrays: dict[str, list[float]] = {}
     for group, runs in collected.items():
         for name in runs[0]:
-            of_row = [scores[name] for scores in runs]
+            of_row = [scores[name] for scores in runs if name in scores]
             rows.append(Row(name, {**mean_scores(of_row), "NLL error": _error(of_row)}, group))
             arrays |= {f"{group}/{name}/{key}": [each[key] for each in of_row] for key in of_row[0]}
     notes = [*_classification_notes(settings, collected), *_regression_notes(settings, collected)]
@@ -148,6 +158,30 @@ def classify(task: Task, folder: Path | None, seed: int, validation: int) -> Sco
         "validation": fit(validation=held_out),
     }
     return {name: _class_scores(posterior, split) for name, posterior in fits.items()}
+
+
+def _method_jobs(settings: Calibration) -> list[tuple[str, Callable[[], Scores]]]:
+    return [
+        (task.name, partial(every_method, task, settings.seed + seed, settings.validation))
+        for task in (METHOD_TASKS if settings.methods else ())
+        for seed in range(settings.seeds)
+    ]
+
+
+def every_method(task: Task, seed: int, validation: int) -> Scores:
+    """Return the scores of every method without and with validation data; methods that refuse the task are left out."""
+    split = SETS[task.data](None, seed, validation)
+    model = task.trained(split, seed)
+    data, held_out = batches(*split.train, 64), batches(*split.validation, BATCH)
+    scores = {}
+    for name, kind in METHODS.items():
+        for row, given in ((name, None), (f"{name}, validation", held_out)):
+            try:
+                posterior = lw.fit(model, data, "classification", method=kind(), validation=given, progress=False)
+                scores[row] = _class_scores(posterior, split)
+            except lw.LapwingError:
+                continue
+    return scores
 
 
 def _class_scores(posterior: lw.Fitted, split: Split) -> dict[str, float]:

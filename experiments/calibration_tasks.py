@@ -123,8 +123,16 @@ class MeanOfTokens(nn.Module):
         return x.mean(1)
 
 
+def small(split: Split) -> nn.Module:
+    """Return a network of two hidden layers of 16 units, on which every method can be tried."""
+    inputs = split.train[0][0].numel()
+    layers = (nn.Linear(inputs, 16), nn.Tanh(), nn.Dropout(0.05), nn.Linear(16, 16), nn.Tanh())
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(16, split.classes))
+
+
 NETWORKS: dict[str, Callable[[Split], nn.Module]] = {
     "MLP": mlp,
+    "small MLP": small,
     "BatchNorm MLP": lambda split: mlp(split, normalised=True),
     "CNN": convolutional,
     "BatchNorm CNN": lambda split: convolutional(split, normalised=True),
@@ -219,6 +227,11 @@ COMBINATIONS = (
     ("SST-2", "words", "unregularised"), ("SST-2", "transformer", "regularised"),
     ("SST-2", "transformer", "overtrained"),
 )  # fmt: skip
+METHOD_TASKS = (  # for --methods
+    Task("breast cancer, small MLP, regularised", "breast cancer", "small MLP", "regularised", 1),
+    Task("iris, small MLP, overtrained", "iris", "small MLP", "overtrained", 1),
+    Task("wine, small MLP, unregularised", "wine", "small MLP", "unregularised", 1),
+)
 TASKS = tuple(Task(f"{d}, {n}, {t}", d, n, t, i % 2) for i, (d, n, t) in enumerate(COMBINATIONS))
 
 

@@ -77,7 +77,8 @@ class FunctionGaussian:
             return cls.across(mean, flat.mT @ flat / count)
         variance = lambda: deviations.square().sum(0) / count
         cov = lambda: torch.einsum("k...c,k...d->...cd", deviations, deviations) / count
-        return cls(mean, Deferred(variance, cov))
+        centred = lambda: (deviations - deviations.mean(-1, keepdim=True)).square().sum(0) / count
+        return cls(mean, Deferred(variance, cov, centred))
 
     @classmethod
     def stacked(cls, beliefs: Sequence[FunctionGaussian]) -> FunctionGaussian:

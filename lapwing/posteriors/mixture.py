@@ -28,6 +28,7 @@ from lapwing.posteriors.protocols import (
     SamplesGamma,
     SharesJacobian,
 )
+from lapwing.posteriors.weight_space import WIDE
 from lapwing.predictives.mixture import Mixable
 from lapwing.problem import Problem, Statistics
 
@@ -282,9 +283,14 @@ def member(bases: Sequence[Any], belief: Belief) -> Any:
 
 
 def beliefs_at(members: Sequence[Any], x: Inputs) -> list[FunctionGaussian]:
-    """Return the belief of every posterior about the outputs at x, by one pass of the network for all of them."""
-    linearised = [each for each in members if isinstance(each, Linearised)]
+    """Return the belief of every posterior about the outputs at x, by one pass of the network for all of them.
+
+    With many outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
+    """
     network = members[0].problem.network
+    if network.output_shape[-1] > WIDE:
+        return [each(x) for each in members]
+    linearised = [each for each in members if isinstance(each, Linearised)]
     means: list[Tensor] = []
     covs: list[list[Tensor]] = []
     if linearised:

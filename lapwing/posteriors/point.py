@@ -30,7 +30,8 @@ class PointPosterior:
         f = network(x).to(network.dtype)
         if joint:
             return FunctionGaussian.across(f, f.new_zeros(f.numel(), f.numel()))
-        return FunctionGaussian(f, Deferred(lambda: torch.zeros_like(f), lambda: f.new_zeros(*f.shape, f.shape[-1])))
+        none = lambda: torch.zeros_like(f)
+        return FunctionGaussian(f, Deferred(none, lambda: f.new_zeros(*f.shape, f.shape[-1]), none))
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self.theta.expand(n, -1).clone()

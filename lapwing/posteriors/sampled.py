@@ -93,7 +93,9 @@ class SampledPosterior:
         belief = FunctionGaussian.of_deviations(f, deviations, len(deviations), joint)
         if isinstance(belief.covariance, Deferred):
             recipes = belief.covariance
-            return FunctionGaussian(f, Deferred(outside_autocast(recipes.variance), outside_autocast(recipes.cov)))
+            assert recipes.centred is not None
+            parts = [outside_autocast(part) for part in (recipes.variance, recipes.cov, recipes.centred)]
+            return FunctionGaussian(f, Deferred(*parts))
         return belief
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:

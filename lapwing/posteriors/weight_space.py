@@ -164,17 +164,22 @@ class WeightPosterior:
             return FunctionGaussian.across(tangent.f.to(network.dtype), cov)
         if network.output_shape[-1] <= WIDE:
             return FunctionGaussian(*self._quadratic(x, full=True))
-        covariance = Deferred(lambda: self._quadratic(x, full=False)[1], lambda: self._quadratic(x, full=True)[1])
+        covariance = Deferred(
+            lambda: self._quadratic(x, full=False)[1],
+            lambda: self._quadratic(x, full=True)[1],
+            lambda: self._quadratic(x, full=False, centred=True)[1],
+        )
         return FunctionGaussian(network(x).to(network.dtype), covariance)
 
-    def _quadratic(self, x: Inputs, full: bool) -> tuple[Tensor, Tensor]:
+    def _quadratic(self, x: Inputs, full: bool, centred: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the outputs and their covariances, or variances; ``centred`` takes the mean over outputs off first."""
         network, precision = self.problem.network, self.fixed_precision
         means, covs = [], []
         for _, tangent in network.tangents(x):
             f = tangent.f.to(network.dtype)
-            cov = precision.quadratic(tangent.jacobians(), full)
+            cov = precision.quadratic(tangent.jacobians(_centring(f) if centred else None), full)
             means.append(f)
-            covs.append(cov if f.ndim == 3 else cov.squeeze(1))
+            covs.append(cov.reshape(*f.shape, f.shape[-1]) if full else cov.reshape(f.shape))
         return _joined(means), _joined(covs)
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
@@ -286,6 +291,14 @@ class WeightPosterior:
         if state.settings["mode_loss"] is not None:
             mode = Mode(state.tensors["mode"], float(state.settings["mode_loss"]))
         return cls(problem, curvature, statistics, theta, mode)
+
+
+def _centring(f: Tensor) -> Tensor:
+    """Return seeds (S C, B, [T,] C) of the outputs minus their mean over the outputs of the same datum."""
+    outputs, tokens = f.shape[-1], f[0].numel() // f.shape[-1]
+    centred = torch.eye(outputs, dtype=f.dtype, device=f.device) - 1 / outputs
+    whole = torch.block_diag(*[centred] * tokens)
+    return whole.reshape(len(whole), 1, *f.shape[1:]).expand(-1, *f.shape)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

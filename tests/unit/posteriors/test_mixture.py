@@ -184,3 +184,22 @@ def test_a_predictive_without_a_mixture_is_refused_with_the_remedy() -> None:
     mixture = MixturePosterior((posterior.posterior,), (Belief(0),), cells, torch.ones(1, dtype=D))
     with pytest.raises(lw.errors.UnsupportedError, match=r"Unmixed has no mixed.*give fit.. a prior or a tuner"):
         mixture.predict(x)
+
+
+@pytest.mark.parametrize("method", [lw.Kron(), lw.Diagonal(), lw.Sampled(4)])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_many_classes_are_predicted_without_a_covariance_between_them(
+    method: Any, tokens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 260).double().eval()
+    x = torch.randn(*((4, 2, 3) if tokens else (8, 3)), dtype=D)
+    y = torch.randint(0, 260, x.shape[:-1])
+    posterior = lw.fit(net, (x, y), "classification", method=method, prior=1.0)
+    belief = posterior.functions(x)
+    from_cov = lw.FunctionGaussian(belief.mean, posterior.functions(x).cov).centred_variance
+    assert_close(belief.centred_variance, from_cov, SOLVED)
+    mixed = posterior.tuned(lw.tuners.Integrate((x, y), ratios=(1.0, 10.0)))
+    monkeypatch.setattr(lw.FunctionGaussian, "cov", property(lambda self: pytest.fail("the covariance was built")))
+    for each in (posterior, mixed):
+        assert_close(each.predict(x).probs.sum(-1), torch.ones(y.shape, dtype=D))
