@@ -23,6 +23,7 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
+from lapwing.networks.normalised import has_normalisation
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
 from lapwing.posteriors.mixture import MixturePosterior, base_of
 from lapwing.posteriors.protocols import (
@@ -72,7 +73,7 @@ class Fitted:
         >>> data = [(x, (x[:, 0] > 0.1).long())]
         >>> print(lw.fit(torch.nn.Linear(1, 2), data, "classification", prior=2.0).summary())
         Kron over 4 of 4 weights, Categorical: precision 2
-        The prior was given, and nothing was tuned.
+        Nothing was tuned, or the posterior was read from a file.
         """
         selection, trace = self.network.selection, self.trace
         total = sum(p.numel() for p in self.network.model.parameters())
@@ -81,8 +82,13 @@ class Fitted:
         lines += [f"Chosen by Auto: {self.why}"] if self.why else []
         if isinstance(self.posterior, MixturePosterior):
             lines.append(self.posterior.described())
+        if has_normalisation(self.network.model):
+            lines.append(
+                "The network has normalisation layers, which ignore the scale of the weights before them "
+                "(lw.check lists these); the evidence does not, except with prior=lw.priors.per_normalised_group()."
+            )
         if trace is None:
-            return "\n".join([*lines, "The prior was given, and nothing was tuned."])
+            return "\n".join([*lines, "Nothing was tuned, or the posterior was read from a file."])
         if trace.scores:
             scores = ", ".join(f"{name} {score:.4g}" for name, score in trace.scores.items())
             lines.append(f"Hyperparameters by {trace.tuner}; {trace.score.removesuffix(' NLL')} NLL: {scores}.")

@@ -105,9 +105,7 @@ class Budget:
         scores = log_scores(grid, data, self.points)
         weights = budget_weights(scores, self.budget)
         mixture = MixturePosterior.of(grid.bases, beliefs, cells, weights)
-        mixed = -float(torch.logsumexp(scores + weights.log(), 1).mean())
-        compared = {"plain network": -float(scores[:, -1].mean()), "mixture": mixed}
-        return mixture.with_trace(replace(TRACE, scores=compared))
+        return mixture.with_trace(replace(TRACE, scores=_compared(scores, weights)))
 
     def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the posteriors with equal weights, with Student tails fitted to the residuals."""
@@ -118,7 +116,19 @@ class Budget:
         tails = [each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale) for each in bases]
         cells = [Cell(i, each) for i, each in enumerate(tails)]
         weights = torch.full((len(bases),), 1 / len(bases), dtype=torch.float64)
-        return MixturePosterior.of(bases, [Belief(i) for i in range(len(bases))], cells, weights).with_trace(TRACE)
+        beliefs = tuple(Belief(i) for i in range(len(bases)))
+        with_network = (*cells, Cell(0, base.problem.likelihood, 0.0))
+        none = torch.zeros(len(with_network), dtype=torch.bool)
+        grid = CellGrid(bases, beliefs, with_network, torch.zeros(len(with_network)), none, len(cells))
+        scores = log_scores(grid, data, self.points)
+        mixture = MixturePosterior.of(bases, beliefs, cells, weights)
+        return mixture.with_trace(replace(TRACE, scores=_compared(scores, torch.cat([weights, weights.new_zeros(1)]))))
+
+
+def _compared(scores: Tensor, weights: Tensor) -> dict[str, float]:
+    """Return the mean negative log-likelihoods of the plain network, the last cell, and of the mixture."""
+    mixed = torch.logsumexp(scores + weights.log(), 1)
+    return {"plain network": -float(scores[:, -1].mean()), "mixture": -float(mixed.mean())}
 
 
 def budget_weights(scores: Tensor, budget: float) -> Tensor:

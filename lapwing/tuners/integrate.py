@@ -12,7 +12,7 @@ from torch import Tensor
 from lapwing.core.data import Data, as_data, tensors_in
 from lapwing.core.settings import require_positive_values
 from lapwing.core.trace import Trace
-from lapwing.likelihoods.protocol import HasTails
+from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails
 from lapwing.posteriors.mixture import MixturePosterior, base_of
 from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mixture_weights, thinned, with_tails
 
@@ -140,15 +140,27 @@ def compared_scores(grid: CellGrid, scores: Tensor) -> tuple[dict[str, float], t
 
 
 def _edges(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
-    """Return a remark if the first or last precision of the grid has weight."""
+    """Return remarks where the smallest precision, or the smallest or largest temperature, of the grid has weight."""
     first = torch.tensor([cell.belief == 0 and cell.scale > 0 for cell in grid.cells])
     lowest = float(weights[first].sum())
-    if len(grid.beliefs) < 3 or lowest < EDGE:
-        return ()
-    return (
-        f"the smallest precision tried has a weight of {lowest:.2f}: a smaller one may be better. Try "
-        "Integrate(data, ratios=...) further down.",
+    findings = []
+    if len(grid.beliefs) >= 3 and lowest >= EDGE:
+        findings.append(
+            f"the smallest precision tried has a weight of {lowest:.2f}: a smaller one may be better. Try "
+            "Integrate(data, ratios=...) further down."
+        )
+    links = [cell.likelihood for cell in grid.cells]
+    temperatures = torch.tensor(
+        [link.link_temperature if isinstance(link, HasLinkTemperature) else 1.0 for link in links]
     )
+    for what, edge in (("smallest", temperatures.min()), ("largest", temperatures.max())):
+        share = float(weights[temperatures == edge].sum())
+        if float(temperatures.min()) < float(temperatures.max()) and share >= EDGE:
+            findings.append(
+                f"the {what} temperature tried, {float(edge):g}, has a weight of {share:.2f}: the network is further from "
+                "calibrated than the grid reaches. Try Integrate(data, temperatures=...) further out."
+            )
+    return tuple(findings)
 
 
 def _rows(inputs: Any) -> list[bytes]:
