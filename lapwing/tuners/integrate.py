@@ -157,8 +157,8 @@ def _edges(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
         share = float(weights[temperatures == edge].sum())
         if float(temperatures.min()) < float(temperatures.max()) and share >= EDGE:
             findings.append(
-                f"the {what} temperature tried, {float(edge):g}, has a weight of {share:.2f}: the network is further from "
-                "calibrated than the grid reaches. Try Integrate(data, temperatures=...) further out."
+                f"the {what} temperature tried, {float(edge):g}, has a weight of {share:.2f}: the network is further "
+                "from calibrated than the grid reaches. Try Integrate(data, temperatures=...) further out."
             )
     return tuple(findings)
 
