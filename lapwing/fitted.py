@@ -91,7 +91,7 @@ class Fitted:
             return "\n".join([*lines, "Nothing was tuned, or the posterior was read from a file."])
         if trace.scores:
             scores = ", ".join(f"{name} {score:.4g}" for name, score in trace.scores.items())
-            lines.append(f"Hyperparameters by {trace.tuner}; {trace.score.removesuffix(' NLL')} NLL: {scores}.")
+            lines.append(f"Hyperparameters by {trace.tuner}; {trace.scored_on} NLL: {scores}.")
         else:
             lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
         return "\n".join([*lines, *(f"Note: {finding}" for finding in trace.findings)])

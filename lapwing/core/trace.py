@@ -38,7 +38,8 @@ class Trace:
     score: str = "log evidence"
     steps: tuple[Step, ...] = ()
     findings: tuple[str, ...] = ()
-    scores: Mapping[str, float] = field(default_factory=dict)  # of the alternatives that were compared, by name
+    scores: Mapping[str, float] = field(default_factory=dict)  # NLL of the alternatives that were compared, by name
+    scored_on: str = ""  # "training" or "validation" data
 
     def after(self, earlier: Trace | None) -> Trace:
         """Return this trace with the findings of an earlier one before its own.

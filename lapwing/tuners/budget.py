@@ -27,7 +27,7 @@ FLOOR = 1e-4  # loss below which a cell counts as harmless
 DEGREES = (math.inf, 8.0, 4.0)
 GAIN = 2.0  # nats by which Student tails must be better
 ADVICE = "validation data would calibrate this posterior: fit(..., validation=data)."
-TRACE = Trace("Budget", "training NLL", findings=(ADVICE,))
+TRACE = Trace("Budget", "training NLL", findings=(ADVICE,), scored_on="training")
 
 
 @dataclass(frozen=True, eq=False)

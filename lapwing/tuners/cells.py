@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.data import Batch, Data, merged
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
 from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
@@ -25,6 +25,7 @@ NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaus
 SAMPLED_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
 SCALES = tuple(10.0**k for k in range(-3, 2))  # of the covariance, for methods without a precision
 NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance to the residuals'
+TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
 MOST = 3  # precisions that a mixture keeps
 TEMPERATURES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
 TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
@@ -169,7 +170,7 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
     members = [member(grid.bases, belief) for belief in grid.beliefs]
     network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
     with torch.no_grad():
-        for batch in _limited(data, limit):
+        for batch in merged(_limited(data, limit), TOGETHER):
             y = named_targets(network, likelihood, batch, data.name)
             beliefs = beliefs_at(members, batch.inputs)
             predictives = (cell.predict(beliefs[cell.belief]) for cell in grid.cells)

@@ -88,7 +88,7 @@ class Integrate:
         compared, worse = compared_scores(grid, scores)
         findings = (*worse, *_edges(grid, weights), *self._repeated(data))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
-        trace = Trace("Integrate", "validation NLL", findings=findings, scores=compared)
+        trace = Trace("Integrate", "validation NLL", findings=findings, scores=compared, scored_on="validation")
         return mixture.with_trace(trace.after(getattr(base, "trace", None)))
 
     def _repeated(self, data: Data) -> tuple[str, ...]:
@@ -169,5 +169,7 @@ def _rows(inputs: Any) -> list[bytes]:
     if not tensors:
         return []
     size = len(tensors[0])
-    alike = [tensor.contiguous() for tensor in tensors if len(tensor) == size]
-    return [b"".join(tensor[i].numpy().tobytes() for tensor in alike) for i in range(size)]
+    flat = [
+        tensor.reshape(size, -1).contiguous().view(torch.uint8).numpy() for tensor in tensors if len(tensor) == size
+    ]
+    return [b"".join(row.tobytes() for row in rows) for rows in zip(*flat, strict=True)]

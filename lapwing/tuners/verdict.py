@@ -40,7 +40,8 @@ def judged(posterior: Any, data: Data) -> Any:
         )
         warnings.warn(message, CalibrationWarning, stacklevel=5)
         trace = replace(trace, findings=(*trace.findings, message))
-    return posterior.with_trace(replace(trace, scores={"plain network": plain, "this posterior": own}))
+    scores = {"plain network": plain, "this posterior": own}
+    return posterior.with_trace(replace(trace, scores=scores, scored_on="training"))
 
 
 def _explained(posterior: Any) -> float:
