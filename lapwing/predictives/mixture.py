@@ -199,10 +199,7 @@ class DensityMixture:
     @cached_property
     def epistemic_variance(self) -> Tensor:
         """The variance of f, which more data would lower, (B, C)."""
-        within = mixed(self.weights, torch.stack([component.epistemic_variance for component in self.components]))
-        return within + mixed(
-            self.weights, torch.stack([(component.mean - self.mean).square() for component in self.components])
-        )
+        return _epistemic_variance(self)
 
     @cached_property
     def aleatoric_variance(self) -> Tensor:
@@ -335,10 +332,7 @@ class CountMixture:
     @cached_property
     def epistemic_variance(self) -> Tensor:
         """The variance of the rate, (B, C)."""
-        within = mixed(self.weights, torch.stack([component.epistemic_variance for component in self.components]))
-        return within + mixed(
-            self.weights, torch.stack([(component.mean - self.mean).square() for component in self.components])
-        )
+        return _epistemic_variance(self)
 
     @property
     def aleatoric_variance(self) -> Tensor:
@@ -470,6 +464,12 @@ def draw(mixture: BinaryMixture | DensityMixture | CountMixture, n: int, generat
         if bool(chosen.any()):
             out = torch.where(chosen.unsqueeze(-1), component.sample(n, generator), out)
     return out
+
+
+def _epistemic_variance(mixture: DensityMixture | CountMixture) -> Tensor:
+    """Return the variance of f within the components and between their means, (B, C)."""
+    parts = [each.epistemic_variance + (each.mean - mixture.mean).square() for each in mixture.components]
+    return mixed(mixture.weights, torch.stack(parts))
 
 
 def _binary_entropy(p: Tensor) -> Tensor:
