@@ -7,6 +7,7 @@ the evidence alone, and ``fit`` without and with validation data. Notes count th
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,15 @@ class Calibration:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Job:
+    """One network to train and score. ``cost`` orders the jobs: long ones come first, so that no process waits."""
+
+    group: str
+    scores: Callable[[], Scores]
+    cost: float = 0.0
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this experiment."""
     add_data_dir(parser)
@@ -66,11 +76,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validation", type=positive, default=200, help="validation data (200)")
     parser.add_argument("--workers", type=positive, default=1, help="processes (1)")
     parser.add_argument("--methods", action="store_true", help="every method on three small tasks, and nothing else")
+    parser.add_argument(
+        "--join", type=Path, nargs="+", metavar="JSON", help="join stored results of parts; run nothing"
+    )
     add_quick(parser, "two tasks on data that ship with scikit-learn, with short training")
 
 
 def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     """Run the experiment with the options given."""
+    if arguments.join:
+        return Report(arguments.out / "calibration.json", (joined(arguments.join),))
     settings = Calibration(
         data_dir=None if arguments.quick or arguments.methods else data_folder(arguments.data_dir),
         tasks=_tasks_chosen(arguments),
@@ -102,9 +117,32 @@ def run(settings: Calibration, progress: Progress = silent) -> Result:
     start = time.perf_counter()
     jobs = [*_classification_jobs(settings), *_regression_jobs(settings), *_method_jobs(settings)]
     collected: dict[str, list[Scores]] = {}
-    for (group, _), scores in zip(jobs, _done([job for _, job in jobs], settings.workers), strict=True):
-        collected.setdefault(group, []).append(scores)
-        progress(f"{group}: {len(collected[group])} done after {time.perf_counter() - start:.0f} s")
+    for job, scores in zip(jobs, _done(jobs, settings.workers), strict=True):
+        collected.setdefault(job.group, []).append(scores)
+        progress(f"{job.group}: {len(collected[job.group])} done after {time.perf_counter() - start:.0f} s")
+    return _result(settings, collected, time.perf_counter() - start)
+
+
+def joined(paths: Sequence[Path]) -> Result:
+    """Return the results of parts of the experiment as one, with the notes over all of them."""
+    collected: dict[str, list[Scores]] = {}
+    seconds, settings = 0.0, None
+    for path in paths:
+        part = Result.from_json(json.dumps(json.loads(path.read_text(encoding="utf-8"))["calibration"]))
+        fields = {**part.settings, "data_dir": None}
+        both = {key: (*getattr(settings, key, ()), *fields.pop(key)) for key in ("tasks", "tables")}
+        settings, seconds = Calibration(**fields, **both), seconds + part.seconds["total"]
+        for key, values in part.arrays.items():
+            group, row, score = key.split("/")
+            runs = collected.setdefault(group, [{} for _ in values])
+            for run_scores, value in zip(runs, values, strict=True):
+                run_scores.setdefault(row, {})[score] = value
+    assert settings is not None
+    return _result(settings, collected, seconds)
+
+
+def _result(settings: Calibration, collected: dict[str, list[Scores]], seconds: float) -> Result:
+    """Return the table, the scores of every run, and the notes."""
     rows = []
     arrays: dict[str, list[float]] = {}
     for group, runs in collected.items():
@@ -113,19 +151,20 @@ def run(settings: Calibration, progress: Progress = silent) -> Result:
             rows.append(Row(name, {**mean_scores(of_row), "NLL error": _error(of_row)}, group))
             arrays |= {f"{group}/{name}/{key}": [each[key] for each in of_row] for key in of_row[0]}
     notes = [*_classification_notes(settings, collected), *_regression_notes(settings, collected)]
-    seconds = {"total": time.perf_counter() - start}
-    return Result("calibration", plain(settings), settings.seed, tuple(rows), seconds, arrays, tuple(notes))
+    return Result("calibration", plain(settings), settings.seed, tuple(rows), {"total": seconds}, arrays, tuple(notes))
 
 
-def _done(jobs: Sequence[Callable[[], Scores]], workers: int) -> Iterator[Scores]:
+def _done(jobs: Sequence[Job], workers: int) -> Iterator[Scores]:
     """Yield the results of the jobs in order, with several processes if asked."""
     if workers == 1:
-        yield from (job() for job in jobs)
+        yield from (job.scores() for job in jobs)
         return
     with ProcessPoolExecutor(
         workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        yield from (future.result() for future in [pool.submit(job) for job in jobs])
+        order = sorted(range(len(jobs)), key=lambda i: -jobs[i].cost)
+        futures = {i: pool.submit(jobs[i].scores) for i in order}
+        yield from (futures[i].result() for i in range(len(jobs)))
 
 
 def _error(runs: list[dict[str, float]]) -> float:
@@ -134,11 +173,11 @@ def _error(runs: list[dict[str, float]]) -> float:
     return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def _classification_jobs(settings: Calibration) -> list[tuple[str, Callable[[], Scores]]]:
+def _classification_jobs(settings: Calibration) -> list[Job]:
     tasks = [task for task in TASKS if task.name in settings.tasks]
     tasks = [quick(task) for task in tasks] if settings.quick else tasks
     return [
-        (task.name, partial(classify, task, settings.data_dir, settings.seed + seed, settings.validation))
+        Job(task.name, partial(classify, task, settings.data_dir, settings.seed + seed, settings.validation))
         for task in tasks
         for seed in range(settings.seeds)
     ]
@@ -160,9 +199,9 @@ def classify(task: Task, folder: Path | None, seed: int, validation: int) -> Sco
     return {name: _class_scores(posterior, split) for name, posterior in fits.items()}
 
 
-def _method_jobs(settings: Calibration) -> list[tuple[str, Callable[[], Scores]]]:
+def _method_jobs(settings: Calibration) -> list[Job]:
     return [
-        (task.name, partial(every_method, task, settings.seed + seed, settings.validation))
+        Job(task.name, partial(every_method, task, settings.seed + seed, settings.validation))
         for task in (METHOD_TASKS if settings.methods else ())
         for seed in range(settings.seeds)
     ]
@@ -210,16 +249,17 @@ def _entropy(probs: Tensor) -> Tensor:
     return torch.special.entr(probs).sum(-1)
 
 
-def _regression_jobs(settings: Calibration) -> list[tuple[str, Callable[[], Scores]]]:
-    jobs: list[tuple[str, Callable[[], Scores]]] = []
+def _regression_jobs(settings: Calibration) -> list[Job]:
+    jobs: list[Job] = []
     for name in settings.tables:
         assert settings.data_dir is not None
         path = settings.data_dir / f"uci_{name}.npz"
         for activation in ("tanh", "relu"):
             for epochs in LENGTHS:
                 for split in range(min(settings.splits, splits_in(path))):
-                    job = partial(regress, path, split, activation, epochs, settings.validation)
-                    jobs.append((f"{name}, {activation}, {epochs} epochs", job))
+                    scores = partial(regress, path, split, activation, epochs, settings.validation)
+                    cost = float(path.stat().st_size * epochs)
+                    jobs.append(Job(f"{name}, {activation}, {epochs} epochs", scores, cost))
     return jobs
 
 
