@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from experiments.uci import SETS as UCI
 from experiments.uci import read_split, splits_in
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
+from lapwing.methods.protocol import Method
 from lapwing.registry import METHODS
 
 BATCH = 250
@@ -129,9 +131,9 @@ def joined(paths: Sequence[Path]) -> Result:
     seconds, settings = 0.0, None
     for path in paths:
         part = Result.from_json(json.dumps(json.loads(path.read_text(encoding="utf-8"))["calibration"]))
-        fields = {**part.settings, "data_dir": None}
-        both = {key: (*getattr(settings, key, ()), *fields.pop(key)) for key in ("tasks", "tables")}
-        settings, seconds = Calibration(**fields, **both), seconds + part.seconds["total"]
+        names = {key: (*getattr(settings, key, ()), *part.settings[key]) for key in ("tasks", "tables")}
+        fields: dict[str, Any] = {**part.settings, **names, "data_dir": None}
+        settings, seconds = Calibration(**fields), seconds + part.seconds["total"]
         for key, values in part.arrays.items():
             group, row, score = key.split("/")
             runs = collected.setdefault(group, [{} for _ in values])
@@ -213,7 +215,9 @@ def every_method(task: Task, seed: int, validation: int) -> Scores:
     model = task.trained(split, seed)
     data, held_out = batches(*split.train, 64), batches(*split.validation, BATCH)
     others = [task.trained(split, seed + 1000 * i) for i in (1, 2)]
-    special = {  # methods that need more than their default settings: several networks; weights that are at no minimum
+    special: dict[
+        str, Callable[[], Method]
+    ] = {  # what these methods need
         "ensemble": partial(lw.baselines.Ensemble, others),
         "hfl": partial(lw.HFL, mode="linearised"),
     }
