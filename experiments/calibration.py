@@ -215,14 +215,13 @@ def every_method(task: Task, seed: int, validation: int) -> Scores:
     model = task.trained(split, seed)
     data, held_out = batches(*split.train, 64), batches(*split.validation, BATCH)
     others = [task.trained(split, seed + 1000 * i) for i in (1, 2)]
-    special: dict[
-        str, Callable[[], Method]
-    ] = {  # what these methods need
+    methods: dict[str, Callable[[], Method]] = {
+        **METHODS,
         "ensemble": partial(lw.baselines.Ensemble, others),
-        "hfl": partial(lw.HFL, mode="linearised"),
+        "hfl": partial(lw.HFL, mode="linearised"),  # the other modes need weights at a minimum
     }
     scores = {}
-    for name, kind in {**METHODS, **special}.items():
+    for name, kind in methods.items():
         for row, given in ((name, None), (f"{name}, validation", held_out)):
             try:
                 posterior = lw.fit(model, data, "classification", method=kind(), validation=given, progress=False)
