@@ -152,11 +152,8 @@ def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selectio
     return selection.picked(flat) if picked else flat
 
 
-def blockwise_sum(
-    sweep: Iterable[LayerJacobians], network: Network, new_sum: Callable[[Block], BlockSum]
-) -> BlockwiseCurvature:
-    """Return the sums of all blocks over a pass."""
-    sums = [new_sum(block) for block in network.layout]
+def blockwise_sum(sweep: Iterable[LayerJacobians], network: Network, sums: Sequence[BlockSum]) -> BlockwiseCurvature:
+    """Return the sums of all blocks over a pass; ``sums`` has an empty one for each block of the network."""
     for jacobians in sweep:
         for total, (_, part) in zip(sums, jacobians, strict=True):
             total.add(part)

@@ -38,13 +38,11 @@ def kronecker_curvature(
     """Return Kronecker factors for linear blocks and full or diagonal blocks for the rest, by one pass."""
     if network.selection.index is not None:
         raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
-
-    def new_sum(block: Block) -> BlockSum:
-        if block.linear:
-            return _KroneckerSum(block, sharing, network)
-        return FullSum(block, network) if block.size <= full_limit else DiagonalSum(block, network)
-
-    return blockwise_sum(sweep, network, new_sum)
+    other = lambda block: (FullSum if block.size <= full_limit else DiagonalSum)(block, network)
+    sums: list[BlockSum] = [
+        _KroneckerSum(block, sharing, network) if block.linear else other(block) for block in network.layout
+    ]
+    return blockwise_sum(sweep, network, sums)
 
 
 class _KroneckerSum:

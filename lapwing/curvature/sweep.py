@@ -1,22 +1,31 @@
-"""One pass over the data that yields layer-wise Jacobians, multiplied by a root of the loss's curvature."""
+"""One pass over the data that yields layer-wise Jacobians, multiplied by a root of the loss's curvature.
+
+A likelihood that learns a noise for each output takes a pass, and has a curvature, for each output.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.core.data import Data, check_finite, merged
+from lapwing.core.random import independent_generator
+from lapwing.core.state import State, class_named, saved
 from lapwing.curvature.blockwise import in_order
+from lapwing.curvature.protocols import Curvature
 from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.protocol import Likelihood, NoisePerOutput
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
-from lapwing.problem import Statistics, checked_count, checked_targets
+from lapwing.problem import Problem, Statistics, checked_count, checked_targets
+
+S = TypeVar("S")
 
 CURVATURES = ("ggn", "fisher_mc")
 PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
@@ -111,6 +120,66 @@ class Sweep:
                     "the loss is not finite although inputs, targets and outputs are; check the scale."
                 )
         self.statistics = Statistics(float(total), checked_count(int(count)), network.output_shape[-1])
+
+
+class MixableCurvature(Curvature, Protocol):
+    """A curvature of which weighted sums can be formed."""
+
+    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
+        """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
+        ...
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class PerOutputCurvature:
+    """H_c / s_c for each output c, with s the initial noise ratios; ``at`` gives Σ_c H_c / r_c for others.
+
+    Memory: C times that of one curvature. Exact for full and diagonal structures; a Kronecker block keeps one input
+    factor, and its output factor is the weighted sum, as if it had been computed under those ratios.
+    """
+
+    parts: tuple[MixableCurvature, ...]
+    start: Tensor  # s, (C,)
+
+    def at(self, ratios: Tensor) -> Curvature:
+        """Return the curvature under these ratios (C,), differentiable in them."""
+        return self.parts[0].mixed(self.parts[1:], self.start.to(ratios) / ratios)
+
+    def state(self) -> State:
+        parts = {str(i): part.state() for i, part in enumerate(self.parts)}
+        return State("PerOutputCurvature", tensors={"start": self.start}, parts=parts)
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> PerOutputCurvature:
+        stored = [state.parts[str(i)] for i in range(len(state.parts))]
+        parts = tuple(class_named(part.name).from_state(part, network) for part in stored)
+        return cls(parts, state.tensors["start"].to(network.device))
+
+
+def swept(
+    compute: Callable[[Sweep], MixableCurvature],
+    problem: Problem,
+    data: Data,
+    curvature: str,
+    generator: torch.Generator | None,
+    label: str,
+) -> tuple[Curvature | PerOutputCurvature, Statistics]:
+    """Return the curvature that ``compute`` sums over a pass, or one for each output if each output learns its noise.
+
+    Cost for each output: as many backward passes as one pass over all outputs, and C forward passes instead of one.
+    """
+    likelihood = problem.likelihood
+    draws = independent_generator(generator) if curvature == "fisher_mc" else None
+    sweep = Sweep(problem.network, likelihood, data, Seeds(curvature, draws), label)
+    if not (isinstance(likelihood, NoisePerOutput) and likelihood.learns_ratios):
+        return compute(sweep), sweep.statistics
+    assert likelihood.ratios is not None
+    sweeps = [replace(sweep, seeds=replace(sweep.seeds, output=c)) for c in range(len(likelihood.ratios))]
+    parts = tuple(map(compute, sweeps))
+    statistics = sweeps[0].statistics
+    losses = tuple(0.5 * statistics.data * float(ratio) for ratio in likelihood.ratios)
+    return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses)
 
 
 class SquaredSum:

@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import independent_generator
 from lapwing.curvature.blocks import DiagonalSum
-from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
-from lapwing.curvature.sweep import Seeds, Sweep, checked_curvature
+from lapwing.curvature.blockwise import blockwise_sum
+from lapwing.curvature.sweep import checked_curvature, swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
-from lapwing.posteriors.weight_space import WeightPosterior, by_output
-from lapwing.problem import Problem, Statistics
+from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,8 @@ class Diagonal:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        generator = independent_generator(generator)
-
-        def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Diagonal")
-            return blockwise_sum(sweep, network, lambda block: DiagonalSum(block, network)), sweep.statistics
-
-        return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))
+        compute = lambda sweep: blockwise_sum(sweep, network, [DiagonalSum(block, network) for block in network.layout])
+        return WeightPosterior.fitted(problem, *swept(compute, problem, data, self.curvature, generator, "Diagonal"))
 
     def cost(self, workload: Workload) -> Cost:
         return workload.cost(workload.itemsize * workload.weights, workload.all_outputs + workload.squares)

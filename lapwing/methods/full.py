@@ -8,15 +8,14 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer
-from lapwing.curvature.full import FullCurvature, full_curvature
+from lapwing.curvature.full import full_curvature
 from lapwing.curvature.hessian import full_hessian
-from lapwing.curvature.sweep import CURVATURES, Seeds, Sweep, checked_curvature
+from lapwing.curvature.sweep import CURVATURES, checked_curvature, swept
 from lapwing.errors import UnsupportedError
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
-from lapwing.posteriors.weight_space import WeightPosterior, by_output
-from lapwing.problem import Problem, Statistics
+from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,9 @@ class Full:
                 "Use Kron(), LowRank() or Diagonal(), weights=last_layer, or raise Full(limit=...)."
             )
         if self.curvature == "hessian":
-            curvature, statistics = full_hessian(network, problem.likelihood, data)
-            return WeightPosterior.fitted(problem, curvature, statistics)
-
-        generator = independent_generator(generator)
-
-        def compute(output: int | None) -> tuple[FullCurvature, Statistics]:
-            sweep = Sweep(network, problem.likelihood, data, Seeds(self.curvature, generator, output), "Full")
-            return full_curvature(sweep, network), sweep.statistics
-
-        return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))
+            return WeightPosterior.fitted(problem, *full_hessian(network, problem.likelihood, data))
+        compute = lambda sweep: full_curvature(sweep, network)
+        return WeightPosterior.fitted(problem, *swept(compute, problem, data, self.curvature, generator, "Full"))
 
     def cost(self, workload: Workload) -> Cost:
         size, supported = workload.weights, workload.weights <= self.limit

@@ -8,13 +8,11 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import independent_generator
-from lapwing.curvature.blockwise import BlockwiseCurvature
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
-from lapwing.curvature.sweep import Seeds, Sweep
+from lapwing.curvature.sweep import swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
-from lapwing.posteriors.weight_space import WeightPosterior, by_output
-from lapwing.problem import Problem, Statistics
+from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -59,15 +57,8 @@ class Kron:
         check_settings(self.curvature, self.sharing, self.full_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        generator = independent_generator(generator)
-
-        def compute(output: int | None) -> tuple[BlockwiseCurvature, Statistics]:
-            seeds = Seeds(self.curvature, generator, output)
-            sweep = Sweep(problem.network, problem.likelihood, data, seeds, "Kron")
-            curvature = kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
-            return curvature, sweep.statistics
-
-        return WeightPosterior.fitted(problem, *by_output(problem.likelihood, compute))
+        compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
+        return WeightPosterior.fitted(problem, *swept(compute, problem, data, self.curvature, generator, "Kron"))
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,51 +15,14 @@ from lapwing.core.random import normal
 from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
 from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision, SharesRotation
-from lapwing.likelihoods.protocol import Likelihood, NoisePerOutput
+from lapwing.curvature.sweep import PerOutputCurvature
+from lapwing.likelihoods.protocol import NoisePerOutput
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem, Statistics
 
-S = TypeVar("S")
-
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
-
-
-class MixableCurvature(Curvature, Protocol):
-    """A curvature of which weighted sums can be formed."""
-
-    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
-        """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
-        ...
-
-
-@saved
-@dataclass(frozen=True, eq=False)
-class PerOutputCurvature:
-    """H_c / s_c for each output c, with s the initial noise ratios; ``at`` gives Σ_c H_c / r_c for others.
-
-    Memory: C times that of one curvature. Exact for full and diagonal structures; a Kronecker block keeps one input
-    factor, and its output factor is the weighted sum, as if it had been computed under those ratios.
-    """
-
-    parts: tuple[MixableCurvature, ...]
-    start: Tensor  # s, (C,)
-
-    def at(self, ratios: Tensor) -> Curvature:
-        """Return the curvature under these ratios (C,), differentiable in them."""
-        return self.parts[0].mixed(self.parts[1:], self.start.to(ratios) / ratios)
-
-    def state(self) -> State:
-        parts = {str(i): part.state() for i, part in enumerate(self.parts)}
-        return State("PerOutputCurvature", tensors={"start": self.start}, parts=parts)
-
-    @classmethod
-    def from_state(cls, state: State, network: Network) -> PerOutputCurvature:
-        stored = [state.parts[str(i)] for i in range(len(state.parts))]
-        parts = tuple(class_named(part.name).from_state(part, network) for part in stored)
-        return cls(parts, state.tensors["start"].to(network.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,21 +265,3 @@ def _centring(f: Tensor) -> Tensor:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)  # without a copy of a single part
-
-
-def by_output(
-    likelihood: Likelihood, compute: Callable[[int | None], tuple[MixableCurvature, Statistics]]
-) -> tuple[Curvature | PerOutputCurvature, Statistics]:
-    """Return the curvature, or one for each output if the likelihood learns a noise for each.
-
-    ``compute`` makes a pass for one output, or for all of them together. Cost: as many backward passes as one pass
-    over all outputs, and C forward passes instead of one.
-    """
-    if not (isinstance(likelihood, NoisePerOutput) and likelihood.learns_ratios):
-        return compute(None)
-    assert likelihood.ratios is not None
-    passes = [compute(output) for output in range(len(likelihood.ratios))]
-    statistics = passes[0][1]
-    losses = tuple(0.5 * statistics.data * float(ratio) for ratio in likelihood.ratios)
-    parts = tuple(part for part, _ in passes)
-    return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses)

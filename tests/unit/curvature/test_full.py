@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.curvature import full, hessian
+from lapwing.curvature.sweep import PerOutputCurvature
 from lapwing.linalg.gram import STRIP
 from lapwing.networks.network import Network
-from lapwing.posteriors.weight_space import PerOutputCurvature
 from lapwing.priors import isotropic
 from tests.cases import BY_NAME
 from tests.tolerances import assert_close

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.posteriors.weight_space import PerOutputCurvature
+from lapwing.curvature.sweep import PerOutputCurvature
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense

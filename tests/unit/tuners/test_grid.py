@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.posteriors.weight_space import PerOutputCurvature, WeightPosterior
+from lapwing.curvature.sweep import PerOutputCurvature
+from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.given import GPrior
 from lapwing.tuners.held_out import PRECISIONS, TEMPERATURES
 from tests.tolerances import assert_close
