@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lapwing import files
-from lapwing.core.data import Data
-from lapwing.core.progress import shows_progress
+from lapwing.core.data import Data, shows_progress
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import ChecksOutputs, HasTails, Likelihood, NeedsResiduals
@@ -113,6 +112,8 @@ def fit(
             "validation data and a tuner were given; expected one of them. With validation data the hyperparameters "
             "are integrated by lw.tuners.Integrate; give that tuner itself to change its settings."
         )
+    if not isinstance(generator, torch.Generator | None):
+        raise UnsupportedError(f"generator is {generator!r:.80}; expected torch.Generator().manual_seed(...), or None.")
     batches = Data(data, _device(model), target_key, shows_progress(progress))
     held_out = None if validation is None else replace(batches, source=validation, name="validation")
     problem = _problem(model, batches, likelihood, weights, prior)
@@ -120,9 +121,10 @@ def fit(
     if held_out is not None:
         for batch in held_out.batches("checking validation data"):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
-        chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
-    given = tuner
-    stops_early = isinstance(chosen, StopsEarly) and chosen.validation is not None
+    given, stops_early = tuner, False
+    if isinstance(chosen, StopsEarly):
+        stops_early = chosen.validation is not None
+        chosen = chosen if held_out is None else chosen.stopped_by(held_out)
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
         problem, tuner = _with_learned_prior(problem, tuner, batches, generator), None
     posterior = chosen.fit(problem, batches, generator)
@@ -132,15 +134,17 @@ def fit(
         posterior = checked_tuner(tuner, batches)(posterior)
     if held_out is not None:
         posterior = Integrate(held_out, None if prior is None else (), training=batches)(posterior)
-    elif given is not None and isinstance(posterior, Linearised):
-        posterior = judged(posterior, batches)
-    elif prior is None and isinstance(posterior, Linearised) and not stops_early:
-        others = _second(posterior, batches, generator) if method is None else ()
-        posterior = Budget(batches, others=others)(posterior)
+    elif isinstance(posterior, Linearised):
+        if given is not None:
+            posterior = judged(posterior, batches)
+        elif prior is None and not stops_early:
+            averaged = method is None and isinstance(problem.likelihood, HasTails)
+            others = _exact(posterior, batches, generator) if averaged else ()
+            posterior = Budget(batches, others=others)(posterior)
     return Fitted(posterior, Fingerprint.of(posterior.problem.network.model), type(chosen).__name__, why)
 
 
-def _second(posterior: Any, data: Data, generator: torch.Generator | None) -> tuple[Any, ...]:
+def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tuple[Any, ...]:
     """Return the exact posterior, which the default for Gaussian noise averages with ``Kron``, if it is small enough.
 
     Over nine tables the average covers better than either: Kron is too narrow where networks are trained for long, the
@@ -148,8 +152,6 @@ def _second(posterior: Any, data: Data, generator: torch.Generator | None) -> tu
     """
     problem, statistics = posterior.problem, posterior.statistics
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
-    if not isinstance(problem.likelihood, HasTails):
-        return ()
     if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY:
         method: Method = KernelSpace()
     elif size <= LARGEST:
@@ -169,16 +171,22 @@ def _problem(
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
     first, several = data.look()
     network = Network.build(model, several.inputs, weights_named(weights))
-    chosen = likelihood_named(likelihood, network.output_shape[-1])
     f = network(first.inputs)
+    chosen = _likelihood(likelihood, f)
     chosen.targets(f, first.targets)
-    if isinstance(chosen, ChecksOutputs):
-        chosen.check_outputs(f)
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = prior_given(1.0 if prior is None else prior)
     groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
+
+
+def _likelihood(given: Likelihood | str, f: Tensor) -> Likelihood:
+    """Return the likelihood, or the one that a name stands for; raise if it does not take such outputs f."""
+    likelihood = likelihood_named(given, f.shape[-1])
+    if isinstance(likelihood, ChecksOutputs):
+        likelihood.check_outputs(f)
+    return likelihood
 
 
 def _with_learned_prior(
@@ -204,12 +212,14 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
 
     A tuner that varies hyperparameters around those of the evidence runs after the evidence.
     """
-    default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
     tuned = start_near_optimum(posterior)
-    for each in (default, tuner) if tuner is None or isinstance(tuner, FollowsEvidence) else (tuner,):
-        tuned = tuned if each is None else checked_tuner(each, data)(tuned)
-    trace = getattr(tuned, "trace", None)
-    return tuned if trace is None else tuned.with_trace(trace.after(getattr(posterior, "trace", None)))
+    if tuner is None or isinstance(tuner, FollowsEvidence):
+        default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
+        tuned = default(tuned)
+    if tuner is not None:
+        tuned = checked_tuner(tuner, data)(tuned)
+    earlier = getattr(posterior, "trace", None)
+    return tuned if earlier is None or tuned.trace is None else tuned.with_trace(tuned.trace.after(earlier))
 
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:
@@ -275,9 +285,7 @@ def train(
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
     network = Network.build(copy.deepcopy(unwrapped(model)).eval(), inputs, weights_named(weights))
-    chosen = likelihood_named(likelihood, network.output_shape[-1])
-    if isinstance(chosen, ChecksOutputs):
-        chosen.check_outputs(network(inputs))
+    chosen = _likelihood(likelihood, network(inputs))
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     modes = [module.training for module in unwrapped(model).modules()]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.core.data import Data, Inputs, check_finite, map_tensors
+from lapwing.core.data import Data, Inputs, check_finite, map_tensors, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.progress import shows_progress
 from lapwing.core.settings import require_integer
 from lapwing.core.state import on_device
 from lapwing.core.trace import Trace

@@ -52,6 +52,10 @@ class Problem:
         """Return the problem with another prior."""
         return replace(self, prior=prior)
 
+    def with_precisions(self, values: Tensor) -> Problem:
+        """Return the problem with other precisions of the same prior, in the shape of ``prior.values``."""
+        return replace(self, prior=replace(self.prior, values=values))
+
     def with_known_prior(self) -> Problem:
         """Return the problem with a prior that is no longer to be learned."""
         return replace(self, learn_prior=False)

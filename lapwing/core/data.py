@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -38,6 +39,11 @@ class Batch:
     def n_samples(self) -> int:
         """The number of samples: that of the targets."""
         return len(self.targets) if self.targets.ndim else 1
+
+
+def shows_progress(progress: bool | None) -> bool:
+    """Return whether to show progress bars; None means: only on a terminal."""
+    return sys.stderr.isatty() if progress is None else progress
 
 
 def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:

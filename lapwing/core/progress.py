@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-
-def shows_progress(progress: bool | None) -> bool:
-    """Return whether to show progress bars; None means: only on a terminal."""
-    return sys.stderr.isatty() if progress is None else progress
 
 
 class ProgressBar(Generic[T]):

@@ -279,7 +279,7 @@ def member(bases: Sequence[Any], belief: Belief) -> Any:
     base = bases[belief.base]
     if belief.precisions is None:
         return base
-    return base.with_problem(base.problem.with_prior(base.problem.prior.with_precision(belief.precisions)))
+    return base.with_problem(base.problem.with_precisions(belief.precisions))
 
 
 def beliefs_at(members: Sequence[Any], x: Inputs) -> list[FunctionGaussian]:

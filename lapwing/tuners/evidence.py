@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,17 +22,18 @@ LARGEST_SLOPE = 1e-3  # per weight; above it a search has not converged
 
 
 @dataclass(frozen=True, eq=False)
-class Coordinates:
-    """The log-precisions of a posterior and, if ``noise``, its log noise variances: a vector x (D,) in float64."""
+class Search:
+    """A search over x (D,), float64: the log-precisions of a posterior and, if ``noise``, its log noise variances."""
 
     posterior: Any
     noise: bool
     tuner: str  # the name of the tuner, for traces and errors
     score: str = "log evidence"  # the name of what it maximises
+    steps: list[Step] = field(default_factory=list)  # every point that was tried, in order
 
     @classmethod
-    def of(cls, posterior: Any, noise: bool, tuner: str, score: str = "log evidence") -> Coordinates:
-        """Return the coordinates, with the noise only if the likelihood learns it; raise if there is no evidence."""
+    def of(cls, posterior: Any, noise: bool, tuner: str, score: str = "log evidence") -> Search:
+        """Return the search, with the noise only if the likelihood learns it; raise if there is no evidence."""
         if not isinstance(posterior, HasEvidence) or not isinstance(posterior, Tunable):
             raise UnsupportedError(
                 f"{type(posterior).__name__} has no evidence to maximise; give the prior, or use a method that has one."
@@ -63,49 +64,44 @@ class Coordinates:
         posterior = self.posterior
         if self.noise:
             posterior = posterior.with_noise(x[self.n_precisions :].exp().reshape(posterior.noise.shape))
-        prior = posterior.problem.prior
-        prior = prior.with_precision(x[: self.n_precisions].exp().reshape(prior.values.shape))
-        return posterior.with_problem(posterior.problem.with_prior(prior))
+        precisions = x[: self.n_precisions].exp().reshape(posterior.problem.prior.values.shape)
+        return posterior.with_problem(posterior.problem.with_precisions(precisions))
 
-    def step(self, x: Tensor, score: float, gamma: float | None = None) -> Step:
-        """Return the entry of the trace for x."""
+    def record(self, x: Tensor, score: float, gamma: float | None = None) -> None:
+        """Add x to the steps; raise if its score is not finite."""
         values = x.detach().exp().tolist()
-        return Step(score, tuple(values[: self.n_precisions]), tuple(values[self.n_precisions :]), gamma)
+        self.steps.append(Step(score, tuple(values[: self.n_precisions]), tuple(values[self.n_precisions :]), gamma))
+        if not math.isfinite(score):
+            raise self.error_at_best("the evidence is not finite. Give the prior, or start from another one.")
 
-    def finished(self, x: Tensor, steps: list[Step], *findings: str) -> Any:
+    def finished(self, x: Tensor, *findings: str) -> Any:
         """Return the posterior at x with the trace."""
-        return self.at(x.detach()).with_trace(Trace(self.tuner, self.score, tuple(steps), findings))
+        return self.at(x.detach()).with_trace(Trace(self.tuner, self.score, tuple(self.steps), findings))
 
-    def error_at(self, x: Tensor, steps: list[Step], message: str) -> DivergedError:
+    def error_at(self, x: Tensor, message: str) -> DivergedError:
         """Return the error with the trace and the posterior at x."""
-        trace = Trace(self.tuner, self.score, tuple(steps), (message,))
-        return DivergedError(message, trace, self.at(x.detach()).with_trace(trace))
+        posterior = self.finished(x, message)
+        return DivergedError(message, posterior.trace, posterior)
 
-    def error_at_best(self, steps: list[Step], message: str) -> DivergedError:
+    def error_at_best(self, message: str) -> DivergedError:
         """Return the error with the trace and the posterior at the best step that is finite and in range."""
-        good = [step for step in steps if math.isfinite(step.score) and in_range(step.precisions, self.posterior)]
-        x = self.position(max(good, key=lambda step: step.score)) if good else self.start
-        return self.error_at(x, steps, message)
+        good = [step for step in self.steps if math.isfinite(step.score) and in_range(step.precisions, self.posterior)]
+        return self.error_at(self.position(max(good, key=lambda step: step.score)) if good else self.start, message)
 
     def position(self, step: Step) -> Tensor:
         """Return x of a step."""
         return torch.tensor([*step.precisions, *step.noise], dtype=torch.float64, device=self.start.device).log()
 
-    def refuse_not_finite(self, steps: list[Step]) -> None:
-        """Raise if the score of the last step is not finite."""
-        if not math.isfinite(steps[-1].score):
-            raise self.error_at_best(steps, "the evidence is not finite. Give the prior, or start from another one.")
-
-    def refuse_runaway(self, steps: list[Step]) -> None:
-        """Raise if a precision of the last step is out of range: a search may pass there, but not end."""
-        precisions = steps[-1].precisions
+    def refuse_runaway(self, x: Tensor) -> None:
+        """Raise if a precision at x is out of range: a search may pass there, but not end."""
+        precisions = x.detach()[: self.n_precisions].exp().tolist()
         if not in_range(precisions, self.posterior):
             message = (
                 f"the evidence has no optimum: a prior precision ran to {max(precisions):.3g} (smallest "
                 f"{min(precisions):.3g}). The weights of a layer are all near the prior mean, or the data do not curve "
                 "the loss. Give the prior."
             )
-            raise self.error_at_best(steps, message)
+            raise self.error_at_best(message)
 
 
 def start_near_optimum(posterior: Any) -> Any:
@@ -114,7 +110,7 @@ def start_near_optimum(posterior: Any) -> Any:
     if not isinstance(posterior, Reweightable):
         return posterior
     values = starting_precisions(problem.prior, problem.network.theta(), statistics.data * statistics.outputs)
-    return posterior.with_problem(problem.with_prior(problem.prior.with_precision(values)))
+    return posterior.with_problem(problem.with_precisions(values))
 
 
 def in_range(precisions: Collection[float], posterior: Posterior) -> bool:
@@ -192,25 +188,23 @@ class MaximiseEvidence:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the optimum of the evidence."""
-        coordinates = Coordinates.of(posterior, self.noise, "MaximiseEvidence")
-        steps: list[Step] = []
-        n_weights = max(coordinates.n_weights, 1)
+        search = Search.of(posterior, self.noise, "MaximiseEvidence")
+        n_weights = max(search.n_weights, 1)
 
         def objective(x: Tensor) -> Tensor:
-            value: Tensor = coordinates.at(x).log_evidence()
-            steps.append(coordinates.step(x, float(value.detach())))
-            coordinates.refuse_not_finite(steps)
+            value: Tensor = search.at(x).log_evidence()
+            search.record(x, float(value.detach()))
             return -value / n_weights
 
-        best, slope = minimise(objective, coordinates.start, self.max_steps, self.tolerance)
-        coordinates.refuse_runaway(steps)
+        best, slope = minimise(objective, search.start, self.max_steps, self.tolerance)
+        search.refuse_runaway(best)
         if slope > LARGEST_SLOPE:
             message = (
                 f"{self.max_steps} steps left a slope of {slope:.3g} per weight in the log evidence; expected below "
                 "1e-3. Raise MaximiseEvidence(max_steps=...) or give the prior."
             )
-            raise coordinates.error_at_best(steps, message)
-        return coordinates.finished(best, steps)
+            raise search.error_at_best(message)
+        return search.finished(best)
 
 
 @dataclass(frozen=True)
@@ -249,20 +243,17 @@ class Ascend:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior after the last step."""
-        coordinates = Coordinates.of(posterior, self.noise, "Ascend")
-        steps: list[Step] = []
+        search = Search.of(posterior, self.noise, "Ascend")
         with torch.inference_mode(False), torch.enable_grad():
-            x = coordinates.start.requires_grad_()
+            x = search.start.requires_grad_()
             optimiser = torch.optim.Adam([x], lr=self.rate)
             for number in range(self.steps + 1):
-                steps.append(coordinates.step(x, math.nan))
-                coordinates.refuse_runaway(steps)  # first: far out of range the evidence cannot be computed
-                value = coordinates.at(x).log_evidence()
-                steps[-1] = replace(steps[-1], score=float(value.detach()))
-                coordinates.refuse_not_finite(steps)
+                search.refuse_runaway(x)  # first: far out of range the evidence cannot be computed
+                value = search.at(x).log_evidence()
+                search.record(x, float(value.detach()))
                 if number == self.steps:
                     break
                 optimiser.zero_grad()
-                (-value / coordinates.n_weights).backward()
+                (-value / search.n_weights).backward()
                 optimiser.step()
-        return coordinates.finished(x, steps)
+        return search.finished(x)

@@ -18,7 +18,7 @@ from lapwing.posteriors.effective import effective_parameters
 from lapwing.posteriors.protocols import HasUnseenGamma, SamplesGamma
 from lapwing.problem import Problem
 from lapwing.tangent.model import tangent_model
-from lapwing.tuners.evidence import Coordinates, in_range
+from lapwing.tuners.evidence import Search, in_range
 from lapwing.tuners.linear_mode import ModeSolver
 from lapwing.tuners.protocol import required_data
 
@@ -69,52 +69,51 @@ class FixedPoint:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the fixed point."""
-        coordinates = Coordinates.of(posterior, self.noise, "FixedPoint")
-        x, steps = coordinates.start, list[Step]()
+        search = Search.of(posterior, self.noise, "FixedPoint")
+        x = search.start
         damping, last_change = torch.ones_like(x), torch.zeros_like(x)
         with torch.no_grad():
-            value = float(coordinates.at(x).log_evidence())
+            value = float(search.at(x).log_evidence())
             for _ in range(self.max_steps):
-                new, gamma = self._updated(coordinates, coordinates.at(x))
-                steps.append(coordinates.step(x, value, gamma))
-                coordinates.refuse_not_finite(steps)
-                coordinates.refuse_runaway(steps)
+                new, gamma = self._updated(search.at(x), search.noise)
+                search.record(x, value, gamma)
+                search.refuse_runaway(x)
                 if not bool(torch.isfinite(new).all()):
-                    raise coordinates.error_at(x, steps, self._message("an update is not finite"))
+                    raise search.error_at(x, self._message("an update is not finite"))
                 change = new - x
                 largest = float(change.abs().max())
                 if largest <= self.tolerance:
-                    return coordinates.finished(x, steps)
+                    return search.finished(x)
                 # A logarithm that changes direction overshoots: near the optimum the evidence is too flat to show it.
                 damping = torch.where(change * last_change < 0, 0.5 * damping, (1.2 * damping).clamp_max(1))
                 last_change = change.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
-                x, value = self._accepted(coordinates, x, x + damping * last_change, value)
+                x, value = self._accepted(search, x, x + damping * last_change, value)
         if largest > NOT_CONVERGED and self.max_steps > 1:
             reason = f"after {self.max_steps} steps a logarithm moves {largest:.2g}"
-            raise coordinates.error_at(x, steps, self._message(reason))
+            raise search.error_at(x, self._message(reason))
         finding = f"stopped after {self.max_steps} steps, where a logarithm still moved {largest:.2g}"
-        return coordinates.finished(x, steps, finding)
+        return search.finished(x, finding)
 
     def _message(self, reason: str) -> str:
         return f"FixedPoint: {reason}; expected below {self.tolerance:g}. Raise max_steps, or use MaximiseEvidence."
 
-    def _accepted(self, coordinates: Coordinates, x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
+    def _accepted(self, search: Search, x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
         """Return the update, or the half, quarter, ... of it that does not lower the evidence, and the evidence there.
 
         Each logarithm changes in the direction of its slope, so a short enough step raises the evidence; full ones may
         oscillate. With stochastic estimates, skip this line search: evidence and γ are estimated independently.
         """
-        if isinstance(coordinates.posterior, SamplesGamma):
-            return new, float(coordinates.at(new).log_evidence())
+        if isinstance(search.posterior, SamplesGamma):
+            return new, float(search.at(new).log_evidence())
         for halvings in range(8):
             trial = x + (new - x) * 0.5**halvings
-            evidence = float(coordinates.at(trial).log_evidence())
+            evidence = float(search.at(trial).log_evidence())
             if evidence >= value - 1e-12 * abs(value):
                 break
         return trial, evidence
 
-    def _updated(self, coordinates: Coordinates, current: Any) -> tuple[Tensor, float]:
-        """Return MacKay's update of all logarithms, (D,), and γ of all weights."""
+    def _updated(self, current: Any, noise: bool) -> tuple[Tensor, float]:
+        """Return MacKay's update of all logarithms, (D,), with the noise or without it, and γ of all weights."""
         prior = current.problem.prior
         effective = effective_parameters(current)
         gammas, total = effective.by_precision, effective.total
@@ -123,7 +122,7 @@ class FixedPoint:
             gammas, total = gammas + prior.summed(unseen).to(gammas), total + float(unseen.sum())
         squares = prior.squares(current.centre)
         new = [(gammas.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
-        if coordinates.noise:
+        if noise:
             new.append(self._noise(current, total).log().reshape(-1).to(new[0]))
         return torch.cat(new), total
 
@@ -249,7 +248,7 @@ class SampleEM:
         precision = gamma.clamp_min(1e-12) / prior.squares(theta).clamp_min(1e-300)
         if self.mode == "network":
             precision = (precision * prior.values.reshape(precision.shape).to(precision)).sqrt()
-        problem = current.problem.with_prior(prior.with_precision(precision.reshape(prior.values.shape)))
+        problem = current.problem.with_precisions(precision.reshape(prior.values.shape))
         if self.noise and current.noise is not None:
             count = current.statistics.data * current.statistics.outputs
             phi = 2 * loss / max(count - float(gamma.sum()), 1e-3 * count)

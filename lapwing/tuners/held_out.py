@@ -209,7 +209,7 @@ def _with_precisions(posterior: Any, precisions: Sequence[float]) -> list[Any]:
     problem = _problem(posterior)
     values = problem.prior.values.detach()
     ratios = values / values.log().mean().exp()
-    return [posterior.with_problem(problem.with_prior(problem.prior.with_precision(ratios * p))) for p in precisions]
+    return [posterior.with_problem(problem.with_precisions(ratios * p)) for p in precisions]
 
 
 def _best_of(candidates: Sequence[Any], scores: Tensor, best: int, trace: Trace) -> Any:

@@ -23,7 +23,7 @@ from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.bound import group_starting_precisions
 from lapwing.problem import Problem
 from lapwing.tangent.model import TangentModel, tangent_model
-from lapwing.tuners.evidence import LARGEST_SLOPE, Coordinates, minimise
+from lapwing.tuners.evidence import LARGEST_SLOPE, Search, minimise
 from lapwing.tuners.protocol import required_data
 
 ITERATIONS = 1000  # of conjugate gradients in one Newton step
@@ -195,34 +195,30 @@ class LinearMode:
         θ* is the optimum of the fit plus the penalty, so the slope of the whole equals the slope at fixed θ*.
         """
         theta = base if posterior.mode is None else posterior.mode.theta
-        coordinates = Coordinates.of(
-            replace(posterior, mode=Mode(theta, 0.0)), self.mean == "tangent", "LinearMode", SCORE
-        )
-        steps: list[Step] = []
-        n_weights = max(coordinates.n_weights, 1)
+        search = Search.of(replace(posterior, mode=Mode(theta, 0.0)), self.mean == "tangent", "LinearMode", SCORE)
+        n_weights = max(search.n_weights, 1)
         # The slope at fixed θ is wrong by the square root of what θ can still gain.
         solver = ModeSolver(model, base, min(self.solver_tolerance, (0.1 * self.tolerance * n_weights) ** 2))
-        limits = partial(_limits, _typical(posterior).log(), coordinates.start[coordinates.n_precisions :])
+        limits = partial(_limits, _typical(posterior).log(), search.start[search.n_precisions :])
 
         def objective(x: Tensor) -> Tensor:
             nonlocal theta
             low, high = limits(x)
             below = (low - x).clamp_min(0).sum()  # its slope sends the search back into range
             x = x.clamp(low, high)
-            mode = _solved(solver, coordinates.at(x.detach()), theta)
+            mode = _solved(solver, search.at(x.detach()), theta)
             theta = mode.theta
-            value: Tensor = replace(coordinates.at(x), mode=mode).log_evidence()
-            steps.append(coordinates.step(x, float(value.detach())))
-            coordinates.refuse_not_finite(steps)
+            value: Tensor = replace(search.at(x), mode=mode).log_evidence()
+            search.record(x, float(value.detach()))
             return below - value / n_weights
 
-        best, slope = minimise(objective, coordinates.start, self.max_steps, self.tolerance)
+        best, slope = minimise(objective, search.start, self.max_steps, self.tolerance)
         low, high = limits(best)
         message = ""
         if bool((best < low + 0.1).any()):
             message = (
-                f"LinearMode: a precision or the noise fell out of range ({steps[-1]}), where rounding would decide; "
-                "a noise far below the residuals, or none at all, does that. Give the prior, or another noise."
+                f"LinearMode: a precision or the noise fell out of range ({search.steps[-1]}), where rounding would "
+                "decide; a noise far below the residuals, or none at all, does that. Give the prior, or another noise."
             )
         elif slope > max(LARGEST_SLOPE, 10 * self.tolerance):
             message = (
@@ -230,10 +226,10 @@ class LinearMode:
                 "expected below 1e-3. Raise max_steps, or tighten solver_tolerance."
             )
         if message:
-            best_step = max(steps, key=lambda step: step.score)
-            raise coordinates.error_at(coordinates.position(best_step), steps, message)
-        optimum = coordinates.at(best.minimum(high))
-        return replace(optimum, mode=_solved(solver, optimum, theta)), steps
+            best_step = max(search.steps, key=lambda step: step.score)
+            raise search.error_at(search.position(best_step), message)
+        optimum = search.at(best.minimum(high))
+        return replace(optimum, mode=_solved(solver, optimum, theta)), search.steps
 
     def _refitted(self, posterior: WeightPosterior, base: Tensor, data: Data) -> WeightPosterior:
         """Return the posterior with the curvature at θ*, in the structure of ``refit``."""
@@ -288,7 +284,7 @@ def _at_start(posterior: WeightPosterior) -> WeightPosterior:
     problem, statistics = posterior.problem, posterior.statistics
     guess = group_starting_precisions(problem.prior, posterior.theta, statistics.data * statistics.outputs)
     values = guess.minimum(_typical(posterior).reshape(guess.shape))
-    return posterior.with_problem(problem.with_prior(problem.prior.with_precision(values)))
+    return posterior.with_problem(problem.with_precisions(values))
 
 
 def _pruned(posterior: WeightPosterior) -> tuple[str, ...]:

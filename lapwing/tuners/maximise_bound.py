@@ -13,14 +13,13 @@ from torch import Tensor
 
 from lapwing.core.data import Data, Inputs, as_data
 from lapwing.core.settings import require_flag, require_integer, require_positive
-from lapwing.core.trace import Step
 from lapwing.curvature.sweep import root_seeds
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.priors.kernel import prior_kernel
 from lapwing.problem import Problem
-from lapwing.tuners.evidence import Coordinates
+from lapwing.tuners.evidence import Search
 from lapwing.tuners.protocol import required_data
 
 Term = Callable[[Problem], Tensor]  # the term of one block, under the prior and noise of a problem
@@ -144,8 +143,8 @@ class MaximiseBound:
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior after the last step."""
         data = required_data("MaximiseBound", self.data, posterior.problem.network.device)
-        coordinates = Coordinates.of(posterior, self.noise, "MaximiseBound", "estimate of the bound from one block")
-        if coordinates.noise and posterior.noise.ndim:
+        search = Search.of(posterior, self.noise, "MaximiseBound", "estimate of the bound from one block")
+        if search.noise and posterior.noise.ndim:
             raise UnsupportedError(
                 "MaximiseBound(noise=True) learns one noise for all outputs, and this likelihood has one for each; "
                 "use MaximiseEvidence, or Gaussian() with a single noise."
@@ -153,7 +152,7 @@ class MaximiseBound:
         n_blocks = sum(1 for _ in terms(posterior.problem, data, self.block, "counting blocks"))
         if not n_blocks:
             raise DataError("the data have no blocks; expected at least one datum.")
-        x, steps = coordinates.start.requires_grad_(), list[Step]()
+        x = search.start.requires_grad_()
         optimiser = torch.optim.Adam([x], lr=self.rate)
         theta = posterior.theta.double()
         endless = chain.from_iterable(terms(posterior.problem, data, self.block) for _ in count())
@@ -161,12 +160,11 @@ class MaximiseBound:
             for group in optimiser.param_groups:
                 group["lr"] = self.rate * (1 - number / self.steps)
             with torch.inference_mode(False), torch.enable_grad():
-                problem = coordinates.at(x).problem
+                problem = search.at(x).problem
                 value = n_blocks * term(problem) - 0.5 * problem.prior.penalty(theta)
-                steps.append(coordinates.step(x, float(value.detach())))
-                coordinates.refuse_not_finite(steps)
+                search.record(x, float(value.detach()))
                 optimiser.zero_grad()
-                (-value / coordinates.n_weights).backward()
+                (-value / search.n_weights).backward()
                 optimiser.step()
-        coordinates.refuse_runaway(steps)
-        return coordinates.finished(x, steps)
+        search.refuse_runaway(x)
+        return search.finished(x)

@@ -129,7 +129,7 @@ class VaLLA:
         if problem.learn_prior:
             rows = statistics.data * statistics.outputs
             precision = starting_precisions(problem.prior, network.theta(), rows)
-            problem = problem.with_prior(problem.prior.with_precision(precision))
+            problem = problem.with_precisions(precision)
         pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
         placement = Placement(network, pool, generator)
         rows = pool.total * placement.outputs

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lapwing.core.progress import ProgressBar, shows_progress
+from lapwing.core.data import shows_progress
+from lapwing.core.progress import ProgressBar
 
 
 @pytest.mark.parametrize("visible", [False, True])
