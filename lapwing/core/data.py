@@ -212,14 +212,15 @@ def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
     Batches that are not tensors of one shape stay as they are.
     """
     waiting: list[Batch] = []
-    count = 0
+    count, form = 0, None
     for batch in batches:
-        if waiting and (_plain_rows(batch) is None or _plain_rows(batch) != _plain_rows(waiting[-1])):
+        before, form = form, _plain_rows(batch)
+        if waiting and form != before:
             yield _joined(waiting)
             waiting, count = [], 0
         waiting.append(batch)
         count += batch.n_samples
-        if count >= rows or not isinstance(batch.inputs, Tensor):
+        if count >= rows or form is None:
             yield _joined(waiting)
             waiting, count = [], 0
     if waiting:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, Inputs, SampleRows, in_both, map_tensors, take, tensors_in
+from lapwing.core.data import (
+    Batch,
+    Data,
+    Inputs,
+    SampleRows,
+    in_both,
+    map_tensors,
+    place_name,
+    placed,
+    take,
+    tensors_in,
+)
 from lapwing.core.random import uniform
 from lapwing.errors import DataError
 
@@ -161,11 +171,9 @@ def _fits(one: Batch, other: Batch, per_sample: tuple[bool, ...]) -> bool:
     )
 
 
-def _form(tree: Inputs) -> Any:
-    """Return the nesting without its tensors."""
-    if isinstance(tree, Mapping):
-        return tuple((key, _form(value)) for key, value in tree.items())
-    return tuple(_form(value) for value in tree) if isinstance(tree, tuple | list) else isinstance(tree, Tensor)
+def _form(tree: Inputs) -> list[str]:
+    """Return the places of all tensors in a nesting."""
+    return [place_name(key) for key, _ in placed(tree)]
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lapwing.core.data import rebuilt
 from lapwing.errors import FileError, UnsupportedError
 
 T = TypeVar("T")
@@ -110,10 +111,8 @@ def _rebuilt(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]])
         return result
     if isinstance(value, Mapping):
         return type(value)({key: move(part) for key, part in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its parts one by one
-        return type(value)(*map(move, value))
     if isinstance(value, tuple | list):
-        return type(value)(map(move, value))
+        return rebuilt(value, [move(part) for part in value])
     return value
 
 

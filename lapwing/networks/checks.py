@@ -112,17 +112,18 @@ def learn(
     ``raw`` are the outputs. A batch that is one sample, ``copied``, shows nothing new.
     """
     batch = raw.shape[0]
-    rows.refuse_change(inputs, batch)
     per_sample = rows.per_sample(inputs, batch)
+    if len(per_sample) == 1:  # one tensor alone is never shared by all samples
+        _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
+        return rows
+    rows.refuse_change(inputs, batch)
     uncertain = rows.is_open(inputs, batch) and not copied
     if uncertain:
         _refuse_dependent(model, inputs, per_sample, batch, plain)
     _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
     if uncertain:
         _refuse_pooled(model, inputs, per_sample, batch, plain)
-    if copied or batch == 1 or len(per_sample) == 1:
-        return rows
-    return rows.learned(inputs, batch)
+    return rows if copied or batch == 1 else rows.learned(inputs, batch)
 
 
 def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:

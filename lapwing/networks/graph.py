@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
 from lapwing.networks.operation import LEAF, Operation, Source
-from lapwing.networks.ops import operation_named
+from lapwing.networks.ops import operation
 from lapwing.networks.uses import Node, Pattern, Use, output_shape
 
 Patterns = Mapping[Node, Pattern | None]  # how rows run over the samples; None if samples share rows
@@ -66,7 +66,7 @@ def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Col
     while queue:
         node = queue.popleft()
         name = node.name()
-        facts = operations[node] = operation_named(name)
+        facts = operations[node] = operation(node)
         if name == LEAF:
             if id(node.variable) in name_of:
                 leaves[node] = name_of[id(node.variable)]

@@ -206,8 +206,6 @@ class Network:
 
     def per_sample(self, inputs: Inputs) -> tuple[bool, ...]:
         """Return for each tensor of a batch whether it has a row for each sample; all samples share the others."""
-        if isinstance(inputs, Tensor):
-            return (True,)
         batch = self.count(inputs)
         self._memory.rows.refuse_change(inputs, batch)
         if self._memory.rows.is_open(inputs, batch):

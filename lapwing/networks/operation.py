@@ -129,11 +129,6 @@ def operation(node: Node) -> Operation:
     return _TABLE.get(node.name(), _UNKNOWN)
 
 
-def operation_named(name: str) -> Operation:
-    """Return the facts about the operation with this name of a node."""
-    return _TABLE.get(name, _UNKNOWN)
-
-
 def register(*operations: Operation) -> None:
     """Add operations to the table; an entry of the same name is replaced.
 

@@ -20,7 +20,6 @@ from lapwing.networks.operation import (
     entries,
     normalised_rows,
     operation,
-    operation_named,
     permuted,
     register,
     reordered,
@@ -28,7 +27,7 @@ from lapwing.networks.operation import (
 )
 
 __all__ = [
-    "Expanded", "New", "Operation", "Slope", "View", "along", "entries", "operation", "operation_named", "register",
+    "Expanded", "New", "Operation", "Slope", "View", "along", "entries", "operation", "register",
     "row_wise",
 ]  # fmt: skip
 

@@ -47,16 +47,18 @@ def use_addmm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
             yield 0, added
             bias = added.name if added.whole else None
     if 2 in sources and 1 not in sources:
-        yield from _use_weight(node, sources, 2, "_saved_mat1", bias)
+        yield from _use_weight(node, sources, 2, attrgetter("_saved_mat1"), bias)
 
 
 def use_mm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the use of the weight in rows @ weight."""
     if 1 in sources and 0 not in sources:
-        yield from _use_weight(node, sources, 1, "_saved_self", None)
+        yield from _use_weight(node, sources, 1, attrgetter("_saved_self"), None)
 
 
-def _use_weight(node: Node, sources: Sources, operand: int, rows: str, bias: str | None) -> Iterator[tuple[int, Use]]:
+def _use_weight(
+    node: Node, sources: Sources, operand: int, rows: Factor, bias: str | None
+) -> Iterator[tuple[int, Use]]:
     name, parameter, moves, edge = sources[operand]
     if parameter.ndim != 2:
         return

@@ -30,9 +30,8 @@ def output_shape(node: Node, number: int = 0) -> Shape:
     return tuple(node._input_metadata[number].shape)
 
 
-def saved(node: Node, name: str) -> Tensor:
+def saved(tensor: Tensor) -> Tensor:
     """Return a tensor that a node saved: part of the graph where gradients are recorded, otherwise detached."""
-    tensor: Tensor = getattr(node, name)
     return tensor if torch.is_grad_enabled() else tensor.detach()
 
 
@@ -67,14 +66,14 @@ def per_sample(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
     return t.unflatten(dim, pattern).movedim(dim + 1, dim).flatten(dim + 1, dim + 2)
 
 
-def matmul(node: Node, name: str, kind: str, rows: str, bias: str | None = None, part: Part | None = None) -> Use:
+def matmul(node: Node, name: str, kind: str, rows: Factor, bias: str | None = None, part: Part | None = None) -> Use:
     """Return the use of W in rows @ W.T (kind "rows") or rows @ W (kind "columns").
 
-    ``rows`` names the field where the node saved the rows; ``part`` says which outputs are used, if not all are.
+    ``rows`` reads the rows that the node saved; ``part`` says which outputs are used, if not all are.
     """
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
-        a = per_sample(saved(node, rows), 0, pattern)
+        a = per_sample(saved(rows(node)), 0, pattern)
         g = per_sample(g, 1, pattern)
         if part is not None:
             g = torch.nn.functional.pad(g, (part[0], part[2] - part[1]))
@@ -90,7 +89,7 @@ def convolution(node: Node, name: str, weight: Shape, bias: str | None) -> Use:
     shape, groups = output_shape(node), node._saved_groups
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
-        x = saved(node, "_saved_input")
+        x = saved(node._saved_input)
         patches = windows(x, weight[2:], node._saved_stride, node._saved_padding, node._saved_dilation)
         images, spatial = x.shape[0], g.shape[3:]
         count, dims = math.prod(spatial), len(spatial)
@@ -119,7 +118,7 @@ def transposed_convolution(node: Node, name: str, weight: Shape) -> Use:
     groups = node._saved_groups
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
-        x = saved(node, "_saved_input")
+        x = saved(node._saved_input)
         images, spatial = x.shape[0], x.shape[2:]
         count, dims = math.prod(spatial), len(spatial)
         seeds = g.shape[0]
@@ -161,8 +160,7 @@ def elementwise(
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
         if factor is not None:
-            values = factor(node)
-            g = g * (values if torch.is_grad_enabled() else values.detach())
+            g = g * saved(factor(node))
         if channel:
             g = g.flatten(3).sum(-1) if g.ndim > 3 else g
             extents = shape[:1]

@@ -61,15 +61,6 @@ class SamplesGamma(Protocol):
 
 
 @runtime_checkable
-class HasUnseenGamma(Protocol):
-    """A posterior whose evidence may be a bound, with a term for the curvature that its structure leaves out."""
-
-    def unseen_gamma(self) -> Tensor | None:
-        """Return the contribution of that term to γ of each weight, (P,), or None if the evidence has no such term."""
-        ...
-
-
-@runtime_checkable
 class HasVarianceOf(Protocol):
     """A posterior with variances of scalar functions of the weights, or of the outputs at given inputs."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace
-from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision, SharesRotation
+from lapwing.curvature.protocols import Curvature, HoldsDirections, Precision, SharesRotation
 from lapwing.curvature.sweep import PerOutputCurvature
 from lapwing.likelihoods.protocol import NoisePerOutput
 from lapwing.networks.functionals import Functional, weight_slope
@@ -58,7 +59,8 @@ class WeightPosterior:
         A noise that is left open is the mean squared residual at w̃; a g-prior takes its scale from the curvature.
         """
         problem = problem.with_residual_noise(statistics)
-        return cls(problem, curvature, statistics, problem.network.theta()).with_prior(problem.prior)
+        posterior = cls(problem, curvature, statistics, problem.network.theta())
+        return posterior.with_prior(problem.prior) if problem.prior.needs_curvature else posterior
 
     @cached_property
     def current(self) -> Curvature:
@@ -72,10 +74,6 @@ class WeightPosterior:
     def _ratios(self) -> Tensor | None:
         likelihood = self.problem.likelihood
         return likelihood.ratios if isinstance(likelihood, NoisePerOutput) else None
-
-    @cached_property
-    def precision(self) -> Precision:
-        return self.current.precision(self._phi, self.problem.prior)
 
     @property
     def _phi(self) -> Tensor:
@@ -112,11 +110,9 @@ class WeightPosterior:
 
     def with_noise(self, noise: Tensor) -> WeightPosterior:
         """Return the posterior under other noise variances, of the shape of ``noise``."""
-        likelihood = self.problem.likelihood
-        if noise.ndim == 0:
-            return replace(self, problem=self.problem.with_likelihood(likelihood.with_dispersion(noise)))
-        assert isinstance(likelihood, NoisePerOutput)
-        return replace(self, problem=self.problem.with_likelihood(likelihood.with_noise_variances(noise)))
+        likelihood: Any = self.problem.likelihood
+        changed = likelihood.with_noise_variances(noise) if noise.ndim else likelihood.with_dispersion(noise)
+        return replace(self, problem=self.problem.with_likelihood(changed))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
@@ -162,12 +158,6 @@ class WeightPosterior:
             prior = self.problem.prior
             return self.current.precision(self._phi.detach(), prior.with_precision(prior.values.detach()))
 
-    def unseen_gamma(self) -> Tensor | None:
-        """Return the contribution of a bound on the evidence to γ of each weight, (P,), or None if it is no bound."""
-        if not isinstance(self.curvature, BoundsLogdet):
-            return None
-        return self.curvature.unseen(self._phi, self.problem.prior)
-
     @property
     def centre(self) -> Tensor:
         """The weights at which the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
@@ -211,9 +201,10 @@ class WeightPosterior:
         A posterior that holds some directions fixed counts those as not determined by the data.
         """
         vector = self.problem.prior.vector.detach()
-        if isinstance(self.precision, HoldsDirections):
-            return self.precision.decided(vector).detach()
-        return 1 - vector * self.precision.variances().detach().to(vector)
+        precision = self.fixed_precision
+        if isinstance(precision, HoldsDirections):
+            return precision.decided(vector).detach()
+        return 1 - vector * precision.variances().detach().to(vector)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P)."""

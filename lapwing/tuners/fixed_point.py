@@ -13,9 +13,10 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
+from lapwing.curvature.protocols import BoundsLogdet
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.effective import effective_parameters
-from lapwing.posteriors.protocols import HasUnseenGamma, SamplesGamma
+from lapwing.posteriors.protocols import HasCurvature, SamplesGamma
 from lapwing.problem import Problem
 from lapwing.tangent.model import tangent_model
 from lapwing.tuners.evidence import Search, in_range
@@ -117,8 +118,9 @@ class FixedPoint:
         prior = current.problem.prior
         effective = effective_parameters(current)
         gammas, total = effective.by_precision, effective.total
-        unseen = current.unseen_gamma() if isinstance(current, HasUnseenGamma) else None
-        if unseen is not None:  # the stationary point of a bound is not that of the evidence
+        if isinstance(current, HasCurvature) and isinstance(current.curvature, BoundsLogdet):
+            # the stationary point of a bound is not that of the evidence
+            unseen = current.curvature.unseen(current.problem.likelihood.dispersion.to(gammas.device), prior)
             gammas, total = gammas + prior.summed(unseen).to(gammas), total + float(unseen.sum())
         squares = prior.squares(current.centre)
         new = [(gammas.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
