@@ -93,9 +93,11 @@ class Search:
         return torch.tensor([*step.precisions, *step.noise], dtype=torch.float64, device=self.start.device).log()
 
     def refuse_runaway(self, x: Tensor) -> None:
-        """Raise if a precision at x is out of range: a search may pass there, but not end."""
-        precisions = x.detach()[: self.n_precisions].exp().tolist()
+        """Raise if a precision at x is out of range: a search may pass there, but not end. The trace then ends at x."""
+        precisions = tuple(x.detach()[: self.n_precisions].exp().tolist())
         if not in_range(precisions, self.posterior):
+            if not self.steps or self.steps[-1].precisions != precisions:
+                self.steps.append(Step(math.nan, precisions))
             message = (
                 f"the evidence has no optimum: a prior precision ran to {max(precisions):.3g} (smallest "
                 f"{min(precisions):.3g}). The weights of a layer are all near the prior mean, or the data do not curve "
