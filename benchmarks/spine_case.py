@@ -26,7 +26,7 @@ def _cost(model: Any, data: Any, method: Any, weights: Any, unit: str, inputs: i
     def fit() -> lw.Fitted:
         posterior = lw.fit(model, data, lw.Categorical(), method=method, weights=weights, prior=1.0, progress=False)
         assert isinstance(posterior.posterior, WeightPosterior)
-        assert posterior.posterior.fixed_precision is not None  # the factorisation belongs to the fit
+        assert posterior.posterior.precision is not None  # the factorisation belongs to the fit
         return posterior
 
     with clock.Peak() as fit_peak:
@@ -111,7 +111,7 @@ def _tuning() -> Figures:
     plain = clock.epoch(model, data)
     fitted = lw.fit(model, data, lw.Categorical(), prior=1.0, progress=False).posterior
     assert isinstance(fitted, WeightPosterior)
-    assert fitted.fixed_precision is not None  # the eigendecompositions belong to the fit
+    assert fitted.precision is not None  # the eigendecompositions belong to the fit
 
     def tune() -> WeightPosterior:
         return MaximiseEvidence()(start_near_optimum(fitted))

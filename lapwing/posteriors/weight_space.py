@@ -118,7 +118,7 @@ class WeightPosterior:
         network = self.problem.network
         if joint:
             tangent = network.linearise(x)
-            cov = self.fixed_precision.cross(tangent.jacobians())
+            cov = self.precision.cross(tangent.jacobians())
             return FunctionGaussian.across(tangent.f.to(network.dtype), cov)
         if network.output_shape[-1] <= WIDE:
             return FunctionGaussian(*self._quadratic(x, full=True))
@@ -131,7 +131,7 @@ class WeightPosterior:
 
     def _quadratic(self, x: Inputs, full: bool, centred: bool = False) -> tuple[Tensor, Tensor]:
         """Return the outputs and their covariances, or variances; ``centred`` takes the mean over outputs off first."""
-        network, precision = self.problem.network, self.fixed_precision
+        network, precision = self.problem.network, self.precision
         means, covs = [], []
         for _, tangent in network.tangents(x):
             f = tangent.f.to(network.dtype)
@@ -142,17 +142,17 @@ class WeightPosterior:
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
-        return self.fixed_precision.quadratic(jacobian, True)
+        return self.precision.quadratic(jacobian, True)
 
     def covariances(self, jacobian: LayerJacobians, members: Sequence[WeightPosterior]) -> list[Tensor]:
         """Return J Λ⁻¹ Jᵀ of every member: the same curvature under other priors and noises."""
-        precisions = [each.fixed_precision for each in members]
+        precisions = [each.precision for each in members]
         if isinstance(precisions[0], SharesRotation):
             return precisions[0].quadratics(precisions, jacobian)
         return [precision.quadratic(jacobian, True) for precision in precisions]
 
     @cached_property
-    def fixed_precision(self) -> Precision:
+    def precision(self) -> Precision:
         """The precision for predictions, through which no gradient flows to the hyperparameters."""
         with torch.no_grad():
             prior = self.problem.prior
@@ -201,7 +201,7 @@ class WeightPosterior:
         A posterior that holds some directions fixed counts those as not determined by the data.
         """
         vector = self.problem.prior.vector.detach()
-        precision = self.fixed_precision
+        precision = self.precision
         if isinstance(precision, HoldsDirections):
             return precision.decided(vector).detach()
         return 1 - vector * precision.variances().detach().to(vector)
@@ -213,12 +213,12 @@ class WeightPosterior:
     def _deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
         eps = normal((n, len(self.theta)), generator, self.theta)
         with torch.no_grad():
-            return self.fixed_precision.sample(eps).to(self.theta)
+            return self.precision.sample(eps).to(self.theta)
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights, or of the outputs at x: ∇gᵀ Λ⁻¹ ∇g."""
         slope = weight_slope(self.problem.network, function, x)
-        return (self.fixed_precision.solve(slope.unsqueeze(0))[0] * slope).sum()
+        return (self.precision.solve(slope.unsqueeze(0))[0] * slope).sum()
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions of the tangent model, (n, B, [T,] C): one draw of the weights for all inputs."""

@@ -266,7 +266,7 @@ def _solved(solver: ModeSolver, posterior: WeightPosterior, start: Tensor) -> Mo
     """Return θ* of the posterior's problem; the posterior preconditions the solve if its structure is suitable."""
     precondition: Product | None = None
     if isinstance(posterior.current, Preconditions) and posterior.current.preconditions:
-        precision, root = posterior.fixed_precision, posterior.problem.prior.vector.detach().sqrt()
+        precision, root = posterior.precision, posterior.problem.prior.vector.detach().sqrt()
         precondition = lambda v: root * precision.solve(root * v)
     return solver(posterior.problem, start, precondition)
 

@@ -164,7 +164,7 @@ def test_preconditioners_solve_the_same_system_in_fewer_iterations() -> None:
     matrix, rhs = g @ eye + 0.05 * eye, columns(160, 4).T
     shifted: Product = lambda v: (g @ v.T).T + 0.05 * v
     posteriors = {"kron": lw.Kron(), "ekron": lw.EKron(), "full": lw.Full(), "low rank": lw.LowRank(60)}
-    known = {name: fit(method).posterior.fixed_precision for name, method in posteriors.items()}
+    known = {name: fit(method).posterior.precision for name, method in posteriors.items()}
     inverses: dict[str, Product | None] = {
         "none": None,
         "diagonal": lambda rows: rows / matrix.diagonal(),
