@@ -29,7 +29,7 @@ from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence, Linearised, SamplesGamma
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem, checked_targets, mean_squared_residual, named_targets
-from lapwing.registry import Auto, likelihood_named, method_named, prior_given, weights_named
+from lapwing.registry import Auto, named, prior_given
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
@@ -170,7 +170,7 @@ def _problem(
 ) -> Problem:
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
     first, several = data.look()
-    network = Network.build(model, several.inputs, weights_named(weights))
+    network = Network.build(model, several.inputs, named("weights", weights))
     f = network(first.inputs)
     chosen = _likelihood(likelihood, f)
     chosen.targets(f, first.targets)
@@ -182,8 +182,12 @@ def _problem(
 
 
 def _likelihood(given: Likelihood | str, f: Tensor) -> Likelihood:
-    """Return the likelihood, or the one that a name stands for; raise if it does not take such outputs f."""
-    likelihood = likelihood_named(given, f.shape[-1])
+    """Return the likelihood, or the one that a name stands for; raise if it does not take such outputs f.
+
+    "classification" with one output is binary.
+    """
+    is_binary = given == "classification" and f.shape[-1] == 1
+    likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
     if isinstance(likelihood, ChecksOutputs):
         likelihood.check_outputs(f)
     return likelihood
@@ -224,7 +228,7 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
 
 def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:
     """Return the method, and the reason for it if ``Auto`` chose it."""
-    chosen = method_named(method)
+    chosen: Method | Auto = named("method", method)
     if not isinstance(chosen, Auto):
         return chosen, ""
     network, selection = problem.network, problem.network.selection
@@ -284,7 +288,7 @@ def train(
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
-    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), inputs, weights_named(weights))
+    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), inputs, named("weights", weights))
     chosen = _likelihood(likelihood, network(inputs))
     if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")

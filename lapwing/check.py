@@ -15,7 +15,7 @@ from lapwing.networks.forward import has_dropout
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.registry import METHODS, weights_named
+from lapwing.registry import METHODS, named
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
         raise DataError(f"data is {data}; expected the number of training data, at least 1.")
     device = next(model.parameters()).device
     inputs = map_tensors(_inputs(model, batch), lambda t: t.to(device))
-    network = Network.build(model, inputs, weights_named(weights))
+    network = Network.build(model, inputs, named("weights", weights))
     tangent = network.linearise(inputs)
     layers, blocks = [], []
     for block, jacobian in tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0)):

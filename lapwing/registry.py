@@ -12,7 +12,6 @@ from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
-from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron
@@ -29,8 +28,8 @@ from lapwing.methods.map_only import MapOnly
 from lapwing.methods.protocol import AutoCandidate, Budget, Method
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
-from lapwing.networks.last_layer import last_layer
-from lapwing.networks.selection import Weights, all_weights
+from lapwing.networks.last_layer import LastLayer
+from lapwing.networks.selection import AllWeights
 from lapwing.priors import isotropic
 from lapwing.priors.bound import Prior
 
@@ -44,7 +43,7 @@ LIKELIHOODS = {
     "binary": Bernoulli, "bernoulli": Bernoulli, "multilabel": Bernoulli, "poisson": Poisson, "counts": Poisson,
     "heteroscedastic": HeteroscedasticGaussian,
 }  # fmt: skip
-WEIGHTS = {"all": all_weights, "all_weights": all_weights, "last_layer": last_layer}
+WEIGHTS = {"all": AllWeights, "all_weights": AllWeights, "last_layer": LastLayer}
 RATE = 2e10  # multiplications in a second on a plain processor; a GPU does a hundred times as many
 
 
@@ -118,21 +117,30 @@ class Auto:
         raise UnsupportedError(f"no registered method takes {size} within these limits; raise memory= and seconds=.")
 
 
-def likelihood_named(name: str | Likelihood, outputs: int) -> Likelihood:
-    """Return the likelihood, or the one that a name stands for; "classification" with one output is Bernoulli."""
-    if name == "classification" and outputs == 1:
-        return Bernoulli()
-    return _resolved(name, LIKELIHOODS, "likelihood")
+NAMES: Mapping[str, Mapping[str | None, Any]] = {
+    "method": {None: Kron, **METHODS, "auto": Auto},
+    "likelihood": {**LIKELIHOODS},
+    "weights": {None: AllWeights, **WEIGHTS},
+}
 
 
-def method_named(name: str | Method | Auto | None) -> Method | Auto:
-    """Return the method, or the one that a name stands for, with its default settings; ``Kron()`` if None."""
-    return Kron() if name is None else _resolved(name, {**METHODS, "auto": Auto}, "method")
+def named(what: str, given: Any) -> Any:
+    """Return the object that was given, or the one that a name stands for; raise for classes and other names.
 
+    ``what`` is "method", "likelihood" or "weights". None stands for the default method or weights.
 
-def weights_named(name: str | Weights | None) -> Weights:
-    """Return the rule that selects weights, or the one that a name stands for; ``all_weights`` if None."""
-    return all_weights if name is None else _resolved(name, WEIGHTS, "weights")
+    >>> named("method", "full"), named("weights", None)
+    (Full(curvature='ggn', limit=30000), AllWeights())
+    """
+    table = NAMES[what]
+    if isinstance(given, type):
+        raise UnsupportedError(f"{what} is the class {given.__name__}; expected an object: {given.__name__}().")
+    if not isinstance(given, str | None):
+        return given
+    if given not in table:
+        expected = ", ".join(name for name in table if name)
+        raise UnsupportedError(f"{what} is {given!r}; expected one of {expected}, or an object.")
+    return table[given]()
 
 
 def prior_given(given: Prior | float) -> Prior:
@@ -142,15 +150,3 @@ def prior_given(given: Prior | float) -> Prior:
     if isinstance(given, str) or callable(given):
         raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
     return isotropic(given)
-
-
-def _resolved(given: Any, table: Mapping[str, Any], what: str) -> Any:
-    """Return the object that was given, or the one that the table has for a name; raise for classes and other names."""
-    if isinstance(given, type):
-        raise UnsupportedError(f"{what} is the class {given.__name__}; expected an object: {given.__name__}().")
-    if not isinstance(given, str):
-        return given
-    if given not in table:
-        raise UnsupportedError(f"{what} is {given!r}; expected one of {', '.join(table)}, or an object.")
-    entry = table[given]
-    return entry() if isinstance(entry, type) else entry

@@ -134,6 +134,11 @@ class Data:
                 "Give a DataLoader, a list of batches, or any object that can be iterated again."
             )
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the source is a list or tuple, the same at every pass, and not a loader."""
+        return isinstance(self.source, list | tuple)
+
     def batches(self, label: str) -> Iterator[Batch]:
         """Yield the batches in order, with a bar if ``progress`` is set, the label not empty and tqdm installed."""
         source = self.source

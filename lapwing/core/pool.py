@@ -130,7 +130,7 @@ def shuffled(
     of ``size`` rows that are left at the end of a pass wait for the next pass: a step would take them for all data.
     With ``fresh``, a loader is read again for every pass, since it may give other rows each time (augmentation).
     """
-    again = fresh and not isinstance(data.source, list | tuple)
+    again = fresh and not data.in_memory
     while True:
         blocks = 0
         for block in _blocks(data, kept):
@@ -142,7 +142,7 @@ def shuffled(
 
 def _blocks(data: Data, kept: int) -> Iterator[Block]:
     """Yield runs of consecutive batches that fit together, of at most ``kept`` bytes; a list in memory has no limit."""
-    listed = isinstance(data.source, list | tuple)
+    listed = data.in_memory
     home = next((t.device for t in tensors_in(data.source)), data.device) if listed else data.device
     waiting: list[Batch] = []
     taken = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class BlockPrecision(Protocol):
         """Return J Λ⁻¹ Jᵀ: (B, S, C, C), or its diagonal (B, S, C)."""
         ...
 
+    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+        """Return J Λ⁻¹ Jᵀ of all precisions of one curvature, (B, S, C, C) each; a shared basis is applied once."""
+        ...
+
     def cross(self, jacobian: BlockJacobian) -> Tensor:
         """Return J Λ⁻¹ Jᵀ between all samples and outputs, (B K, B K)."""
         ...
@@ -50,15 +54,6 @@ class BlockPrecision(Protocol):
 
     def variances(self) -> Tensor:
         """Return the diagonal of Λ⁻¹, in the block's form."""
-        ...
-
-
-@runtime_checkable
-class SharesBasis(Protocol):
-    """A block precision with a basis that others of the same curvature may have too."""
-
-    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
-        """Return J Λ⁻¹ Jᵀ of all precisions, (B, S, C, C) each; the Jacobian is rotated once for each basis."""
         ...
 
 
@@ -110,6 +105,9 @@ class DiagonalPrecision:
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
         return jacobian.weighted(self.inverse, tokens, full)
+
+    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+        return [each.quadratic(jacobian, tokens, True) for each in precisions]
 
     def cross(self, jacobian: BlockJacobian) -> Tensor:
         return jacobian.between(jacobian, self.inverse)
@@ -193,6 +191,9 @@ class CholeskyPrecision:
         rows = j @ self._inverse_factor.to(j.dtype).mT
         return row_products(rows.reshape(j.shape[0], tokens, -1, j.shape[-1]), full)
 
+    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+        return [each.quadratic(jacobian, tokens, True) for each in precisions]
+
     def cross(self, jacobian: BlockJacobian) -> Tensor:
         j = jacobian.whole().flatten(2).flatten(0, 1)
         return row_products(j @ self._inverse_factor.to(j.dtype).mT)
@@ -217,10 +218,7 @@ class FullBlock:
     """The whole H of one block, (p, p)."""
 
     matrix: Tensor
-
-    @property
-    def only_diagonal(self) -> None:
-        return None
+    only_diagonal: ClassVar[None] = None
 
     def __add__(self, other: FullBlock) -> FullBlock:
         return FullBlock(self.matrix + other.matrix)

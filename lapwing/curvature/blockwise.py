@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.state import State, class_named, saved
-from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision, SharesBasis
+from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision
 from lapwing.errors import UnsupportedError
 from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.network import Network
@@ -40,10 +40,7 @@ class BlockwisePrecision:
         totals: list[Tensor] | None = None
         for i, (_, part) in enumerate(jacobian):
             blocks = [precision.blocks[i] for precision in precisions]
-            if isinstance(blocks[0], SharesBasis):
-                covariances = blocks[0].quadratics(blocks, part, jacobian.tokens)
-            else:
-                covariances = [block.quadratic(part, jacobian.tokens, True) for block in blocks]
+            covariances = blocks[0].quadratics(blocks, part, jacobian.tokens)
             totals = covariances if totals is None else [a + b for a, b in zip(totals, covariances, strict=True)]
         assert totals is not None
         return totals

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,10 +159,7 @@ class KroneckerBlock:
     inp: Tensor
     out: Tensor
     rows: float
-
-    @property
-    def only_diagonal(self) -> None:
-        return None
+    only_diagonal: ClassVar[None] = None
 
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
         return KroneckerBlock(self.inp + other.inp, self.out + other.out, self.rows + other.rows)
@@ -256,10 +253,7 @@ class EigenBlock:
     out: Tensor
     inp: Tensor | None
     values: Tensor
-
-    @property
-    def only_diagonal(self) -> None:
-        return None
+    only_diagonal: ClassVar[None] = None
 
     def __add__(self, other: EigenBlock) -> EigenBlock:
         raise UnsupportedError(

@@ -104,8 +104,7 @@ class LookupJacobian:
     def to(self, dtype: torch.dtype) -> LookupJacobian:
         return replace(self, g=self.g.to(dtype))
 
-    def joined(self, other: BlockJacobian) -> LookupJacobian:
-        assert isinstance(other, LookupJacobian)
+    def joined(self, other: LookupJacobian) -> LookupJacobian:
         key = torch.cat([part.owner * part.table + part.token for part in (self, other)])
         g, rows = torch.cat([self.g, other.g], 1), torch.cat([self.rows, other.rows])
         return self._pooled(key, g, self.batch, self.table, rows)

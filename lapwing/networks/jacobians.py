@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lapwing.networks.linear_jacobian import LinearJacobian
     from lapwing.networks.selection import Selection
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class BlockJacobian(Protocol):
         """Return it in another dtype."""
         ...
 
-    def joined(self, other: BlockJacobian) -> BlockJacobian:
+    def joined(self: S, other: S) -> S:
         """Return the sum with the Jacobian of another use of the same block, which has the same form."""
         ...
 

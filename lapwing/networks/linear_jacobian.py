@@ -39,9 +39,8 @@ class LinearJacobian:
     def to(self, dtype: torch.dtype) -> LinearJacobian:
         return LinearJacobian(self.a.to(dtype), self.g.to(dtype))
 
-    def joined(self, other: BlockJacobian) -> LinearJacobian:
+    def joined(self, other: LinearJacobian) -> LinearJacobian:
         """Return the sum of two uses: their positions stand side by side."""
-        assert isinstance(other, LinearJacobian)
         return LinearJacobian(torch.cat([self.a, other.a], 2), torch.cat([self.g, other.g], 3))
 
     def rotated(self, out: Tensor, inp: Tensor | None) -> LinearJacobian:

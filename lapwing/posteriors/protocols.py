@@ -34,15 +34,13 @@ class Reweightable(Protocol):
 
 
 @runtime_checkable
-class Tunable(Protocol):
+class Tunable(Reweightable, Protocol):
     """A posterior that takes another noise without a pass over the data, and keeps the trace of its tuner."""
 
     @property
     def noise(self) -> Tensor | None: ...
 
     def with_noise(self, noise: Tensor) -> Posterior: ...
-
-    def with_problem(self, problem: Problem) -> Posterior: ...
 
     def with_trace(self, trace: Trace) -> Posterior: ...
 
@@ -68,7 +66,7 @@ class HasVarianceOf(Protocol):
 
 
 @runtime_checkable
-class Linearised(Protocol):
+class Linearised(Reweightable, Protocol):
     """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
 
     @property
@@ -77,8 +75,6 @@ class Linearised(Protocol):
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
         ...
-
-    def with_problem(self, problem: Problem) -> Posterior: ...
 
 
 @runtime_checkable

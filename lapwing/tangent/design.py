@@ -187,7 +187,7 @@ def refuse_redrawn(design: NetworkDesign) -> None:
     The data kept of a loader that augments at random would be one random draw. Rows of several lengths are not
     compared: padding depends on the other samples of a batch.
     """
-    if design.source is None or isinstance(design.source.source, list | tuple):
+    if design.source is None or design.source.in_memory:
         return
     first, second = _projected(design.data, design.network), _projected(design.source, design.network)
     if first is None or second is None:

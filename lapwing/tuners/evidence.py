@@ -54,11 +54,6 @@ class Search:
         """The number of precisions; the other entries of x are noise variances."""
         return int(self.posterior.problem.prior.values.numel())
 
-    @property
-    def n_weights(self) -> int:
-        """The number of weights P."""
-        return int(self.posterior.problem.network.selection.size)
-
     def at(self, x: Tensor) -> Any:
         """Return the posterior at x, differentiable in x."""
         posterior = self.posterior
@@ -191,7 +186,7 @@ class MaximiseEvidence:
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the optimum of the evidence."""
         search = Search.of(posterior, self.noise, "MaximiseEvidence")
-        n_weights = max(search.n_weights, 1)
+        n_weights = posterior.problem.network.selection.size
 
         def objective(x: Tensor) -> Tensor:
             value: Tensor = search.at(x).log_evidence()
@@ -256,6 +251,6 @@ class Ascend:
                 if number == self.steps:
                     break
                 optimiser.zero_grad()
-                (-value / search.n_weights).backward()
+                (-value / posterior.problem.network.selection.size).backward()
                 optimiser.step()
         return search.finished(x)

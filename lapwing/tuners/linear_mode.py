@@ -196,7 +196,7 @@ class LinearMode:
         """
         theta = base if posterior.mode is None else posterior.mode.theta
         search = Search.of(replace(posterior, mode=Mode(theta, 0.0)), self.mean == "tangent", "LinearMode", SCORE)
-        n_weights = max(search.n_weights, 1)
+        n_weights = posterior.problem.network.selection.size
         # The slope at fixed θ is wrong by the square root of what θ can still gain.
         solver = ModeSolver(model, base, min(self.solver_tolerance, (0.1 * self.tolerance * n_weights) ** 2))
         limits = partial(_limits, _typical(posterior).log(), search.start[search.n_precisions :])

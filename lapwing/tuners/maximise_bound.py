@@ -164,7 +164,7 @@ class MaximiseBound:
                 value = n_blocks * term(problem) - 0.5 * problem.prior.penalty(theta)
                 search.record(x, float(value.detach()))
                 optimiser.zero_grad()
-                (-value / search.n_weights).backward()
+                (-value / posterior.problem.network.selection.size).backward()
                 optimiser.step()
         search.refuse_runaway(x)
         return search.finished(x)

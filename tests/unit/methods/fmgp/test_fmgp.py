@@ -13,7 +13,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.methods.fmgp.posterior import FreeKernel
-from lapwing.registry import method_named
+from lapwing.registry import named
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.tolerances import assert_close, assert_within
@@ -278,7 +278,7 @@ def test_it_is_no_laplace_posterior() -> None:
 
 
 def test_the_methods_name() -> None:
-    assert method_named("fmgp") == lw.FMGP()
+    assert named("method", "fmgp") == lw.FMGP()
 
 
 def test_data_that_ask_for_gradients() -> None:
