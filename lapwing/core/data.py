@@ -87,7 +87,7 @@ def call(model: Callable[..., Any], inputs: Inputs) -> Any:
     if isinstance(inputs, Mapping):
         if accepts(model, (), inputs):
             return model(**inputs)
-        names = [*inspect.signature(getattr(model, "forward", model)).parameters]
+        names = [*_signature(model).parameters]
         if set(names) & set(inputs):  # it takes some of these keys by name: others are too many, or some are missing
             raise DataError(
                 f"a batch has the input keys {sorted(map(str, inputs))}; the model takes {', '.join(names)}. Leave the "
@@ -99,10 +99,14 @@ def call(model: Callable[..., Any], inputs: Inputs) -> Any:
     return model(inputs)
 
 
+def _signature(model: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(getattr(model, "forward", model))
+
+
 def accepts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
     """Return whether the model's signature takes these arguments."""
     try:
-        inspect.signature(getattr(model, "forward", model)).bind(*args, **(kwargs or {}))
+        _signature(model).bind(*args, **(kwargs or {}))
     except TypeError:
         return False
     return True

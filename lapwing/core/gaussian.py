@@ -29,7 +29,7 @@ class Deferred:
     cov: Callable[[], Tensor]
     centred: Callable[[], Tensor] | None = None  # the variance of f_k - mean_j f_j; from the covariance if None
 
-    def times(self, factor: float) -> Deferred:
+    def __rmul__(self, factor: float) -> Deferred:
         """Return the covariance times a number."""
         centred = self.centred
         return Deferred(
@@ -123,9 +123,7 @@ class FunctionGaussian:
 
     def widened(self, factor: float) -> FunctionGaussian:
         """Return the belief with its covariance times ``factor``, around the same mean."""
-        covariance = self.covariance
-        wide = covariance.times(factor) if isinstance(covariance, Deferred) else factor * covariance
-        return self if factor == 1 else replace(self, covariance=wide)
+        return self if factor == 1 else replace(self, covariance=factor * self.covariance)
 
     @cached_property
     def marginal(self) -> FunctionGaussian:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -91,12 +91,11 @@ class SampledPosterior:
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         f, deviations = self._deviations(x)
         belief = FunctionGaussian.of_deviations(f, deviations, len(deviations), joint)
-        if isinstance(belief.covariance, Deferred):
-            recipes = belief.covariance
-            assert recipes.centred is not None
-            parts = [outside_autocast(part) for part in (recipes.variance, recipes.cov, recipes.centred)]
-            return FunctionGaussian(f, Deferred(*parts))
-        return belief
+        if joint:
+            return belief
+        recipes: Any = belief.covariance
+        parts = [outside_autocast(part) for part in (recipes.variance, recipes.cov, recipes.centred)]
+        return FunctionGaussian(f, Deferred(*parts))
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return the covariance of each datum, (B, S, C, C): the mean of J z zᵀ Jᵀ over the samples."""

@@ -103,7 +103,7 @@ class WeightPosterior:
         likelihood = self.problem.likelihood
         if not likelihood.learns_dispersion:
             return None
-        if isinstance(self.curvature, PerOutputCurvature) and self.mode is None:
+        if self.statistics.losses and self.mode is None:
             assert self._ratios is not None
             return likelihood.dispersion * self._ratios.to(likelihood.dispersion)
         return likelihood.dispersion
