@@ -117,7 +117,9 @@ def fit(
     batches = Data(data, _device(model), target_key, shows_progress(progress))
     held_out = None if validation is None else replace(batches, source=validation, name="validation")
     problem = _problem(model, batches, likelihood, weights, prior)
-    chosen, why = _method(method, problem, batches)
+    chosen, why = named("method", method), ""
+    if isinstance(chosen, Auto):
+        chosen, why = _chosen_by(chosen, problem, batches)
     if held_out is not None:
         for batch in held_out.batches("checking validation data"):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
@@ -226,13 +228,10 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     return tuned if earlier is None or tuned.trace is None else tuned.with_trace(tuned.trace.after(earlier))
 
 
-def _method(method: Method | Auto | str | None, problem: Problem, data: Data) -> tuple[Method, str]:
-    """Return the method, and the reason for it if ``Auto`` chose it."""
-    chosen: Method | Auto = named("method", method)
-    if not isinstance(chosen, Auto):
-        return chosen, ""
+def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
+    """Return the method that ``Auto`` chooses, and the reason for it."""
     network, selection = problem.network, problem.network.selection
-    auto = replace(chosen, gpu=chosen.gpu or network.device.type == "cuda")
+    auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
     # Ignored data count too: they have rows of zeros in a design.
     rows = sum(checked_targets(network, problem.likelihood, batch)[0].numel() for batch in data.batches("counting"))
     choice = auto.choose(selection.size, rows, selection.index is not None, problem.learn_prior)
