@@ -117,7 +117,7 @@ class Auto:
         raise UnsupportedError(f"no registered method takes {size} within these limits; raise memory= and seconds=.")
 
 
-NAMES: Mapping[str, Mapping[str | None, Any]] = {
+NAMES: Mapping[str, Mapping[Any, Any]] = {
     "method": {None: Kron, **METHODS, "auto": Auto},
     "likelihood": {**LIKELIHOODS},
     "weights": {None: AllWeights, **WEIGHTS},

@@ -118,9 +118,10 @@ class FixedPoint:
         prior = current.problem.prior
         effective = effective_parameters(current)
         gammas, total = effective.by_precision, effective.total
+        phi = current.problem.likelihood.dispersion.to(gammas.device)
         if isinstance(current, HasCurvature) and isinstance(current.curvature, BoundsLogdet):
             # the stationary point of a bound is not that of the evidence
-            unseen = current.curvature.unseen(current.problem.likelihood.dispersion.to(gammas.device), prior)
+            unseen = current.curvature.unseen(phi, prior)
             gammas, total = gammas + prior.summed(unseen).to(gammas), total + float(unseen.sum())
         squares = prior.squares(current.centre)
         new = [(gammas.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
