@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.core.state import State, class_named, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision
 from lapwing.errors import UnsupportedError
-from lapwing.networks.jacobians import Block, LayerJacobians
+from lapwing.networks.jacobians import Block, LayerJacobians, in_order
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior
@@ -134,19 +134,6 @@ class BlockwiseCurvature:
     def structures(self) -> list[str]:
         """Return the name of the structure of every block, in the order of the network's layout."""
         return [type(block).__name__ for block in self.blocks]
-
-
-def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selection, picked: bool = True) -> Tensor:
-    """Join tensors in the forms of their blocks to one in the order of theta, (..., P).
-
-    With ``picked=False`` the entries that are not selected are included.
-    """
-    by_name: dict[str, Tensor] = {}
-    for part, block in zip(parts, layout, strict=True):
-        by_name.update(block.spread(part))
-    dtype = max((part.dtype for part in parts), key=lambda d: torch.finfo(d).bits)
-    flat = torch.cat([by_name[name].to(dtype) for name in selection.names], -1)
-    return selection.picked(flat) if picked else flat
 
 
 def blockwise_sum(sweep: Iterable[LayerJacobians], network: Network, sums: Sequence[BlockSum]) -> BlockwiseCurvature:

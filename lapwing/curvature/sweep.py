@@ -17,11 +17,10 @@ from torch import Tensor
 from lapwing.core.data import Data, check_finite, merged
 from lapwing.core.random import independent_generator
 from lapwing.core.state import State, class_named, saved
-from lapwing.curvature.blockwise import in_order
 from lapwing.curvature.protocols import Curvature
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood, NoisePerOutput
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import LayerJacobians, in_order
 from lapwing.networks.network import Network
 from lapwing.problem import Problem, Statistics, checked_count, checked_targets
 

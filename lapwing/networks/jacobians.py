@@ -217,7 +217,8 @@ class LayerJacobians:
     def whole(self) -> Tensor:
         """Return the Jacobian itself, (B, K, P). For small networks and for tests."""
         lead = (self.batch, self.outputs)
-        return self._side_by_side((block, part.whole().reshape(*lead, *block.form)) for block, part in self)
+        parts = [part.whole().reshape(*lead, *block.form) for block, part in self]
+        return in_order(parts, self.layout, self.selection)
 
     def double(self) -> LayerJacobians:
         """Return it in float64, for differences in which digits cancel."""
@@ -232,12 +233,8 @@ class LayerJacobians:
     def vjp(self, u: Tensor) -> Tensor:
         """Return Jᵀ u for every u (n, B, K), summed over samples: (n, P)."""
         u = u.to(self.dtype)
-        return self._side_by_side((block, part.vjp(u).reshape(len(u), *block.form)) for block, part in self)
-
-    def _side_by_side(self, matrices: Iterable[tuple[Block, Tensor]]) -> Tensor:
-        """Return one tensor (..., P) of the matrices (..., *form) of all blocks."""
-        parts = dict(pair for block, matrix in matrices for pair in block.spread(matrix))
-        return self.selection.picked(torch.cat([parts[name] for name in self.selection.names], -1))
+        parts = [part.vjp(u).reshape(len(u), *block.form) for block, part in self]
+        return in_order(parts, self.layout, self.selection)
 
     def gram(self, v: Tensor) -> Tensor:
         """Return Jᵀ J v for every row of v (n, P); every block is formed once, for both products."""
@@ -259,6 +256,17 @@ class LayerJacobians:
     def nbytes(self) -> int:
         """The bytes that the blocks take once they are formed."""
         return sum(part.nbytes for _, part in self)
+
+
+def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selection, picked: bool = True) -> Tensor:
+    """Join tensors in the forms of their blocks to one in the order of theta, (..., P).
+
+    With ``picked=False`` the entries that are not selected are included.
+    """
+    by_name = dict(pair for part, block in zip(parts, layout, strict=True) for pair in block.spread(part))
+    dtype = max((part.dtype for part in parts), key=lambda d: torch.finfo(d).bits)
+    flat = torch.cat([by_name[name].to(dtype) for name in selection.names], -1)
+    return selection.picked(flat) if picked else flat
 
 
 def _same(part: BlockJacobian) -> BlockJacobian:

@@ -54,8 +54,8 @@ class Operator:
 
     @outside_autocast
     def __matmul__(self, v: Tensor) -> Tensor:
-        is_real = isinstance(v, Tensor) and not v.is_complex() and v.ndim in (1, 2) and v.numel() > 0
-        if not is_real or v.shape[0] != self.shape[1]:
+        expected = (self.shape[1],)
+        if not isinstance(v, Tensor) or v.is_complex() or v.ndim > 2 or v.shape[:1] != expected or not v.numel():
             seen = f"a tensor {tuple(v.shape)} of {v.dtype}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
             raise DataError(
                 f"a product of an operator {self.shape} with {seen}; expected a real tensor ({self.shape[1]},) or "

@@ -62,10 +62,14 @@ class Search:
         precisions = x[: self.n_precisions].exp().reshape(posterior.problem.prior.values.shape)
         return posterior.with_problem(posterior.problem.with_precisions(precisions))
 
+    def step(self, x: Tensor, score: float = math.nan, gamma: float | None = None) -> Step:
+        """Return the entry of the trace for x."""
+        values = x.detach().exp().tolist()
+        return Step(score, tuple(values[: self.n_precisions]), tuple(values[self.n_precisions :]), gamma)
+
     def record(self, x: Tensor, score: float, gamma: float | None = None) -> None:
         """Add x to the steps; raise if its score is not finite."""
-        values = x.detach().exp().tolist()
-        self.steps.append(Step(score, tuple(values[: self.n_precisions]), tuple(values[self.n_precisions :]), gamma))
+        self.steps.append(self.step(x, score, gamma))
         if not math.isfinite(score):
             raise self.error_at_best("the evidence is not finite. Give the prior, or start from another one.")
 
@@ -87,12 +91,10 @@ class Search:
         """Return x of a step."""
         return torch.tensor([*step.precisions, *step.noise], dtype=torch.float64, device=self.start.device).log()
 
-    def refuse_runaway(self, x: Tensor) -> None:
-        """Raise if a precision at x is out of range: a search may pass there, but not end. The trace then ends at x."""
-        precisions = tuple(x.detach()[: self.n_precisions].exp().tolist())
+    def refuse_runaway(self) -> None:
+        """Raise if a precision of the last step is out of range: a search may pass there, but not end."""
+        precisions = self.steps[-1].precisions
         if not in_range(precisions, self.posterior):
-            if not self.steps or self.steps[-1].precisions != precisions:
-                self.steps.append(Step(math.nan, precisions))
             message = (
                 f"the evidence has no optimum: a prior precision ran to {max(precisions):.3g} (smallest "
                 f"{min(precisions):.3g}). The weights of a layer are all near the prior mean, or the data do not curve "
@@ -194,7 +196,7 @@ class MaximiseEvidence:
             return -value / n_weights
 
         best, slope = minimise(objective, search.start, self.max_steps, self.tolerance)
-        search.refuse_runaway(best)
+        search.refuse_runaway()
         if slope > LARGEST_SLOPE:
             message = (
                 f"{self.max_steps} steps left a slope of {slope:.3g} per weight in the log evidence; expected below "
@@ -245,8 +247,10 @@ class Ascend:
             x = search.start.requires_grad_()
             optimiser = torch.optim.Adam([x], lr=self.rate)
             for number in range(self.steps + 1):
-                search.refuse_runaway(x)  # first: far out of range the evidence cannot be computed
+                search.steps.append(search.step(x))
+                search.refuse_runaway()  # first: far out of range the evidence cannot be computed
                 value = search.at(x).log_evidence()
+                search.steps.pop()
                 search.record(x, float(value.detach()))
                 if number == self.steps:
                     break

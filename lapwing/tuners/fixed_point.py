@@ -78,7 +78,7 @@ class FixedPoint:
             for _ in range(self.max_steps):
                 new, gamma = self._updated(search.at(x), search.noise)
                 search.record(x, value, gamma)
-                search.refuse_runaway(x)
+                search.refuse_runaway()
                 if not bool(torch.isfinite(new).all()):
                     raise search.error_at(x, self._message("an update is not finite"))
                 change = new - x

@@ -166,5 +166,5 @@ class MaximiseBound:
                 optimiser.zero_grad()
                 (-value / posterior.problem.network.selection.size).backward()
                 optimiser.step()
-        search.refuse_runaway(x)
+        search.refuse_runaway()
         return search.finished(x)
