@@ -543,3 +543,16 @@ def test_a_tuner_that_is_a_name() -> None:
     tuner: Any = "FixedPoint"
     with pytest.raises(lw.errors.UnsupportedError, match="tuner is 'FixedPoint'; expected an object"):
         lw.fit(nn.Linear(3, 1), [(torch.randn(9, 3), torch.randn(9, 1))], "regression", tuner=tuner)
+
+
+def test_only_sampled_labels_take_numbers_from_the_generator() -> None:
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2)
+    net = torch.nn.Linear(2, 1).double()
+    for curvature, drawn in (("ggn", False), ("fisher_mc", True)):
+        for method in (lw.Kron(curvature), lw.Diagonal(curvature), lw.Full(curvature)):
+            generator = torch.Generator().manual_seed(3)
+            before = generator.get_state()
+            lw.fit(net, [(x, x[:, :1].sin())], "regression", method=method, prior=1.0, generator=generator)
+            assert torch.equal(generator.get_state(), before) is not drawn
+    with pytest.raises(lw.errors.UnsupportedError, match="generator is 5; expected torch.Generator"):
+        lw.fit(net, [(x, x[:, :1])], "regression", generator=5)  # type: ignore[arg-type]
