@@ -30,8 +30,8 @@ from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.selection import AllWeights
-from lapwing.priors import isotropic
 from lapwing.priors.bound import Prior
+from lapwing.priors.given import Isotropic
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
@@ -149,4 +149,4 @@ def prior_given(given: Prior | float) -> Prior:
         return given
     if isinstance(given, str) or callable(given):
         raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
-    return isotropic(given)
+    return Isotropic(given)

@@ -156,7 +156,7 @@ class WeightPosterior:
         """The precision for predictions, through which no gradient flows to the hyperparameters."""
         with torch.no_grad():
             prior = self.problem.prior
-            return self.current.precision(self._phi.detach(), prior.with_precision(prior.values.detach()))
+            return self.current.precision(self._phi.detach(), replace(prior, values=prior.values.detach()))
 
     @property
     def centre(self) -> Tensor:

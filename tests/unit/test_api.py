@@ -554,5 +554,5 @@ def test_only_sampled_labels_take_numbers_from_the_generator() -> None:
             before = generator.get_state()
             lw.fit(net, [(x, x[:, :1].sin())], "regression", method=method, prior=1.0, generator=generator)
             assert torch.equal(generator.get_state(), before) is not drawn
-    with pytest.raises(lw.errors.UnsupportedError, match="generator is 5; expected torch.Generator"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"generator is 5; expected torch\.Generator"):
         lw.fit(net, [(x, x[:, :1])], "regression", generator=5)  # type: ignore[arg-type]
