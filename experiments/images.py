@@ -180,14 +180,23 @@ def _temperature(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, 
 
 
 def _laplace(
-    method: Callable[[ImageTable, Task], Any], weights: str = "all", validated: bool = False,
-    precisions: tuple[float, ...] = PRECISIONS, tuner: Any = EVIDENCE,
+    method: Callable[[ImageTable], Any], weights: str = "all", validated: bool = False,
+    precisions: tuple[float, ...] = PRECISIONS,
 ) -> Any:  # fmt: skip
-    """Return a function that fits the method, with the precision chosen by ``tuner`` or on held-out images."""
+    """Return a function that fits the method, with the precision chosen by the evidence or on held-out images."""
 
     def fit(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
-        chosen = lw.tuners.Grid(task.validation, precisions) if validated else tuner
-        return _fitted(task, seed, method=method(settings, task), weights=weights, tuner=chosen)
+        chosen = lw.tuners.Grid(task.validation, precisions) if validated else EVIDENCE
+        return _fitted(task, seed, method=method(settings), weights=weights, tuner=chosen)
+
+    return fit
+
+
+def _stopped(method: Callable[[ImageTable], Any]) -> Any:
+    """Return a function that fits a method whose early stopping reads held-out images, without the mixture of fit."""
+
+    def fit(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
+        return _fitted(task, seed, method=method(settings), validation=task.validation)
 
     return fit
 
@@ -197,7 +206,7 @@ def _fitted(task: Task, seed: int, **options: Any) -> tuple[Beliefs, str]:
     posterior = lw.fit(
         task.model, task.data, PROBIT, progress=False, generator=torch.Generator().manual_seed(seed),
         **options,
-    )  # fmt: skip
+    ).tuned(as_fitted)  # fmt: skip
     return posterior.functions, f"precision {float(posterior.prior.values.reshape(-1)[0]):.3g}"
 
 
@@ -223,21 +232,17 @@ def _pushed(variant: str) -> Any:
 METHODS: dict[str, Callable[[Task, ImageTable, int], tuple[Beliefs, str]]] = {
     "plain": _plain,
     "temperature": _temperature,
-    "last layer, evidence": _laplace(lambda s, t: lw.Full(), "last_layer"),
-    "last layer, validation": _laplace(lambda s, t: lw.Full(), "last_layer", True),
-    "Kron, evidence": _laplace(lambda s, t: lw.Kron()),
-    "Kron, validation": _laplace(lambda s, t: lw.Kron(), "all", True),
-    "ELLA, evidence": _laplace(lambda s, t: lw.ELLA(s.landmarks, s.rank)),
-    "ELLA, validation": _laplace(lambda s, t: lw.ELLA(s.landmarks, s.rank), "all", True, WEAKER),
-    "ELLA with residual, validation": _laplace(lambda s, t: lw.ELLA(s.landmarks, s.rank, residual=True), "all", True),
-    "VaLLA, evidence": _laplace(lambda s, t: lw.VaLLA(s.inducing, optimiser="adam", steps=s.steps)),
-    "VaLLA, alpha 1": _laplace(
-        lambda s, t: lw.VaLLA(s.inducing, alpha=1.0, steps=s.steps, validation=t.validation), tuner=as_fitted
-    ),
+    "last layer, evidence": _laplace(lambda s: lw.Full(), "last_layer"),
+    "last layer, validation": _laplace(lambda s: lw.Full(), "last_layer", True),
+    "Kron, evidence": _laplace(lambda s: lw.Kron()),
+    "Kron, validation": _laplace(lambda s: lw.Kron(), "all", True),
+    "ELLA, evidence": _laplace(lambda s: lw.ELLA(s.landmarks, s.rank)),
+    "ELLA, validation": _laplace(lambda s: lw.ELLA(s.landmarks, s.rank), "all", True, WEAKER),
+    "ELLA with residual, validation": _laplace(lambda s: lw.ELLA(s.landmarks, s.rank, residual=True), "all", True),
+    "VaLLA, evidence": _laplace(lambda s: lw.VaLLA(s.inducing, optimiser="adam", steps=s.steps)),
+    "VaLLA, alpha 1": _stopped(lambda s: lw.VaLLA(s.inducing, alpha=1.0, steps=s.steps)),
     "HFL, absolute push": _pushed("absolute"),
     "HFL, random pushes": _pushed("random"),
-    "FMGP": _laplace(
-        lambda s, t: lw.FMGP(s.inducing, steps=4 * s.steps, validation=t.validation), tuner=as_fitted
-    ),
+    "FMGP": _stopped(lambda s: lw.FMGP(s.inducing, steps=4 * s.steps)),
 }  # fmt: skip
 USUAL = tuple(name for name in METHODS if not name.startswith("HFL"))  # HFL takes minutes: only on request

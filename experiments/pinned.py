@@ -14,5 +14,8 @@ PROBIT = lw.Categorical(link="probit")
 
 
 def as_fitted(posterior: Any) -> Any:
-    """Return the posterior as it is: a tuner for methods that learn their prior by themselves."""
+    """Return the posterior as it is: a tuner for methods that learn their prior by themselves.
+
+    ``posterior.tuned(as_fitted)`` is the posterior that a mixture varies.
+    """
     return posterior

@@ -123,10 +123,8 @@ def fit(
     if held_out is not None:
         for batch in held_out.batches("checking validation data"):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
-    given, stops_early = tuner, False
-    if isinstance(chosen, StopsEarly):
-        stops_early = chosen.validation is not None
-        chosen = chosen if held_out is None else chosen.stopped_by(held_out)
+        chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
+    given = tuner
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
         problem, tuner = _with_learned_prior(problem, tuner, batches, generator), None
     posterior = chosen.fit(problem, batches, generator)
@@ -139,7 +137,7 @@ def fit(
     elif isinstance(posterior, Linearised):
         if given is not None:
             posterior = judged(posterior, batches)
-        elif prior is None and not stops_early:
+        elif prior is None:
             averaged = method is None and isinstance(problem.likelihood, HasTails)
             others = _exact(posterior, batches, generator) if averaged else ()
             posterior = Budget(batches, others=others)(posterior)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from torch import nn
 from lapwing.core.data import Data
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
+
+M = TypeVar("M")
 
 
 @runtime_checkable
@@ -34,16 +37,18 @@ class NeedsPrior(Protocol):
 
 @runtime_checkable
 class StopsEarly(Protocol):
-    """A method that learns in steps, and keeps the state that predicts validation data best if it is given some."""
-
-    @property
-    def validation(self) -> Any:
-        """The validation data that the method was given, or None."""
-        ...
+    """A method that learns in steps, and keeps the state that predicts validation data best if ``fit`` has some."""
 
     def stopped_by(self, validation: Data) -> Method:
         """Return the method with these validation data."""
         ...
+
+
+def with_validation(method: M, validation: Data) -> M:
+    """Return a copy of a method whose field ``validation``, which is no argument of its class, has these data."""
+    stopped = copy(method)
+    object.__setattr__(stopped, "validation", validation)  # methods are frozen, and this copy is not yet in use
+    return stopped
 
 
 @dataclass(frozen=True)

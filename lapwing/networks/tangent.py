@@ -99,7 +99,7 @@ class Tangent:
                 raise ModelError(
                     f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
                     "inputs. Leave it out with named(), or keep the inputs where they are: VaLLA(optimiser='none'), "
-                    "with alpha=0 and without validation data."
+                    "with alpha=0."
                 )
             return DenseJacobian(opaque()[block.weight])
         total: BlockJacobian | None = None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from lapwing.core.data import Data, as_data
+from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer, require_positive
 from lapwing.errors import UnsupportedError
@@ -16,7 +16,7 @@ from lapwing.likelihoods.protocol import Logits
 from lapwing.methods.fmgp.features import Sight, Table, Units, last_layer_network
 from lapwing.methods.fmgp.learning import Learning, State
 from lapwing.methods.fmgp.posterior import KERNELS, FunctionPosterior
-from lapwing.methods.protocol import Conformance, Cost, Workload
+from lapwing.methods.protocol import Conformance, Cost, Workload, with_validation
 from lapwing.problem import Problem
 
 
@@ -36,9 +36,8 @@ class FMGP:
         steps: Steps of Adam.
         learning_rate: Learning rate of Adam, for points in units of their spread.
         batch_size: Rows in a mini-batch.
-        validation: Held-out data, evaluated about twenty times; the best state is kept. ``fit(..., validation=data)``
-            sets it, and calibrates the error bars with the same data.
-        patience: Number of evaluations without a better one after which learning stops.
+        patience: Validation data, ``fit(..., validation=data)``, are evaluated about twenty times and the best state
+            is kept. Learning stops after so many evaluations without a better one.
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, for outputs with tokens, likelihoods without
@@ -63,8 +62,8 @@ class FMGP:
     steps: int = 1000
     learning_rate: float = 0.01
     batch_size: int = 100
-    validation: Any = field(default=None, repr=False)
     patience: int = 5
+    validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # those of fit
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its kernel is learned and not that of the network",
         small=lambda model: {"": FMGP(num_inducing=3, steps=2)},
@@ -79,7 +78,7 @@ class FMGP:
 
     def stopped_by(self, validation: Data) -> FMGP:
         """Return the method with validation data."""
-        return replace(self, validation=validation)
+        return with_validation(self, validation)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> FunctionPosterior:
         """Return the learned process."""
@@ -98,8 +97,7 @@ class FMGP:
         units = Units.of(table.u, per_column=not uses_features)
         held_out = None
         if self.validation is not None:
-            source = as_data(self.validation, network.device, data.target_key, "validation")
-            rows, _ = Table.read(problem.likelihood, sight, source)
+            rows, _ = Table.read(problem.likelihood, sight, self.validation)
             refuse_ignored(problem.likelihood, rows.y, "validation targets")
             held_out = units.measured(rows)
         table = units.measured(table)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, as_data
+from lapwing.core.data import Batch, Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import shuffled
 from lapwing.core.progress import EarlyStopping, ProgressBar
@@ -45,7 +45,7 @@ def learn_stochastic(points: InducingPoints, data: Data, settings: VaLLA, genera
     total = settings.steps or STEPS["none" if optimiser is None else "adam"]
     validation = stopping = None
     if settings.validation is not None:
-        validation = Validation(as_data(settings.validation, data.device, data.target_key, "validation"))
+        validation = Validation(settings.validation)
         check = lambda: validation.best_factor(learning.snapshot(), COARSE)[:2]
         stopping = EarlyStopping(check, max(1, total // 20), settings.patience)
     bar, steps = ProgressBar(range(total), "inducing points", data.progress), []

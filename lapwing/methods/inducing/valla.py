@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lapwing.methods.inducing.anchors import STARTS, Placement
 from lapwing.methods.inducing.collapsed import learn_collapsed
 from lapwing.methods.inducing.points import InducingPoints
 from lapwing.methods.inducing.stochastic import STEPS, learn_stochastic
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload, with_validation
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import starting_precisions
 from lapwing.problem import Problem, summed_loss
@@ -50,9 +50,8 @@ class VaLLA:
             learned.
         learning_rate: Step size of Adam, for locations in units of their standard deviation.
         batch_size: Rows in a batch of Adam; it does not depend on the batches of the data.
-        validation: Held-out data for Adam. The locations, prior and noise with the highest validation log-likelihood
-            are kept. ``fit(..., validation=data)`` sets it, and calibrates the error bars with the same data.
-        patience: Validation checks without improvement after which learning stops.
+        patience: With validation data, ``fit(..., validation=data)``, Adam keeps the locations, prior and noise with
+            their highest log-likelihood, and stops after so many checks without improvement.
         candidates: Training outputs from which "greedy" and "trace" choose, and data from which the others draw.
 
     Raises:
@@ -79,9 +78,9 @@ class VaLLA:
     steps: int | None = None
     learning_rate: float = 0.01
     batch_size: int = 100
-    validation: Any = field(default=None, repr=False)
     patience: int = 5
     candidates: int = 1000
+    validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # those of fit
     conformance: ClassVar[Conformance] = Conformance(
         (Exactness(lambda weights, rows: VaLLA(num_inducing=rows), "network"),),
         small=lambda model: {"": VaLLA(num_inducing=3, steps=2)},
@@ -104,15 +103,10 @@ class VaLLA:
                 f'optimiser is "{self.optimiser}" and alpha is {self.alpha}; the collapsed bound belongs to alpha=0; '
                 'use optimiser="adam" with others.'
             )
-        if self.validation is not None and self.optimiser in ("lbfgs", "none"):
-            raise UnsupportedError(
-                f'optimiser is "{self.optimiser}" and validation data are given; only optimiser="adam" uses validation '
-                "data. Leave one of the two out."
-            )
 
     def stopped_by(self, validation: Data) -> VaLLA:
         """Return the method with validation data for Adam; unchanged if it has another optimiser."""
-        return self if self.optimiser in ("lbfgs", "none") else replace(self, validation=validation)
+        return self if self.optimiser in ("lbfgs", "none") else with_validation(self, validation)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         """Return the posterior; ``lw.fit`` calls this.

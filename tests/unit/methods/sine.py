@@ -48,8 +48,11 @@ def curve(count: int = 40, seed: int = 0, place: float = 0.0) -> tuple[Tensor, T
 
 
 def fitted(method: Any, likelihood: Any = GIVEN, prior: Any = 0.5, **options: Any) -> lw.Fitted:
+    """Return the posterior of a method; with validation data the one that the mixture varies."""
     data = options.pop("data", None) or [curve()]
-    return lw.fit(options.pop("model", None) or model(), data, likelihood, method=method, prior=prior, **options)
+    network = options.pop("model", None) or model()
+    posterior = lw.fit(network, data, likelihood, method=method, prior=prior, **options)
+    return posterior.tuned(lambda base: base) if "validation" in options else posterior
 
 
 @cache

@@ -26,8 +26,10 @@ def model(place: float = 0.0) -> nn.Module:
 
 
 def fitted(method: Any, likelihood: Any = "regression", **options: Any) -> lw.Fitted:
+    """Return the posterior of a method; with validation data the one that the mixture varies."""
     data = options.pop("data", None) or [curve()]
-    return lw.fit(options.pop("model", None) or model(), data, likelihood, method=method, **options)
+    posterior = lw.fit(options.pop("model", None) or model(), data, likelihood, method=method, **options)
+    return posterior.tuned(lambda base: base) if "validation" in options else posterior
 
 
 @cache

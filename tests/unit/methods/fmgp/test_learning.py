@@ -121,8 +121,8 @@ def test_the_best_state_on_validation_data_is_kept(gap: float, first: bool, monk
         f = model()(x)
     held = [(x[::2], f[::2] + gap * torch.randn(30, 1, dtype=D, generator=gen).sign())]
     far = f + 3 * torch.randn(60, 1, dtype=D, generator=gen).sign()
-    method = lw.FMGP(10, steps=100, learning_rate=0.05, validation=held, patience=3)
-    posterior = fitted(method, lw.Gaussian(noise_std=0.5), data=[(x, far)])
+    method = lw.FMGP(10, steps=100, learning_rate=0.05, patience=3)
+    posterior = fitted(method, lw.Gaussian(noise_std=0.5), data=[(x, far)], validation=held)
     score = float(posterior.predict(held[0][0]).log_prob(held[0][1]).mean())
     assert score == pytest.approx(max(looks), abs=1e-8)
     assert posterior.trace is not None
@@ -144,7 +144,7 @@ def test_ignored_validation_targets_are_refused(likelihood: str) -> None:
     held = targets.clone()
     held[4] = -1
     with pytest.raises(lw.errors.DataError, match="some validation targets are ignored ones"):
-        lw.fit(confident(), [(x, targets)], chosen, method=lw.FMGP(6, steps=3, validation=[(x, held)]))
+        lw.fit(confident(), [(x, targets)], chosen, method=lw.FMGP(6, steps=3), validation=[(x, held)])
 
 
 def test_the_objective_rises() -> None:

@@ -148,4 +148,4 @@ def test_samples_without_a_batch_are_refused() -> None:
     with pytest.raises(lw.errors.DataError, match="3 inputs with 1 targets"):
         lw.fit(network, data, "regression", method=lw.FMGP(5, steps=3))
     with pytest.raises(lw.errors.DataError, match="3 inputs with 1 targets"):
-        lw.fit(network, [(x, x[:, :1])], "regression", method=lw.FMGP(5, steps=3, validation=data))
+        lw.fit(network, [(x, x[:, :1])], "regression", method=lw.FMGP(5, steps=3), validation=data)

@@ -47,8 +47,8 @@ def test_the_best_state_is_kept_and_not_the_last(gap: float, best: int, monkeypa
     """Variances shrink step by step, and with them the density of data that are further off."""
     looks = scored(monkeypatch)
     data, held_out = misleading(gap)
-    method = lw.VaLLA(5, alpha=1.0, steps=60, learning_rate=0.05, validation=held_out, patience=4)
-    posterior = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    method = lw.VaLLA(5, alpha=1.0, steps=60, learning_rate=0.05, patience=4)
+    posterior = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data, validation=held_out)
     assert posterior.trace is not None
     assert looks.index(max(looks)) == best
     assert len(looks) == max(best, 2) + 5  # two early ones, and four without a better one that ended it
@@ -56,7 +56,7 @@ def test_the_best_state_is_kept_and_not_the_last(gap: float, best: int, monkeypa
     score = float(posterior.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
     assert score >= max(looks) - 1e-5
     assert looks[-1] < max(looks) - 1e-3
-    without = fitted(replace(method, validation=None), lw.Gaussian(noise_std=0.3), None, data=data)
+    without = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
     assert float(without.predict(held_out[0][0]).log_prob(held_out[0][1]).mean()) < looks[-1]
 
 
@@ -65,8 +65,9 @@ def test_more_steps_do_not_lose_what_fewer_found(gap: float) -> None:
     """A state is judged with the prior variance that validation data choose for it, as it is at the end."""
     data, held_out = misleading(gap)
     score = lambda p: float(p.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
-    method = lw.VaLLA(5, alpha=1.0, learning_rate=0.05, validation=held_out, patience=4)
-    few, many = (score(fitted(replace(method, steps=n), lw.Gaussian(), None, data=data)) for n in (8, 120))
+    method = lw.VaLLA(5, alpha=1.0, learning_rate=0.05, patience=4)
+    fit = lambda n: fitted(replace(method, steps=n), lw.Gaussian(), None, data=data, validation=held_out)
+    few, many = score(fit(8)), score(fit(120))
     assert many >= few - 1e-3
     assert few > score(fitted(lw.baselines.MapOnly(), lw.Gaussian(), data=data)) + 0.1
 
@@ -77,9 +78,10 @@ def test_validation_data_that_approve_change_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         Validation, "log_likelihoods", lambda self, points, factors: [float(next(rising))] * len(factors)
     )
-    method = lw.VaLLA(4, alpha=1.0, steps=20, validation=[curve()])
+    method = lw.VaLLA(4, alpha=1.0, steps=20)
     keep = lambda posterior: posterior  # a tuner that leaves what the method has learned
-    one, other = (fitted(m, lw.Gaussian(), None, tuner=keep) for m in (method, replace(method, validation=None)))
+    one = fitted(method, lw.Gaussian(), None, validation=[curve()])
+    other = fitted(method, lw.Gaussian(), None, tuner=keep)
     x = curve()[0]
     assert_close(one.functions(x).cov, other.functions(x).cov, SOLVED)
 
@@ -96,8 +98,8 @@ def test_the_prior_variance_is_chosen_once_more_and_finely(monkeypatch: pytest.M
 
     monkeypatch.setattr(Validation, "log_likelihoods", noted)
     data, held_out = misleading(0.6)
-    method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05, validation=held_out)
-    found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05)
+    found = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data, validation=held_out)
     *looks, last = scores
     assert all(len(look) == len(COARSE) for look in looks)
     assert len(last) == len(FINE)
@@ -105,16 +107,18 @@ def test_the_prior_variance_is_chosen_once_more_and_finely(monkeypatch: pytest.M
     assert max(last) > last[len(FINE) // 2] + 1e-4
     score = float(found.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
     assert score == pytest.approx(max(last), abs=1e-5)
-    given = fitted(method, lw.Gaussian(noise_std=0.3), 0.5, data=data)  # a prior that is given stays
+    given = fitted(
+        method, lw.Gaussian(noise_std=0.3), 0.5, data=data, validation=held_out
+    )  # a prior that is given stays
     assert float(given.prior.values) == 0.5
 
 
 def test_the_prior_variance_is_looked_for_further_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the best of the factors is the last of them; and where that never ends, it is said."""
     data, held_out = misleading(0.6)
-    method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05, validation=held_out)
+    method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05)
     score = lambda p: float(p.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
-    fit = lambda: fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    fit = lambda: fitted(method, lw.Gaussian(noise_std=0.3), None, data=data, validation=held_out)
     monkeypatch.setattr(module, "COARSE", (1.0,))
     wide = fit()
     monkeypatch.setattr(module, "FINE", (0.95, 1.0, 1.05))
@@ -134,8 +138,8 @@ def test_what_validation_data_chose_is_not_chosen_again(monkeypatch: pytest.Monk
     """By the evidence, which alpha 0 has, and which may see it otherwise."""
     looks = scored(monkeypatch)
     data, held_out = misleading(1.0)
-    method = lw.VaLLA(5, optimiser="adam", steps=40, learning_rate=0.05, validation=held_out)
-    posterior = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data)
+    method = lw.VaLLA(5, optimiser="adam", steps=40, learning_rate=0.05)
+    posterior = fitted(method, lw.Gaussian(noise_std=0.3), None, data=data, validation=held_out)
     assert float(posterior.predict(held_out[0][0]).log_prob(held_out[0][1]).mean()) > max(looks) - 0.05
     assert not posterior.posterior.problem.learn_prior
     tuned = posterior.tuned(lw.tuners.MaximiseEvidence())
@@ -144,7 +148,7 @@ def test_what_validation_data_chose_is_not_chosen_again(monkeypatch: pytest.Monk
 
 def test_validation_data_for_the_bound() -> None:
     """With alpha 0 they choose the locations; what the points know is in closed form all the same."""
-    posterior = fitted(lw.VaLLA(5, steps=20, validation=[curve(20, 5)]))
+    posterior = fitted(lw.VaLLA(5, steps=20), validation=[curve(20, 5)])
     anchors = posterior.posterior.curvature.anchors
     z = dense.jacobian(model(), anchors.inputs, 5).flatten(0, 1)
     jac = dense.jacobian(model(), curve()[0], 40).flatten(0, 1)
@@ -163,16 +167,16 @@ def test_ignored_validation_targets_are_refused(likelihood: str, alpha: float) -
     chosen = lw.Bernoulli(ignore_index=-1) if likelihood == "labels" else lw.Categorical(ignore_index=-1)
     held = targets.clone()
     held[4] = -1
-    method = lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=3, validation=[(x, held)])
+    method = lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=3)
     with pytest.raises(lw.errors.DataError, match="some validation targets are ignored ones"):
-        lw.fit(MLP.build(), [(x, targets)], chosen, method=method, prior=0.5)
+        lw.fit(MLP.build(), [(x, targets)], chosen, method=method, prior=0.5, validation=[(x, held)])
 
 
 def test_points_at_all_data_get_the_prior_that_validation_data_want() -> None:
     """Nothing moves there, but the prior is still to be chosen."""
     x, _ = curve()
     held = [curve(30, seed=5)]
-    found = fitted(lw.VaLLA(len(x), validation=held, steps=100, learning_rate=0.05), prior=None)
+    found = fitted(lw.VaLLA(len(x), steps=100, learning_rate=0.05), prior=None, validation=held)
     score = lambda posterior: float(posterior.predict(held[0][0]).log_prob(held[0][1]).mean())
     assert found.trace is not None
     for factor in (0.5, 2.0):
@@ -185,6 +189,6 @@ def test_points_at_all_data_get_the_prior_that_validation_data_want() -> None:
 def test_validation_data_are_named_where_they_do_not_fit() -> None:
     for count in (5, 100):
         with pytest.raises(lw.errors.DataError, match="validation is a int; expected a DataLoader"):
-            fitted(lw.VaLLA(count, validation=3))
+            fitted(lw.VaLLA(count), validation=3)
         with pytest.raises(lw.errors.DataError, match="inputs of batch 0 of validation: 1 of 2 entries are NaN"):
-            fitted(lw.VaLLA(count, validation=[(torch.tensor([[torch.nan], [0.0]], dtype=D), torch.zeros(2, 1))]))
+            fitted(lw.VaLLA(count), validation=[(torch.tensor([[torch.nan], [0.0]], dtype=D), torch.zeros(2, 1))])
