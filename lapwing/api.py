@@ -126,7 +126,9 @@ def fit(
         chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
     given = tuner
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
-        problem, tuner = _with_learned_prior(problem, tuner, batches, generator), None
+        after = tuner if isinstance(tuner, FollowsEvidence) else None
+        problem = _with_learned_prior(problem, None if after else tuner, batches, generator)
+        tuner = after
     posterior = chosen.fit(problem, batches, generator)
     if posterior.problem.learn_prior and isinstance(posterior, HasEvidence):
         posterior = _tuned(posterior, tuner, batches)

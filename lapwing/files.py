@@ -24,7 +24,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
 
-FORMAT = "lapwing-posterior-2"
+FORMAT = "lapwing-posterior-3"
 PARTS = ("network", "likelihood", "prior", "posterior")
 
 
@@ -35,12 +35,13 @@ class Savable(Protocol):
     def state(self) -> State: ...
 
 
-def save(posterior: Posterior, fingerprint: Fingerprint, method: str, path: str | Path) -> None:
-    """Write the posterior; the model itself is not written."""
+def save(posterior: Posterior, fingerprint: Fingerprint, method: str, why: str, path: str | Path) -> None:
+    """Write the posterior, its method and why that was chosen; the model itself is not written."""
     save_file = _safetensors().torch.save_file
     problem = posterior.problem
     values = (problem.network, problem.likelihood, problem.prior, posterior)
-    meta: dict[str, Any] = {"format": FORMAT, "method": method, "fingerprint": {**asdict(fingerprint), "quick": ()}}
+    marks = {**asdict(fingerprint), "quick": ()}
+    meta: dict[str, Any] = {"format": FORMAT, "method": method, "why": why, "fingerprint": marks}
     tensors: dict[str, Tensor] = {}
     for name, value in zip(PARTS, values, strict=True):
         if not isinstance(value, Savable):
@@ -62,8 +63,8 @@ def _flattened(state: State, prefix: str, tensors: dict[str, Tensor]) -> dict[st
     return {"name": state.name, "settings": dict(state.settings), "tensors": list(state.tensors), "parts": parts}
 
 
-def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, str]:
-    """Read a posterior for this model, onto the model's device and in its dtype; return it with the method's name."""
+def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, str, str]:
+    """Read a posterior for this model, onto its device and in its dtype; return it with its method and the reason."""
     meta, tensors = _read(Path(path))
     model = unwrapped(model)
     refuse_training_mode(model)
@@ -77,7 +78,7 @@ def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, st
         prior = class_named(states["prior"].name).from_state(states["prior"], network)
         problem = Problem(network, likelihood, prior)
         posterior = class_named(states["posterior"].name).from_state(states["posterior"], problem)
-        return posterior, Fingerprint.of(model), str(meta["method"])
+        return posterior, Fingerprint.of(model), str(meta["method"]), str(meta["why"])
     except (KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise FileError(f"{path} is damaged: {type(error).__name__}: {error}. Save the posterior again.") from error
 

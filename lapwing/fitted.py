@@ -72,7 +72,7 @@ class Fitted:
         >>> data = [(x, (x[:, 0] > 0.1).long())]
         >>> print(lw.fit(torch.nn.Linear(1, 2), data, "classification", prior=2.0).summary())
         Kron over 4 of 4 weights, Categorical: precision 2
-        Nothing was tuned, or the posterior was read from a file.
+        Nothing was tuned.
         """
         selection, trace = self.network.selection, self.trace
         total = sum(p.numel() for p in self.network.model.parameters())
@@ -87,7 +87,7 @@ class Fitted:
                 "(lw.check lists these); the evidence does not, except with prior=lw.priors.per_normalised_group()."
             )
         if trace is None:
-            return "\n".join([*lines, "Nothing was tuned, or the posterior was read from a file."])
+            return "\n".join([*lines, "Nothing was tuned."])
         if trace.scores:
             scores = ", ".join(f"{name} {score:.4g}" for name, score in trace.scores.items())
             lines.append(f"Hyperparameters by {trace.tuner}; {trace.scored_on} NLL: {scores}.")
@@ -380,7 +380,7 @@ class Fitted:
             FileError: If the folder does not exist.
         """
         self._unchanged()
-        files.save(self.posterior, self.fingerprint, self.method, path)
+        files.save(self.posterior, self.fingerprint, self.method, self.why, path)
 
     def _unchanged(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""

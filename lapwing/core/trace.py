@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 
@@ -53,3 +54,22 @@ class Trace:
         lines = [f"{self.tuner}: {self.score}", *(f"{i:4d}  {step}" for i, step in enumerate(self.steps))]
         lines += [f"{score:10.4f}  {name}" for name, score in self.scores.items()]
         return "\n".join([*lines, *self.findings])
+
+
+def trace_settings(trace: Trace | None) -> dict[str, Any] | None:
+    """Return the trace as plain data for a file.
+
+    >>> trace = Trace("Grid", steps=(Step(1.0, (2.0,)),))
+    >>> trace_from(trace_settings(trace)) == trace
+    True
+    """
+    return None if trace is None else asdict(trace)
+
+
+def trace_from(settings: Mapping[str, Any] | None) -> Trace | None:
+    """Return the trace that ``trace_settings`` took apart."""
+    if settings is None:
+        return None
+    tuples = lambda step: {**step, "precisions": tuple(step["precisions"]), "noise": tuple(step["noise"])}
+    steps = tuple(Step(**tuples(step)) for step in settings["steps"])
+    return Trace(**{**settings, "steps": steps, "findings": tuple(settings["findings"])})

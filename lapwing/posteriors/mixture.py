@@ -14,7 +14,7 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.state import State, class_named, saved
-from lapwing.core.trace import Trace
+from lapwing.core.trace import Trace, trace_from, trace_settings
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import HasTails, Likelihood
 from lapwing.networks.functionals import Functional
@@ -140,11 +140,17 @@ class MixturePosterior:
         )
 
     def described(self) -> str:
-        """Return the cells in words: precisions with their weights, and the plain network's weight."""
+        """Return the cells in words: precisions or scales of the covariance, and the plain network, with weights."""
         shares: dict[str, float] = {}
         for cell, weight in zip(self.cells, self.weights.tolist(), strict=True):
-            precisions = self.members[cell.belief].problem.prior.values
-            name = f"precision {float(precisions.mean()):.3g}" if cell.scale else "plain network"
+            each = self.members[cell.belief]
+            if not cell.scale:
+                name = "plain network"
+            elif isinstance(each, Linearised):
+                name = f"precision {float(each.problem.prior.values.mean()):.3g}"
+            else:  # the scale has a factor for another noise too
+                noise = float(cell.likelihood.dispersion / each.problem.likelihood.dispersion)
+                name = f"covariance × {cell.scale / noise:.3g}"
             shares[name] = shares.get(name, 0.0) + weight
         parts = ", ".join(f"{name} ({share:.2f})" for name, share in sorted(shares.items(), key=lambda s: -s[1]))
         return f"A mixture of {len(self.cells)} cells: {parts}."
@@ -248,6 +254,7 @@ class MixturePosterior:
             "bases": [type(base).__name__ for base in self.bases],
             "beliefs": [belief.base for belief in self.beliefs],
             "cells": [[cell.belief, cell.scale] for cell in self.cells],
+            "trace": trace_settings(self.trace),
         }
         return State("MixturePosterior", settings, tensors, parts)
 
@@ -266,7 +273,7 @@ class MixturePosterior:
             Cell(int(belief), restored(state.parts[f"cell{i}"]), float(scale))
             for i, (belief, scale) in enumerate(state.settings["cells"])
         )
-        return cls(tuple(bases), beliefs, cells, state.tensors["weights"])
+        return cls(tuple(bases), beliefs, cells, state.tensors["weights"], trace_from(state.settings["trace"]))
 
 
 def base_of(posterior: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
+from lapwing.linalg.operators import Solution
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.bound import BoundPrior
@@ -74,6 +75,15 @@ class Linearised(Reweightable, Protocol):
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
+        ...
+
+
+@runtime_checkable
+class SolvesForInputs(Protocol):
+    """A linearised belief that solves systems over all data for the inputs of every prediction."""
+
+    def solved(self, rows: Tensor) -> Solution:
+        """Return Λ⁻¹ times every row (K, P)."""
         ...
 
 

@@ -13,7 +13,7 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
-from lapwing.core.trace import Trace
+from lapwing.core.trace import Trace, trace_from, trace_settings
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.operators import Solution
@@ -184,7 +184,7 @@ class SampledPosterior:
         solution, logdet = self.solution, self.solver.logdet(self.problem)
         settings = {
             "statistics": asdict(self.statistics), "iterations": solution.iterations, "tolerance": solution.tolerance,
-            "logdet_error": logdet.error,
+            "logdet_error": logdet.error, "trace": trace_settings(self.trace),
         }  # fmt: skip
         tensors = {
             "theta": self.theta, "samples": solution.x, "residuals": solution.residuals,
@@ -199,7 +199,8 @@ class SampledPosterior:
         logdet = Logdet(tensors["logdet"], settings["logdet_error"])
         stored = StoredSamples(problem.prior.vector, problem.likelihood.dispersion, solution, logdet)
         theta = tensors["theta"].to(problem.network.dtype)
-        return cls(problem, stored, Statistics.from_settings(settings["statistics"]), theta)
+        statistics = Statistics.from_settings(settings["statistics"])
+        return cls(problem, stored, statistics, theta, trace_from(settings["trace"]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, class_named, saved
-from lapwing.core.trace import Trace
+from lapwing.core.trace import Trace, trace_from, trace_settings
 from lapwing.curvature.protocols import Curvature, HoldsDirections, Precision, SharesRotation
 from lapwing.curvature.sweep import PerOutputCurvature
 from lapwing.likelihoods.protocol import NoisePerOutput
@@ -232,7 +232,10 @@ class WeightPosterior:
 
     def state(self) -> State:
         tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
-        settings = {"statistics": asdict(self.statistics), "mode_loss": None if self.mode is None else self.mode.loss}
+        settings = {
+            "statistics": asdict(self.statistics), "mode_loss": None if self.mode is None else self.mode.loss,
+            "trace": trace_settings(self.trace),
+        }  # fmt: skip
         return State("WeightPosterior", settings, tensors, {"curvature": self.curvature.state()})
 
     @classmethod
@@ -243,7 +246,7 @@ class WeightPosterior:
         theta, mode = state.tensors["theta"].to(problem.network.dtype), None
         if state.settings["mode_loss"] is not None:
             mode = Mode(state.tensors["mode"], float(state.settings["mode_loss"]))
-        return cls(problem, curvature, statistics, theta, mode)
+        return cls(problem, curvature, statistics, theta, mode, trace_from(state.settings["trace"]))
 
 
 def _centring(f: Tensor) -> Tensor:

@@ -15,19 +15,20 @@ from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
 from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
 from lapwing.posteriors.point import PointPosterior
-from lapwing.posteriors.protocols import HasOwnMean, Linearised, SamplesGamma
+from lapwing.posteriors.protocols import HasOwnMean, Linearised, SamplesGamma, SolvesForInputs
 from lapwing.problem import named_targets
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
 RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to the evidence's, for logits and rates
 NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
-SAMPLED_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
+FEW_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
 SCALES = tuple(10.0**k for k in range(-3, 2))  # of the covariance, for methods without a precision
 NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance to the residuals'
+FEW_POINTS = 100  # training data that are looked at, if every input takes solves over all data
 TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
 MOST = 3  # precisions that a mixture keeps
-TEMPERATURES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
+TEMPERATURES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
 TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
 
 
@@ -101,8 +102,8 @@ def _spreads(
         scales = SCALES if ratios is None else [1 / ratio for ratio in ratios]
         return [Belief(0)], [(0, scale) for scale in scales]
     if ratios is None:
-        sampled = isinstance(posterior, SamplesGamma)
-        ratios = SAMPLED_RATIOS if sampled else NOISE_RATIOS if noise else RATIOS
+        few = isinstance(posterior, SamplesGamma | SolvesForInputs)
+        ratios = FEW_RATIOS if few else NOISE_RATIOS if noise else RATIOS
     values = posterior.problem.prior.values.detach()
     beliefs = [Belief(0, values * ratio) for ratio in ratios]
     return beliefs, [(i, 1.0) for i in range(len(beliefs))]
@@ -165,6 +166,8 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
     One pass over the data for all cells; ``limit`` ends it after so many data. Data whose target is ignored are left
     out.
     """
+    if limit is not None and isinstance(grid.bases[0], SolvesForInputs):
+        limit = min(limit, FEW_POINTS)
     rows: list[Tensor] = []
     count = 0
     members = [member(grid.bases, belief) for belief in grid.beliefs]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
-from lapwing.posteriors.protocols import HasFunctionSamples, HasWeightSamples
+from lapwing.posteriors.protocols import HasFunctionSamples, HasWeightSamples, Linearised
 from tests.conformance.declared import SMALL, small_method
 from tests.tolerances import assert_close
 
@@ -139,6 +139,9 @@ def test_saved_loaded_and_moved(kind: str, setting: str, tmp_path: Path) -> None
         assert_close(moments(again, kind, x[:5]), expected)
         assert_close(again.functions(x[:5]).cov, posterior.functions(x[:5]).cov)
         assert again.method == posterior.method
+        assert again.summary() == posterior.summary()
+        assert again.trace == posterior.trace
+        assert getattr(again.base, "trace", None) == getattr(posterior.base, "trace", None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,6 +199,23 @@ def test_an_ensemble_has_the_network_itself_as_a_cell() -> None:
     assert_close(posterior.functions(validation[0]).mean, net(validation[0]).detach(), 0.3)
     plain = lw.fit(net, training, "regression", method=lw.baselines.MapOnly(), validation=validation)
     assert nll(posterior, validation) < nll(plain, validation) + 0.02
+
+
+@pytest.mark.parametrize("setting", SMALL)
+def test_every_method_can_be_guarded_without_validation_data(setting: str) -> None:
+    """A method without a precision to vary keeps as much of its spread as the budget allows."""
+    kind = "classification"
+    net, (x, y), _ = problem(kind)
+    prior = trained_with(kind) if setting in MINIMUM else None
+    guarded = lw.fit(net, (x, y), kind, method=small_method(setting, net), prior=prior, tuner=lw.tuners.Budget())
+    assert isinstance(guarded.posterior, MixturePosterior)
+    plain = lw.fit(net, (x, y), kind, method=lw.baselines.MapOnly())
+    p, q = (posterior.predict(x).log_prob(y).exp() for posterior in (guarded, plain))
+    assert float((1 - p / q).clamp_min(0).mean()) <= 0.005 * 1.001
+    varied = "precision" if isinstance(guarded.base, Linearised) else "covariance ×"
+    assert f"{varied} " in guarded.posterior.described()
+    assert guarded.trace is not None
+    assert guarded.trace.scores["mixture"] < guarded.trace.scores["plain network"] + 0.01
 
 
 # The forms of validation data.

@@ -154,6 +154,25 @@ def test_round_trip_of_every_selection(weights: Any, tmp_path: Path) -> None:
     assert_close(two, one)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"method": "auto"}, {"tuner": lw.tuners.MaximiseEvidence()}, {"method": lw.FMGP(5, steps=5)},
+        {"method": lw.Sampled(4)}, {"method": lw.VaLLA(5, steps=3), "prior": 1.0},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_the_summary_is_the_same_after_loading(options: dict[str, Any], tmp_path: Path) -> None:
+    """Scores, findings, steps and the reason for the method are in the file."""
+    model, posterior = fitted(**{"method": None, "prior": None, **options})
+    posterior.save(tmp_path / "net")
+    again = lw.load(tmp_path / "net", model)
+    assert posterior.trace is not None
+    assert again.summary() == posterior.summary()
+    assert str(again.trace) == str(posterior.trace)
+    assert str(again.base.trace) == str(posterior.base.trace)
+
+
 def test_a_loaded_posterior_can_be_saved_tuned_and_reweighted(tmp_path: Path) -> None:
     model, posterior = fitted(method=lw.Kron())
     posterior.save(tmp_path / "one")

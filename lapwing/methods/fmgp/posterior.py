@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.state import State, saved
-from lapwing.core.trace import Trace
+from lapwing.core.trace import Trace, trace_from, trace_settings
 from lapwing.errors import DataError
 from lapwing.methods.fmgp.features import Sight
 from lapwing.networks.network import Network
@@ -139,7 +139,11 @@ class FunctionPosterior:
             "log_lengths": self.kernel.log_lengths, "mixing": self.kernel.mixing,
         }  # fmt: skip
         parts = {} if self.sight.last is None else {"last": self.sight.last.state()}
-        settings = {"statistics": asdict(self.statistics), "kernel": self.kernel.kind}
+        settings = {
+            "statistics": asdict(self.statistics),
+            "kernel": self.kernel.kind,
+            "trace": trace_settings(self.trace),
+        }
         return State("FunctionPosterior", settings, tensors, parts)
 
     @classmethod
@@ -150,4 +154,5 @@ class FunctionPosterior:
         return cls(
             problem, Sight(network, last), kernel, tensors["points"], tensors["numbers"], tensors["mix"],
             Statistics.from_settings(settings["statistics"]), tensors["theta"].to(network.dtype),
+            trace_from(settings["trace"]),
         )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.state import State
+from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.design import gram_product
@@ -130,6 +131,10 @@ class LinearisedResponse:
     tolerance: float  # of the residuals, and of the error they cause in a variance
     wide: bool = False
     max_iterations: int = 2000
+    trace: Trace | None = None
+
+    def with_trace(self, trace: Trace) -> LinearisedResponse:
+        return replace(self, trace=trace)
 
     def with_problem(self, problem: Problem) -> LinearisedResponse:
         """Return the posterior under another prior or noise; the data are not read again."""
@@ -175,15 +180,25 @@ class LinearisedResponse:
             rows = _flat(tangent.jacobians())
             cov = torch.cat([self.solved(part).x for part in rows.split(ROWS)]) @ rows.mT
             return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
-        outputs = torch.Size(network.output_shape).numel()
         means, covs = [], []
-        for _, tangent in network.tangents(x, most=max(1, ROWS // outputs)):
-            jacobians, f = tangent.jacobians(), tangent.f.to(network.dtype)
-            rows, shape = _flat(jacobians), (*f.shape[:-1], -1)
-            cov = rows.unflatten(0, shape) @ self.solved(rows).x.unflatten(0, shape).mT
-            means.append(f)
-            covs.append((0.5 * (cov + cov.mT)).to(f))
+        for _, tangent in network.tangents(x):
+            means.append(tangent.f.to(network.dtype))
+            covs.append(self.covariance(tangent.jacobians()).reshape(*means[-1].shape, -1))
         return FunctionGaussian(torch.cat(means), torch.cat(covs))
+
+    def covariance(self, jacobian: LayerJacobians) -> Tensor:
+        """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C); only rows that are solved for together are in memory."""
+        exact, batch, outputs = jacobian.double(), jacobian.batch, jacobian.outputs
+        eye = torch.eye(outputs, dtype=torch.float64, device=self.theta.device)
+        covs = []
+        for samples in torch.arange(batch).split(max(1, ROWS // outputs)):
+            seeds = eye.new_zeros(len(samples), outputs, batch, outputs)
+            seeds[torch.arange(len(samples)), :, samples] = eye
+            rows = exact.vjp(seeds.flatten(0, 1))
+            solved, shape = self.solved(rows).x, (len(samples), jacobian.tokens, -1)
+            covs.append(rows.unflatten(0, shape) @ solved.unflatten(0, shape).mT)
+        cov = torch.cat(covs)
+        return (0.5 * (cov + cov.mT)).to(jacobian.dtype)
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights by name, or of the outputs at x, to first order."""

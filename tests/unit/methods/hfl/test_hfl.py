@@ -45,7 +45,7 @@ def test_a_prior_is_learned_by_the_evidence_of_kron() -> None:
     assert torch.equal(posterior.prior.values, learned)
     full = lw.fit(case.build(), data, "classification", method=lw.Full(), prior=float(learned))
     inputs = case.batch(3, seed=1)
-    assert_close(posterior.functions(inputs).cov, full.functions(inputs).cov, SOLVED)
+    assert_close(posterior.base(inputs).cov, full.functions(inputs).cov, SOLVED)
 
 
 def test_a_prior_is_learned_for_the_other_modes() -> None:
@@ -70,7 +70,7 @@ def test_the_prior_of_single_weights_is_learned_by_the_evidence_of_diagonal() ->
     assert float((learned - 1).abs()) > 1e-3
     x = new(energy)
     full = fitted(energy, lw.Full(), weights=weights, prior=float(learned))
-    assert_close(posterior.functions(x).cov, full.functions(x).cov, SOLVED)
+    assert_close(posterior.base(x).cov, full.functions(x).cov, SOLVED)
 
 
 @pytest.mark.parametrize("mode", MODES)

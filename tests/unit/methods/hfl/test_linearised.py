@@ -157,6 +157,21 @@ def test_another_prior_for_the_tangent_model() -> None:
         fitted(energy, lw.HFL()).with_prior(3.0)
 
 
+@pytest.mark.parametrize("validated", [False, True])
+def test_mixtures_vary_the_precision_as_those_of_the_exact_posterior(validated: bool) -> None:
+    """With validation data, and within the budget: the same cells around Full predict the same."""
+    energy = small("categorical", 3)
+    validation = (new(energy, 40, seed=8), torch.arange(40) % 3) if validated else None
+    mixture = fitted(energy, lw.HFL(mode="linearised"), prior=None, validation=validation)
+    beliefs = mixture.posterior.beliefs
+    assert len({float(belief.precisions) for belief in beliefs}) == len(beliefs) > 1
+    full = fitted(energy, lw.Full(), prior=float(mixture.prior.values))
+    same = replace(mixture, posterior=replace(mixture.posterior, bases=(full.posterior,)))
+    inputs = new(energy)
+    assert off(mixture.predict(inputs).probs, same.predict(inputs).probs) < 1e-8
+    assert off(mixture.functions(inputs).cov, same.functions(inputs).cov) < 1e-8
+
+
 def test_a_g_prior_is_refused_later_too() -> None:
     found = fitted(small(), lw.HFL(mode="linearised"))
     with pytest.raises(
