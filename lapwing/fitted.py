@@ -22,7 +22,6 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
-from lapwing.networks.normalised import has_normalisation
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
 from lapwing.posteriors.mixture import MixturePosterior, base_of
 from lapwing.posteriors.protocols import (
@@ -81,11 +80,12 @@ class Fitted:
         lines += [f"Chosen by Auto: {self.why}"] if self.why else []
         if isinstance(self.posterior, MixturePosterior):
             lines.append(self.posterior.described())
-        if has_normalisation(self.network.model):
-            lines.append(
-                "The network has normalisation layers, which ignore the scale of the weights before them "
-                "(lw.check lists these); the evidence does not, except with prior=lw.priors.per_normalised_group()."
-            )
+        if self.network.normalised:
+            lines.append("Norms cancel the scale of the weights before them (lw.check lists these). " + (
+                "Each such group has a precision to itself." if self.prior.needs_groups else
+                "The evidence depends on that scale; the corrected one does not: "
+                "prior=lw.priors.per_normalised_group(), tuner=lw.tuners.LinearMode()."
+            ))  # fmt: skip
         if trace is None:
             return "\n".join([*lines, "Nothing was tuned."])
         if trace.scores:

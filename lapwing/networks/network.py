@@ -33,6 +33,7 @@ from lapwing.networks.forward import (
 from lapwing.networks.graph import Patterns, find_patterns, forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.jacobians import Block
 from lapwing.networks.layout import Layout, arranged, footprint
+from lapwing.networks.ops import operation
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
 
@@ -48,6 +49,7 @@ class Network:
     footprint: Footprint
     forward_mode: bool  # whether forward-mode products are defined for every operation
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
+    normalised: bool  # whether a norm follows some of the weights, whose scale it may cancel
     shift: Tensor | None = None  # theta - w̃ (P,), where the tangent model is evaluated at another point than w̃
     known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows.known
 
@@ -94,7 +96,10 @@ class Network:
         layout = arranged(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
         sizes = footprint(layout, graph, len(raw), f[0].numel())
         forward_mode = not recurrent and not forward_differs(graph)
-        return cls(model, selection, layout, tuple(f.shape[1:]), sizes, forward_mode, recurrent, known=rows.known)
+        follows = (operation(node).norm(node) and node.next_functions[0][0] for node in graph.nodes)
+        normalised = any(follows) or any(isinstance(module, nn.RMSNorm) for module in model.modules())
+        shape = tuple(f.shape[1:])
+        return cls(model, selection, layout, shape, sizes, forward_mode, recurrent, normalised, known=rows.known)
 
     def state(self) -> State:
         """Return what a file needs, besides the model, to build the network again."""
@@ -102,7 +107,7 @@ class Network:
             "names": self.selection.names, "shapes": self.selection.shapes,
             "layout": [asdict(block) for block in self.layout], "footprint": asdict(self.footprint),
             "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
-            "known": dict(self.known),
+            "normalised": self.normalised, "known": dict(self.known),
         }  # fmt: skip
         tensors = {"index": self.selection.index, "shift": self.shift}
         return State("Network", settings, {name: t for name, t in tensors.items() if t is not None})
@@ -116,7 +121,7 @@ class Network:
         layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in settings["layout"])
         network = cls(
             model, selection, layout, tuple(settings["output_shape"]), Footprint(**settings["footprint"]),
-            settings["forward_mode"], settings["recurrent"], known=settings["known"],
+            settings["forward_mode"], settings["recurrent"], settings["normalised"], known=settings["known"],
         )  # fmt: skip
         return network.shifted(state.tensors.get("shift"))
 

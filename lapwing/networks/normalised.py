@@ -23,12 +23,6 @@ EPS = re.compile(r"(^|_)eps(ilon)?($|_)")
 MATTERS = 1e-3  # least relative change of the outputs if each weight changes by its size; with less it is no group
 
 
-def has_normalisation(model: nn.Module) -> bool:
-    """Return whether the model has a normalisation layer of PyTorch."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.InstanceNorm2d, nn.LayerNorm, nn.RMSNorm)
-    return any(isinstance(module, kinds) for module in model.modules())
-
-
 @dataclass(frozen=True)
 class ScaleFree:
     """Parameters that may be multiplied together by any positive number without a change of the function."""

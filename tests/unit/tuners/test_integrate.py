@@ -157,7 +157,7 @@ def test_as_the_tuner_of_a_fit_it_varies_the_precision_of_the_evidence() -> None
     assert_close(by_tuner.predict(validation[0]).probs, by_argument.predict(validation[0]).probs)
 
 
-@pytest.mark.parametrize(("factor", "edge"), [(0.1, "smallest"), (200.0, "largest")])
+@pytest.mark.parametrize(("factor", "edge"), [(0.2, "smallest"), (200.0, "largest")])
 def test_a_temperature_at_the_edge_of_the_grid_is_noticed(factor: float, edge: str) -> None:
     net, training, validation = problem("classification", 400)
     scaled = nn.Sequential(net, Scaled(factor)).eval()

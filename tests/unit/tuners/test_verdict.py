@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,38 @@ def test_a_harmless_tuner_is_not() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lw.fit(net, data, "classification", tuner=lambda posterior: posterior)
+
+
+class ByFunction(nn.Module):
+    """A norm that is no layer of the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (8,))
+
+
+NORMS = (None, nn.BatchNorm1d(8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8), ByFunction())
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=repr)
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_summaries_say_where_norms_cancel_a_scale_as_check_does(
+    norm: nn.Module | None, weights: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(40, 3)
+    data = (x, (x[:, 0] > 0).long())
+    net = nn.Sequential(nn.Linear(3, 8), norm or nn.Identity(), nn.Tanh(), nn.Linear(8, 2)).eval()
+    posterior = lw.fit(net, data, "classification", weights=weights)
+    text, normalised = posterior.summary(), bool(lw.check(net, x, weights=weights).scale_free)
+    if not (weights == "last_layer" and isinstance(norm, nn.RMSNorm)):  # the graph does not show that norm
+        assert ("The evidence depends on that scale; the corrected one does not" in text) == normalised
+    posterior.save(tmp_path / "net")
+    assert lw.load(tmp_path / "net", net).summary() == text
+    if normalised:
+        prior = lw.priors.per_normalised_group()
+        assert (
+            "Each such group has a precision to itself." in lw.fit(net, data, "classification", prior=prior).summary()
+        )
 
 
 def test_summaries_name_method_mixture_and_scores() -> None:
