@@ -210,7 +210,10 @@ def _method_jobs(settings: Calibration) -> list[Job]:
 
 
 def every_method(task: Task, seed: int, validation: int) -> Scores:
-    """Return the scores of every method without and with validation data; methods that refuse the task are left out."""
+    """Return the scores of every method as it comes, guarded by a budget, and with validation data.
+
+    What a method refuses is left out.
+    """
     split = SETS[task.data](None, seed, validation)
     model = task.trained(split, seed)
     data, held_out = batches(*split.train, 64), batches(*split.validation, BATCH)
@@ -222,9 +225,14 @@ def every_method(task: Task, seed: int, validation: int) -> Scores:
     }
     scores = {}
     for name, kind in methods.items():
-        for row, given in ((name, None), (f"{name}, validation", held_out)):
+        ways: dict[str, Any] = {
+            name: {},
+            f"{name}, budget": {"tuner": lw.tuners.Budget()},
+            f"{name}, validation": {"validation": held_out},
+        }
+        for row, given in ways.items():
             try:
-                posterior = lw.fit(model, data, "classification", method=kind(), validation=given, progress=False)
+                posterior = lw.fit(model, data, "classification", method=kind(), progress=False, **given)
                 scores[row] = _class_scores(posterior, split)
             except lw.LapwingError:
                 continue
