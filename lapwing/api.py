@@ -15,7 +15,7 @@ from lapwing import files
 from lapwing.core.data import Data, shows_progress
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.likelihoods.protocol import ChecksOutputs, HasTails, Likelihood, NeedsResiduals
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
@@ -26,10 +26,10 @@ from lapwing.networks.forward import outside_autocast, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.protocols import HasEvidence, Linearised, SamplesGamma
+from lapwing.posteriors.protocols import HasEvidence
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem, checked_targets, mean_squared_residual, named_targets
-from lapwing.registry import Auto, named, prior_given
+from lapwing.registry import LIKELIHOODS, Auto, named, prior_given
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
@@ -136,13 +136,12 @@ def fit(
         posterior = checked_tuner(tuner, batches)(posterior)
     if held_out is not None:
         posterior = Integrate(held_out, None if prior is None else (), training=batches)(posterior)
-    elif isinstance(posterior, Linearised):
-        if given is not None:
-            posterior = judged(posterior, batches)
-        elif prior is None:
-            averaged = method is None and isinstance(problem.likelihood, HasTails)
-            others = _exact(posterior, batches, generator) if averaged else ()
-            posterior = Budget(batches, others=others)(posterior)
+    elif given is not None and posterior.linearised:
+        posterior = judged(posterior, batches)
+    elif prior is None and posterior.linearised:
+        averaged = method is None and problem.likelihood.has_tails
+        others = _exact(posterior, batches, generator) if averaged else ()
+        posterior = Budget(batches, others=others)(posterior)
     return Fitted(posterior, Fingerprint.of(posterior.problem.network.model), type(chosen).__name__, why)
 
 
@@ -176,7 +175,7 @@ def _problem(
     f = network(first.inputs)
     chosen = _likelihood(likelihood, f)
     chosen.targets(f, first.targets)
-    if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
+    if chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = prior_given(1.0 if prior is None else prior)
     groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
@@ -190,8 +189,12 @@ def _likelihood(given: Likelihood | str, f: Tensor) -> Likelihood:
     """
     is_binary = given == "classification" and f.shape[-1] == 1
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
-    if isinstance(likelihood, ChecksOutputs):
-        likelihood.check_outputs(f)
+    if not isinstance(likelihood, Likelihood):
+        raise UnsupportedError(
+            f"likelihood is {likelihood!r:.80}; expected one of {', '.join(LIKELIHOODS)}, or an object whose class "
+            "inherits from lapwing.likelihoods.protocol.Likelihood."
+        )
+    likelihood.check_outputs(f)
     return likelihood
 
 
@@ -220,12 +223,11 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     """
     tuned = start_near_optimum(posterior)
     if tuner is None or isinstance(tuner, FollowsEvidence):
-        default = SampleEM(mode="network") if isinstance(posterior, SamplesGamma) else MaximiseEvidence()
+        default = SampleEM(mode="network") if posterior.is_sampled else MaximiseEvidence()
         tuned = default(tuned)
     if tuner is not None:
         tuned = checked_tuner(tuner, data)(tuned)
-    earlier = getattr(posterior, "trace", None)
-    return tuned if earlier is None or tuned.trace is None else tuned.with_trace(tuned.trace.after(earlier))
+    return tuned if tuned.trace is None else tuned.with_trace(tuned.trace.after(posterior.trace))
 
 
 def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
@@ -289,7 +291,7 @@ def train(
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
     network = Network.build(copy.deepcopy(unwrapped(model)).eval(), inputs, named("weights", weights))
     chosen = _likelihood(likelihood, network(inputs))
-    if isinstance(chosen, NeedsResiduals) and chosen.needs_residuals:
+    if chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     modes = [module.training for module in unwrapped(model).modules()]
     posterior, state = training.run(network, modes, batches, chosen, recipe, resume, checkpoint)

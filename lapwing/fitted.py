@@ -17,22 +17,19 @@ from lapwing.core.settings import require_integer
 from lapwing.core.state import on_device
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
-from lapwing.posteriors.mixture import MixturePosterior, base_of
 from lapwing.posteriors.protocols import (
-    EstimatesEvidence,
-    HasCurvature,
     HasEvidence,
     HasFunctionSamples,
-    HasPredictive,
     HasVarianceOf,
     HasWeightSamples,
     Reweightable,
+    required,
 )
 from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.registry import prior_given
@@ -78,7 +75,7 @@ class Fitted:
         what = f"{self.method} over {selection.size:,} of {total:,} weights, {type(self.likelihood).__name__}"
         lines = [f"{what}: {self._numbers()}"]
         lines += [f"Chosen by Auto: {self.why}"] if self.why else []
-        if isinstance(self.posterior, MixturePosterior):
+        if self.posterior is not self.base:
             lines.append(self.posterior.described())
         if self.network.normalised:
             lines.append("Norms cancel the scale of the weights before them (lw.check lists these). " + (
@@ -98,9 +95,9 @@ class Fitted:
     def _numbers(self) -> str:
         """Return the precisions and the noise of the posterior that was fitted, as text."""
         listed = [f"precision {_first_three(self.prior.values)}"]
-        if isinstance(self.likelihood, AdditiveNoise):
+        if self.likelihood.noise_variance is not None:
             listed.append(f"noise variance {_first_three(self.likelihood.noise_variance)}")
-        if isinstance(self.posterior, MixturePosterior):
+        if self.posterior is not self.base:
             listed.append(f"mixture of {len(self.posterior.cells)}")
         return ", ".join(listed)
 
@@ -142,9 +139,7 @@ class Fitted:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite.
         """
-        if isinstance(self.posterior, HasPredictive):
-            return self.posterior.predict(self._checked(x))
-        return self.likelihood.predict(self.functions(x))
+        return self.posterior.predict(self._checked(x))
 
     @outside_autocast
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -162,7 +157,8 @@ class Fitted:
             UnsupportedError: If the method has no function samples, or fewer than n.
         """
         require_integer("n", n)
-        samples = self._with(HasFunctionSamples, "function samples").function_samples(self._checked(x), n, generator)
+        required(self.base, HasFunctionSamples, "function samples", self.method)
+        samples = self.posterior.function_samples(self._checked(x), n, generator)
         check_finite(samples[0], "outputs of the network")
         return samples
 
@@ -179,7 +175,8 @@ class Fitted:
         """
         require_integer("n", n)
         self._unchanged()
-        return self._with(HasWeightSamples, "weight samples").weight_samples(n, generator)
+        required(self.base, HasWeightSamples, "weight samples", self.method)
+        return self.posterior.weight_samples(n, generator)
 
     @outside_autocast
     def network_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -213,14 +210,14 @@ class Fitted:
             UnsupportedError: If the method has no evidence.
         """
         self._unchanged()
-        return self._base_with(HasEvidence, "evidence").log_evidence()
+        return required(self.base, HasEvidence, "evidence", self.method).log_evidence()
 
     @property
     @outside_autocast
     def evidence_error(self) -> float:
         """The standard error of ``log_evidence``; zero where it is computed and not estimated."""
         self._unchanged()
-        return self.base.evidence_error if isinstance(self.base, EstimatesEvidence) else 0.0
+        return self.base.evidence_error
 
     @outside_autocast
     @torch.inference_mode(False)  # as for fit
@@ -240,7 +237,7 @@ class Fitted:
     def effective_parameters(self) -> EffectiveParameters:
         """Return γ, the number of weights that the data determine: in total and for each layer. Print it to read it."""
         self._unchanged()
-        return effective_parameters(self._base_with(HasGammas, "evidence"))
+        return effective_parameters(required(self.base, HasGammas, "evidence", self.method))
 
     @outside_autocast
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
@@ -265,7 +262,8 @@ class Fitted:
             self._unchanged()
         else:
             x = self._checked(x)
-        return self._with(HasVarianceOf, "variance of functions of the weights").variance_of(function, x)
+        what = "variance of functions of the weights"
+        return required(self.posterior, HasVarianceOf, what, self.method).variance_of(function, x)
 
     @outside_autocast
     def jacobian(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
@@ -303,7 +301,7 @@ class Fitted:
     @property
     def base(self) -> Any:
         """The posterior that was fitted: for a mixture the one that it varies, with evidence, prior and noise."""
-        return base_of(self.posterior)
+        return self.posterior.base
 
     @property
     def trace(self) -> Trace | None:
@@ -311,7 +309,7 @@ class Fitted:
 
         For a mixture, the steps by which the evidence was maximised are in ``base.trace``.
         """
-        return getattr(self.posterior, "trace", None)
+        return self.posterior.trace
 
     @property
     def prior(self) -> BoundPrior:
@@ -343,13 +341,9 @@ class Fitted:
                 "the mean of this posterior was computed for its prior (LinearMode with mean='tangent'); fit again, or "
                 "tune the posterior that it came from."
             )
-        base = self.base
-        if not isinstance(base, Reweightable):
-            raise UnsupportedError(f"{type(base).__name__} has no prior over weights to change.")
+        base = required(self.base, Reweightable, "prior over weights to change", self.method)
         bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
-        if isinstance(base, HasCurvature):
-            return replace(self, posterior=base.with_prior(bound))
-        return replace(self, posterior=base.with_problem(self.posterior.problem.with_prior(bound)))
+        return replace(self, posterior=base.with_prior(bound))
 
     def to(self, device: torch.device | str) -> Fitted:
         """Return the posterior on another device. Its model is moved there too, as ``model.to`` does.
@@ -397,20 +391,6 @@ class Fitted:
             raise DataError("the batch is empty; expected at least one input.")
         check_finite(x, "inputs")
         return x
-
-    def _with(self, capability: Any, what: str) -> Any:
-        """Return the posterior; raise if it has not this capability."""
-        return self._checked_for(self.posterior, capability, what)
-
-    def _base_with(self, capability: Any, what: str) -> Any:
-        """Return the posterior that was fitted; raise if it has not this capability."""
-        return self._checked_for(self.base, capability, what)
-
-    def _checked_for(self, posterior: Any, capability: Any, what: str) -> Any:
-        if not isinstance(posterior, capability):
-            name = self.method or type(posterior).__name__
-            raise UnsupportedError(f"{name} has no {what}; choose a method that has.")
-        return posterior
 
 
 def _first_three(values: Tensor) -> str:

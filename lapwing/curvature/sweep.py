@@ -19,7 +19,7 @@ from lapwing.core.random import independent_generator
 from lapwing.core.state import State, class_named, saved
 from lapwing.curvature.protocols import Curvature
 from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood, NoisePerOutput
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.jacobians import LayerJacobians, in_order
 from lapwing.networks.network import Network
 from lapwing.problem import Problem, Statistics, checked_count, checked_targets
@@ -171,9 +171,8 @@ def swept(
     likelihood = problem.likelihood
     draws = independent_generator(generator) if curvature == "fisher_mc" else None
     sweep = Sweep(problem.network, likelihood, data, Seeds(curvature, draws), label)
-    if not (isinstance(likelihood, NoisePerOutput) and likelihood.learns_ratios):
+    if not likelihood.learns_ratios or likelihood.ratios is None:
         return compute(sweep), sweep.statistics
-    assert likelihood.ratios is not None
     sweeps = [replace(sweep, seeds=replace(sweep.seeds, output=c)) for c in range(len(likelihood.ratios))]
     parts = tuple(map(compute, sweeps))
     statistics = sweeps[0].statistics

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +13,13 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import check_logit_settings, matched, plain_numbers, refuse_unused
+from lapwing.likelihoods.protocol import LogitLikelihood, check_logit_settings, matched, plain_numbers, refuse_unused
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Bernoulli:
+class Bernoulli(LogitLikelihood):
     """Binary or multilabel classification: independent sigmoids and the binary cross-entropy loss.
 
     Targets are 0, 1 or a probability between them.
@@ -46,21 +45,9 @@ class Bernoulli:
     link: str = "quadrature"
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
-    learns_dispersion: ClassVar[bool] = False
-    ignores_common_shift: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_logit_settings(self, BINARY_LINKS, pos_weight=self.pos_weight)
-
-    @cached_property
-    def dispersion(self) -> Tensor:
-        return torch.as_tensor(self.temperature, dtype=torch.float64)
-
-    def with_dispersion(self, phi: Tensor) -> Bernoulli:
-        return replace(self, temperature=phi)
-
-    def with_link_temperature(self, temperature: float) -> Bernoulli:
-        return replace(self, link_temperature=temperature)
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Bernoulli")
@@ -110,9 +97,6 @@ class Bernoulli:
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         return y[..., 0].numel() if self.ignore_index is None else (~self.ignored(y)).any(-1).sum()
 
-    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
-        return torch.zeros_like(phi)
-
     def predict(self, belief: FunctionGaussian) -> BinaryPredictive:
         return BinaryPredictive(belief.marginal.scaled(1 / self.link_temperature), self.link)
 
@@ -122,8 +106,3 @@ class Bernoulli:
         link = {"link": self.link, "link_temperature": self.link_temperature}
         settings = {"pos_weight": weight, "ignore_index": self.ignore_index, **link}
         return State("Bernoulli", settings, {"dispersion": self.dispersion.detach()})
-
-    @classmethod
-    def from_state(cls, state: State) -> Bernoulli:
-        """Build the likelihood from its state."""
-        return cls(**state.settings, temperature=state.tensors["dispersion"])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +13,13 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.likelihoods.protocol import check_logit_settings, plain_numbers, refuse_unused
+from lapwing.likelihoods.protocol import LogitLikelihood, check_logit_settings, plain_numbers, refuse_unused
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Categorical:
+class Categorical(LogitLikelihood):
     """Classification into C classes: a softmax over logits and the cross-entropy loss.
 
     Args:
@@ -50,21 +49,13 @@ class Categorical:
     seed: int = 0
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
-    learns_dispersion: ClassVar[bool] = False
-    ignores_common_shift: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_logit_settings(self, LINKS, class_weights=self.class_weights)
 
-    @cached_property
-    def dispersion(self) -> Tensor:
-        return torch.as_tensor(self.temperature, dtype=torch.float64)
-
-    def with_dispersion(self, phi: Tensor) -> Categorical:
-        return replace(self, temperature=phi)
-
-    def with_link_temperature(self, temperature: float) -> Categorical:
-        return replace(self, link_temperature=temperature)
+    @property
+    def ignores_common_shift(self) -> bool:
+        return True
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         count = f.shape[-1]
@@ -164,9 +155,6 @@ class Categorical:
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         return (y != self.ignore_index).sum() if self._ignores(y) else y.numel()
 
-    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
-        return torch.zeros_like(phi)
-
     def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
         belief = belief.marginal.scaled(1 / self.link_temperature)
         return SoftmaxPredictive(belief, self.link, self.samples, self.seed)
@@ -178,8 +166,3 @@ class Categorical:
         }  # fmt: skip
         settings = {"class_weights": plain_numbers(self.class_weights), "ignore_index": self.ignore_index, **link}
         return State("Categorical", settings, {"dispersion": self.dispersion.detach()})
-
-    @classmethod
-    def from_state(cls, state: State) -> Categorical:
-        """Build the likelihood from its state."""
-        return cls(**state.settings, temperature=state.tensors["dispersion"])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.likelihoods.protocol import ChecksPrediction, HasPowerEnergy, IgnoresTargets, Likelihood
+from lapwing.likelihoods.protocol import HasPowerEnergy, Likelihood
 
 
 def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
@@ -18,13 +18,13 @@ def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
             f"alpha is {alpha} for {type(likelihood).__name__}; between 0 and 1 only Gaussian() has a closed form. "
             "Use 0 (the evidence bound) or 1 (the predictive log-likelihood)."
         )
-    if alpha > 0 and isinstance(likelihood, ChecksPrediction):
+    if alpha > 0:
         likelihood.check_prediction()
 
 
 def refuse_ignored(likelihood: Likelihood, y: Tensor, what: str = "targets") -> None:
     """Raise if a target is ignored: the predictive would take its mark for a known value."""
-    if isinstance(likelihood, IgnoresTargets) and bool(likelihood.ignored(y).any()):
+    if bool(likelihood.ignored(y).any()):
         raise DataError(
             f"some {what} are ignored ones, which have no predictive probability; expected known ones. "
             "Leave those data out."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,14 +12,14 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, plain_numbers, refuse_dispersion
+from lapwing.likelihoods.protocol import Likelihood, matched, plain_numbers
 from lapwing.predictives.normal import NormalPredictive
 from lapwing.predictives.student import StudentPredictive
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Gaussian:
+class Gaussian(Likelihood):
     """Regression with Gaussian noise, y = f(x) + noise, and the squared loss.
 
     Args:
@@ -77,7 +76,6 @@ class Gaussian:
 
     @property
     def noise_variance(self) -> Tensor:
-        """The noise variance of all outputs, (), or of each, (C,)."""
         return self.dispersion if self.ratios is None else self.dispersion * self.ratios.to(self.dispersion)
 
     def with_dispersion(self, phi: Tensor) -> Gaussian:
@@ -87,8 +85,10 @@ class Gaussian:
     def learns_ratios(self) -> bool:
         return self.per_output and self.learns_dispersion
 
-    def with_noise_variances(self, variances: Tensor) -> Gaussian:
-        return replace(self, phi=torch.ones_like(variances[0]), ratios=variances)
+    def with_noise(self, noise: Tensor) -> Gaussian:
+        if noise.ndim == 0:
+            return self.with_dispersion(noise)
+        return replace(self, phi=torch.ones_like(noise[0]), ratios=noise)
 
     @property
     def needs_residuals(self) -> bool:
@@ -115,9 +115,6 @@ class Gaussian:
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         return normal(tuple(f.shape), generator, f) * self._scale(f)
 
-    def count(self, f: Tensor, y: Tensor) -> int:
-        return f[..., 0].numel()
-
     def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
         extra = 0.0 if self.ratios is None else 0.5 * self.ratios.to(phi).log().sum()
         return 0.5 * outputs * torch.log(2 * math.pi * phi) + extra
@@ -132,6 +129,10 @@ class Gaussian:
 
     def with_tails(self, degrees: float, scale: float) -> Gaussian:
         return replace(self, degrees=degrees, tail_scale=scale)
+
+    @property
+    def has_tails(self) -> bool:
+        return True
 
     @property
     def widening(self) -> float:
@@ -161,7 +162,7 @@ class Gaussian:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class HeteroscedasticGaussian:
+class HeteroscedasticGaussian(Likelihood):
     """Regression with noise that depends on the input: outputs f = (m, s) are D means and then D log-variances.
 
     The Hessian in (m, s) is indefinite, so the curvature is the Fisher matrix, diag(exp(-s), 1/2).
@@ -170,13 +171,6 @@ class HeteroscedasticGaussian:
     >>> likelihood.loss(torch.zeros(1, 2), torch.zeros(1, 1))  # ½ log 2π
     tensor([0.9189])
     """
-
-    dispersion: ClassVar[Tensor] = torch.tensor(1.0, dtype=torch.float64)
-    learns_dispersion: ClassVar[bool] = False
-
-    def with_dispersion(self, phi: Tensor) -> HeteroscedasticGaussian:
-        refuse_dispersion(phi, "HeteroscedasticGaussian has no dispersion to change, the network gives the noise.")
-        return self
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         if f.shape[-1] % 2:
@@ -199,12 +193,6 @@ class HeteroscedasticGaussian:
         mean, log_variance = f.chunk(2, -1)
         eps = normal(tuple(mean.shape), generator, f)
         return torch.cat([-eps * (-0.5 * log_variance).exp(), 0.5 * (1 - eps.square())], -1)
-
-    def count(self, f: Tensor, y: Tensor) -> int:
-        return f[..., 0].numel()
-
-    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
-        return torch.zeros_like(phi)
 
     def predict(self, belief: FunctionGaussian) -> NormalPredictive:
         size = belief.mean.shape[-1] // 2

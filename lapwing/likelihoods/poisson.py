@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,13 +11,13 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import matched, refuse_dispersion
+from lapwing.likelihoods.protocol import Likelihood, matched
 from lapwing.predictives.counts import CountPredictive
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Poisson:
+class Poisson(Likelihood):
     """Counts, y ~ Poisson(exp f): the outputs of the network are log-rates.
 
     Targets are whole numbers from zero. The loss includes log y!, so the evidence is complete.
@@ -26,13 +25,6 @@ class Poisson:
     >>> Poisson().loss(torch.zeros(1, 1), torch.ones(1, 1))  # exp(f) - y f + log y!
     tensor([1.])
     """
-
-    dispersion: ClassVar[Tensor] = torch.tensor(1.0, dtype=torch.float64)
-    learns_dispersion: ClassVar[bool] = False
-
-    def with_dispersion(self, phi: Tensor) -> Poisson:
-        refuse_dispersion(phi, "Poisson has no dispersion to change, its variance is its mean.")
-        return self
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Poisson")
@@ -50,12 +42,6 @@ class Poisson:
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         rate = f.exp()
         return rate - poisson(rate, generator)
-
-    def count(self, f: Tensor, y: Tensor) -> int:
-        return f[..., 0].numel()
-
-    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
-        return torch.zeros_like(phi)
 
     def predict(self, belief: FunctionGaussian) -> CountPredictive:
         return CountPredictive(belief.marginal)

@@ -1,35 +1,30 @@
-"""The contract of a likelihood: log p(y | f) = -loss(f, y) / phi - c(phi), and its optional capabilities."""
+"""The contract of a likelihood: log p(y | f) = -loss(f, y) / phi - c(phi), with its optional capabilities."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.state import State
 from lapwing.errors import DataError, UnsupportedError
+
+S = TypeVar("S", bound="LogitLikelihood")
 
 
 @runtime_checkable
 class Likelihood(Protocol):
-    """A distribution of targets given outputs f (B, [T,] C); every token counts as a datum."""
+    """A distribution of targets given outputs f (B, [T,] C); every token counts as a datum.
 
-    @property
-    def dispersion(self) -> Tensor:
-        """phi: the noise variance or the temperature, a scalar."""
-        ...
-
-    @property
-    def learns_dispersion(self) -> bool:
-        """Whether fitting may set the dispersion."""
-        ...
-
-    def with_dispersion(self, phi: Tensor) -> Likelihood:
-        """Return the likelihood with another dispersion."""
-        ...
+    Classes inherit from it. They define ``targets``, ``loss``, ``root``, ``sampled_gradient`` and ``predict``; every
+    other member has a default, that of a likelihood without a dispersion and without the capability.
+    """
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the targets in the shape and dtype that the other methods take; raise if they do not fit ``f``."""
@@ -47,124 +42,111 @@ class Likelihood(Protocol):
         """Return the gradient of the loss in f at a label drawn from the model, (B, [T,] C)."""
         ...
 
-    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
-        """Return the number of data without the ignored ones; a tensor if the answer is on a device."""
-        ...
-
-    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
-        """Return c(phi) of one datum."""
-        ...
-
     def predict(self, belief: FunctionGaussian) -> Any:
         """Return the predictive distribution of y, for each input by itself."""
         ...
 
-
-@runtime_checkable
-class NeedsResiduals(Protocol):
-    """A likelihood that must see the residuals before the curvature can be computed."""
+    @property
+    def dispersion(self) -> Tensor:
+        """phi: the noise variance or the temperature, a scalar."""
+        return torch.tensor(1.0, dtype=torch.float64)
 
     @property
-    def needs_residuals(self) -> bool: ...
+    def learns_dispersion(self) -> bool:
+        """Whether fitting may set the dispersion."""
+        return False
 
-    def prepared(self, mean_squared_residual: Tensor) -> Likelihood:
-        """Return the likelihood with all that the curvature depends on, given the residual of each output (C,)."""
-        ...
+    def with_dispersion(self, phi: Tensor) -> Likelihood:
+        """Return the likelihood with another dispersion."""
+        if float(phi) != 1:
+            raise DataError(f"dispersion {float(phi):g}; {type(self).__name__} has no dispersion to change.")
+        return self
 
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        """Return c(phi) of one datum."""
+        return torch.zeros_like(phi)
 
-@runtime_checkable
-class Logits(Protocol):
-    """A likelihood whose outputs are logits: around zero and of order one, whatever the targets."""
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        """Return the number of data without the ignored ones; a tensor if the answer is on a device."""
+        return f[..., 0].numel()
+
+    def ignored(self, y: Tensor) -> Tensor:
+        """Return a mask in the shape of ``y``, true for targets that are marked as unknown and do not count."""
+        return torch.zeros_like(y, dtype=torch.bool)
+
+    def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
+        """Return the log-probability of the targets that count, (B, [T]); it is zero where none does."""
+        log_prob: Tensor = predictive.log_prob(y)
+        return log_prob
+
+    def check_outputs(self, f: Tensor) -> None:
+        """Raise ``ModelError`` if these are not the outputs that the likelihood takes."""
+        return
+
+    def check_prediction(self) -> None:
+        """Raise ``UnsupportedError`` if a setting has no effect on the predictive, or leaves it without a gradient."""
+        return
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the outputs are logits: around zero and of order one, whatever the targets."""
+        return False
 
     @property
     def ignores_common_shift(self) -> bool:
-        """Whether adding one number to all logits of an input changes nothing, as with a softmax."""
-        ...
-
-
-@runtime_checkable
-class AdditiveNoise(Protocol):
-    """A likelihood whose targets are the outputs plus noise, in the same units."""
+        """Whether adding one number to all outputs of an input changes nothing, as with a softmax."""
+        return False
 
     @property
-    def noise_variance(self) -> Tensor:
-        """The variance of the noise, () or (C,)."""
-        ...
+    def link_temperature(self) -> float | None:
+        """The number by which predictions divide the logits; None without logits."""
+        return None
 
+    def with_link_temperature(self, temperature: float) -> Likelihood:
+        """Return the likelihood with another link temperature, if it has one."""
+        return self
 
-@runtime_checkable
-class NoisePerOutput(Protocol):
-    """A likelihood whose outputs may have different noise variances."""
+    @property
+    def noise_variance(self) -> Tensor | None:
+        """The variance, () or (C,), of noise that is added to the outputs; None if targets have other units."""
+        return None
 
     @property
     def ratios(self) -> Tensor | None:
         """The noise variance of each output over the dispersion, (C,); None if all outputs have the same."""
-        ...
+        return None
 
     @property
     def learns_ratios(self) -> bool:
-        """Whether fitting may set each noise variance by itself."""
-        ...
+        """Whether fitting may set the noise variance of each output by itself."""
+        return False
 
-    def with_noise_variances(self, variances: Tensor) -> Likelihood:
-        """Return the likelihood with these noise variances (C,)."""
-        ...
-
-
-@runtime_checkable
-class HasLinkTemperature(Protocol):
-    """A likelihood whose predictions may divide the logits by a temperature."""
+    def with_noise(self, noise: Tensor) -> Likelihood:
+        """Return the likelihood with this dispersion, (), or with these noise variances of the outputs, (C,)."""
+        return self.with_dispersion(noise)
 
     @property
-    def link_temperature(self) -> float: ...
+    def needs_residuals(self) -> bool:
+        """Whether the likelihood must see the residuals before the curvature can be computed."""
+        return False
 
-    def with_link_temperature(self, temperature: float) -> Likelihood: ...
-
-
-@runtime_checkable
-class HasTails(Protocol):
-    """A likelihood whose predictions may have heavier tails than the normal distribution."""
+    def prepared(self, mean_squared_residual: Tensor) -> Likelihood:
+        """Return the likelihood with all that the curvature depends on, given the residual of each output (C,)."""
+        return self
 
     @property
-    def learns_dispersion(self) -> bool: ...
+    def has_tails(self) -> bool:
+        """Whether predictions may have heavier tails than the normal distribution."""
+        return False
 
     @property
     def widening(self) -> float:
         """The variance of the targets over that without tails."""
-        ...
+        return 1.0
 
-    def with_tails(self, degrees: float, scale: float) -> Likelihood: ...
-
-
-@runtime_checkable
-class ChecksOutputs(Protocol):
-    """A likelihood that can tell from the outputs of a network that they are of the wrong kind."""
-
-    def check_outputs(self, f: Tensor) -> None:
-        """Raise ``ModelError`` if these are not the outputs that the likelihood takes."""
-        ...
-
-
-@runtime_checkable
-class IgnoresTargets(Protocol):
-    """A likelihood that has a mark for unknown targets."""
-
-    def ignored(self, y: Tensor) -> Tensor:
-        """Return a mask in the shape of ``y``, true for targets that do not count."""
-        ...
-
-    def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
-        """Return the log-probability of the targets that count, (B, [T]); it is zero where none does."""
-        ...
-
-
-@runtime_checkable
-class ChecksPrediction(Protocol):
-    """A likelihood that with some settings cannot be learned by its predictive log-likelihood."""
-
-    def check_prediction(self) -> None:
-        """Raise ``UnsupportedError`` if a setting has no effect on the predictive, or leaves it without a gradient."""
-        ...
+    def with_tails(self, degrees: float, scale: float) -> Likelihood:
+        """Return the likelihood with Student tails, if it can have tails."""
+        return self
 
 
 @runtime_checkable
@@ -174,6 +156,32 @@ class HasPowerEnergy(Protocol):
     def power_energy(self, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
         """Return the energy for f ~ N(mean, cov), (B,), differentiable in the covariance."""
         ...
+
+
+class LogitLikelihood(Likelihood, Protocol):
+    """A likelihood whose outputs are logits. ``temperature`` divides the curvature, ``link_temperature`` the logits."""
+
+    temperature: float | Tensor
+    link_temperature: float
+
+    @property
+    def has_logits(self) -> bool:
+        return True
+
+    @cached_property
+    def dispersion(self) -> Tensor:
+        return torch.as_tensor(self.temperature, dtype=torch.float64)
+
+    def with_dispersion(self: S, phi: Tensor) -> S:
+        return replace(self, temperature=phi)  # type: ignore[type-var]
+
+    def with_link_temperature(self: S, temperature: float) -> S:
+        return replace(self, link_temperature=temperature)  # type: ignore[type-var]
+
+    @classmethod
+    def from_state(cls: type[S], state: State) -> S:
+        """Build the likelihood from its state."""
+        return cls(**state.settings, temperature=state.tensors["dispersion"])  # type: ignore[call-arg]
 
 
 def check_logit_settings(likelihood: Any, links: Iterable[str], **weights: Any) -> None:
@@ -191,10 +199,14 @@ def check_logit_settings(likelihood: Any, links: Iterable[str], **weights: Any) 
             raise DataError(f"{name} is {weight}; expected finite numbers that are not negative.")
 
 
-def refuse_dispersion(phi: Tensor, why: str) -> None:
-    """Raise if the dispersion is not one."""
-    if float(phi) != 1:
-        raise DataError(f"dispersion {float(phi):g}; {why}")
+def refuse_unused(likelihood: str, **settings: Any) -> None:
+    """Raise if one of these settings differs from one: the predictive does not depend on it."""
+    for name, value in settings.items():
+        if value is not None and bool((torch.as_tensor(value) != 1).any()):
+            raise UnsupportedError(
+                f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
+                f"FMGP() and VaLLA() with alpha above 0 learn, does not depend on it. Use VaLLA(alpha=0), or no {name}."
+            )
 
 
 def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
@@ -208,16 +220,6 @@ def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
         + (f" or {tuple(f.shape[:-1])}" if f.shape[-1] == 1 else "")
         + ". Reshape the targets, or choose the likelihood that fits the output."
     )
-
-
-def refuse_unused(likelihood: str, **settings: Any) -> None:
-    """Raise if one of these settings differs from one: the predictive does not depend on it."""
-    for name, value in settings.items():
-        if value is not None and bool((torch.as_tensor(value) != 1).any()):
-            raise UnsupportedError(
-                f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
-                f"FMGP() and VaLLA() with alpha above 0 learn, does not depend on it. Use VaLLA(alpha=0), or no {name}."
-            )
 
 
 def plain_numbers(value: Any) -> Any:

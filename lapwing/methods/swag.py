@@ -22,6 +22,7 @@ from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of, spread
 from lapwing.posteriors.point import PointPosterior
+from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem, Statistics, summed_loss
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
@@ -306,7 +307,7 @@ class Draws:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class DrawnPosterior:
+class DrawnPosterior(Posterior):
     """f(x) ~ N(mean of the draws, covariance of the draws). A prediction costs one forward pass for each draw."""
 
     problem: Problem

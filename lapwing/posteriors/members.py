@@ -14,6 +14,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.state import State, class_named, saved
 from lapwing.errors import UnsupportedError
 from lapwing.posteriors.point import PointPosterior
+from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem, Statistics
 
 
@@ -37,7 +38,7 @@ class Members(Protocol):
 
 @saved
 @dataclass(frozen=True, eq=False)
-class MembersPosterior:
+class MembersPosterior(Posterior):
     """f(x) ~ N(mean of the members, their covariance). A prediction costs a forward pass for each member."""
 
     problem: Problem

@@ -10,26 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
+from lapwing.core.data import Inputs, check_finite
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace, trace_from, trace_settings
 from lapwing.errors import UnsupportedError
-from lapwing.likelihoods.protocol import HasTails, Likelihood
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import (
     HasFunctionSamples,
     HasVarianceOf,
     HasWeightSamples,
-    Linearised,
     Posterior,
-    SamplesGamma,
-    SharesJacobian,
+    required,
 )
 from lapwing.posteriors.weight_space import WIDE
-from lapwing.predictives.mixture import Mixable
+from lapwing.predictives.protocol import Mixable
 from lapwing.problem import Problem, Statistics
 
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
@@ -62,16 +60,16 @@ class Cell:
     @property
     def spread(self) -> float:
         """The factor of V in the cell's covariance of f; Student tails widen f and the noise alike."""
-        return self.scale * (self.likelihood.widening if isinstance(self.likelihood, HasTails) else 1.0)
+        return self.scale * self.likelihood.widening
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class MixturePosterior:
+class MixturePosterior(Posterior):
     """A mixture of Gaussian beliefs about the outputs, with a predictive for each. The tuners of ``fit`` make it.
 
     ``bases[0]`` is the posterior that was fitted, under the hyperparameters of the evidence. A mixture has no evidence
-    and no precision of its own: ``base_of`` returns the posterior that has them. All cells share one pass of the
+    and no precision of its own: ``base`` is the posterior that has them. All cells share one pass of the
     network and one Jacobian.
     """
 
@@ -103,13 +101,17 @@ class MixturePosterior:
         return cls(tuple(bases), tuple(beliefs[i] for i in used), tuple(cells), weights / weights.sum())
 
     @property
-    def problem(self) -> Problem:
-        return self.bases[0].problem
+    def base(self) -> Posterior:
+        return self.bases[0]
+
+    @property
+    def problem(self) -> Problem:  # type: ignore[override]
+        return self.base.problem
 
     @property
     def statistics(self) -> Statistics:
         """Loss and counts of the data that the posterior was fitted to."""
-        return self.bases[0].statistics  # type: ignore[attr-defined, no-any-return]
+        return self.base.statistics  # type: ignore[attr-defined, no-any-return]
 
     @cached_property
     def members(self) -> tuple[Any, ...]:
@@ -146,7 +148,7 @@ class MixturePosterior:
             each = self.members[cell.belief]
             if not cell.scale:
                 name = "plain network"
-            elif isinstance(each, Linearised):
+            elif each.linearised:
                 name = f"precision {float(each.problem.prior.values.mean()):.3g}"
             else:  # the scale has a factor for another noise too
                 noise = float(cell.likelihood.dispersion / each.problem.likelihood.dispersion)
@@ -173,6 +175,7 @@ class MixturePosterior:
     def predict(self, x: Inputs) -> Any:
         """Return the predictive over targets: probabilities or densities of all cells, averaged."""
         beliefs = beliefs_at(self.members, x)
+        check_finite(beliefs[0].mean, "outputs of the network")
         components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
         if not isinstance(components[0], Mixable):
             raise UnsupportedError(
@@ -185,27 +188,28 @@ class MixturePosterior:
         """Return n functions, (n, B, [T,] C); each draws its cell first."""
         centre = lambda each: beliefs_at([each], x)[0].mean
         return self._drawn(
-            n, generator, HasFunctionSamples, lambda each, count: each.function_samples(x, count, generator),
-            centre, centre(self.members[0]),
+            n, generator, lambda each, count: each.function_samples(x, count, generator),
+            centre, centre(self._all_with(HasFunctionSamples, "function samples")[0]),
         )  # fmt: skip
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P); each draws its cell first."""
         return self._drawn(
-            n, generator, HasWeightSamples, lambda each, count: each.weight_samples(count, generator),
-            lambda each: each.theta, self.problem.network.theta(),
+            n, generator, lambda each, count: each.weight_samples(count, generator),
+            lambda each: each.theta, self._all_with(HasWeightSamples, "weight samples")[0].theta,
         )  # fmt: skip
 
-    def _drawn(
-        self, n: int, generator: torch.Generator | None, capability: Any, draws: Any, centre: Any, like: Tensor
-    ) -> Tensor:
+    def _all_with(self, capability: Any, what: str) -> tuple[Any, ...]:
+        """Return the posterior of each belief; raise if a base has not this capability."""
+        for base in self.bases:
+            required(base, capability, what)
+        return self.members
+
+    def _drawn(self, n: int, generator: torch.Generator | None, draws: Any, centre: Any, like: Tensor) -> Tensor:
         """Return n draws, (n, *like.shape): cells by their weights, then draws of their belief, spread by the cell.
 
         A belief is asked once for the draws of all its cells: methods with stored samples return the first ones.
         """
-        for each in self.bases:
-            if not isinstance(each, capability):
-                raise UnsupportedError(f"{type(each).__name__} has no such samples; choose a method that has.")
         edges = self.weights.cumsum(0)[:-1].contiguous()
         chosen = torch.searchsorted(edges, uniform((n,), generator, like).to(edges), right=True).cpu()
         beliefs = torch.tensor([cell.belief for cell in self.cells])[chosen]
@@ -223,12 +227,9 @@ class MixturePosterior:
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights, or of the outputs at x: Σ w of the cells'."""
-        variances = []
-        for each in self.members:
-            if not isinstance(each, HasVarianceOf):
-                raise UnsupportedError(f"{type(each).__name__} has no variances of functions of the weights.")
-            variances.append(each.variance_of(function, x))
-        return torch.as_tensor(sum(float(s) * v for s, v in zip(self._spreads, variances, strict=True)))
+        members = self._all_with(HasVarianceOf, "variance of functions of the weights")
+        pairs = zip(self._spreads.tolist(), members, strict=True)
+        return torch.as_tensor(sum(spread * each.variance_of(function, x) for spread, each in pairs))
 
     @property
     def _separate(self) -> MixturePosterior:
@@ -238,7 +239,7 @@ class MixturePosterior:
 
     def state(self) -> State:
         shared = all(belief.precisions is None for belief in self.beliefs)
-        if not shared and isinstance(self.bases[0], SamplesGamma):  # samples in a file belong to one prior
+        if not shared and self.base.is_sampled:  # samples in a file belong to one prior
             return self._separate.state()
         parts = {f"base{i}": base.state() for i, base in enumerate(self.bases)}  # type: ignore[attr-defined]
         tensors = {"weights": self.weights}
@@ -276,11 +277,6 @@ class MixturePosterior:
         return cls(tuple(bases), beliefs, cells, state.tensors["weights"], trace_from(state.settings["trace"]))
 
 
-def base_of(posterior: Any) -> Any:
-    """Return the posterior that was fitted, which a mixture varies; a posterior that is no mixture as it is."""
-    return posterior.bases[0] if isinstance(posterior, MixturePosterior) else posterior
-
-
 def member(bases: Sequence[Any], belief: Belief) -> Any:
     """Return the posterior of a belief."""
     base = bases[belief.base]
@@ -297,7 +293,7 @@ def beliefs_at(members: Sequence[Any], x: Inputs) -> list[FunctionGaussian]:
     network = members[0].problem.network
     if network.output_shape[-1] > WIDE:
         return [each(x) for each in members]
-    linearised = [each for each in members if isinstance(each, Linearised)]
+    linearised = [each for each in members if each.linearised]
     means: list[Tensor] = []
     covs: list[list[Tensor]] = []
     if linearised:
@@ -307,8 +303,7 @@ def beliefs_at(members: Sequence[Any], x: Inputs) -> list[FunctionGaussian]:
             covs.append(covariances(linearised, f, tangent.jacobians()))
     joined = iter(zip(*covs, strict=True))
     return [
-        FunctionGaussian(torch.cat(means), torch.cat(next(joined))) if isinstance(each, Linearised) else each(x)
-        for each in members
+        FunctionGaussian(torch.cat(means), torch.cat(next(joined))) if each.linearised else each(x) for each in members
     ]
 
 
@@ -316,15 +311,10 @@ def covariances(members: Sequence[Any], f: Tensor, jacobian: LayerJacobians) -> 
     """Return the covariance of the outputs f (B, [T,] C) under every posterior, from one Jacobian of them."""
     groups: dict[int, list[int]] = {}
     for i, each in enumerate(members):
-        key = id(each.curvature) if isinstance(each, SharesJacobian) else -1 - i
-        groups.setdefault(key, []).append(i)
+        groups.setdefault(id(each.shared), []).append(i)
     out: list[Tensor] = [f] * len(members)
     for numbers in groups.values():
-        first = members[numbers[0]]
-        if isinstance(first, SharesJacobian):
-            computed = first.covariances(jacobian, [members[i] for i in numbers])
-        else:
-            computed = [first.covariance(jacobian)]
-        for i, cov in zip(numbers, computed, strict=True):
+        together = [members[i] for i in numbers]
+        for i, cov in zip(numbers, together[0].covariances(jacobian, together), strict=True):
             out[i] = cov if f.ndim == 3 else cov.squeeze(1)
     return out

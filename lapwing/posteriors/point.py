@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,17 +11,19 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.state import State, saved
+from lapwing.posteriors.protocols import Posterior, Reweightable
 from lapwing.problem import Problem, Statistics
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class PointPosterior:
+class PointPosterior(Posterior, Reweightable):
     """All mass at w̃: the plain network with its likelihood, the baseline for everything else."""
 
     problem: Problem
     statistics: Statistics
     theta: Tensor
+    has_spread: ClassVar[bool] = False
 
     def with_problem(self, problem: Problem) -> PointPosterior:
         return replace(self, problem=problem)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
+from lapwing.core.data import Inputs, check_finite
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.trace import Trace
-from lapwing.linalg.operators import Solution
+from lapwing.errors import UnsupportedError
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.priors.bound import BoundPrior
@@ -19,19 +19,60 @@ from lapwing.problem import Problem
 
 
 class Posterior(Protocol):
-    """A fitted belief, the result of every method."""
+    """A fitted belief, the result of every method.
+
+    Classes inherit from it and define ``__call__``; every other member has a default.
+    """
+
+    problem: Problem
+    trace: Trace | None = None  # the record of the tuner
+    linearised: ClassVar[bool] = False  # whether it is ``Linearised``
+    is_sampled: ClassVar[bool] = False  # whether evidence and γ are estimates from samples, solved for each prior
+    solves_for_inputs: ClassVar[bool] = False  # whether each prediction solves systems over all data
+    has_spread: ClassVar[bool] = True  # whether there is a covariance to scale
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        """Return the belief about the outputs at x, with the covariance between inputs if joint."""
+        ...
 
     @property
-    def problem(self) -> Problem: ...
+    def base(self) -> Posterior:
+        """The posterior that was fitted; a mixture varies its prior and noise."""
+        return self
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian: ...
+    def plain(self) -> Posterior:
+        """Return a posterior whose mean is the output of the network; this one, except for the mean of an ensemble."""
+        return self
+
+    def predict(self, x: Inputs) -> Any:
+        """Return the predictive of the targets at x."""
+        belief = self(x)
+        check_finite(belief.mean, "outputs of the network")
+        return self.problem.likelihood.predict(belief)
+
+    @property
+    def evidence_error(self) -> float:
+        """The standard error of ``log_evidence``; zero unless it is an estimate."""
+        return 0.0
+
+    def unseen_gamma(self) -> Tensor | None:
+        """Return γ (P,) of the curvature that a bound on the evidence leaves out, or None if there is no such term."""
+        return None
 
 
 @runtime_checkable
 class Reweightable(Protocol):
     """A posterior that takes a new prior or noise without a pass over the data."""
 
-    def with_problem(self, problem: Problem) -> Posterior: ...
+    problem: Problem
+
+    def with_problem(self, problem: Problem) -> Any:
+        """Return the posterior under another prior or noise."""
+        ...
+
+    def with_prior(self, prior: BoundPrior) -> Any:
+        """Return the posterior under another prior, which takes its scale from the curvature if it needs one."""
+        return self.with_problem(self.problem.with_prior(prior))
 
 
 @runtime_checkable
@@ -44,6 +85,25 @@ class Tunable(Reweightable, Protocol):
     def with_noise(self, noise: Tensor) -> Posterior: ...
 
     def with_trace(self, trace: Trace) -> Posterior: ...
+
+
+class Linearised(Posterior, Reweightable, Protocol):
+    """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
+
+    linearised: ClassVar[bool] = True
+
+    def covariance(self, jacobian: LayerJacobians) -> Tensor:
+        """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
+        ...
+
+    @property
+    def shared(self) -> object:
+        """What this posterior shares with those of other priors and noises: ``covariances`` takes them together."""
+        return self
+
+    def covariances(self, jacobian: LayerJacobians, members: Sequence[Any]) -> list[Tensor]:
+        """Return ``covariance(jacobian)`` of every member, posteriors with the same ``shared`` as this one."""
+        return [each.covariance(jacobian) for each in members]
 
 
 @runtime_checkable
@@ -67,81 +127,10 @@ class HasVarianceOf(Protocol):
 
 
 @runtime_checkable
-class Linearised(Reweightable, Protocol):
-    """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
-
-    @property
-    def problem(self) -> Problem: ...
-
-    def covariance(self, jacobian: LayerJacobians) -> Tensor:
-        """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
-        ...
-
-
-@runtime_checkable
-class SolvesForInputs(Protocol):
-    """A linearised belief that solves systems over all data for the inputs of every prediction."""
-
-    def solved(self, rows: Tensor) -> Solution:
-        """Return Λ⁻¹ times every row (K, P)."""
-        ...
-
-
-@runtime_checkable
-class SharesJacobian(Protocol):
-    """A linearised belief that computes the covariances of several priors and noises from one rotated Jacobian."""
-
-    @property
-    def curvature(self) -> Any: ...
-
-    def covariances(self, jacobian: LayerJacobians, members: Sequence[Any]) -> list[Tensor]:
-        """Return ``covariance(jacobian)`` of every member, posteriors with the same curvature as this one."""
-        ...
-
-
-@runtime_checkable
-class HasOwnMean(Protocol):
-    """A posterior whose mean is not the output of the network, such as the mean of an ensemble."""
-
-    def plain(self) -> Posterior:
-        """Return the network without error bars."""
-        ...
-
-
-@runtime_checkable
-class HasPredictive(Protocol):
-    """A posterior with a predictive of its own, which is not that of its mean and covariance alone."""
-
-    def predict(self, x: Inputs) -> Any: ...
-
-
-@runtime_checkable
 class HasEvidence(Protocol):
     """A posterior with a log marginal likelihood, which tuners maximise and ``compare`` ranks models by."""
 
     def log_evidence(self) -> Tensor: ...
-
-
-@runtime_checkable
-class EstimatesEvidence(Protocol):
-    """A posterior whose evidence is an estimate."""
-
-    @property
-    def evidence_error(self) -> float:
-        """The standard error of ``log_evidence``."""
-        ...
-
-
-@runtime_checkable
-class HasCurvature(Protocol):
-    """A posterior with a curvature H in weight space, at unit dispersion."""
-
-    @property
-    def curvature(self) -> Any: ...
-
-    def with_prior(self, prior: BoundPrior) -> Posterior:
-        """Return the same curvature under another prior, which takes its scale from the curvature if it needs one."""
-        ...
 
 
 @runtime_checkable
@@ -156,3 +145,10 @@ class HasFunctionSamples(Protocol):
     """A posterior that draws functions, evaluated at x: (n, B, [T,] C). Each draw is one function at all inputs."""
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+
+
+def required(posterior: Any, capability: Any, what: str, method: str = "") -> Any:
+    """Return the posterior; raise if it has not this capability, with the name of the method in the message."""
+    if not isinstance(posterior, capability):
+        raise UnsupportedError(f"{method or type(posterior).__name__} has no {what}; choose a method that has.")
+    return posterior

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lapwing.linalg.operators import Solution
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.protocols import Linearised
 from lapwing.problem import Problem, Statistics
 
 
@@ -35,7 +36,7 @@ class Solver(Protocol):
 
 @saved
 @dataclass(frozen=True, eq=False)
-class SampledPosterior:
+class SampledPosterior(Linearised):
     """K samples theta = w̃ + z_j with z_j ~ N(0, Λ⁻¹) of the full GGN, each the solution of one linear system.
 
     The noise of the samples is fixed, so they change smoothly with the prior and the noise variance, and so do the
@@ -50,6 +51,7 @@ class SampledPosterior:
     theta: Tensor  # w̃, (P,)
     trace: Trace | None = None
     start: Tensor | None = None  # initial values for the solver, (K, P)
+    is_sampled: ClassVar[bool] = True
 
     @cached_property
     @outside_autocast

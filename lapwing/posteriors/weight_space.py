@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +14,11 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.state import State, class_named, saved
 from lapwing.core.trace import Trace, trace_from, trace_settings
-from lapwing.curvature.protocols import Curvature, HoldsDirections, Precision, SharesRotation
+from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision, SharesRotation
 from lapwing.curvature.sweep import PerOutputCurvature
-from lapwing.likelihoods.protocol import NoisePerOutput
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.protocols import Linearised
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem, Statistics
 
@@ -36,7 +35,7 @@ class Mode:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class WeightPosterior:
+class WeightPosterior(Linearised):
     """theta ~ N(w̃, Λ⁻¹) with Λ = H/φ + A.
 
     ``curvature`` holds H at unit dispersion; prior and dispersion come from the problem, so that changing them
@@ -72,8 +71,7 @@ class WeightPosterior:
 
     @property
     def _ratios(self) -> Tensor | None:
-        likelihood = self.problem.likelihood
-        return likelihood.ratios if isinstance(likelihood, NoisePerOutput) else None
+        return self.problem.likelihood.ratios
 
     @property
     def _phi(self) -> Tensor:
@@ -110,9 +108,7 @@ class WeightPosterior:
 
     def with_noise(self, noise: Tensor) -> WeightPosterior:
         """Return the posterior under other noise variances, of the shape of ``noise``."""
-        likelihood: Any = self.problem.likelihood
-        changed = likelihood.with_noise_variances(noise) if noise.ndim else likelihood.with_dispersion(noise)
-        return replace(self, problem=self.problem.with_likelihood(changed))
+        return replace(self, problem=self.problem.with_likelihood(self.problem.likelihood.with_noise(noise)))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
@@ -143,6 +139,10 @@ class WeightPosterior:
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
         return self.precision.quadratic(jacobian, True)
+
+    @property
+    def shared(self) -> object:
+        return self.curvature
 
     def covariances(self, jacobian: LayerJacobians, members: Sequence[WeightPosterior]) -> list[Tensor]:
         """Return J Λ⁻¹ Jᵀ of every member: the same curvature under other priors and noises."""
@@ -205,6 +205,12 @@ class WeightPosterior:
         if isinstance(precision, HoldsDirections):
             return precision.decided(vector).detach()
         return 1 - vector * precision.variances().detach().to(vector)
+
+    def unseen_gamma(self) -> Tensor | None:
+        """Return γ (P,) of the curvature that a bound on the evidence leaves out, or None if there is no such term."""
+        if not isinstance(self.curvature, BoundsLogdet):
+            return None
+        return self.curvature.unseen(self._phi, self.problem.prior)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P)."""

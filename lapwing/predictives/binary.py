@@ -9,17 +9,16 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import Bernoulli as BernoulliDistribution
-from torch.distributions import Distribution, Independent
 
 from lapwing.core.gaussian import FunctionGaussian, normal_nodes
 from lapwing.core.random import uniform
 from lapwing.core.settings import require_integer
 from lapwing.predictives.mixture import BinaryMixture
+from lapwing.predictives.protocol import MultilabelPredictive
 
 
 @dataclass(frozen=True, eq=False)
-class BinaryPredictive:
+class BinaryPredictive(MultilabelPredictive):
     """Predictive of one binary label or many.
 
     ``epistemic`` is the mutual information of labels and logits, ``aleatoric`` the expected entropy, both by
@@ -49,21 +48,9 @@ class BinaryPredictive:
 
     @cached_property
     def probs(self) -> Tensor:
-        """The probability of label one, (B, C)."""
         return self._log_odds[0].exp()
 
-    @property
-    def mean(self) -> Tensor:
-        """The same as ``probs``."""
-        return self.probs
-
-    @property
-    def distribution(self) -> Distribution:
-        """The labels of one input as independent Bernoulli variables."""
-        return Independent(BernoulliDistribution(probs=self.probs, validate_args=False), 1)
-
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return the log-probability of the targets, (B,), summed over labels."""
         return self.log_prob_each(y).sum(-1)
 
     def log_prob_each(self, y: Tensor) -> Tensor:
@@ -73,45 +60,20 @@ class BinaryPredictive:
         return y * one + (1 - y) * zero
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the targets, (n, B, C) zeros and ones; inputs are independent.
-
-        Args:
-            n: The number of draws.
-            generator: Source of randomness; torch's global one if None.
-
-        Raises:
-            UnsupportedError: ``n`` is not a positive integer.
-        """
         require_integer("n", n)
         draws = uniform((n, *self.probs.shape), generator, self.probs)
         return (draws < self.probs).to(self.probs)
 
     @cached_property
-    def entropy(self) -> Tensor:
-        """The entropy of the labels in nats, summed over labels, (B,)."""
-        return _entropy(self.probs).sum(-1)
-
-    @cached_property
     def aleatoric(self) -> Tensor:
-        """The expected entropy given the logits in nats, (B,): doubt that more data would not remove."""
         nodes, weights = normal_nodes(self.belief)
-        return (_entropy(nodes.sigmoid()) * weights).sum((-1, -2))
-
-    @cached_property
-    def mutual_information(self) -> Tensor:
-        """The mutual information of labels and logits in nats, (B,): doubt that more data would remove."""
-        return (_entropy(self.integrated_probs).sum(-1) - self.aleatoric).clamp_min(0)
+        p = nodes.sigmoid()
+        return ((torch.special.entr(p) + torch.special.entr(1 - p)) * weights).sum((-1, -2))
 
     @cached_property
     def integrated_probs(self) -> Tensor:
-        """The probability of label one by quadrature, whatever the link is, (B, C)."""
         nodes, weights = normal_nodes(self.belief)
         return (nodes.sigmoid() * weights).sum(-1)
-
-    @property
-    def epistemic(self) -> Tensor:
-        """The same as ``mutual_information``."""
-        return self.mutual_information
 
 
 def probit(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
@@ -128,8 +90,3 @@ def quadrature(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
 
 
 BINARY_LINKS = {"probit": probit, "quadrature": quadrature}
-
-
-def _entropy(p: Tensor) -> Tensor:
-    """Return the entropy of a binary variable in nats, in the shape of ``p``."""
-    return torch.special.entr(p) + torch.special.entr(1 - p)

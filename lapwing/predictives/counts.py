@@ -15,10 +15,11 @@ from lapwing.core.settings import require_integer
 from lapwing.errors import NumericalError
 from lapwing.predictives.densities import whole_quantile
 from lapwing.predictives.mixture import CountMixture
+from lapwing.predictives.protocol import NumberPredictive
 
 
 @dataclass(frozen=True, eq=False)
-class CountPredictive:
+class CountPredictive(NumberPredictive):
     """Predictive of counts with a Gaussian log-rate.
 
     Mean and variance are closed forms; probabilities and intervals are integrated over the log-rate numerically.
@@ -40,7 +41,6 @@ class CountPredictive:
 
     @cached_property
     def mean(self) -> Tensor:
-        """The expected count, (B, C)."""
         return (self.belief.mean + 0.5 * self.belief.variance).exp()
 
     @cached_property
@@ -54,26 +54,6 @@ class CountPredictive:
         return self.mean
 
     @property
-    def epistemic(self) -> Tensor:
-        """The same as ``epistemic_variance``."""
-        return self.epistemic_variance
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """The same as ``aleatoric_variance``."""
-        return self.mean
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of the count, (B, C)."""
-        return self.epistemic_variance + self.mean
-
-    @property
-    def std(self) -> Tensor:
-        """The standard deviation of the count, (B, C)."""
-        return self.variance.sqrt()
-
-    @property
     def distribution(self) -> Distribution:
         """The counts of one input as a mixture of Poisson distributions over the nodes of the quadrature."""
         nodes, weights = normal_nodes(self.belief)
@@ -83,23 +63,14 @@ class CountPredictive:
         )
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return the log-probability of the targets, (B,), summed over outputs."""
         nodes, weights = normal_nodes(self.belief)
         y = y.to(self.mean).reshape(self.mean.shape).unsqueeze(-1)
         each = y * nodes - nodes.exp() - torch.lgamma(y + 1)
         return torch.logsumexp(each + weights.log(), -1).sum(-1)
 
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return whole numbers (low, high), each (B, C): the quantiles at (1 - level)/2 and (1 + level)/2.
-
-        Raises:
-            ValueError: ``level`` is not between 0 and 1.
-            NumericalError: The counts overflow.
-        """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
-        low, high = (whole_quantile(self.cdf, 0.5 + sign * 0.5 * level, self.reach(20)) for sign in (-1, 1))
-        return low.to(self.mean), high.to(self.mean)
+    def quantile(self, level: float) -> Tensor:
+        """Return whole numbers: the smallest whose cumulative probability is at least ``level``."""
+        return whole_quantile(self.cdf, level, self.reach(20)).to(self.mean)
 
     def cdf(self, y: Tensor | float) -> Tensor:
         """Return the probability of at most y counts, for each output by itself, (B, C) in float64."""
@@ -120,15 +91,6 @@ class CountPredictive:
         return reach
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the targets, (n, B, C); inputs are independent.
-
-        Args:
-            n: The number of draws.
-            generator: Source of randomness; torch's global one if None.
-
-        Raises:
-            UnsupportedError: ``n`` is not a positive integer.
-        """
         require_integer("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
 
@@ -160,12 +122,7 @@ class CountPredictive:
         return torch.logsumexp(each + weights.log().unsqueeze(-1), -2)
 
     @cached_property
-    def expected_entropy(self) -> Tensor:
+    def known_entropy(self) -> Tensor:
         """The entropy of the counts in nats that is expected at a known rate, (B,) in float64."""
         each, weights = self._log_probs(self.top_count())
         return (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
-
-    @cached_property
-    def mutual_information(self) -> Tensor:
-        """The mutual information of counts and rates in nats, (B,): entropy minus that expected at a known rate."""
-        return (self.entropy - self.expected_entropy.to(self.mean)).clamp_min(0)

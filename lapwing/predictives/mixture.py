@@ -2,37 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, Independent
+from torch.distributions import Distribution
 
-from lapwing.core.random import classes, uniform
+from lapwing.core.random import uniform
 from lapwing.core.settings import require_integer
-from lapwing.errors import DataError
 from lapwing.predictives.densities import cdf, log_density, quantile, whole_quantile
+from lapwing.predictives.protocol import (
+    ClassPredictive,
+    LabelPredictive,
+    MultilabelPredictive,
+    NumberPredictive,
+    Predictive,
+    checked_numbers,
+)
 
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
 NODES = 512  # of the entropy's integral
 DRAWS = 2048  # for the entropy of several outputs
 
 
-@runtime_checkable
-class Mixable(Protocol):
-    """A predictive that can be averaged with others of the same inputs."""
+class Mixture(Predictive, Protocol):
+    """An average of predictives, all of the same inputs."""
 
-    @staticmethod
-    def mixed(components: tuple[Any, ...], weights: Tensor) -> Any:
-        """Return the mixture of these predictives; the weights sum to one."""
-        ...
+    components: tuple[Any, ...]
+    weights: Tensor  # (K,), which sum to one
+
+    def each(self, part: Callable[[Any], Tensor]) -> Tensor:
+        """Return a part of every component, (K, ...)."""
+        return torch.stack([part(component) for component in self.components])
+
+    def average(self, part: Callable[[Any], Tensor]) -> Tensor:
+        """Return Σ w_k v_k of a part v of the components."""
+        values = self.each(part)
+        return torch.einsum("k,k...->...", self.weights.to(values), values)
+
+    def log_average(self, part: Callable[[Any], Tensor]) -> Tensor:
+        """Return log Σ w_k exp(v_k) of a part v of the components."""
+        values = self.each(part)
+        return torch.logsumexp(values + self.weights.log().to(values).reshape(-1, *[1] * (values.ndim - 1)), 0)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.log_average(lambda component: component.log_prob(y))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws, (n, B, [T,] C): for each input a component, then a draw from it."""
+        require_integer("n", n)
+        mean = self.mean
+        edges = self.weights.to(mean.device).cumsum(0)[:-1].contiguous()
+        cells = torch.searchsorted(edges, uniform((n, *mean.shape[:-1]), generator, mean).to(edges), right=True)
+        out = torch.zeros((n, *mean.shape), dtype=mean.dtype, device=mean.device)
+        for k, component in enumerate(self.components):
+            chosen = cells == k
+            if bool(chosen.any()):
+                out = torch.where(chosen.unsqueeze(-1), component.sample(n, generator), out)
+        return out
+
+
+class LabelMixture(Mixture, LabelPredictive, Protocol):
+    """An average of predictives of labels."""
+
+    @cached_property
+    def integrated_probs(self) -> Tensor:
+        return self.average(lambda component: component.integrated_probs)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        return self.average(lambda component: component.aleatoric)
 
 
 @dataclass(frozen=True, eq=False)
-class ClassMixture:
+class ClassMixture(ClassPredictive, LabelMixture):
     """A mixture of predictives of a class.
 
     Args:
@@ -44,71 +90,16 @@ class ClassMixture:
     components: tuple[Any, ...]
     weights: Tensor
 
+    def each(self, part: Callable[[Any], Tensor]) -> Tensor:
+        return torch.cat([part(component) for component in self.components])
+
     @cached_property
     def log_probs(self) -> Tensor:
-        """Log-probabilities of the classes, (B, C)."""
-        return log_mixed(self.weights, torch.cat([component.log_probs for component in self.components]))
-
-    @cached_property
-    def probs(self) -> Tensor:
-        """Probabilities of the classes, (B, C)."""
-        return self.log_probs.exp()
-
-    @property
-    def mean(self) -> Tensor:
-        """The same as ``probs``."""
-        return self.probs
-
-    @property
-    def distribution(self) -> Categorical:
-        """The class of each input as a ``torch.distributions`` object."""
-        return Categorical(probs=self.probs, validate_args=False)
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        """Return the log-probability of the labels, (B,).
-
-        Raises:
-            DataError: A label is not one of the classes.
-        """
-        return label_log_prob(self.log_probs, y)
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the targets, (n, B) class numbers; inputs are independent.
-
-        Args:
-            n: The number of draws.
-            generator: Source of randomness; torch's global one if None.
-
-        Raises:
-            UnsupportedError: ``n`` is not a positive integer.
-        """
-        require_integer("n", n)
-        return classes(self.probs.expand(n, *self.probs.shape), generator)
-
-    @cached_property
-    def entropy(self) -> Tensor:
-        """The entropy of ``probs`` in nats, (B,)."""
-        return torch.special.entr(self.probs).sum(-1)
-
-    @cached_property
-    def aleatoric(self) -> Tensor:
-        """The expected entropy given the logits in nats, (B,): doubt that more data would not remove."""
-        return mixed(self.weights, torch.cat([component.aleatoric for component in self.components]))
-
-    @cached_property
-    def mutual_information(self) -> Tensor:
-        """The mutual information of label and logits in nats, (B,): doubt that more data would remove."""
-        probs = mixed(self.weights, torch.cat([component.sampled_probs for component in self.components]))
-        return (torch.special.entr(probs).sum(-1) - self.aleatoric).clamp_min(0)
-
-    @property
-    def epistemic(self) -> Tensor:
-        """The same as ``mutual_information``."""
-        return self.mutual_information
+        return self.log_average(lambda component: component.log_probs)
 
 
 @dataclass(frozen=True, eq=False)
-class BinaryMixture:
+class BinaryMixture(LabelMixture, MultilabelPredictive):
     """A mixture of predictives of one binary label or many.
 
     The labels of one input depend on each other through the mixture: ``log_prob`` mixes their joint probabilities.
@@ -123,108 +114,44 @@ class BinaryMixture:
 
     @cached_property
     def probs(self) -> Tensor:
-        """The probability of label one, (B, C)."""
-        return mixed(self.weights, torch.stack([component.probs for component in self.components]))
+        return self.average(lambda component: component.probs)
 
-    @property
-    def mean(self) -> Tensor:
-        """The same as ``probs``."""
-        return self.probs
+
+class NumberMixture(Mixture, NumberPredictive, Protocol):
+    """An average of predictives of numbers."""
 
     @property
     def distribution(self) -> Distribution:
-        """The labels of one input, each with its own probability, as independent Bernoulli variables."""
-        return Independent(Bernoulli(probs=self.probs, validate_args=False), 1)
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        """Return the log-probability of the targets, (B,), jointly over labels."""
-        return log_mixed(self.weights, torch.stack([component.log_prob(y) for component in self.components]))
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the targets, (n, B, C) zeros and ones; each draw takes one component for an input.
-
-        Args:
-            n: The number of draws.
-            generator: Source of randomness; torch's global one if None.
-
-        Raises:
-            UnsupportedError: ``n`` is not a positive integer.
-        """
-        return draw(self, n, generator)
+        return MixtureDistribution(self)
 
     @cached_property
-    def entropy(self) -> Tensor:
-        """The entropy of the labels, each by itself, in nats, summed over labels, (B,)."""
-        return _binary_entropy(self.probs).sum(-1)
+    def mean(self) -> Tensor:
+        return self.average(lambda component: component.mean)
 
     @cached_property
-    def aleatoric(self) -> Tensor:
-        """The expected entropy given the logits in nats, (B,): doubt that more data would not remove."""
-        return mixed(self.weights, torch.stack([component.aleatoric for component in self.components]))
+    def epistemic_variance(self) -> Tensor:
+        return self.average(lambda each: each.epistemic_variance + (each.mean - self.mean).square())
 
     @cached_property
-    def mutual_information(self) -> Tensor:
-        """The mutual information of labels and logits in nats, (B,): doubt that more data would remove."""
-        exact = mixed(self.weights, torch.stack([component.integrated_probs for component in self.components]))
-        return (_binary_entropy(exact).sum(-1) - self.aleatoric).clamp_min(0)
+    def aleatoric_variance(self) -> Tensor:
+        return self.average(lambda component: component.aleatoric_variance)
 
     @property
-    def epistemic(self) -> Tensor:
-        """The same as ``mutual_information``."""
-        return self.mutual_information
+    def known_entropy(self) -> Tensor:
+        return self.average(lambda component: component.known_entropy)
 
 
 @dataclass(frozen=True, eq=False)
-class DensityMixture:
+class DensityMixture(NumberMixture):
     """A mixture of densities: of ``NormalPredictive`` and ``StudentPredictive`` objects.
 
     Args:
-        components: Predictives with ``mean``, variances, ``cdf``, ``log_prob``, ``sample`` and ``noise_entropy``.
+        components: The predictives.
         weights: Their weights (K,), which sum to one.
     """
 
     components: tuple[Any, ...]
     weights: Tensor
-
-    @property
-    def distribution(self) -> Distribution:
-        """The joint distribution of the outputs of one input as a ``torch.distributions`` object."""
-        return MixtureDistribution(self)
-
-    @cached_property
-    def mean(self) -> Tensor:
-        """The predicted mean, (B, C)."""
-        return mixed(self.weights, torch.stack([component.mean for component in self.components]))
-
-    @cached_property
-    def epistemic_variance(self) -> Tensor:
-        """The variance of f, which more data would lower, (B, C)."""
-        return _epistemic_variance(self)
-
-    @cached_property
-    def aleatoric_variance(self) -> Tensor:
-        """The expected variance of the noise, which more data would not lower, (B, C)."""
-        return mixed(self.weights, torch.stack([component.aleatoric_variance for component in self.components]))
-
-    @property
-    def epistemic(self) -> Tensor:
-        """The same as ``epistemic_variance``."""
-        return self.epistemic_variance
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """The same as ``aleatoric_variance``."""
-        return self.aleatoric_variance
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of y, noise included, (B, C)."""
-        return self.epistemic_variance + self.aleatoric_variance
-
-    @property
-    def std(self) -> Tensor:
-        """The standard deviation of y, noise included, (B, C)."""
-        return self.variance.sqrt()
 
     @cached_property
     def _families(self) -> list[tuple[float, Tensor, Tensor, Tensor]]:
@@ -239,9 +166,8 @@ class DensityMixture:
         return families
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return the log-density of the targets, (B,), jointly over the outputs."""
         if self.mean.shape[-1] > 1:
-            return log_mixed(self.weights, torch.stack([component.log_prob(y) for component in self.components]))
+            return super().log_prob(y)
         y = y.to(self.mean).reshape(self.mean.shape)
         each = [
             log_weights + log_density((y - means) / widths, degrees) - widths.log()
@@ -250,42 +176,12 @@ class DensityMixture:
         return torch.logsumexp(torch.cat(each), 0).squeeze(-1)
 
     def cdf(self, y: Tensor | float) -> Tensor:
-        """Return the probability of at most y, for each output by itself, (B, C).
-
-        Args:
-            y: One number, or (B, C).
-
-        Raises:
-            ValueError: ``y`` has another shape.
-        """
-        y = torch.as_tensor(y).to(self.mean)
-        if y.ndim and y.shape != self.mean.shape:
-            raise ValueError(f"y has the shape {tuple(y.shape)}; expected {tuple(self.mean.shape)}, or one number.")
+        y = checked_numbers(y, self.mean)
         each = [w.exp() * cdf((y - means) / widths, degrees) for degrees, w, means, widths in self._families]
         return torch.cat(each).sum(0)
 
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return (low, high), each (B, C): the mixture's quantiles at (1 - level)/2 and (1 + level)/2.
-
-        Raises:
-            ValueError: ``level`` is not between 0 and 1.
-        """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
-        low, high = (quantile(self.cdf, 0.5 + sign * 0.5 * level, self.mean, self.std) for sign in (-1, 1))
-        return low, high
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the targets, (n, B, C); inputs are independent, and each draws its component first.
-
-        Args:
-            n: The number of draws.
-            generator: Source of randomness; torch's global one if None.
-
-        Raises:
-            UnsupportedError: ``n`` is not a positive integer.
-        """
-        return draw(self, n, generator)
+    def quantile(self, level: float) -> Tensor:
+        return quantile(self.cdf, level, self.mean, self.std)
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -300,15 +196,9 @@ class DensityMixture:
             total -= log_p.exp() * log_p * torch.cosh(v) * (steps[1] - steps[0])
         return (total * self.std.squeeze(-1).double()).to(self.mean)
 
-    @property
-    def mutual_information(self) -> Tensor:
-        """The mutual information of y and f in nats, (B,): entropy minus that expected at a known f."""
-        known = mixed(self.weights, torch.stack([component.noise_entropy for component in self.components]))
-        return (self.entropy - known).clamp_min(0)
-
 
 @dataclass(frozen=True, eq=False)
-class CountMixture:
+class CountMixture(NumberMixture):
     """A mixture of predictives of counts.
 
     Args:
@@ -319,97 +209,25 @@ class CountMixture:
     components: tuple[Any, ...]
     weights: Tensor
 
-    @property
-    def distribution(self) -> Distribution:
-        """The joint distribution of the outputs of one input as a ``torch.distributions`` object."""
-        return MixtureDistribution(self)
-
-    @cached_property
-    def mean(self) -> Tensor:
-        """The expected count, (B, C)."""
-        return mixed(self.weights, torch.stack([component.mean for component in self.components]))
-
-    @cached_property
-    def epistemic_variance(self) -> Tensor:
-        """The variance of the rate, (B, C)."""
-        return _epistemic_variance(self)
-
-    @property
-    def aleatoric_variance(self) -> Tensor:
-        """The expected variance of the Poisson, which is the mean, (B, C)."""
-        return self.mean
-
-    @property
-    def epistemic(self) -> Tensor:
-        """The same as ``epistemic_variance``."""
-        return self.epistemic_variance
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """The same as ``aleatoric_variance``."""
-        return self.mean
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of the count, (B, C)."""
-        return self.epistemic_variance + self.mean
-
-    @property
-    def std(self) -> Tensor:
-        """The standard deviation of the count, (B, C)."""
-        return self.variance.sqrt()
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        """Return the log-probability of the targets, (B,), jointly over outputs."""
-        return log_mixed(self.weights, torch.stack([component.log_prob(y) for component in self.components]))
-
     def cdf(self, y: Tensor | float) -> Tensor:
-        """Return the probability of at most y counts, for each output by itself, (B, C)."""
-        return mixed(self.weights, torch.stack([component.cdf(y) for component in self.components]))
+        return self.average(lambda component: component.cdf(y))
 
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return whole numbers (low, high), each (B, C): the quantiles at (1 - level)/2 and (1 + level)/2.
-
-        Raises:
-            ValueError: ``level`` is not between 0 and 1.
-            NumericalError: The counts overflow.
-        """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
-        reach = torch.stack([component.reach(20) for component in self.components]).amax(0)
-        low, high = (whole_quantile(self.cdf, 0.5 + sign * 0.5 * level, reach) for sign in (-1, 1))
-        return low.to(self.mean), high.to(self.mean)
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the targets, (n, B, C); inputs are independent, and each draws its component first.
-
-        Args:
-            n: The number of draws.
-            generator: Source of randomness; torch's global one if None.
-
-        Raises:
-            UnsupportedError: ``n`` is not a positive integer.
-        """
-        return draw(self, n, generator)
+    def quantile(self, level: float) -> Tensor:
+        reach = self.each(lambda component: component.reach(20)).amax(0)
+        return whole_quantile(self.cdf, level, reach).to(self.mean)
 
     @cached_property
     def entropy(self) -> Tensor:
         """The entropy of the counts, each output by itself, in nats, summed over outputs, (B,)."""
         top = max(component.top_count() for component in self.components)
-        log_p = log_mixed(self.weights, torch.stack([component.log_probs_to(top) for component in self.components]))
+        log_p = self.log_average(lambda component: component.log_probs_to(top))
         return -(log_p.exp() * log_p).sum((-1, -2)).to(self.mean)
-
-    @cached_property
-    def mutual_information(self) -> Tensor:
-        """The mutual information of counts and rates in nats, (B,): entropy minus that expected at a known rate."""
-        known = mixed(self.weights, torch.stack([component.expected_entropy for component in self.components]))
-        return (self.entropy - known.to(self.mean)).clamp_min(0)
 
 
 class MixtureDistribution(Distribution):
     """A mixture of densities or counts as a ``torch.distributions`` object, jointly over the outputs of an input."""
 
-    def __init__(self, predictive: DensityMixture | CountMixture) -> None:
+    def __init__(self, predictive: NumberMixture) -> None:
         self.predictive = predictive
         shape = predictive.mean.shape
         super().__init__(shape[:-1], shape[-1:], validate_args=False)
@@ -431,46 +249,3 @@ class MixtureDistribution(Distribution):
 
     def entropy(self) -> Tensor:
         return self.predictive.entropy
-
-
-def mixed(weights: Tensor, values: Tensor) -> Tensor:
-    """Return Σ w_k v_k of values (K, ...)."""
-    return torch.einsum("k,k...->...", weights.to(values), values)
-
-
-def log_mixed(weights: Tensor, values: Tensor) -> Tensor:
-    """Return log Σ w_k exp(v_k) of values (K, ...)."""
-    return torch.logsumexp(values + weights.log().to(values).reshape(-1, *[1] * (values.ndim - 1)), 0)
-
-
-def label_log_prob(log_probs: Tensor, y: Tensor) -> Tensor:
-    """Return the log-probability of each label, (B,); raise ``DataError`` if one is not among the classes."""
-    count = log_probs.shape[-1]
-    if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < count:
-        raise DataError(f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{count - 1}.")
-    return log_probs.gather(-1, y.long().reshape(*log_probs.shape[:-1], 1)).squeeze(-1)
-
-
-def draw(mixture: BinaryMixture | DensityMixture | CountMixture, n: int, generator: torch.Generator | None) -> Tensor:
-    """Return n draws of a mixture, (n, B, [T,] C): for each input a component, then a draw from it."""
-    require_integer("n", n)
-    mean = mixture.mean
-    inputs = (n, *mean.shape[:-1])
-    edges = mixture.weights.to(mean.device).cumsum(0)[:-1].contiguous()
-    cells = torch.searchsorted(edges, uniform(inputs, generator, mean).to(edges), right=True)
-    out = torch.zeros((n, *mean.shape), dtype=mean.dtype, device=mean.device)
-    for k, component in enumerate(mixture.components):
-        chosen = cells == k
-        if bool(chosen.any()):
-            out = torch.where(chosen.unsqueeze(-1), component.sample(n, generator), out)
-    return out
-
-
-def _epistemic_variance(mixture: DensityMixture | CountMixture) -> Tensor:
-    """Return the variance of f within the components and between their means, (B, C)."""
-    parts = [each.epistemic_variance + (each.mean - mixture.mean).square() for each in mixture.components]
-    return mixed(mixture.weights, torch.stack(parts))
-
-
-def _binary_entropy(p: Tensor) -> Tensor:
-    return torch.special.entr(p) + torch.special.entr(1 - p)

@@ -14,10 +14,11 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.settings import require_integer
 from lapwing.predictives.mixture import DensityMixture
+from lapwing.predictives.protocol import NumberPredictive, checked_numbers
 
 
 @dataclass(frozen=True, eq=False)
-class NormalPredictive:
+class NormalPredictive(NumberPredictive):
     """Normal predictive y ~ N(mean, cov of f + noise).
 
     Args:
@@ -27,6 +28,11 @@ class NormalPredictive:
     >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
     >>> p.std.item(), p.epistemic_variance.item(), p.aleatoric_variance.item()
     (2.0, 3.0, 1.0)
+    >>> low, high = p.interval(0.95)
+    >>> round(high.item(), 2)
+    3.92
+    >>> round(1 - p.cdf(2.0).item(), 4)  # the probability of more than 2, one standard deviation
+    0.1587
     """
 
     belief: FunctionGaussian
@@ -39,27 +45,14 @@ class NormalPredictive:
 
     @property
     def mean(self) -> Tensor:
-        """The predicted mean, (B, C)."""
         return self.belief.mean
-
-    @cached_property
-    def variance(self) -> Tensor:
-        """The variance of y, noise included, (B, C)."""
-        return self.belief.variance + self.noise
-
-    @property
-    def std(self) -> Tensor:
-        """The standard deviation of y, noise included, (B, C)."""
-        return self.variance.sqrt()
 
     @property
     def epistemic_variance(self) -> Tensor:
-        """The variance of f, which more data would lower, (B, C)."""
         return self.belief.variance
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """The variance of the noise, which more data would not lower, (B, C)."""
         return self.noise
 
     @property
@@ -72,9 +65,6 @@ class NormalPredictive:
         """The same as ``std``."""
         return self.std
 
-    epistemic = epistemic_variance
-    aleatoric = aleatoric_variance
-
     @cached_property
     def distribution(self) -> Distribution:
         """The joint distribution of the outputs of one input; a multivariate normal if there are several."""
@@ -83,71 +73,27 @@ class NormalPredictive:
         cov = self.belief.cov + torch.diag_embed(self.noise)
         return MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
 
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return (low, high), each (B, C), between which each output by itself lies with probability ``level``.
-
-        Raises:
-            ValueError: ``level`` is not between 0 and 1.
-
-        >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
-        >>> low, high = p.interval(0.95)
-        >>> round(high.item(), 2)
-        3.92
-        """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
-        z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64)).to(self.mean)
-        return self.mean - z * self.std, self.mean + z * self.std
+    def quantile(self, level: float) -> Tensor:
+        z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).to(self.mean)
+        return self.mean + z * self.std
 
     def cdf(self, y: Tensor | float) -> Tensor:
-        """Return the probability of at most y, for each output by itself, (B, C).
-
-        Args:
-            y: One number, or (B, C).
-
-        Raises:
-            ValueError: ``y`` has another shape.
-
-        >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
-        >>> round(1 - p.cdf(2.0).item(), 4)  # the probability of more than 2, one standard deviation
-        0.1587
-        """
-        y = torch.as_tensor(y).to(self.mean)
-        if y.ndim and y.shape != self.mean.shape:
-            raise ValueError(f"y has the shape {tuple(y.shape)}; expected {tuple(self.mean.shape)}, or one number.")
-        return torch.special.ndtr((y - self.mean) / self.std)
+        return torch.special.ndtr((checked_numbers(y, self.mean) - self.mean) / self.std)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return the log-density of the targets, (B,)."""
         out: Tensor = self.distribution.log_prob(y.to(self.mean).reshape(self.mean.shape))
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the targets, (n, B, C); inputs are independent.
-
-        Args:
-            n: The number of draws.
-            generator: Source of randomness; torch's global one if None.
-
-        Raises:
-            UnsupportedError: ``n`` is not a positive integer.
-        """
         require_integer("n", n)
         eps = normal((n, *self.mean.shape), generator, self.mean)
         return self.belief.sample(n, generator) + eps * self.noise.sqrt()
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of y in nats, (B,)."""
         out: Tensor = self.distribution.entropy()
         return out
 
     @property
-    def noise_entropy(self) -> Tensor:
-        """The entropy of y in nats where f is known, (B,)."""
+    def known_entropy(self) -> Tensor:
         return 0.5 * (2 * math.pi * math.e * self.noise).log().sum(-1)
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """The mutual information of y and f in nats, (B,): entropy minus the entropy of the noise."""
-        return self.entropy - self.noise_entropy

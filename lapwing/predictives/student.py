@@ -15,10 +15,11 @@ from lapwing.core.random import normal
 from lapwing.core.settings import require_integer
 from lapwing.predictives.densities import cdf, quantile
 from lapwing.predictives.mixture import DensityMixture
+from lapwing.predictives.protocol import NumberPredictive, checked_numbers
 
 
 @dataclass(frozen=True, eq=False)
-class StudentPredictive:
+class StudentPredictive(NumberPredictive):
     """Student predictive y ~ mean + scale · (cov of f + noise)^½ · t with ``degrees`` degrees of freedom.
 
     The outputs of one input share one χ² variable, so they are jointly a multivariate Student distribution. The
@@ -47,7 +48,6 @@ class StudentPredictive:
 
     @property
     def mean(self) -> Tensor:
-        """The predicted mean, (B, C)."""
         return self.belief.mean
 
     @property
@@ -57,26 +57,11 @@ class StudentPredictive:
 
     @property
     def epistemic_variance(self) -> Tensor:
-        """The part of the variance from f, which more data would lower, (B, C)."""
         return self.widening * self.belief.variance
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """The part of the variance from the noise, which more data would not lower, (B, C)."""
         return self.widening * self.noise
-
-    epistemic = epistemic_variance
-    aleatoric = aleatoric_variance
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of y, noise included, (B, C)."""
-        return self.epistemic_variance + self.aleatoric_variance
-
-    @property
-    def std(self) -> Tensor:
-        """The standard deviation of y, noise included, (B, C)."""
-        return self.variance.sqrt()
 
     @property
     def distribution(self) -> StudentT:
@@ -89,27 +74,14 @@ class StudentPredictive:
         return self.scale * (self.belief.variance + self.noise).sqrt()
 
     def cdf(self, y: Tensor | float) -> Tensor:
-        """Return the probability of at most y, for each output by itself, (B, C).
+        return cdf((checked_numbers(y, self.mean) - self.mean) / self.width, self.degrees)
 
-        Args:
-            y: One number, or (B, C).
-        """
-        return cdf((torch.as_tensor(y).to(self.mean) - self.mean) / self.width, self.degrees)
-
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return (low, high), each (B, C), between which each output by itself lies with probability ``level``.
-
-        Raises:
-            ValueError: ``level`` is not between 0 and 1.
-        """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
+    def quantile(self, level: float) -> Tensor:
         zero = torch.zeros((), dtype=torch.float64)
-        t = quantile(lambda y: cdf(y, self.degrees), 0.5 + 0.5 * level, zero, zero + 1).to(self.mean)
-        return self.mean - t * self.width, self.mean + t * self.width
+        t = quantile(lambda y: cdf(y, self.degrees), level, zero, zero + 1).to(self.mean)
+        return self.mean + t * self.width
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return the log-density of the targets, (B,), jointly over the outputs."""
         y = y.to(self.mean).reshape(self.mean.shape)
         outputs, nu = y.shape[-1], self.degrees
         if outputs == 1:
@@ -123,15 +95,6 @@ class StudentPredictive:
         return constant - 0.5 * log_det - (nu + outputs) / 2 * torch.log1p(distance / nu)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the targets, (n, B, C); inputs are independent.
-
-        Args:
-            n: The number of draws.
-            generator: Source of randomness; torch's global one if None.
-
-        Raises:
-            UnsupportedError: ``n`` is not a positive integer.
-        """
         require_integer("n", n)
         eps = normal((n, *self.mean.shape), generator, self.mean) * self.noise.sqrt()
         deviation = self.belief.sample(n, generator) - self.mean + eps
@@ -154,7 +117,6 @@ class StudentPredictive:
 
     @cached_property
     def entropy(self) -> Tensor:
-        """The entropy of y in nats, (B,), jointly over the outputs."""
         outputs = self.mean.shape[-1]
         if outputs == 1:
             log_det = 2 * self.width.squeeze(-1).log()
@@ -163,8 +125,7 @@ class StudentPredictive:
         return 0.5 * log_det + self._standard_entropy(outputs)
 
     @property
-    def noise_entropy(self) -> Tensor:
-        """The entropy of y in nats where f is known, (B,)."""
+    def known_entropy(self) -> Tensor:
         outputs = self.mean.shape[-1]
         return outputs * math.log(self.scale) + 0.5 * self.noise.log().sum(-1) + self._standard_entropy(outputs)
 
@@ -174,8 +135,3 @@ class StudentPredictive:
         digamma = lambda value: float(torch.special.digamma(torch.tensor(value, dtype=torch.float64)))
         constant = math.lgamma(nu / 2) - math.lgamma(half) + outputs / 2 * math.log(nu * math.pi)
         return constant + half * (digamma(half) - digamma(nu / 2))
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """The mutual information of y and f in nats, (B,): entropy minus the entropy at a known f."""
-        return self.entropy - self.noise_entropy

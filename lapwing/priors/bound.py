@@ -25,25 +25,31 @@ STARTS = (1e-6, 1e8)  # range of starting precisions, for weights that are very 
 class Prior(Protocol):
     """A Gaussian prior over weights, theta ~ N(mean, diag(precision)^-1).
 
-    The classes behind ``isotropic()``, ``per_layer()`` and the like fulfil it, which are dataclasses with the fields
-    ``precision`` and ``mean``, and so does ``BoundPrior``. A class that is to be saved also has
-    ``from_state = classmethod(restored)``.
+    The classes behind ``isotropic()``, ``per_layer()`` and the like inherit from it, which are dataclasses with the
+    fields ``precision`` and ``mean``, and so does ``BoundPrior``.
     """
 
-    @property
-    def mean(self) -> float | Tensor:
-        """The prior mean: a number, or one for each weight (P,)."""
-        ...
+    mean: float | Tensor  # a number, or one for each weight (P,)
 
     @property
     def needs_groups(self) -> bool:
         """Whether ``bound`` needs the groups of weights whose scale the network ignores."""
-        ...
+        return False
 
     @property
     def needs_curvature(self) -> bool:
         """Whether the prior takes its scale from the curvature and does not have it yet."""
-        ...
+        return False
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> BoundPrior:
+        """Build the bound prior of a class from ``BoundPrior.state``."""
+        values, members = state.tensors["precision"], tuple(state.settings["members"])
+        mean = state.tensors["mean"] if "mean" in state.tensors else state.settings["mean"]
+        like = torch.empty(0, device=network.device)
+        given = cls(values, mean)  # type: ignore[call-arg]
+        prior = bind(given, network.selection, values, like, members, values.ndim == 1 and not members)
+        return prior.scaled(state.tensors["scale"]) if "scale" in state.tensors else prior
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         """Return the prior of these weights, on the device of ``like``, in float64 for every network.
@@ -70,7 +76,7 @@ class BlockPrior:
 
 
 @dataclass(frozen=True, eq=False)
-class BoundPrior:
+class BoundPrior(Prior):
     """A prior over the weights of one selection.
 
     There is one precision for all weights, one for each group of parameters, or one for each weight. ``given`` is the
@@ -209,15 +215,6 @@ class BoundPrior:
         tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
         mean = {} if "mean" in tensors else {"mean": self.mean}
         return State(type(self.given).__name__, {"members": list(self.members), **mean}, tensors)
-
-
-def restored(cls: Any, state: State, network: Network) -> BoundPrior:
-    """Build the bound prior of a class from ``BoundPrior.state``; priors have it as their ``from_state``."""
-    values, members = state.tensors["precision"], tuple(state.settings["members"])
-    mean = state.tensors["mean"] if "mean" in state.tensors else state.settings["mean"]
-    like = torch.empty(0, device=network.device)
-    prior = bind(cls(values, mean), network.selection, values, like, members, values.ndim == 1 and not members)
-    return prior.scaled(state.tensors["scale"]) if "scale" in state.tensors else prior
 
 
 def bind(

@@ -12,19 +12,16 @@ from torch import Tensor
 from lapwing.core.state import saved
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.networks.selection import Selection
-from lapwing.priors.bound import BoundPrior, Precisions, bind, restored
+from lapwing.priors.bound import BoundPrior, Precisions, Prior, bind
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Isotropic:
+class Isotropic(Prior):
     """One precision for all weights."""
 
     precision: float | Tensor = 1.0
     mean: float | Tensor = 0.0
-    needs_groups: ClassVar[bool] = False
-    needs_curvature: ClassVar[bool] = False
-    from_state = classmethod(restored)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         return bind(self, selection, self.precision, like)
@@ -55,14 +52,12 @@ def isotropic(precision: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> Is
 
 @saved
 @dataclass(frozen=True, eq=False)
-class GPrior:
+class GPrior(Prior):
     """The precision of every weight is g, here ``precision``, times its curvature: A = g diag(H)."""
 
     precision: float | Tensor = 1.0
     mean: float | Tensor = 0.0
-    needs_groups: ClassVar[bool] = False
     needs_curvature: ClassVar[bool] = True
-    from_state = classmethod(restored)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         return bind(self, selection, self.precision, like)
@@ -98,14 +93,11 @@ def g_prior(g: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> GPrior:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class PerLayer:
+class PerLayer(Prior):
     """One precision for each layer."""
 
     precision: Precisions = 1.0
     mean: float | Tensor = 0.0
-    needs_groups: ClassVar[bool] = False
-    needs_curvature: ClassVar[bool] = False
-    from_state = classmethod(restored)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         return bind(self, selection, self.precision, like, selection.layer_of())
@@ -140,14 +132,11 @@ def per_layer(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> PerLa
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Grouped:
+class Grouped(Prior):
     """One precision for each pattern of parameter names."""
 
     precision: Mapping[str, float] | Tensor
     mean: float | Tensor = 0.0
-    needs_groups: ClassVar[bool] = False
-    needs_curvature: ClassVar[bool] = False
-    from_state = classmethod(restored)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         if not isinstance(self.precision, Mapping):  # without names: these were learned or stored for other weights
@@ -205,14 +194,12 @@ def grouped(precisions: Mapping[str, float], mean: float | Tensor = 0.0) -> Grou
 
 @saved
 @dataclass(frozen=True, eq=False)
-class PerNormalisedGroup:
+class PerNormalisedGroup(Prior):
     """One precision for each group of weights whose scale the network ignores, and one for the rest."""
 
     precision: Precisions = 1.0
     mean: float | Tensor = 0.0
     needs_groups: ClassVar[bool] = True
-    needs_curvature: ClassVar[bool] = False
-    from_state = classmethod(restored)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         if groups is None:
@@ -257,14 +244,11 @@ def per_normalised_group(precisions: Precisions = 1.0, mean: float | Tensor = 0.
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Diagonal:
+class Diagonal(Prior):
     """One precision for each weight."""
 
     precision: Precisions = 1.0
     mean: float | Tensor = 0.0
-    needs_groups: ClassVar[bool] = False
-    needs_curvature: ClassVar[bool] = False
-    from_state = classmethod(restored)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         return bind(self, selection, self.precision, like, per_weight=True)

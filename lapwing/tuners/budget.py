@@ -13,12 +13,10 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.settings import require_integer, require_positive, require_positive_values
 from lapwing.core.trace import Trace
-from lapwing.likelihoods.protocol import HasTails
-from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior, base_of
-from lapwing.posteriors.protocols import Linearised
+from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.predictives.densities import log_density
 from lapwing.problem import checked_targets
-from lapwing.tuners.cells import CellGrid, log_scores, with_plain
+from lapwing.tuners.cells import CellGrid, log_scores, varied, with_plain
 from lapwing.tuners.protocol import required_data
 
 RATIOS = (1.0, 10.0, 100.0)
@@ -81,30 +79,22 @@ class Budget:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the mixture."""
-        base = base_of(posterior)
+        base = posterior.base
         likelihood = base.problem.likelihood
         data = required_data("Budget", self.data, base.problem.network.device)
-        mixture = self._with_tails(base, data) if isinstance(likelihood, HasTails) else self._guarded(base, data)
+        mixture = self._with_tails(base, data) if likelihood.has_tails else self._guarded(base, data)
         assert mixture.trace is not None
-        return mixture.with_trace(mixture.trace.after(getattr(base, "trace", None)))
+        return mixture.with_trace(mixture.trace.after(base.trace))
 
     def _guarded(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the cells and the plain network, each within its part of the budget."""
         likelihood = base.problem.likelihood
-        if isinstance(base, Linearised):
-            values = base.problem.prior.values.detach()
-            beliefs = [Belief(0, values * ratio) for ratio in self.ratios]
-            cells = [Cell(i, likelihood) for i in range(len(beliefs))]
-        else:
-            beliefs = [Belief(0)]
-            cells = [Cell(0, likelihood, 1 / ratio) for ratio in self.ratios]
+        beliefs, spreads = varied(base, self.ratios)
         bases, beliefs, plain = with_plain(base, beliefs)
-        cells.append(Cell(plain, likelihood, 0.0))
-        none = torch.zeros(len(cells), dtype=torch.bool)
-        grid = CellGrid(bases, tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
-        scores = log_scores(grid, data, self.points)
+        cells = [Cell(number, likelihood, scale) for number, scale in [*spreads, (plain, 0.0)]]
+        scores = log_scores(CellGrid.compared(bases, beliefs, cells), data, self.points)
         weights = budget_weights(scores, self.budget)
-        mixture = MixturePosterior.of(grid.bases, beliefs, cells, weights)
+        mixture = MixturePosterior.of(bases, beliefs, cells, weights)
         return mixture.with_trace(replace(TRACE, scores=_compared(scores, weights)))
 
     def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
@@ -117,9 +107,7 @@ class Budget:
         cells = [Cell(i, each) for i, each in enumerate(tails)]
         weights = torch.full((len(bases),), 1 / len(bases), dtype=torch.float64)
         beliefs = tuple(Belief(i) for i in range(len(bases)))
-        with_network = (*cells, Cell(0, base.problem.likelihood, 0.0))
-        none = torch.zeros(len(with_network), dtype=torch.bool)
-        grid = CellGrid(bases, beliefs, with_network, torch.zeros(len(with_network)), none, len(cells))
+        grid = CellGrid.compared(bases, beliefs, [*cells, Cell(0, base.problem.likelihood, 0.0)])
         scores = log_scores(grid, data, self.points)
         mixture = MixturePosterior.of(bases, beliefs, cells, weights)
         return mixture.with_trace(replace(TRACE, scores=_compared(scores, torch.cat([weights, weights.new_zeros(1)]))))

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data, merged
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails, IgnoresTargets, Likelihood
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
-from lapwing.posteriors.point import PointPosterior
-from lapwing.posteriors.protocols import HasOwnMean, Linearised, SamplesGamma, SolvesForInputs
 from lapwing.problem import named_targets
 
 PLAIN = 0.3  # prior probability of the network without error bars
@@ -23,7 +21,7 @@ PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
 RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to the evidence's, for logits and rates
 NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
 FEW_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
-SCALES = tuple(10.0**k for k in range(-3, 2))  # of the covariance, for methods without a precision
+SCALES = tuple(10.0**k for k in range(3, -2, -1))  # the same for methods without a precision: 1 / scale of V
 NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance to the residuals'
 FEW_POINTS = 100  # training data that are looked at, if every input takes solves over all data
 TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
@@ -46,6 +44,12 @@ class CellGrid:
     rescaled: Tensor  # (cells,), bool
     unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
 
+    @classmethod
+    def compared(cls, bases: Sequence[Any], beliefs: Sequence[Belief], cells: Sequence[Cell]) -> CellGrid:
+        """Return cells that are only scored, without prior probabilities; the last one is the plain network."""
+        none = torch.zeros(len(cells), dtype=torch.bool)
+        return cls(tuple(bases), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
+
     @property
     def scales(self) -> Tensor:
         """The scale of every cell's covariance, (cells,)."""
@@ -59,7 +63,7 @@ def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequen
     empty sequence keeps the posterior as it is; the plain network then has no prior probability, but is scored.
     """
     likelihood = posterior.problem.likelihood
-    learns_noise = isinstance(likelihood, HasTails) and likelihood.learns_dispersion
+    learns_noise = likelihood.has_tails and likelihood.learns_dispersion
     beliefs, spreads = _spreads(posterior, ratios, learns_noise)
     plain_mass = 0.0 if ratios is not None and not len(ratios) else PLAIN_NOISE if learns_noise else PLAIN
     bases, beliefs, plain = with_plain(posterior, beliefs)
@@ -78,16 +82,16 @@ def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequen
 
 def with_plain(posterior: Any, beliefs: Sequence[Belief]) -> tuple[tuple[Any, ...], list[Belief], int]:
     """Return bases, beliefs, and the number of the belief whose mean is the output of the network."""
-    if isinstance(posterior, HasOwnMean):
-        return (posterior, posterior.plain()), [*beliefs, Belief(1)], len(beliefs)
-    return (posterior,), [*beliefs], 0
+    plain = posterior.plain()
+    if plain is posterior:
+        return (posterior,), [*beliefs], 0
+    return (posterior, plain), [*beliefs, Belief(1)], len(beliefs)
 
 
 def _same_link(one: Likelihood, other: Likelihood) -> bool:
     """Return whether two likelihoods have the same link temperature and dispersion."""
-    if isinstance(one, HasLinkTemperature) and isinstance(other, HasLinkTemperature):
-        return one.link_temperature == other.link_temperature
-    return bool(torch.isclose(one.dispersion, other.dispersion, rtol=1e-6, atol=0.0))
+    same = torch.isclose(one.dispersion, other.dispersion, rtol=1e-6, atol=0.0)
+    return one.link_temperature == other.link_temperature and bool(same)
 
 
 def _spreads(
@@ -96,22 +100,26 @@ def _spreads(
     """Return the beliefs, and (belief, scale) of every spread of f."""
     if ratios is not None and not len(ratios):
         return [Belief(0)], [(0, 1.0)]
-    if isinstance(posterior, PointPosterior):
+    if not posterior.has_spread:
         return [Belief(0)], []
-    if not isinstance(posterior, Linearised):
-        scales = SCALES if ratios is None else [1 / ratio for ratio in ratios]
-        return [Belief(0)], [(0, scale) for scale in scales]
-    if ratios is None:
-        few = isinstance(posterior, SamplesGamma | SolvesForInputs)
-        ratios = FEW_RATIOS if few else NOISE_RATIOS if noise else RATIOS
+    if ratios is None and posterior.linearised:
+        ratios = (
+            FEW_RATIOS if posterior.is_sampled or posterior.solves_for_inputs else NOISE_RATIOS if noise else RATIOS
+        )
+    return varied(posterior, SCALES if ratios is None else ratios)
+
+
+def varied(posterior: Any, ratios: Sequence[float]) -> tuple[list[Belief], list[tuple[int, float]]]:
+    """Return beliefs and (belief, scale) of every ratio of the precision: one over the scale of the covariance."""
+    if not posterior.linearised:
+        return [Belief(0)], [(0, 1 / ratio) for ratio in ratios]
     values = posterior.problem.prior.values.detach()
-    beliefs = [Belief(0, values * ratio) for ratio in ratios]
-    return beliefs, [(i, 1.0) for i in range(len(beliefs))]
+    return [Belief(0, values * ratio) for ratio in ratios], [(i, 1.0) for i in range(len(ratios))]
 
 
 def _variants(likelihood: Any, temperatures: Sequence[float], learns_noise: bool) -> list[tuple[Likelihood, float]]:
     """Return the likelihoods of the cells with their prior probabilities."""
-    if isinstance(likelihood, HasLinkTemperature):
+    if likelihood.link_temperature is not None:
         logs = torch.tensor(temperatures, dtype=torch.float64).log()
         mass = (-0.5 * (logs / 0.5).square()).softmax(0).tolist()
         start = likelihood.link_temperature
@@ -131,7 +139,6 @@ def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
     share = -math.log(1 + len(TAILS))
     for i in order:
         cell = grid.cells[i]
-        assert isinstance(cell.likelihood, HasTails)
         for degrees, scale in TAILS:
             cells.append(Cell(cell.belief, cell.likelihood.with_tails(degrees, scale), cell.scale))
             log_prior.append(log_prior[i] + share)
@@ -166,7 +173,7 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
     One pass over the data for all cells; ``limit`` ends it after so many data. Data whose target is ignored are left
     out.
     """
-    if limit is not None and isinstance(grid.bases[0], SolvesForInputs):
+    if limit is not None and grid.bases[0].solves_for_inputs:
         limit = min(limit, FEW_POINTS)
     rows: list[Tensor] = []
     count = 0
@@ -177,14 +184,9 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             y = named_targets(network, likelihood, batch, data.name)
             beliefs = beliefs_at(members, batch.inputs)
             predictives = (cell.predict(beliefs[cell.belief]) for cell in grid.cells)
-            if isinstance(likelihood, IgnoresTargets):
-                each = [likelihood.known_log_prob(predictive, y) for predictive in predictives]
-                known = ~likelihood.ignored(y).reshape(each[0].numel(), -1).all(1)
-                each = [column.flatten()[known] for column in each]
-            else:
-                each = [predictive.log_prob(y).flatten() for predictive in predictives]
-            rows.append(torch.stack(each, 1).double())
-            count += len(each[0])
+            each = torch.stack([likelihood.known_log_prob(p, y).flatten() for p in predictives], 1).double()
+            rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
+            count += len(rows[-1])
     if not count:
         raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
     scores = torch.cat(rows)[:limit]

@@ -13,10 +13,9 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.settings import require_flag, require_integer, require_positive
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
-from lapwing.curvature.protocols import BoundsLogdet
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.effective import effective_parameters
-from lapwing.posteriors.protocols import HasCurvature, SamplesGamma
+from lapwing.posteriors.protocols import SamplesGamma
 from lapwing.problem import Problem
 from lapwing.tangent.model import tangent_model
 from lapwing.tuners.evidence import Search, in_range
@@ -104,7 +103,7 @@ class FixedPoint:
         Each logarithm changes in the direction of its slope, so a short enough step raises the evidence; full ones may
         oscillate. With stochastic estimates, skip this line search: evidence and γ are estimated independently.
         """
-        if isinstance(search.posterior, SamplesGamma):
+        if search.posterior.is_sampled:
             return new, float(search.at(new).log_evidence())
         for halvings in range(8):
             trial = x + (new - x) * 0.5**halvings
@@ -118,10 +117,8 @@ class FixedPoint:
         prior = current.problem.prior
         effective = effective_parameters(current)
         gammas, total = effective.by_precision, effective.total
-        phi = current.problem.likelihood.dispersion.to(gammas.device)
-        if isinstance(current, HasCurvature) and isinstance(current.curvature, BoundsLogdet):
-            # the stationary point of a bound is not that of the evidence
-            unseen = current.curvature.unseen(phi, prior)
+        unseen = current.unseen_gamma()
+        if unseen is not None:  # the stationary point of a bound is not that of the evidence
             gammas, total = gammas + prior.summed(unseen).to(gammas), total + float(unseen.sum())
         squares = prior.squares(current.centre)
         new = [(gammas.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]

@@ -15,9 +15,9 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.settings import require_flag, require_integer, require_positive_values
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.likelihoods.protocol import IgnoresTargets, Likelihood
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.budget import temporary
-from lapwing.posteriors.protocols import HasEvidence, Linearised
+from lapwing.posteriors.protocols import HasEvidence
 from lapwing.problem import Problem, sample_count
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
@@ -199,7 +199,7 @@ def _check_settings(name: str, values: Any, metric: Any) -> None:
 def _problem(posterior: Any) -> Problem:
     """Return the problem of the posterior; raise if its prior and noise cannot change without the data."""
     problem: Problem = posterior.problem
-    if not isinstance(posterior, Linearised):
+    if not posterior.linearised:
         raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use a method that has one.")
     return problem
 
@@ -296,8 +296,6 @@ def _refuse_other_data(first: _Pass, again: _Pass) -> None:
 
 def _known_rows(likelihood: Likelihood, y: Tensor, rows: Tensor) -> Any:
     """Return an index of these rows, without the targets that the likelihood ignores."""
-    if not isinstance(likelihood, IgnoresTargets):
-        return rows
     ignored = likelihood.ignored(y[rows])
     if not bool(ignored.any()):
         return rows

@@ -12,8 +12,7 @@ from torch import Tensor
 from lapwing.core.data import Data, as_data, tensors_in
 from lapwing.core.settings import require_positive_values
 from lapwing.core.trace import Trace
-from lapwing.likelihoods.protocol import HasLinkTemperature, HasTails
-from lapwing.posteriors.mixture import MixturePosterior, base_of
+from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mixture_weights, thinned, with_tails
 
 FOLDS = 5
@@ -75,12 +74,12 @@ class Integrate:
 
     def __call__(self, posterior: Any) -> MixturePosterior:
         """Return the mixture."""
-        base = base_of(posterior)
+        base = posterior.base
         network, likelihood = base.problem.network, base.problem.likelihood
         data = as_data(self.data, network.device, name="validation")
         grid = grid_of(base, self.ratios, self.temperatures)
         scores = log_scores(grid, data)
-        if isinstance(likelihood, HasTails) and likelihood.learns_dispersion:
+        if likelihood.has_tails and likelihood.learns_dispersion:
             grid = with_tails(grid, scores.sum(0))
             scores = log_scores(grid, data)
         grid = thinned(grid, scores)
@@ -89,7 +88,7 @@ class Integrate:
         findings = (*worse, *_edges(grid, weights), *self._repeated(data))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
         trace = Trace("Integrate", "validation NLL", findings=findings, scores=compared, scored_on="validation")
-        return mixture.with_trace(trace.after(getattr(base, "trace", None)))
+        return mixture.with_trace(trace.after(base.trace))
 
     def _repeated(self, data: Data) -> tuple[str, ...]:
         """Return a remark if validation inputs are among the training inputs."""
@@ -124,7 +123,7 @@ def compared_scores(grid: CellGrid, scores: Tensor) -> tuple[dict[str, float], t
             best = rescalings[int(scores[~inside][:, rescalings].sum(0).argmax())]
             rescaled[inside] = scores[inside][:, best]
     plain = scores[:, grid.unchanged]
-    name = "temperature scaling" if not isinstance(grid.cells[0].likelihood, HasTails) else "noise refitted"
+    name = "noise refitted" if grid.cells[0].likelihood.has_tails else "temperature scaling"
     compared = {"plain network": -float(plain.mean())}
     if len(rescalings) > 1:
         compared[name] = -float(rescaled.mean())
@@ -149,10 +148,7 @@ def _edges(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
             f"the smallest precision tried has a weight of {lowest:.2f}: a smaller one may be better. Try "
             "Integrate(data, ratios=...) further down."
         )
-    links = [cell.likelihood for cell in grid.cells]
-    temperatures = torch.tensor(
-        [link.link_temperature if isinstance(link, HasLinkTemperature) else 1.0 for link in links]
-    )
+    temperatures = torch.tensor([cell.likelihood.link_temperature or 1.0 for cell in grid.cells])
     for what, edge in (("smallest", temperatures.min()), ("largest", temperatures.max())):
         share = float(weights[temperatures == edge].sum())
         if float(temperatures.min()) < float(temperatures.max()) and share >= EDGE:

@@ -7,8 +7,6 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lapwing.core.data import Data
 from lapwing.core.trace import Trace
 from lapwing.errors import CalibrationWarning
@@ -29,9 +27,9 @@ def judged(posterior: Any, data: Data) -> Any:
     """
     likelihood = posterior.problem.likelihood
     cells = (Cell(0, likelihood), Cell(0, likelihood, 0.0))
-    grid = CellGrid((posterior,), (Belief(0),), cells, torch.zeros(2), torch.zeros(2, dtype=torch.bool), 1)
+    grid = CellGrid.compared((posterior,), (Belief(0),), cells)
     own, plain = (-log_scores(grid, data, POINTS).mean(0)).tolist()
-    trace = getattr(posterior, "trace", None) or Trace("no tuner", "training NLL")
+    trace = posterior.trace or Trace("no tuner", "training NLL")
     if own - plain > CLEARLY + _explained(posterior):
         message = (
             f"{trace.tuner} makes the likelihood of the training targets worse than that of the plain network: NLL "

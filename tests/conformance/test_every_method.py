@@ -67,12 +67,12 @@ def everything(posterior: lw.Fitted, x: Any, generator: torch.Generator) -> list
     """Ask a posterior for all that it has, and check that it refuses the rest."""
     belief, joint = posterior.functions(x), posterior.functions(x, joint=True)
     results = [belief.mean, belief.cov, belief.std, joint.cov, posterior.predict(x).probs]
-    if isinstance(posterior.posterior, HasFunctionSamples):
+    if isinstance(posterior.base, HasFunctionSamples):
         results.append(posterior.function_samples(x, 2, generator))
     else:
         with pytest.raises(lw.errors.UnsupportedError, match="has no function samples"):
             posterior.function_samples(x, 2, generator)
-    if isinstance(posterior.posterior, HasWeightSamples):
+    if isinstance(posterior.base, HasWeightSamples):
         results += [posterior.weight_samples(2, generator), posterior.network_samples(x, 2, generator)]
     else:
         with pytest.raises(lw.errors.UnsupportedError, match="has no weight samples"):

@@ -12,7 +12,6 @@ from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_integer, require_positive
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy, refuse_ignored
-from lapwing.likelihoods.protocol import Logits
 from lapwing.methods.fmgp.features import Sight, Table, Units, last_layer_network
 from lapwing.methods.fmgp.learning import Learning, State
 from lapwing.methods.fmgp.posterior import KERNELS, FunctionPosterior
@@ -87,7 +86,7 @@ class FMGP:
         if len(network.output_shape) > 1:
             raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C); use Kron().")
         generator = independent_generator(generator)
-        one_number = network.output_shape[-1] == 1 and not isinstance(problem.likelihood, Logits)
+        one_number = network.output_shape[-1] == 1 and not problem.likelihood.has_logits
         kind = self.kernel or ("rbf" if one_number else "features")
         uses_features = KERNELS[kind].uses_features
         first = next(iter(data.batches("first batch"))).inputs

@@ -17,7 +17,7 @@ from lapwing.core.random import normal, uniform
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import NumericalError
 from lapwing.likelihoods.energies import energy
-from lapwing.likelihoods.protocol import AdditiveNoise, Likelihood, Logits
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.kmeans import centres_by_class
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
@@ -124,9 +124,9 @@ def output_scale(likelihood: Likelihood, table: Table) -> Tensor:
     If the targets have the units of the outputs, a constant output takes the spread of its targets, or one if these
     are constant too. Other outputs, such as log-rates, do not have the scale of their targets.
     """
-    if isinstance(likelihood, Logits):
+    if likelihood.has_logits:
         return torch.ones_like(table.f[0])
-    if not isinstance(likelihood, AdditiveNoise):
+    if likelihood.noise_variance is None:
         return table.f.std(0, correction=0).clamp_min(1e-3)
     moments = [(t.mean(0).abs(), t.std(0, correction=0)) for t in (table.f, table.y.to(table.f))]
     rounding = 1e-9 * torch.maximum(moments[0][0], moments[1][0])
@@ -152,7 +152,7 @@ class Learning:
     def shift(self) -> Tensor:
         """The mean of the second process before any data, (C,): zero for logits, else the mean of the outputs."""
         f = self.table.f
-        return torch.zeros_like(f[0]) if isinstance(self.given, Logits) else f.mean(0)
+        return torch.zeros_like(f[0]) if self.given.has_logits else f.mean(0)
 
     def run(self, progress: bool) -> tuple[State, tuple[Step, ...]]:
         """Return the last state, or the best one on held-out data, and the objective at every step."""

@@ -14,6 +14,7 @@ from lapwing.core.trace import Trace, trace_from, trace_settings
 from lapwing.errors import DataError
 from lapwing.methods.fmgp.features import Sight
 from lapwing.networks.network import Network
+from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem, Statistics
 
 WIDE = 32  # number of outputs above which covariances are built only when needed
@@ -98,7 +99,7 @@ class FreeKernel:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class FunctionPosterior:
+class FunctionPosterior(Posterior):
     """f(x) ~ N(network output, K - K_xZ mix mixᵀ K_Zx) with a kernel K and M inducing points Z.
 
     A prediction costs one forward pass, the kernel with M points and B C M².

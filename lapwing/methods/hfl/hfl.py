@@ -12,7 +12,6 @@ from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.likelihoods.protocol import Logits
 from lapwing.methods.hfl.newton import DENSE, Hessian, nearest_minimum
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.posteriors import LinearisedResponse, ResponsePosterior
@@ -211,9 +210,8 @@ class HFL:
         theta = problem.network.theta()
         if self.mode == "nonlinear":
             return ResponsePosterior(problem, responder, statistics, theta, self.lam, findings, self.drift)
-        likelihood = problem.likelihood  # one that ignores the sum of the logits ignores a push of their mean
-        ignores_mean = isinstance(likelihood, Logits) and likelihood.ignores_common_shift
-        variant = self.variant or ("absolute" if ignores_mean else "mean")
+        # A likelihood that ignores the sum of the logits ignores a push of their mean.
+        variant = self.variant or ("absolute" if problem.likelihood.ignores_common_shift else "mean")
         push, count = self._push(problem, responder, data, variant, generator)
         tolerance = max(responder.tolerance, 1e-2)
         if self.lam is None:

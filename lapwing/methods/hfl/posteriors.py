@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from lapwing.methods.hfl.response import Response
 from lapwing.networks.forward import outside_inference
 from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.protocols import Linearised, Posterior
 from lapwing.problem import Problem, Statistics
 from lapwing.tangent.design import NetworkDesign
 
@@ -32,7 +34,7 @@ NO_FILE = (
 
 
 @dataclass(frozen=True, eq=False)
-class ResponsePosterior:
+class ResponsePosterior(Posterior):
     """f(x) ~ N(network output, response to pushes of f(x)): the variance of Laplace with the full Hessian.
 
     ``responder`` holds the objective with its data, so this posterior cannot be saved. ``respond`` returns the details
@@ -116,7 +118,7 @@ def _per_token(cov: Tensor, f: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearisedResponse:
+class LinearisedResponse(Linearised):
     """f(x) ~ N(network output, J Λ⁻¹ Jᵀ) with Λ = G/φ + A, by block conjugate gradients for the rows of J at x.
 
     The tangent model's loss is quadratic, so its response does not depend on the strength of the push, and equals the
@@ -132,6 +134,7 @@ class LinearisedResponse:
     wide: bool = False
     max_iterations: int = 2000
     trace: Trace | None = None
+    solves_for_inputs: ClassVar[bool] = True
 
     def with_trace(self, trace: Trace) -> LinearisedResponse:
         return replace(self, trace=trace)

@@ -19,6 +19,7 @@ from lapwing.curvature.sweep import Sweep
 from lapwing.errors import DataError, LapwingError, NumericalError
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.responder import Push
+from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem, Statistics
 
 EVALUATED = 256  # training inputs that are averaged in every step of Adam, if no evaluation inputs are given
@@ -94,7 +95,7 @@ def random_forces(
 
 @saved
 @dataclass(frozen=True, eq=False)
-class PushedWeights:
+class PushedWeights(Posterior):
     """f(x) ~ N(network output, a score from the outputs under pushed weights), for one push or K random ones.
 
     "mean": v = Δf/λ after a push of the average output over an evaluation set: the mean covariance of f(x) with that

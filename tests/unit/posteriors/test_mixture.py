@@ -186,6 +186,15 @@ def test_a_predictive_without_a_mixture_is_refused_with_the_remedy() -> None:
         mixture.predict(x)
 
 
+def test_outputs_that_are_not_finite_are_refused() -> None:
+    torch.manual_seed(0)
+    x, net = torch.randn(30, 2, dtype=D), nn.Linear(2, 3).double().eval()
+    posterior = lw.fit(net, (x, torch.randint(0, 3, (30,))), "classification")
+    assert isinstance(posterior.posterior, MixturePosterior)
+    with pytest.raises(lw.errors.LapwingError, match="outputs of the network"):
+        posterior.predict(torch.full((1, 2), torch.finfo(D).max, dtype=D) * torch.tensor([1.0, -1.0]))
+
+
 @pytest.mark.parametrize("method", [lw.Kron(), lw.Diagonal(), lw.Sampled(4)])
 @pytest.mark.parametrize("tokens", [False, True])
 def test_many_classes_are_predicted_without_a_covariance_between_them(

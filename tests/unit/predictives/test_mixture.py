@@ -45,7 +45,7 @@ def test_class_probabilities_are_averages(classes: int) -> None:
     assert_close(p.log_prob(y), average([each.log_prob(y).exp() for each in components]).log())
     assert_close(p.entropy, torch.special.entr(p.probs).sum(-1))
     assert_close(p.aleatoric, average([each.aleatoric for each in components]))
-    total = torch.special.entr(average([each.sampled_probs for each in components])).sum(-1)
+    total = torch.special.entr(average([each.integrated_probs for each in components])).sum(-1)
     assert_close(p.epistemic, total - p.aleatoric)
 
 

@@ -47,6 +47,8 @@ def test_interval_holds_what_it_promises(level: float) -> None:
     p = predictive(2)
     low, high = p.interval(level)
     assert_close(p.cdf(high) - p.cdf(low), torch.full_like(low, level))
+    with pytest.raises(ValueError, match=r"y has the shape \(2,\); expected"):
+        p.cdf(low[0])
 
 
 def test_parts_of_the_variance_are_widened_alike() -> None:

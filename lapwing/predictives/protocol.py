@@ -1,0 +1,232 @@
+"""The contracts of predictives, with everything that follows from a few members: labels with probabilities, numbers."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent
+
+from lapwing.core.random import classes
+from lapwing.core.settings import require_integer
+from lapwing.errors import DataError
+
+
+@runtime_checkable
+class Mixable(Protocol):
+    """A predictive that can be averaged with others of the same inputs."""
+
+    @staticmethod
+    def mixed(components: tuple[Any, ...], weights: Tensor) -> Any:
+        """Return the mixture of these predictives; the weights sum to one."""
+        ...
+
+
+class Predictive(Protocol):
+    """A distribution of the targets at every input."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The expected targets, or the probabilities of labels, (B, C)."""
+        ...
+
+    @property
+    def distribution(self) -> Distribution:
+        """The targets of one input, jointly, as a ``torch.distributions`` object."""
+        ...
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """Return the log-probability or log-density of the targets, (B,), jointly over the outputs of an input."""
+        ...
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of the targets, (n, B, C), or (n, B) class numbers; inputs are independent.
+
+        Args:
+            n: The number of draws.
+            generator: Source of randomness; torch's global one if None.
+
+        Raises:
+            UnsupportedError: ``n`` is not a positive integer.
+        """
+        ...
+
+
+class LabelPredictive(Predictive, Protocol):
+    """A predictive of labels, by the probabilities of their values."""
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities of the classes, or of label one, (B, C)."""
+        ...
+
+    @property
+    def integrated_probs(self) -> Tensor:
+        """The same by quadrature or quasi-random draws of the logits, whatever the link is, (B, C)."""
+        ...
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """The expected entropy given the logits in nats, (B,): doubt that more data would not remove."""
+        ...
+
+    @staticmethod
+    def entropy_of(probs: Tensor) -> Tensor:
+        """Return the entropy of labels with these probabilities (..., C) in nats, (...)."""
+        ...
+
+    @property
+    def mean(self) -> Tensor:
+        """The same as ``probs``."""
+        return self.probs
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """The entropy of labels with ``probs`` in nats, (B,)."""
+        return self.entropy_of(self.probs)
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        """The mutual information of labels and logits in nats, (B,): doubt that more data would remove."""
+        return (self.entropy_of(self.integrated_probs) - self.aleatoric).clamp_min(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The same as ``mutual_information``."""
+        return self.mutual_information
+
+
+class ClassPredictive(LabelPredictive, Protocol):
+    """A predictive of one class out of C."""
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Log-probabilities of the classes, (B, C); finite where the probability itself rounds to zero."""
+        ...
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """Probabilities of the classes, (B, C)."""
+        return self.log_probs.exp()
+
+    @property
+    def distribution(self) -> Categorical:
+        """The class of each input as a ``torch.distributions`` object."""
+        return Categorical(probs=self.probs, validate_args=False)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """Return the log-probability of the labels, (B,).
+
+        Raises:
+            DataError: A label is not one of the classes.
+        """
+        count = self.log_probs.shape[-1]
+        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < count:
+            raise DataError(f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{count - 1}.")
+        return self.log_probs.gather(-1, y.long().reshape(*self.log_probs.shape[:-1], 1)).squeeze(-1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        require_integer("n", n)
+        return classes(self.probs.expand(n, *self.probs.shape), generator)
+
+    @staticmethod
+    def entropy_of(probs: Tensor) -> Tensor:
+        return torch.special.entr(probs).sum(-1)
+
+
+class MultilabelPredictive(LabelPredictive, Protocol):
+    """A predictive of one binary label or many."""
+
+    @property
+    def distribution(self) -> Distribution:
+        """The labels of one input, each with its own probability, as independent Bernoulli variables."""
+        return Independent(Bernoulli(probs=self.probs, validate_args=False), 1)
+
+    @staticmethod
+    def entropy_of(probs: Tensor) -> Tensor:
+        return (torch.special.entr(probs) + torch.special.entr(1 - probs)).sum(-1)
+
+
+class NumberPredictive(Predictive, Protocol):
+    """A predictive of C numbers, such as regression targets or counts."""
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """The variance of y from f, which more data would lower, (B, C)."""
+        ...
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """The variance of y that is expected at a known f, which more data would not lower, (B, C)."""
+        ...
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats, (B,)."""
+        ...
+
+    @property
+    def known_entropy(self) -> Tensor:
+        """The entropy of y in nats that is expected at a known f, (B,)."""
+        ...
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        """Return the probability of at most y, for each output by itself, (B, C).
+
+        Args:
+            y: One number, or (B, C).
+
+        Raises:
+            ValueError: ``y`` has another shape.
+        """
+        ...
+
+    def quantile(self, level: float) -> Tensor:
+        """Return the numbers that y is below with probability ``level``, for each output by itself, (B, C)."""
+        ...
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The same as ``epistemic_variance``."""
+        return self.epistemic_variance
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """The same as ``aleatoric_variance``."""
+        return self.aleatoric_variance
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """The variance of y, (B, C)."""
+        return self.epistemic_variance + self.aleatoric_variance
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of y, (B, C)."""
+        return self.variance.sqrt()
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return (low, high), each (B, C): the quantiles of each output at (1 - level)/2 and (1 + level)/2.
+
+        Raises:
+            ValueError: ``level`` is not between 0 and 1.
+            NumericalError: Counts overflow.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
+        return self.quantile(0.5 - 0.5 * level), self.quantile(0.5 + 0.5 * level)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """The mutual information of y and f in nats, (B,): entropy minus that expected at a known f."""
+        return (self.entropy - self.known_entropy.to(self.mean)).clamp_min(0)
+
+
+def checked_numbers(y: Tensor | float, like: Tensor) -> Tensor:
+    """Return one number, or a tensor in the shape of ``like``, with its dtype; raise for another shape."""
+    y = torch.as_tensor(y).to(like)
+    if y.ndim and y.shape != like.shape:
+        raise ValueError(f"y has the shape {tuple(y.shape)}; expected {tuple(like.shape)}, or one number.")
+    return y
