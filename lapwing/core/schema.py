@@ -27,9 +27,12 @@ ROUNDING = 1e-3  # relative, of matrices that were computed in float32 and may b
 
 
 class Field(Protocol):
-    """One value in a state. ``place`` says where: "settings", "tensors" or "parts"."""
+    """One value in a state."""
 
-    place: str
+    @property
+    def place(self) -> str:
+        """Where it is: "settings", "tensors" or "parts"."""
+        ...
 
     def checked(self, value: Any, sizes: Sizes) -> Any:
         """Return the value as its owner takes it; raise ``FileError`` if it is wrong."""
@@ -158,12 +161,14 @@ class Array:
     least: float = -LARGEST
     most: float = LARGEST
     whole: bool = False
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # to convert to
+    stored: torch.dtype | None = None  # in the file, if it must be this one
     also: Callable[[Tensor], str] | None = None  # returns what is wrong, in words, or an empty text
     place: ClassVar[str] = "tensors"
 
     def checked(self, value: Tensor, sizes: Sizes) -> Tensor:
         kinds = (torch.int64,) if self.whole else (torch.float32, torch.float64)
+        kinds = kinds if self.stored is None else (self.stored,)
         if value.dtype not in kinds:
             raise FileError(f"is {value.dtype}; expected {' or '.join(map(str, kinds))}")
         pairs = zip(value.shape, self.shape, strict=False)
@@ -182,7 +187,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs of a network, one row for each sample: whole numbers, or real ones, which take the dtype of its weights."""
+    """Inputs of a network, a row for each sample: whole numbers, or real ones, which take the dtype of its weights."""
 
     length: Length
     dtype: torch.dtype

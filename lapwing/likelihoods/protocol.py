@@ -183,10 +183,10 @@ class LogitLikelihood(Likelihood, Protocol):
     @classmethod
     def from_state(cls: type[S], state: State) -> S:
         """Build the likelihood from its state; ``saved_settings`` says what its own settings are."""
-        common = {"link": Text(), "link_temperature": POSITIVE, "dispersion": Array((), SMALLEST)}
+        common: dict[str, Field] = {"link": Text(), "link_temperature": POSITIVE, "dispersion": Array((), SMALLEST)}
         fields = state.read(**common, **cls.saved_settings)
         temperature = fields.pop("dispersion")
-        return cls(**fields, temperature=temperature)
+        return cls(**fields, temperature=temperature)  # type: ignore[call-arg]
 
 
 def check_logit_settings(likelihood: Any, links: Iterable[str], **weights: Any) -> None:
