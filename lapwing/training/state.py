@@ -162,7 +162,7 @@ def refuse_other_recipe(seen: plain.State, own: plain.State, done: int) -> None:
     one, two = seen.parts["prior"], own.parts["prior"]
     if one.name != two.name or one.tensors.keys() != two.tensors.keys():
         raise FileError(f"its prior is {one.name!r:.40}, not the present {two.name}")
-    if list(one.settings.get("members", ())) != two.settings["members"]:
+    if one.settings.get("members") != two.settings["members"]:
         raise FileError("its prior has other groups than the present one")
     same = all(torch.equal(tensor, two.tensors[name]) for name, tensor in one.tensors.items())
     if not same or one.settings.get("mean") != two.settings.get("mean"):

@@ -24,7 +24,8 @@ DTYPES = (
 )
 VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 3, -5, 10**9, 2**62, 10**18, 0.5, -0.5, 1e-320, 1e300, -1e300, 1e31, math.inf,
-    -math.inf, math.nan, "", "word", "Gaussian", "FullCurvature", "é\u2028", [], [[]], {}, {"a": 1}, [1, 2, 3], [None],
+    -math.inf, math.nan, "", "word", "Gaussian", "FullCurvature", "rows", "columns", "dense", "opaque", "rbf",
+    "features", "random", "mc", "é\u2028", [], [[]], {}, {"a": 1}, [1, 2, 3], [None],
 )  # fmt: skip
 
 
@@ -74,8 +75,8 @@ def _bytes(content: bytes, rng: random.Random) -> tuple[str, bytes, bool]:
 def _tensor(file: Contents, rng: random.Random) -> str:
     name = rng.choice(sorted(file.tensors))
     tensor = file.tensors[name]
-    kind = rng.choice(("value", "value", "value", "bit", "bit", "scale", "negate", "dtype", "shape", "swap", "lose", "add",
-                       "random", "transpose"))  # fmt: skip
+    kind = rng.choice(("value", "value", "value", "bit", "bit", "scale", "negate", "dtype", "shape", "swap", "lose",
+                       "add", "random", "transpose"))  # fmt: skip
     flat = tensor.reshape(-1)
     if kind == "value" and flat.numel():
         choices = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300, 1e-320, 1e31) if tensor.is_floating_point() else (
