@@ -81,7 +81,7 @@ def _tensor(file: Contents, rng: random.Random) -> str:
     if kind == "value" and flat.numel():
         choices = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300, 1e-320, 1e31) if tensor.is_floating_point() else (
             -1, 2**40, 7)  # fmt: skip
-        flat[rng.randrange(flat.numel())] = rng.choice(choices)
+        flat[rng.randrange(flat.numel())] = torch.tensor(rng.choice(choices)).to(torch.float64).to(flat.dtype)
     elif kind == "bit" and flat.numel():
         _flip(flat, rng)
     elif kind == "scale" and tensor.is_floating_point():
