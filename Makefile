@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEER := .venv-peer
 
-.PHONY: run test test-rounding check bench setup lint types imports pytest uci peer clean
+.PHONY: run test test-rounding attack check bench setup lint types imports pytest uci peer clean
 
 run: $(READY)
 	$(BIN)/lapwing run --out out
@@ -39,6 +39,10 @@ pytest: $(READY)
 # Some of them: make test-rounding REGIMES="avx2 seed1"; some tests: ARGS=tests/unit/linalg.
 test-rounding: $(READY)
 	$(BIN)/python -m tests.rounding $(REGIMES) -- $(ARGS)
+
+# Thousands of damaged files and other attacks with random cases; one of them: make attack ARGS="files --count 100".
+attack: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.attack $(ARGS)
 
 # One part of the suite, in seconds: make check FILE=tests/unit/linalg (or a file of the library: its tests run).
 check: $(READY)

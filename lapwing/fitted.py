@@ -364,14 +364,14 @@ class Fitted:
 
     @outside_autocast
     def save(self, path: str | Path) -> None:
-        """Write the posterior to a file (safetensors with JSON); the model itself is not in it.
+        """Write the posterior to a file, whole or not at all; the model itself is not in it.
 
         Args:
             path: Where to write; ``lw.load(path, model)`` reads it.
 
         Raises:
-            UnsupportedError: If the method has no file form, or safetensors is not installed.
-            FileError: If the folder does not exist.
+            UnsupportedError: If the method has no file form.
+            FileError: If the file cannot be written, or ``load`` would refuse it; an existing file is unchanged.
         """
         self._unchanged()
         files.save(self.posterior, self.fingerprint, self.method, self.why, path)

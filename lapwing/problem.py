@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data, Inputs, check_finite
+from lapwing.core.schema import Either, ListOf, Real, Record, Whole
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.network import Network
@@ -29,10 +29,11 @@ class Statistics:
         losses = tuple(a + b for a, b in zip(self.losses, other.losses, strict=True))
         return Statistics(self.loss + other.loss, self.data + other.data, self.outputs, losses)
 
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> Statistics:
-        """Return the statistics from a mapping that ``dataclasses.asdict`` made and JSON stored."""
-        return cls(**{**settings, "losses": tuple(settings["losses"])})
+
+STATISTICS = Record(  # what a file may hold
+    Statistics, loss=Real(), data=Whole(1), outputs=Whole(1, size="C"),
+    losses=Either(ListOf(Real(0), 0), ListOf(Real(0), "C")),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

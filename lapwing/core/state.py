@@ -6,16 +6,18 @@ A file holds plain data, so that nothing is executed on loading.
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import rebuilt
+from lapwing.core.schema import Field, Sizes, read, refused
 from lapwing.errors import FileError, UnsupportedError
 
 T = TypeVar("T")
@@ -32,6 +34,8 @@ class State:
     method ``state()`` that returns a ``State``, and a class method ``from_state(state, ...)`` that builds the value
     again.
 
+    ``from_state`` takes its values from ``read``, which checks them, before it builds anything.
+
     >>> State("Isotropic", {"mean": 0.0}).name
     'Isotropic'
     """
@@ -40,6 +44,19 @@ class State:
     settings: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, State] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)  # known when a file is read: P weights, C outputs
+
+    def read(self, /, **fields: Field) -> dict[str, Any]:
+        """Return the checked value of every setting, tensor and part; each must have a field (``core.schema``).
+
+        Raises:
+            FileError: If a value is missing, of another kind or shape, out of range, or without a field.
+
+        >>> from lapwing.core.schema import POSITIVE
+        >>> State("Example", {"scale": 2.0}).read(scale=POSITIVE)
+        {'scale': 2.0}
+        """
+        return read(self, fields)
 
 
 _CLASSES: dict[str, Any] = {}
@@ -71,6 +88,43 @@ def class_named(name: str) -> Any:
     if name not in _CLASSES:
         raise FileError(f"the file names the class {name!r}, which this version does not have.")
     return _CLASSES[name]
+
+
+class Part:
+    """The state of another value, built again by ``from_state(state, *given)`` of the class that it names."""
+
+    place: ClassVar[str] = "parts"
+
+    def __init__(self, kind: type | tuple[type, ...], *given: Any) -> None:
+        self.kinds, self.given = kind if isinstance(kind, tuple) else (kind,), given
+
+    def checked(self, value: State, sizes: Sizes) -> Any:
+        cls = class_named(value.name)
+        words = " or ".join(kind.__name__ for kind in self.kinds)
+        if not any(_has_members(cls, kind) for kind in self.kinds):
+            raise refused(value.name, f"the name of a {words}")
+        value = replace(value, sizes={name: n for name, n in sizes.items() if name in ("P", "C")})
+        try:
+            inspect.signature(cls.from_state).bind(value, *self.given)
+        except TypeError as error:
+            raise refused(value.name, f"the name of a {words}") from error
+        return cls.from_state(value, *self.given)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The state of a part as it is: its owner reads it after the other fields, with ``Part(...).checked``."""
+
+    place: ClassVar[str] = "parts"
+
+    def checked(self, value: State, sizes: Sizes) -> State:
+        return value
+
+
+def _has_members(cls: Any, kind: Any) -> bool:
+    """Return whether the class inherits from the kind, or has all its public methods."""
+    members = {name for name in dir(kind) if callable(getattr(kind, name)) and not name.startswith("_")}
+    return hasattr(cls, "from_state") and (kind in cls.__mro__ or all(hasattr(cls, name) for name in members))
 
 
 def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> T:

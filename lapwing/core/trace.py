@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from lapwing.core.schema import UNLIMITED, ListOf, MapOf, Maybe, Real, Record, Text
 
 NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 
@@ -56,20 +59,23 @@ class Trace:
         return "\n".join([*lines, *self.findings])
 
 
+_NUMBERS = ListOf(Real(0, math.inf))
+_STEP = Record(
+    Step, score=UNLIMITED, precisions=_NUMBERS, noise=_NUMBERS, gamma=Maybe(UNLIMITED), error=Maybe(Real(0, math.inf))
+)
+TRACE = Maybe(  # what a file may hold
+    Record(
+        Trace, tuner=Text(), score=Text(), steps=ListOf(_STEP), findings=ListOf(Text()), scores=MapOf(UNLIMITED),
+        scored_on=Text(("", "training", "validation")),
+    )
+)  # fmt: skip
+
+
 def trace_settings(trace: Trace | None) -> dict[str, Any] | None:
-    """Return the trace as plain data for a file.
+    """Return the trace as plain data for a file, which ``TRACE`` reads.
 
     >>> trace = Trace("Grid", steps=(Step(1.0, (2.0,)),))
-    >>> trace_from(trace_settings(trace)) == trace
+    >>> TRACE.checked(trace_settings(trace), {}) == trace
     True
     """
     return None if trace is None else asdict(trace)
-
-
-def trace_from(settings: Mapping[str, Any] | None) -> Trace | None:
-    """Return the trace that ``trace_settings`` took apart."""
-    if settings is None:
-        return None
-    tuples = lambda step: {**step, "precisions": tuple(step["precisions"]), "noise": tuple(step["noise"])}
-    steps = tuple(Step(**tuples(step)) for step in settings["steps"])
-    return Trace(**{**settings, "steps": steps, "findings": tuple(settings["findings"])})

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lapwing.core.schema import Array, semidefinite
 from lapwing.core.state import State, saved
 from lapwing.curvature.protocols import floored, row_products, weighted_sum
 from lapwing.linalg.cholesky import cholesky
@@ -144,7 +145,8 @@ class DiagonalBlock:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> DiagonalBlock:
-        return cls(state.tensors["values"].to(network.device, network.dtype))
+        (block,) = network.layout
+        return cls(**state.read(values=Array(block.form, 0, dtype=network.dtype)))
 
     def dense(self) -> Tensor:
         return torch.diag(self.values.reshape(-1))
@@ -231,7 +233,8 @@ class FullBlock:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> FullBlock:
-        return cls(state.tensors["matrix"].to(network.device, network.dtype))
+        (block,) = network.layout
+        return cls(**state.read(matrix=Array((block.size, block.size), dtype=network.dtype, also=semidefinite)))
 
     def dense(self) -> Tensor:
         return self.matrix

@@ -10,7 +10,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from lapwing.core.state import State, class_named, saved
+from lapwing.core.state import Part, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision
 from lapwing.errors import UnsupportedError
 from lapwing.networks.jacobians import Block, LayerJacobians, in_order
@@ -127,9 +127,10 @@ class BlockwiseCurvature:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> BlockwiseCurvature:
-        stored = [state.parts[str(i)] for i in range(len(state.parts))]
-        blocks = tuple(class_named(part.name).from_state(part, network) for part in stored)
-        return cls(blocks, network.layout, network.selection)
+        """Build the curvature; each block gets the network with the one block of the layout that it belongs to."""
+        views = [replace(network, layout=(block,)) for block in network.layout]
+        blocks = state.read(**{str(i): Part(BlockCurvature, view) for i, view in enumerate(views)})
+        return cls(tuple(blocks.values()), network.layout, network.selection)
 
     def structures(self) -> list[str]:
         """Return the name of the structure of every block, in the order of the network's layout."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.core.schema import Array, Flag, semidefinite, symmetric
 from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.protocols import floored_by_layer, row_products, weighted_sum
 from lapwing.errors import NumericalError, UnsupportedError
@@ -165,8 +166,9 @@ class FullCurvature:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> FullCurvature:
-        matrix = state.tensors["matrix"].to(network.device)
-        return cls(matrix, network.selection, state.settings["definite"])
+        check = semidefinite if state.settings.get("definite") is True else symmetric
+        fields = state.read(matrix=Array(("P", "P"), also=check), definite=Flag())
+        return cls(selection=network.selection, **fields)
 
 
 def single_map(jacobian: LayerJacobians) -> LinearJacobian | None:

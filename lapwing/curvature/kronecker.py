@@ -10,13 +10,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lapwing.core.schema import Array, Either, Maybe, orthonormal, semidefinite
 from lapwing.core.settings import require_integer
 from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockSum, DiagonalSum, FullSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.curvature.sweep import checked_curvature
-from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.linalg.gram import Gram
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
@@ -174,8 +175,12 @@ class KroneckerBlock:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> KroneckerBlock:
-        inp, out = (state.tensors[key].to(network.device, network.dtype) for key in ("inp", "out"))
-        return cls(inp, out, float(state.tensors["rows"]))
+        groups, d_out, d_in = linear_form(network)
+        inp = Array((groups, d_in, d_in), dtype=network.dtype, also=semidefinite)
+        lookup = Array((1, d_in), 0, dtype=network.dtype)
+        out = Array((groups, d_out, d_out), dtype=network.dtype, also=semidefinite)
+        fields = state.read(inp=Either(inp, lookup), out=out, rows=Array((), 0))
+        return cls(fields["inp"], fields["out"], float(fields["rows"]))
 
     def dense(self) -> Tensor:
         inp = torch.diag_embed(self.inp) if self.inp.ndim == 2 else self.inp
@@ -273,8 +278,10 @@ class EigenBlock:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> EigenBlock:
-        tensors = {key: t.to(network.device, network.dtype) for key, t in state.tensors.items()}
-        return cls(tensors["out"], tensors.get("inp"), tensors["values"])
+        groups, d_out, d_in = linear_form(network)
+        basis = lambda size: Array((groups, size, size), dtype=network.dtype, also=orthonormal)
+        values = Array((groups, d_out, d_in), 0, dtype=network.dtype)
+        return cls(**state.read(out=basis(d_out), inp=Maybe(basis(d_in)), values=values))
 
     def dense(self) -> Tensor:
         blocks = []
@@ -325,3 +332,11 @@ def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             "Scale the inputs of the network, or use method=Diagonal()."
         )
     return values.clamp_min(0), vectors
+
+
+def linear_form(network: Network) -> tuple[int, ...]:
+    """Return (G, d_out, d_in) of the only block of a network; raise ``FileError`` if it is no linear map."""
+    (block,) = network.layout
+    if not block.linear:
+        raise FileError(f"the file has Kronecker factors of {block.weight!r}, which is no linear map")
+    return block.form

@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lapwing.core.schema import Array, orthonormal
 from lapwing.core.state import State, saved
 from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
 from lapwing.curvature.protocols import floored_by_layer, row_products
@@ -203,5 +204,6 @@ class LowRankCurvature:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> LowRankCurvature:
-        values, vectors = (state.tensors[key].to(network.device) for key in ("values", "vectors"))
-        return cls(values, vectors, network.layout, network.selection, float(state.tensors["residual"]))
+        fields = state.read(values=Array(("r",), 0), vectors=Array(("r", "P"), also=orthonormal), residual=Array((), 0))
+        residual = float(fields.pop("residual"))
+        return cls(**fields, layout=network.layout, selection=network.selection, residual=residual)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lapwing.core.data import Data, check_finite, merged
 from lapwing.core.random import independent_generator
-from lapwing.core.state import State, class_named, saved
+from lapwing.core.schema import SMALLEST, Array
+from lapwing.core.state import Part, State, saved
 from lapwing.curvature.protocols import Curvature
-from lapwing.errors import DataError, NumericalError, UnsupportedError
+from lapwing.errors import DataError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.jacobians import LayerJacobians, in_order
 from lapwing.networks.network import Network
@@ -151,9 +152,13 @@ class PerOutputCurvature:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> PerOutputCurvature:
-        stored = [state.parts[str(i)] for i in range(len(state.parts))]
-        parts = tuple(class_named(part.name).from_state(part, network) for part in stored)
-        return cls(parts, state.tensors["start"].to(network.device))
+        names = [str(i) for i in range(network.output_shape[-1])]
+        part = Part(MixableCurvature, network)
+        fields = state.read(start=Array((len(names),), SMALLEST), **dict.fromkeys(names, part))
+        parts = tuple(fields[name] for name in names)
+        if len({type(each) for each in parts}) != 1:
+            raise FileError("the curvatures of the outputs have different structures; expected one")
+        return cls(parts, fields["start"])
 
 
 def swept(

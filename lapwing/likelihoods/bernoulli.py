@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
+from lapwing.core.schema import MOST, Either, Field, ListOf, Maybe, Real, Whole
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import LogitLikelihood, check_logit_settings, matched, plain_numbers, refuse_unused
@@ -45,6 +47,10 @@ class Bernoulli(LogitLikelihood):
     link: str = "quadrature"
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
+    saved_settings: ClassVar[Mapping[str, Field]] = {
+        "pos_weight": Maybe(Either(Real(0), ListOf(Real(0), 1), ListOf(Real(0), "C"))),
+        "ignore_index": Maybe(Whole(-MOST)),
+    }
 
     def __post_init__(self) -> None:
         check_logit_settings(self, BINARY_LINKS, pos_weight=self.pos_weight)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
+from lapwing.core.schema import MEMBERS, MOST, Field, ListOf, Maybe, Real, Whole
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import LogitLikelihood, check_logit_settings, plain_numbers, refuse_unused
@@ -49,6 +51,10 @@ class Categorical(LogitLikelihood):
     seed: int = 0
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
+    saved_settings: ClassVar[Mapping[str, Field]] = {
+        "class_weights": Maybe(ListOf(Real(0), "C")), "ignore_index": Whole(-MOST), "samples": Whole(1, MEMBERS),
+        "seed": Whole(-MOST),
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         check_logit_settings(self, LINKS, class_weights=self.class_weights)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
+from lapwing.core.schema import POSITIVE, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood, matched, plain_numbers
@@ -156,8 +157,12 @@ class Gaussian(Likelihood):
     @classmethod
     def from_state(cls, state: State) -> Gaussian:
         """Build the likelihood from its state."""
-        settings = {**state.settings, "degrees": state.settings["degrees"] or math.inf}
-        return cls(**settings, phi=state.tensors["dispersion"], ratios=state.tensors.get("ratios"))
+        fields = state.read(
+            noise_std=Maybe(Either(POSITIVE, ListOf(POSITIVE, "C"))), per_output=Flag(), degrees=Maybe(Real(4)),
+            tail_scale=POSITIVE, dispersion=Array((), SMALLEST), ratios=Maybe(Array(("C",), SMALLEST)),
+        )  # fmt: skip
+        degrees, phi = fields.pop("degrees"), fields.pop("dispersion")
+        return cls(**fields, degrees=math.inf if degrees is None else degrees, phi=phi)
 
 
 @saved
@@ -207,4 +212,4 @@ class HeteroscedasticGaussian(Likelihood):
     @classmethod
     def from_state(cls, state: State) -> HeteroscedasticGaussian:
         """Build the likelihood from its state."""
-        return cls()
+        return cls(**state.read())

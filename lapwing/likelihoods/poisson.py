@@ -53,4 +53,4 @@ class Poisson(Likelihood):
     @classmethod
     def from_state(cls, state: State) -> Poisson:
         """Build the likelihood from its state."""
-        return cls()
+        return cls(**state.read())

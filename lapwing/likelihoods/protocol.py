@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.schema import POSITIVE, SMALLEST, Array, Field, Text
 from lapwing.core.state import State
 from lapwing.errors import DataError, UnsupportedError
 
@@ -163,6 +164,7 @@ class LogitLikelihood(Likelihood, Protocol):
 
     temperature: float | Tensor
     link_temperature: float
+    saved_settings: ClassVar[Mapping[str, Field]] = {}  # what files hold besides the link and the temperatures
 
     @property
     def has_logits(self) -> bool:
@@ -180,8 +182,11 @@ class LogitLikelihood(Likelihood, Protocol):
 
     @classmethod
     def from_state(cls: type[S], state: State) -> S:
-        """Build the likelihood from its state."""
-        return cls(**state.settings, temperature=state.tensors["dispersion"])  # type: ignore[call-arg]
+        """Build the likelihood from its state; ``saved_settings`` says what its own settings are."""
+        common: dict[str, Field] = {"link": Text(), "link_temperature": POSITIVE, "dispersion": Array((), SMALLEST)}
+        fields = state.read(**common, **cls.saved_settings)
+        temperature = fields.pop("dispersion")
+        return cls(**fields, temperature=temperature)  # type: ignore[call-arg]
 
 
 def check_logit_settings(likelihood: Any, links: Iterable[str], **weights: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs
 from lapwing.core.random import global_seed
+from lapwing.core.schema import MEMBERS, Whole
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
 from lapwing.errors import UnsupportedError
@@ -139,4 +140,4 @@ class Masks:
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> Masks:
-        return cls.of(problem.network.model, state.settings["count"], state.settings["seed"])
+        return cls.of(problem.network.model, **state.read(count=Whole(2, MEMBERS), seed=Whole()))

@@ -15,15 +15,16 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import shuffled
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import derived_generator, normal
+from lapwing.core.schema import MEMBERS, POSITIVE, Array, Whole
 from lapwing.core.settings import is_real, require_integer, require_positive
 from lapwing.core.state import State, saved
-from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of, spread
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import Posterior
-from lapwing.problem import Problem, Statistics, summed_loss
+from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
 NEAR, FAR = 0.1, 1.0  # limits on the rise of the loss (see Descent.run) for a rate chosen here, and for a given one
@@ -347,9 +348,12 @@ class DrawnPosterior(Posterior):
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> DrawnPosterior:
-        settings, network = state.settings, problem.network
-        names = ("theta", "mean", "variance", "deviations")
-        theta, mean, variance, deviations = (state.tensors[name].to(network.dtype) for name in names)
-        draws = Draws(network, mean, variance, deviations, settings["count"], settings["seed"])
-        statistics = Statistics.from_settings(settings["statistics"])
-        return cls(problem, draws, statistics, theta, settings["learning_rate"])
+        network, vector = problem.network, Array(("P",), dtype=problem.network.dtype)
+        fields = state.read(
+            theta=vector, mean=vector, variance=replace(vector, least=0), deviations=replace(vector, shape=("K", "P")),
+            count=Whole(1, MEMBERS), seed=Whole(), learning_rate=POSITIVE, statistics=STATISTICS,
+        )  # fmt: skip
+        if len(fields["deviations"]) < 2:
+            raise FileError("SWAG has fewer than two deviations; expected two or more")
+        names = ("mean", "variance", "deviations", "count", "seed")
+        return cls(problem, Draws(network, *(fields.pop(name) for name in names)), **fields)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lapwing.networks.selection import Selection
 
 S = TypeVar("S")
+KINDS = ("rows", "columns", "dense", "opaque")
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from torch import nn
+
+from lapwing.errors import FileError
 from lapwing.networks.budget import Footprint
 from lapwing.networks.graph import Graph, Patterns
 from lapwing.networks.jacobians import Block
+from lapwing.networks.selection import Selection
 from lapwing.networks.uses import Node, Shape, Use, output_shape
 
 Layout = tuple[Block, ...]
@@ -83,6 +87,29 @@ def _following_bias(
         )
         return added.get(parent) if same else None
     return None
+
+
+def refuse_other_parameters(selection: Selection, layout: Layout, model: nn.Module) -> None:
+    """Raise ``FileError`` unless the selection and the blocks from a file are those of this model's parameters."""
+    tensors = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_floating_point()}
+    if not selection.names or selection.shapes != tuple(tensors.get(name) for name in selection.names):
+        raise FileError(f"the file selects {selection.names!r:.80}, which are not parameters of these shapes")
+    covered = [name for block in layout for name in block.names]
+    if sorted(covered) != sorted(selection.names) or len(set(covered)) != len(covered):
+        raise FileError("the blocks of the file do not have each selected parameter once")
+    index = selection.index
+    if index is not None and (not len(index) or int(index[-1]) >= selection.total):
+        raise FileError(f"the file selects single weights beyond the {selection.total} of its parameters, or none")
+    for block in layout:
+        wide = block.linear and len(block.shape) >= 2 and block.shape[0] % block.groups == 0
+        single = not block.linear and block.groups == 1 and block.bias is None
+        bias = None if block.bias is None else (block.groups * block.d_out,)
+        if (
+            block.shape != tensors[block.weight]
+            or not (wide or single)
+            or bias not in (None, tensors.get(block.bias or ""))
+        ):
+            raise FileError(f"the block of {block.weight!r} in the file does not fit the parameter")
 
 
 def footprint(layout: Layout, graph: Graph, batch: int, outputs: int) -> Footprint:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Inputs, SampleRows, check_finite, map_tensors, take
-from lapwing.core.state import State
-from lapwing.errors import DataError, ModelError
+from lapwing.core.schema import Array, Flag, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
+from lapwing.core.state import State, saved
+from lapwing.errors import DataError, FileError, ModelError
 from lapwing.networks import passes
 from lapwing.networks.budget import Footprint
 from lapwing.networks.checks import learn, refuse_random, refusing_changes
@@ -31,13 +32,14 @@ from lapwing.networks.forward import (
     unwrapped,
 )
 from lapwing.networks.graph import Patterns, find_patterns, forward_differs, read, refuse_wrong_gradients
-from lapwing.networks.jacobians import Block
-from lapwing.networks.layout import Layout, arranged, footprint
+from lapwing.networks.jacobians import KINDS, Block
+from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters
 from lapwing.networks.ops import operation
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
 
 
+@saved
 @dataclass(frozen=True, eq=False)
 class Network:
     """A trained network, the weights that are uncertain, and the blocks that they form."""
@@ -115,15 +117,25 @@ class Network:
     @classmethod
     def from_state(cls, state: State, model: nn.Module) -> Network:
         """Build the network of this model from its state."""
-        settings = state.settings
-        shapes = tuple(tuple(shape) for shape in settings["shapes"])
-        selection = Selection(tuple(settings["names"]), shapes, state.tensors.get("index"))
-        layout = tuple(Block(**{**block, "shape": tuple(block["shape"])}) for block in settings["layout"])
-        network = cls(
-            model, selection, layout, tuple(settings["output_shape"]), Footprint(**settings["footprint"]),
-            settings["forward_mode"], settings["recurrent"], settings["normalised"], known=settings["known"],
+        sizes = ListOf(Whole())
+        layout = Record(
+            Block, kind=Text(KINDS), weight=Text(), shape=sizes, bias=Maybe(Text()), groups=Whole(1), why=Text()
+        )
+        most = Whole(0, 2**40)
+        fields = state.read(
+            names=ListOf(Text()), shapes=ListOf(sizes), layout=ListOf(layout), output_shape=ListOf(Whole(1)),
+            footprint=Record(Footprint, width=Whole(1, 2**40), patches=most, whole=most), forward_mode=Flag(),
+            recurrent=Flag(), normalised=Flag(), known=MapOf(Flag()), shift=Maybe(Array((None,))),
+            index=Maybe(Array((None,), 0, whole=True, also=increasing)),
         )  # fmt: skip
-        return network.shifted(state.tensors.get("shift"))
+        names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
+        selection = Selection(names, shapes, fields.pop("index"))
+        refuse_other_parameters(selection, fields["layout"], model)
+        if fields["recurrent"] != is_recurrent(model) or len(fields["output_shape"]) not in (1, 2):
+            raise FileError("the file has other facts about the network than the model: recurrent layers, output shape")
+        if shift is not None and len(shift) != selection.size:
+            raise FileError(f"the file shifts {len(shift)} weights; expected {selection.size}")
+        return cls(model, selection, **fields).shifted(shift)
 
     @cached_property
     def plain(self) -> bool:

@@ -108,7 +108,7 @@ class Tangent:
             if use.name != block.weight:
                 continue
             pattern = patterns[use.node]
-            if pattern is None or (block.linear and use.kind != block.kind):
+            if pattern is None or (block.linear and (use.kind, use.groups) != (block.kind, block.groups)):
                 raise ModelError(
                     f"the graph of this batch uses {block.weight!r} in another way than the first batch did; "
                     "expected one fixed computation. Fix the control flow, or leave the parameter out with named()."

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.state import State, class_named, saved
+from lapwing.core.schema import Array
+from lapwing.core.state import Part, State, saved
 from lapwing.errors import UnsupportedError
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import Posterior
-from lapwing.problem import Problem, Statistics
+from lapwing.problem import STATISTICS, Problem, Statistics
 
 
 class Members(Protocol):
@@ -68,10 +69,8 @@ class MembersPosterior(Posterior):
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> MembersPosterior:
-        part = state.parts["members"]
-        members = class_named(part.name).from_state(part, problem)
-        statistics = Statistics.from_settings(state.settings["statistics"])
-        return cls(problem, members, statistics, state.tensors["theta"].to(problem.network.dtype))
+        theta = Array(("P",), dtype=problem.network.dtype)
+        return cls(problem, **state.read(members=Part(Members, problem), statistics=STATISTICS, theta=theta))
 
 
 def spread(outputs: Tensor, joint: bool) -> FunctionGaussian:

@@ -13,9 +13,10 @@ from torch import Tensor
 from lapwing.core.data import Inputs, check_finite
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import uniform
-from lapwing.core.state import State, class_named, saved
-from lapwing.core.trace import Trace, trace_from, trace_settings
-from lapwing.errors import UnsupportedError
+from lapwing.core.schema import ROUNDING, SMALLEST, Array, ListOf, Maybe, Real, Record, Text, Whole
+from lapwing.core.state import Part, State, Unread, saved
+from lapwing.core.trace import TRACE, Trace, trace_settings
+from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
@@ -254,27 +255,55 @@ class MixturePosterior(Posterior):
         settings = {
             "bases": [type(base).__name__ for base in self.bases],
             "beliefs": [belief.base for belief in self.beliefs],
-            "cells": [[cell.belief, cell.scale] for cell in self.cells],
+            "cells": [{"belief": cell.belief, "scale": cell.scale} for cell in self.cells],
             "trace": trace_settings(self.trace),
         }
         return State("MixturePosterior", settings, tensors, parts)
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> MixturePosterior:
-        restored = lambda part, *args: class_named(part.name).from_state(part, *args)
+        names, links, cells = (range(len(state.settings.get(key) or ())) for key in ("bases", "beliefs", "cells"))
+        precisions = Array(tuple(problem.prior.values.shape), SMALLEST)
+        fields = state.read(
+            bases=ListOf(Text()), beliefs=ListOf(Whole(0, len(names) - 1)), trace=TRACE,
+            cells=ListOf(Record(dict, belief=Whole(0, len(links) - 1), scale=Real(0))),
+            weights=Array((len(cells),), 0, 1, also=_shares),
+            **{f"precisions{i}": precisions for i in names}, **{f"belief{i}": Maybe(precisions) for i in links},
+            **{f"base{i}": Unread() for i in names}, **{f"likelihood{i}": Part(Likelihood) for i in names},
+            **{f"cell{i}": Part(Likelihood) for i in cells},
+        )  # fmt: skip
         bases = []
-        for i in range(len(state.settings["bases"])):
-            prior = problem.prior.with_precision(state.tensors[f"precisions{i}"])
-            own = problem.with_prior(prior).with_likelihood(restored(state.parts[f"likelihood{i}"]))
-            bases.append(restored(state.parts[f"base{i}"], own))
-        beliefs = tuple(
-            Belief(base, state.tensors.get(f"belief{i}")) for i, base in enumerate(state.settings["beliefs"])
-        )
-        cells = tuple(
-            Cell(int(belief), restored(state.parts[f"cell{i}"]), float(scale))
-            for i, (belief, scale) in enumerate(state.settings["cells"])
-        )
-        return cls(tuple(bases), beliefs, cells, state.tensors["weights"], trace_from(state.settings["trace"]))
+        for i in names:
+            own = problem.with_prior(problem.prior.with_precision(fields[f"precisions{i}"]))
+            own = own.with_likelihood(fields[f"likelihood{i}"])
+            bases.append(Part(Posterior, own).checked(fields[f"base{i}"], dict(state.sizes)))
+        beliefs = tuple(Belief(base, fields[f"belief{i}"]) for i, base in enumerate(fields["beliefs"]))
+        parts = tuple(Cell(likelihood=fields[f"cell{i}"], **cell) for i, cell in enumerate(fields["cells"]))
+        mixture = cls(tuple(bases), beliefs, parts, fields["weights"], fields["trace"])
+        mixture._refuse_impossible(fields["bases"])
+        return mixture
+
+    def _refuse_impossible(self, names: Sequence[str]) -> None:
+        """Raise ``FileError`` if the parts from a file do not fit each other."""
+        if tuple(names) != tuple(type(base).__name__ for base in self.bases) or "MixturePosterior" in names:
+            raise FileError(f"a mixture has the posteriors {names!r:.80}; expected those of its parts, and no mixture")
+        if any(
+            belief.precisions is not None and not hasattr(self.bases[belief.base], "with_problem")
+            for belief in self.beliefs
+        ):
+            raise FileError("a belief of the mixture has its own prior, which its posterior cannot take")
+        kinds = {
+            type(each) for each in (*(b.problem.likelihood for b in self.bases), *(c.likelihood for c in self.cells))
+        }
+        if len(kinds) != 1 or not self.cells or not self.beliefs:
+            raise FileError(
+                f"a mixture has {len(self.cells)} cells with {len(kinds)} kinds of likelihoods; expected one kind"
+            )
+
+
+def _shares(weights: Tensor) -> str:
+    """Check that weights sum to one."""
+    return "" if abs(float(weights.sum()) - 1) < ROUNDING else "does not sum to one; expected weights that do"
 
 
 def member(bases: Sequence[Any], belief: Belief) -> Any:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.schema import Array
 from lapwing.core.state import State, saved
 from lapwing.posteriors.protocols import Posterior, Reweightable
-from lapwing.problem import Problem, Statistics
+from lapwing.problem import STATISTICS, Problem, Statistics
 
 
 @saved
@@ -48,5 +49,4 @@ class PointPosterior(Posterior, Reweightable):
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> PointPosterior:
-        statistics = Statistics.from_settings(state.settings["statistics"])
-        return cls(problem, statistics, state.tensors["theta"].to(problem.network.dtype))
+        return cls(problem, **state.read(statistics=STATISTICS, theta=Array(("P",), dtype=problem.network.dtype)))

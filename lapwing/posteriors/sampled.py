@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.schema import Array, Real, Whole
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
-from lapwing.core.trace import Trace, trace_from, trace_settings
+from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.operators import Solution
@@ -21,7 +23,7 @@ from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import Linearised
-from lapwing.problem import Problem, Statistics
+from lapwing.problem import STATISTICS, Problem, Statistics
 
 
 class Solver(Protocol):
@@ -196,13 +198,15 @@ class SampledPosterior(Linearised):
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> SampledPosterior:
-        settings, tensors = state.settings, state.tensors
-        solution = Solution(tensors["samples"], tensors["residuals"], settings["iterations"], settings["tolerance"])
-        logdet = Logdet(tensors["logdet"], settings["logdet_error"])
+        fields = state.read(
+            theta=Array(("P",), dtype=problem.network.dtype), samples=Array(("K", "P")), residuals=Array(("K",), 0),
+            logdet=Array(()), logdet_error=Real(0, math.inf), iterations=Whole(), tolerance=Real(0),
+            statistics=STATISTICS, trace=TRACE,
+        )  # fmt: skip
+        solution = Solution(*(fields[name] for name in ("samples", "residuals", "iterations", "tolerance")))
+        logdet = Logdet(fields["logdet"], fields["logdet_error"])
         stored = StoredSamples(problem.prior.vector, problem.likelihood.dispersion, solution, logdet)
-        theta = tensors["theta"].to(problem.network.dtype)
-        statistics = Statistics.from_settings(settings["statistics"])
-        return cls(problem, stored, statistics, theta, trace_from(settings["trace"]))
+        return cls(problem, stored, fields["statistics"], fields["theta"], fields["trace"])
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,15 +12,17 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.random import normal
-from lapwing.core.state import State, class_named, saved
-from lapwing.core.trace import Trace, trace_from, trace_settings
+from lapwing.core.schema import Array, Maybe, Real
+from lapwing.core.state import Part, State, saved
+from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision, SharesRotation
 from lapwing.curvature.sweep import PerOutputCurvature
+from lapwing.errors import FileError
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import Linearised
 from lapwing.priors.bound import BoundPrior
-from lapwing.problem import Problem, Statistics
+from lapwing.problem import STATISTICS, Problem, Statistics
 
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
 
@@ -246,13 +248,17 @@ class WeightPosterior(Linearised):
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> WeightPosterior:
-        part = state.parts["curvature"]
-        curvature = class_named(part.name).from_state(part, problem.network)
-        statistics = Statistics.from_settings(state.settings["statistics"])
-        theta, mode = state.tensors["theta"].to(problem.network.dtype), None
-        if state.settings["mode_loss"] is not None:
-            mode = Mode(state.tensors["mode"], float(state.settings["mode_loss"]))
-        return cls(problem, curvature, statistics, theta, mode, trace_from(state.settings["trace"]))
+        fields = state.read(
+            curvature=Part((Curvature, PerOutputCurvature), problem.network), statistics=STATISTICS, trace=TRACE,
+            theta=Array(("P",), dtype=problem.network.dtype), mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
+        )  # fmt: skip
+        mode, loss = fields.pop("mode"), fields.pop("mode_loss")
+        each, outputs = isinstance(fields["curvature"], PerOutputCurvature), problem.network.output_shape[-1]
+        if (mode is None) != (loss is None) or len(fields["statistics"].losses) != each * outputs:
+            raise FileError("a mode without its loss, or a curvature without the loss of each output; expected both")
+        if each and problem.likelihood.ratios is None:
+            raise FileError("one curvature for each output and one noise for all; expected a noise for each")
+        return cls(problem, **fields, mode=None if mode is None else Mode(mode, float(loss)))
 
 
 def _centring(f: Tensor) -> Tensor:

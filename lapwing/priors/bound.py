@@ -11,8 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lapwing.core.schema import SMALLEST, Array, Either, ListOf, Maybe, Real, Text
 from lapwing.core.state import State
-from lapwing.errors import NumericalError
+from lapwing.errors import FileError, NumericalError
 from lapwing.networks.jacobians import Block
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
@@ -44,12 +45,29 @@ class Prior(Protocol):
     @classmethod
     def from_state(cls, state: State, network: Network) -> BoundPrior:
         """Build the bound prior of a class from ``BoundPrior.state``."""
-        values, members = state.tensors["precision"], tuple(state.settings["members"])
-        mean = state.tensors["mean"] if "mean" in state.tensors else state.settings["mean"]
-        like = torch.empty(0, device=network.device)
-        given = cls(values, mean)  # type: ignore[call-arg]
-        prior = bind(given, network.selection, values, like, members, values.ndim == 1 and not members)
-        return prior.scaled(state.tensors["scale"]) if "scale" in state.tensors else prior
+        selection, size = network.selection, network.selection.size
+        mean = Either(Array((1,)), Array((size,))) if "mean" in state.tensors else Real()
+        fields = state.read(
+            precision=Either(Array((), SMALLEST), Array((None,), SMALLEST)), mean=mean,
+            members=Either(ListOf(Text(), 0), ListOf(Text(), len(selection.names))),
+            scale=Maybe(Array((size,), SMALLEST)),
+        )  # fmt: skip
+        values, members = fields["precision"], fields["members"]
+        given = cls(values, fields["mean"])  # type: ignore[call-arg]
+        prior = given.restored(selection, values, members)
+        if prior.members != members or prior.values.shape != values.shape:
+            raise FileError(
+                f"{cls.__name__} has precisions {tuple(values.shape)} and groups that are not those of the weights"
+            )
+        if fields["scale"] is not None and not given.needs_curvature:
+            raise FileError(
+                f"{cls.__name__} has a scale; expected one only for a prior that takes it from the curvature"
+            )
+        return prior if fields["scale"] is None else prior.scaled(fields["scale"])
+
+    def restored(self, selection: Selection, values: Tensor, members: tuple[str, ...]) -> BoundPrior:
+        """Return the prior of these weights with precisions and groups from a file."""
+        return self.bound(selection, values, dict(zip(selection.names, members, strict=False)))
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         """Return the prior of these weights, on the device of ``like``, in float64 for every network.

@@ -146,6 +146,9 @@ class Grouped(Prior):
         members = tuple(_matching(name, self.precision) for name in selection.names)
         return bind(self, selection, self.precision, like, members)
 
+    def restored(self, selection: Selection, values: Tensor, members: tuple[str, ...]) -> BoundPrior:
+        return bind(self, selection, values, values, members)  # files have the groups, not the patterns
+
 
 def _matching(name: str, patterns: Mapping[str, float]) -> str:
     """Return the one pattern that matches the whole name of a parameter; refuse none or several."""

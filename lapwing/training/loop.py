@@ -22,8 +22,9 @@ from lapwing.networks.forward import raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.posteriors.protocols import Tunable
 from lapwing.problem import Problem, data_count
-from lapwing.training.recipe import OPTIMISERS, Recipe
-from lapwing.training.state import Epoch, State
+from lapwing.training.optimisers import packed, unpacked
+from lapwing.training.recipe import Recipe
+from lapwing.training.state import Epoch, State, refuse_other_recipe, refuse_other_weights
 from lapwing.tuners.protocol import checked_tuner
 
 
@@ -79,6 +80,7 @@ class _Trainer:
             raise UnsupportedError(
                 "a g-prior depends on the curvature, which changes during training; use per_layer()."
             )
+        self.described = recipe.described(self.likelihood, self.prior)
         self.update = checked_tuner(recipe.update, self.data)
         self.count = data_count(self.network, self.likelihood, self.data)
         tensors = dict(model.named_parameters())
@@ -88,22 +90,29 @@ class _Trainer:
 
     def resume(self, state: State) -> None:
         """Continue from this state; raise if it does not belong to the model and the recipe."""
+        optimiser = self.optimiser.state_dict()  # its settings come from the recipe
         try:
             self._refuse_foreign(state)
-            self._restore(vars(state))
-            self.optimiser.load_state_dict(copy.deepcopy(state.optimiser))  # steps change its tensors in place
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise DataError(f"this training state belongs to another model or recipe: {error}") from error
+            parameters = [p for p in self.network.model.parameters() if p.requires_grad]
+            optimiser["state"] = unpacked(self.recipe.optimiser, state.optimiser, parameters)
+        except FileError as error:
+            raise DataError(
+                f"this training state belongs to another model or recipe, or is damaged: {error}."
+            ) from error
+        self._restore(vars(state))
+        self.optimiser.load_state_dict(copy.deepcopy(optimiser))  # steps change its tensors in place
         self.best, self.history, self.done = dict(state.best), list(state.history), state.epoch
 
     def _refuse_foreign(self, state: State) -> None:
-        """Raise if the state is of another optimiser, prior or likelihood: PyTorch would load it without an error."""
-        if any(OPTIMISERS[self.recipe.optimiser].setting not in group for group in state.optimiser["param_groups"]):
-            raise ValueError(f"its optimiser is not {self.recipe.optimiser}")
-        if state.precision.shape != self.prior.values.shape:
-            raise ValueError(f"it has {state.precision.numel()} precisions, the prior {self.prior.values.numel()}")
-        if state.noise is not None and not self.likelihood.learns_dispersion:
-            raise ValueError(f"it has a learned noise, and {type(self.likelihood).__name__} has no noise to learn")
+        """Raise ``FileError`` if the state is of another recipe, or its weights are not those of the model."""
+        for part in filter(None, (vars(state), state.best)):
+            refuse_other_weights(part["weights"], self.network.model)
+        refuse_other_recipe(state.recipe, self.described, state.epoch)
+        for part in filter(None, (vars(state), state.best)):
+            if part["precision"].shape != self.prior.values.shape:
+                raise FileError(f"it has {part['precision'].numel()} precisions, the prior {self.prior.values.numel()}")
+            if part["noise"] is not None and not self.likelihood.learns_dispersion:
+                raise FileError(f"it has a learned noise, and {type(self.likelihood).__name__} has no noise to learn")
 
     def epoch(self, number: int) -> None:
         """Pass over the data once and update the hyperparameters if that is due."""
@@ -218,8 +227,11 @@ class _Trainer:
     @property
     def state(self) -> State:
         """A copy on the CPU of everything needed to resume after the last finished epoch."""
-        optimiser = copy.deepcopy(self.optimiser.state_dict())
-        return State(self.done, optimiser=optimiser, best=self.best, history=tuple(self.history), **self._copied())
+        optimiser = packed(self.recipe.optimiser, self.optimiser)
+        return State(
+            self.done, optimiser=optimiser, recipe=self.described, best=self.best, history=tuple(self.history),
+            **self._copied(),
+        )  # fmt: skip
 
     def _copied(self) -> dict[str, Any]:
         """Return a copy on the CPU of weights, precision and noise."""

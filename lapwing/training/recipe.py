@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,40 +11,18 @@ import torch
 from torch import nn
 
 from lapwing.core.settings import require_flag, require_integer, require_positive
+from lapwing.core.state import State, on_device
 from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method
 from lapwing.priors import isotropic, per_layer
-from lapwing.priors.bound import Prior
+from lapwing.priors.bound import BoundPrior, Prior
+from lapwing.training.optimisers import OPTIMISERS
 from lapwing.tuners.evidence import Ascend
 from lapwing.tuners.fixed_point import FixedPoint
 from lapwing.tuners.protocol import Tuner
-
-
-@dataclass(frozen=True)
-class Optimiser:
-    """One of PyTorch's optimisers: how to build it, and the facts about it that the training loop needs."""
-
-    build: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
-    setting: str  # the name of a setting that no other optimiser has
-    full_batch: bool = False  # whether a step uses all data and no learning rate
-
-
-# Without tolerance_change=0 L-BFGS would stop while the gradient is still large.
-OPTIMISERS = {
-    "adam": Optimiser(lambda parameters, rate: torch.optim.Adam(parameters, lr=rate), "betas"),
-    "sgd": Optimiser(
-        lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, nesterov=True), "momentum"
-    ),
-    "lbfgs": Optimiser(
-        lambda parameters, _: torch.optim.LBFGS(
-            parameters, lr=1.0, max_iter=20, tolerance_change=0.0, line_search_fn="strong_wolfe"
-        ),
-        "history_size",
-        full_batch=True,
-    ),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +116,13 @@ class Recipe:
             The rate on a cosine from ``rate`` to ``last_rate``.
         """
         return self.last_rate + 0.5 * (self.rate - self.last_rate) * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+    def described(self, likelihood: Likelihood, prior: BoundPrior) -> State:
+        """Return the recipe as plain data for the state of a run, with the prior that the run starts from."""
+        names = ("optimiser", "seed", "epochs", "rate", "last_rate", "burn_in", "frequency", "keep_best")
+        kinds = {"method": type(self.method).__name__, "likelihood": type(likelihood).__name__}
+        start = on_device(prior.state(), torch.device("cpu"))
+        return State("recipe", {**{name: getattr(self, name) for name in names}, **kinds}, parts={"prior": start})
 
     def optimiser_for(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimiser of these parameters, at the first learning rate."""

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lapwing.core import state as plain
+from lapwing.core.container import read, write
+from lapwing.core.schema import (
+    LARGEST,
+    POSITIVE,
+    SMALLEST,
+    Array,
+    Either,
+    Flag,
+    ListOf,
+    Maybe,
+    Real,
+    Record,
+    Text,
+    Whole,
+)
 from lapwing.errors import FileError
+from lapwing.training.optimisers import OPTIMISERS
+
+FORMAT = "lapwing-training-1"
+PRECISION = Either(Array((), SMALLEST), Array((None,), SMALLEST))
+NOISE = Maybe(Array((), SMALLEST))
+SAME = ("optimiser", "seed", "method", "likelihood")  # settings of a recipe that a resumed run cannot change
 
 
 @dataclass(frozen=True)
@@ -24,42 +47,53 @@ class Epoch:
     finding: str = ""
 
 
+_EPOCH = Record(
+    Epoch, number=Whole(), loss=Real(), log_evidence=Maybe(Real()), precisions=ListOf(POSITIVE), noise=ListOf(POSITIVE),
+    finding=Text(),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """Everything needed to resume a training run: plain tensors and numbers, so that loading a file runs no code.
 
-    >>> import tempfile
-    >>> state = State(1, {}, {}, torch.ones(()), None, history=(Epoch(0, 0.5),))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     state.save(f"{folder}/state.pt")
-    ...     State.load(f"{folder}/state.pt").history
-    (Epoch(number=0, loss=0.5, log_evidence=None, precisions=(), noise=(), finding=''),)
+    ``trained.state`` is one; ``State.load`` reads the file of a checkpoint. ``recipe`` says which run it belongs to.
     """
 
     epoch: int  # number of finished epochs
     weights: dict[str, Tensor]
-    optimiser: dict[str, Any]
+    optimiser: plain.State  # what it remembers of each parameter
     precision: Tensor
     noise: Tensor | None
+    recipe: plain.State
     best: dict[str, Any] = field(default_factory=dict)  # evidence, weights, precision, noise
     history: tuple[Epoch, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a file that ``State.load`` reads.
-
-        An existing file is replaced only after the new one is complete.
+        """Write the state to a file that ``State.load`` reads, whole or not at all.
 
         Args:
             path: The file to write.
+
+        Raises:
+            FileError: If the file cannot be written; an existing one is unchanged.
         """
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "history"}
-        part = Path(f"{path}.part")
-        torch.save({**fields, "history": [asdict(epoch) for epoch in self.history]}, part)
-        part.replace(path)
+        parts = {
+            "weights": plain.State("weights", {}, self.weights),
+            "optimiser": self.optimiser,
+            "recipe": self.recipe,
+        }
+        if self.best:
+            weights = {"weights": plain.State("weights", {}, self.best["weights"])}
+            parts["best"] = plain.State("best", {"evidence": self.best["evidence"]}, _tensors(self.best), weights)
+        settings = {"epoch": self.epoch, "history": [asdict(epoch) for epoch in self.history]}
+        write(path, plain.State(FORMAT, settings, _tensors(vars(self)), parts))
 
     @classmethod
     def load(cls, path: str | Path) -> State:
         """Read a state that ``save`` or ``train(..., checkpoint=...)`` wrote.
+
+        What depends on the network (weights, optimiser) is checked when training resumes.
 
         Args:
             path: The file to read.
@@ -69,13 +103,88 @@ class State:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            FileError: If the file does not hold a training state.
+            FileError: If the file does not hold a training state, or is damaged.
         """
+        state = read(path, FORMAT, "training state")
         try:
-            fields: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-            history = tuple(Epoch(**entry) for entry in fields.pop("history"))
-            return cls(**fields, history=history)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise FileError(f"{path} holds no training state: {type(error).__name__}: {error}") from error
+            return cls._of(state)
+        except FileError as error:
+            raise FileError(f"{path} is damaged: {error}. Take an older checkpoint, or train again.") from error
+
+    @classmethod
+    def _of(cls, state: plain.State) -> State:
+        """Return the training state from plain data, with all values checked that do not depend on a network."""
+        unread = plain.Unread()
+        fields = state.read(
+            epoch=Whole(), history=ListOf(_EPOCH), precision=PRECISION, noise=NOISE, weights=unread, optimiser=unread,
+            recipe=unread, best=Maybe(unread),
+        )  # fmt: skip
+        _refuse_wrong_recipe(fields["recipe"], fields["epoch"])
+        count, size = fields["epoch"], fields["precision"].numel()
+        if [epoch.number for epoch in fields["history"]] != list(range(count)):
+            raise FileError(f"{count} epochs are finished and {len(fields['history'])} recorded; expected all in order")
+        if any(len(epoch.precisions) not in (0, size) for epoch in fields["history"]):
+            raise FileError(f"an epoch has another number of precisions than the prior, {size}")
+        best: dict[str, Any] = {}
+        if fields["best"] is not None:
+            best = fields["best"].read(evidence=Real(), precision=PRECISION, noise=NOISE, weights=unread)
+            best["weights"] = _weights(best["weights"])
+        return cls(**{**fields, "weights": _weights(fields["weights"]), "best": best})
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: values[name] for name in ("precision", "noise") if values[name] is not None}
+
+
+def _weights(state: plain.State) -> dict[str, Tensor]:
+    if state.name != "weights" or state.settings or state.parts:
+        raise FileError(f"the weights are a state {state.name!r:.40} with settings or parts; expected tensors alone")
+    return dict(state.tensors)
+
+
+def _refuse_wrong_recipe(recipe: plain.State, epochs: int) -> None:
+    """Raise unless the settings of a recipe in a file are possible."""
+    recipe.read(
+        optimiser=Text(tuple(OPTIMISERS)), seed=Whole(), epochs=Whole(max(1, epochs)), rate=POSITIVE,
+        last_rate=POSITIVE, burn_in=Whole(), frequency=Whole(1), keep_best=Flag(), method=Text(), likelihood=Text(),
+        prior=plain.Unread(),
+    )  # fmt: skip
+
+
+def refuse_other_recipe(seen: plain.State, own: plain.State, done: int) -> None:
+    """Raise ``FileError`` if a state was made with another seed, optimiser, method, likelihood or prior.
+
+    Rates and the number of epochs may change; there may not be fewer epochs than are done.
+    """
+    for name in SAME:
+        if seen.settings[name] != own.settings[name]:
+            raise FileError(f"its {name} is {seen.settings[name]!r:.40}, not {own.settings[name]}")
+    one, two = seen.parts["prior"], own.parts["prior"]
+    if one.name != two.name or one.tensors.keys() != two.tensors.keys():
+        raise FileError(f"its prior is {one.name!r:.40}, not the present {two.name}")
+    if one.settings.get("members") != two.settings["members"]:
+        raise FileError("its prior has other groups than the present one")
+    same = all(torch.equal(tensor, two.tensors[name]) for name, tensor in one.tensors.items())
+    if not same or one.settings.get("mean") != two.settings.get("mean"):
+        raise FileError("its prior started from other precisions, or has another mean, than the present one")
+    if own.settings["epochs"] < done:
+        raise FileError(f"it has finished {done} epochs and the recipe has {own.settings['epochs']}; give more")
+
+
+def refuse_other_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise ``FileError`` unless these are weights and buffers of this model, with numbers that it can have."""
+    own, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    if weights.keys() != own.keys():
+        raise FileError(f"it has other weights: {sorted(weights.keys() ^ own.keys())[:4]!r:.200}")
+    for name, value in weights.items():
+        like = own[name]
+        if value.shape != like.shape or value.dtype != like.dtype:
+            seen, expected = (f"{tuple(t.shape)} {t.dtype}" for t in (value, like))
+            raise FileError(f"its {name!r} is {seen}; expected {expected}")
+        good = (torch.view_as_real(value) if value.is_complex() else value.double()).abs() <= LARGEST
+        if name not in parameters and not value.is_complex():  # a buffer, such as a mask, may have infinite numbers
+            good |= value == like.to(value.device)
+        if not bool(good.all()):
+            raise FileError(f"its {name!r} has numbers that are not finite, or larger than {LARGEST:g}")
+        if name.rpartition(".")[2] in ("running_var", "num_batches_tracked") and bool((value < 0).any()):
+            raise FileError(f"its {name!r} has numbers below zero")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.state import State, saved
-from lapwing.core.trace import Trace, trace_from, trace_settings
-from lapwing.errors import DataError
+from lapwing.core.schema import ROUNDING, Array, Either, Maybe, Text
+from lapwing.core.state import Part, State, saved
+from lapwing.core.trace import TRACE, Trace, trace_settings
+from lapwing.errors import DataError, FileError
 from lapwing.methods.fmgp.features import Sight
 from lapwing.networks.network import Network
 from lapwing.posteriors.protocols import Posterior
-from lapwing.problem import Problem, Statistics
+from lapwing.problem import STATISTICS, Problem, Statistics
 
+LOGARITHM = 69.0  # largest log of a length-scale in a file: 1e30
 WIDE = 32  # number of outputs above which covariances are built only when needed
 
 
@@ -149,11 +152,27 @@ class FunctionPosterior(Posterior):
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> FunctionPosterior:
-        network, tensors, settings = problem.network, state.tensors, state.settings
-        last = Network.from_state(state.parts["last"], network.model) if "last" in state.parts else None
-        kernel = FreeKernel(settings["kernel"], tensors["log_lengths"], tensors["mixing"])
-        return cls(
-            problem, Sight(network, last), kernel, tensors["points"], tensors["numbers"], tensors["mix"],
-            Statistics.from_settings(settings["statistics"]), tensors["theta"].to(network.dtype),
-            trace_from(settings["trace"]),
+        network, lengths = problem.network, (-LOGARITHM, LOGARITHM)
+        fields = state.read(
+            kernel=Text(tuple(KERNELS)), last=Maybe(Part(Network, network.model)), points=Array(("M", "D")),
+            numbers=Array(("M",), 0, network.output_shape[-1] - 1, whole=True), mix=Array(("M", "r")),
+            log_lengths=Either(Array(("D",), *lengths), Array((1,), *lengths)), mixing=Array(("C", "C")),
+            theta=Array(("P",), dtype=network.dtype), statistics=STATISTICS, trace=TRACE,
         )  # fmt: skip
+        kernel = FreeKernel(fields.pop("kernel"), fields.pop("log_lengths"), fields.pop("mixing"))
+        _refuse_impossible(kernel, fields, last := fields.pop("last"))
+        return cls(problem, Sight(network, last), kernel, **fields)
+
+
+def _refuse_impossible(kernel: FreeKernel, fields: dict[str, Any], last: Network | None) -> None:
+    """Raise ``FileError`` if points do not fit the features, or if a variance would be negative."""
+    points, mix = fields["points"], fields["mix"]
+    if (last is not None) != KERNELS[kernel.kind].uses_features:
+        raise FileError(f"the kernel {kernel.kind!r} needs a last layer if it works on features, and only then")
+    if last is not None and (
+        len(last.layout) != 1 or last.layout[0].d_in - len(last.layout[0].names) + 1 != points.shape[1]
+    ):
+        raise FileError(f"the points have {points.shape[1]} features; expected those of a last layer of one block")
+    explained = mix.mT @ kernel.points(points, fields["numbers"]) @ mix
+    if not bool(torch.linalg.eigvalsh(explained).max() <= 1 + ROUNDING):
+        raise FileError("the points explain more variance than the prior has; expected at most all of it")

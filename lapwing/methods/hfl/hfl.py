@@ -15,7 +15,14 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.hfl.newton import DENSE, Hessian, nearest_minimum
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.posteriors import LinearisedResponse, ResponsePosterior
-from lapwing.methods.hfl.pretrained import PushedWeights, averaged, calibrated, evaluation_batches, random_forces
+from lapwing.methods.hfl.pretrained import (
+    VARIANTS,
+    PushedWeights,
+    averaged,
+    calibrated,
+    evaluation_batches,
+    random_forces,
+)
 from lapwing.methods.hfl.responder import AnyResponder, FineTuner, Push, Responder
 from lapwing.methods.hfl.response import TOLERANCE, TWIN, distance_finding, far_from_minimum
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
@@ -24,7 +31,6 @@ from lapwing.tangent.design import NetworkDesign, refuse_reordered
 
 MODES = ("nonlinear", "linearised", "pretrained")
 SOLVERS = ("newton", "adam")
-VARIANTS = ("mean", "absolute", "random")
 WIDE = 1_000_000  # largest number of weights for which everything runs in float64
 TUNED = 0.05  # default tolerance of variances by Adam
 EXACT = 20_000  # largest number of weights for which Newton steps are the default

@@ -14,13 +14,16 @@ from lapwing.core.data import Data, Inputs, SampleRows, check_finite, map_tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import Pool
 from lapwing.core.random import normal
+from lapwing.core.schema import SMALLEST, Array, ListOf, Real, Text
 from lapwing.core.state import State, saved
 from lapwing.curvature.sweep import Sweep
-from lapwing.errors import DataError, LapwingError, NumericalError
+from lapwing.errors import DataError, FileError, LapwingError, NumericalError
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.responder import Push
 from lapwing.posteriors.protocols import Posterior
-from lapwing.problem import Problem, Statistics
+from lapwing.problem import STATISTICS, Problem, Statistics
+
+VARIANTS = ("mean", "absolute", "random")
 
 EVALUATED = 256  # training inputs that are averaged in every step of Adam, if no evaluation inputs are given
 SCALES = (-12, 20)  # range of the log-scale that calibration searches
@@ -150,12 +153,14 @@ class PushedWeights(Posterior):
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> PushedWeights:
-        settings = state.settings
-        theta, moved, strength = (
-            state.tensors[name].to(problem.network.dtype) for name in ("theta", "moved", "strength")
-        )
-        statistics, findings = Statistics.from_settings(settings["statistics"]), tuple(settings["findings"])
-        return cls(problem, moved, strength, settings["variant"], statistics, theta, settings["scale"], findings)
+        theta = Array(("P",), dtype=problem.network.dtype)
+        fields = state.read(
+            theta=theta, moved=replace(theta, shape=("K", "P")), strength=replace(theta, shape=("K",), least=SMALLEST),
+            variant=Text(VARIANTS), scale=Real(0), findings=ListOf(Text()), statistics=STATISTICS,
+        )  # fmt: skip
+        if not len(fields["moved"]) or (len(fields["moved"]) > 1 and fields["variant"] != "random"):
+            raise FileError(f"{len(fields['moved'])} pushes of the variant {fields['variant']!r}; expected one")
+        return cls(problem, **fields)
 
 
 def fitted_scale(posterior: PushedWeights, data: Data) -> float:

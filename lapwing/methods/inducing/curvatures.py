@@ -9,10 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.state import State, saved
+from lapwing.core.data import check_finite
+from lapwing.core.schema import Array, Maybe, Samples, semidefinite
+from lapwing.core.state import Part, State, saved
 from lapwing.curvature.low_rank import LowRankCurvature, LowRankPrecision
 from lapwing.curvature.protocols import floored_by_layer
-from lapwing.errors import UnsupportedError
+from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.methods.inducing.anchors import Anchors
 from lapwing.networks.jacobians import LayerJacobians
@@ -117,11 +119,17 @@ class AnchoredCurvature:
     @classmethod
     def from_state(cls, state: State, network: Network) -> AnchoredCurvature:
         """Build the curvature for this network; the inputs of the points take the dtype of its model."""
-        tensors = {name: tensor.to(network.device) for name, tensor in state.tensors.items()}
-        inputs = tensors["inputs"]
-        if inputs.is_floating_point():
-            inputs = inputs.to(next(network.model.parameters()).dtype)
-        return cls(Anchors(network, inputs, tensors["outputs"]), tensors["mix"], tensors.get("ggn_diagonal"))
+        fields = state.read(
+            inputs=Samples("M", next(network.model.parameters()).dtype), mix=Array(("M", "r")),
+            outputs=Array(("M",), 0, torch.Size(network.output_shape).numel() - 1, whole=True),
+            ggn_diagonal=Maybe(Array(("P",), 0)),
+        )  # fmt: skip
+        anchors = Anchors(network, fields["inputs"], fields["outputs"])
+        try:
+            check_finite(network(anchors.inputs), "outputs of the network at the inducing points")
+        except Exception as error:  # whatever a model raises for inputs that it cannot take
+            raise FileError(f"the network cannot take the inducing points: {error!s:.200}") from error
+        return cls(anchors, fields["mix"], fields["ggn_diagonal"])
 
 
 @saved
@@ -164,8 +172,7 @@ class BoundedCurvature:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> BoundedCurvature:
-        part = LowRankCurvature.from_state(state.parts["part"], network)
-        return cls(part, state.tensors["exact_diagonal"].to(network.device))
+        return cls(**state.read(part=Part(LowRankCurvature, network), exact_diagonal=Array(("P",), 0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,5 +270,5 @@ class SubspaceCurvature:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> SubspaceCurvature:
-        directions, gram = (state.tensors[name].to(network.device) for name in ("directions", "gram"))
-        return cls(directions, gram, network.selection)
+        fields = state.read(directions=Array(("K", "P")), gram=Array(("K", "K"), also=semidefinite))
+        return cls(**fields, selection=network.selection)

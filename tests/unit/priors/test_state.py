@@ -85,7 +85,7 @@ def test_a_bound_prior_is_bound_again_as_it_is(name: str) -> None:
 
 def test_a_state_without_precisions_is_refused() -> None:
     net = network()
-    with pytest.raises(KeyError, match="precision"):
-        class_named("Isotropic").from_state(State("Isotropic", {"mean": 0.0}), net)
-    with pytest.raises(KeyError, match="members"):
+    with pytest.raises(lw.errors.FileError, match="precision"):
+        class_named("Isotropic").from_state(State("Isotropic", {"mean": 0.0, "members": []}), net)
+    with pytest.raises(lw.errors.FileError, match="members"):
         class_named("Grouped").from_state(State("Grouped", {"mean": 0.0}, {"precision": torch.ones(2)}), net)

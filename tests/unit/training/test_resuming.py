@@ -13,6 +13,7 @@ import lapwing as lw
 from lapwing.api import Trained
 from lapwing.training.state import State
 from tests import problems
+from tests.attack.damage import Contents
 from tests.cases import BY_NAME
 from tests.unit.training.settings import CUTS, D, arrays, dropped, flat, kept, mlp, same, shuffled
 
@@ -148,38 +149,72 @@ def test_a_checkpoint_stays_whole_while_the_next_is_written(tmp_path: Path, monk
     run(recipe("adam", 1), data("batches"), checkpoint=path)
     before = path.read_bytes()
 
-    def half(_: Any, file: Any) -> None:
-        Path(file).write_bytes(before[: len(before) // 2])
+    def crash(*_: Any) -> None:
         raise CrashError
 
-    monkeypatch.setattr(torch, "save", half)
+    monkeypatch.setattr("os.replace", crash)
     with pytest.raises(CrashError):
         run(recipe("adam", 2), data("batches"), resume=path, checkpoint=path)
     assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_files_that_are_no_state(tmp_path: Path) -> None:
     path, good = tmp_path / "state", tmp_path / "good"
     run(recipe("adam", 1), data("batches"), checkpoint=good)
     whole = good.read_bytes()
-    fields = torch.load(good, weights_only=True)
-    damaged: dict[str, Any] = {
+    opened = tmp_path / "opened"
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (opened,))
+
+    torch.save({"weights": Trap()}, path)  # code in a file is not run
+    foreign = {
         "cut": whole[: len(whole) // 2],
         "empty": b"",
         "text": b"not a state at all",
-        "weights alone": fields["weights"],
-        "a list": [1, 2, 3],
-        "a field missing": {key: value for key, value in fields.items() if key != "precision"},
-        "a field too many": {**fields, "extra": 1},
-        "history of another kind": {**fields, "history": [{"number": 0, "when": 3}]},
+        "pickle": path.read_bytes(),
     }
-    for content in damaged.values():
-        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-        with pytest.raises(lw.errors.FileError, match="holds no training state"):
+    for content in foreign.values():
+        path.write_bytes(content)
+        with pytest.raises(lw.errors.FileError, match=r"cannot be read: .* Expected a file with a Lapwing training"):
             run(recipe("adam", 2), data("batches"), resume=path)
-    torch.save({"run": print}, path)  # code in a file is not run
-    with pytest.raises(lw.errors.FileError, match="holds no training state"):
-        State.load(path)
+    assert not opened.exists()
+
+
+DAMAGE: dict[str, Any] = {
+    "epoch -5": lambda file: file.root["settings"].update(epoch=-5),
+    "more epochs than recorded": lambda file: file.root["settings"].update(epoch=2),
+    "a setting too many": lambda file: file.root["settings"].update(extra=1),
+    "no precision": lambda file: file.tensors.pop("precision"),
+    "negative precision": lambda file: file.tensors["precision"].neg_(),
+    "negative noise": lambda file: file.tensors["noise"].neg_(),
+    "noise of the best epoch not finite": lambda file: file.tensors["best.noise"].fill_(torch.inf),
+    "negative moment": lambda file: file.tensors["optimiser.0.exp_avg_sq"].neg_(),
+    "weight not finite": lambda file: file.tensors["weights.0.weight"].fill_(torch.nan),
+    "weight of the best epoch not finite": lambda file: file.tensors["best.weights.0.weight"].fill_(torch.nan),
+    "weight in another dtype": lambda file: file.tensors.update({"weights.0.bias": torch.zeros(6)}),
+    "moment of another shape": lambda file: file.tensors.update({"optimiser.0.exp_avg": torch.zeros(6, dtype=D)}),
+    "loss not finite": lambda file: file.root["settings"]["history"][0].update(loss=float("inf")),
+    "another optimiser": lambda file: file.root["parts"]["recipe"]["settings"].update(optimiser="momentum"),
+    "prior of another kind": lambda file: file.root["parts"]["recipe"]["parts"]["prior"].update(name="Gaussian"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_checkpoint_with_impossible_values(damage: str, tmp_path: Path) -> None:
+    """With the right checksum: the values themselves are checked."""
+    path = tmp_path / "state"
+    run(recipe("adam", 1), data("batches"), checkpoint=path)
+    file = Contents.of(path.read_bytes())
+    DAMAGE[damage](file)
+    path.write_bytes(file.packed())
+    with pytest.raises(lw.LapwingError, match="is damaged"):
+        run(recipe("adam", 2), data("batches"), resume=path)
+
+
+def test_a_checkpoint_without_a_place(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         run(recipe("adam", 2), data("batches"), resume=tmp_path / "nowhere")
     with pytest.raises(lw.errors.FileError, match="no folder for the checkpoint"):
@@ -208,6 +243,19 @@ def test_states_of_another_run() -> None:
     resumed(recipe("adam", prior=lw.isotropic()))
     resumed(recipe("adam", prior=lw.priors.diagonal(), method=lw.Diagonal()))
     resumed(recipe("adam"), "classification")
-    for message, word in zip(seen, ("2 precisions, the prior 3", "size mismatch", "0.weight", "not sgd", "not lbfgs",
-                                  "the prior 1", "the prior 51", "has no noise to learn"), strict=True):  # fmt: skip
+    resumed(recipe("adam", seed=3))
+    resumed(recipe("adam", prior=lw.per_layer(2.0)))
+    resumed(recipe("adam", prior=lw.per_layer(mean=0.5)))
+    resumed(recipe("adam", method=lw.Diagonal()))
+    words = ("other weights", "(6, 4)", "other weights", "not sgd", "not lbfgs", "not the present Isotropic",
+             "its method is 'Kron'", "its likelihood is 'Gaussian'", "its seed is 0, not 3", "other precisions",
+             "another mean", "not Diagonal")  # fmt: skip
+    for message, word in zip(seen, words, strict=True):
         assert word in message
+
+
+def test_more_epochs_and_other_rates_are_allowed() -> None:
+    state = run(recipe("adam", 2), data("batches")).state
+    assert run(recipe("adam", 3, rate=1e-4, last_rate=1e-4), data("batches"), resume=state).state.epoch == 3
+    with pytest.raises(lw.errors.DataError, match="finished 2 epochs and the recipe has 1"):
+        run(recipe("adam", 1), data("batches"), resume=state)

@@ -1,0 +1,307 @@
+"""What a saved value may hold: every field says its kind, shape and range, and reads nothing else.
+
+``State.read`` takes one field for each setting, tensor and part. Nothing is built from values that a field refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import FileError
+
+if TYPE_CHECKING:
+    from lapwing.core.state import State
+
+Sizes = dict[str, int]
+Length = int | str | None  # of a dimension: a number, a letter that stands for the same number everywhere, or any
+LARGEST, SMALLEST = 1e30, 1e-30  # of real numbers, so that products of a few of them neither overflow nor vanish
+MOST = 2**53  # of whole numbers
+MEMBERS = 100_000  # the most functions that a posterior may consist of, so that a prediction ends
+ROUNDING = 1e-3  # relative, of matrices that were computed in float32 and may be stored in float64
+
+
+class Field(Protocol):
+    """One value in a state."""
+
+    @property
+    def place(self) -> str:
+        """Where it is: "settings", "tensors" or "parts"."""
+        ...
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        """Return the value as its owner takes it; raise ``FileError`` if it is wrong."""
+        ...
+
+
+def refused(seen: Any, expected: str) -> FileError:
+    """Return the error for a value that is not as expected."""
+    return FileError(f"is {seen!r:.60}; expected {expected}")
+
+
+def _same_length(seen: int, length: Length, sizes: Sizes) -> bool:
+    """Return whether a length is as declared; a letter without a number takes the number that is seen."""
+    known = sizes.setdefault(length, seen) if isinstance(length, str) else length
+    return known is None or seen == known
+
+
+@dataclass(frozen=True)
+class Real:
+    """A number from ``least`` to ``most``: finite and at most 1e30 in size, unless they say otherwise."""
+
+    least: float = -LARGEST
+    most: float = LARGEST
+    place: ClassVar[str] = "settings"
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise refused(value, "a number")
+        if not self.least <= value <= self.most:
+            raise refused(value, f"a number from {self.least:g} to {self.most:g}")
+        return value
+
+
+POSITIVE = Real(SMALLEST)
+UNLIMITED = Real(-math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number; that of a letter (see ``Length``), if there is one."""
+
+    least: int = 0
+    most: int = MOST
+    size: str | None = None
+    place: ClassVar[str] = "settings"
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        if type(value) is not int or not self.least <= value <= self.most:
+            raise refused(value, f"a whole number from {self.least} to {self.most}")
+        if not _same_length(value, self.size, sizes):
+            raise refused(value, f"{sizes[str(self.size)]}")
+        return value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    place: ClassVar[str] = "settings"
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        if not isinstance(value, bool):
+            raise refused(value, "true or false")
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text; one of ``choices`` if there are some."""
+
+    choices: tuple[str, ...] = ()
+    place: ClassVar[str] = "settings"
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        if not isinstance(value, str) or (self.choices and value not in self.choices):
+            raise refused(value, f"one of {', '.join(self.choices)}" if self.choices else "a text")
+        return value
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """A list of values of one kind, returned as a tuple."""
+
+    item: Field
+    length: Length = None
+    place: ClassVar[str] = "settings"
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        if not isinstance(value, list | tuple) or not _same_length(len(value), self.length, sizes):
+            raise refused(value, "a list" + (f" of length {self.length}" if self.length is not None else ""))
+        return tuple(self.item.checked(item, sizes) for item in value)
+
+
+@dataclass(frozen=True)
+class MapOf:
+    """A mapping from texts to values of one kind."""
+
+    item: Field
+    place: ClassVar[str] = "settings"
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        if not isinstance(value, Mapping):
+            raise refused(value, "a mapping")
+        return {key: self.item.checked(item, sizes) for key, item in value.items()}
+
+
+class Record:
+    """A mapping with these keys and no others; ``build`` makes the result from the values."""
+
+    place: ClassVar[str] = "settings"
+
+    def __init__(self, build: Callable[..., Any], /, **fields: Field) -> None:
+        self.build, self.fields = build, fields
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        if not isinstance(value, Mapping) or set(value) != set(self.fields):
+            raise refused(value, f"exactly the keys {', '.join(self.fields)}")
+        return self.build(**{name: _named(name, field, value[name], sizes) for name, field in self.fields.items()})
+
+
+@dataclass(frozen=True)
+class Array:
+    """A tensor of this shape. Real numbers are as for ``Real``, in float32 or float64; ``dtype`` converts them."""
+
+    shape: tuple[Length, ...]
+    least: float = -LARGEST
+    most: float = LARGEST
+    whole: bool = False
+    dtype: torch.dtype | None = None  # to convert to
+    stored: torch.dtype | None = None  # in the file, if it must be this one
+    also: Callable[[Tensor], str] | None = None  # returns what is wrong, in words, or an empty text
+    place: ClassVar[str] = "tensors"
+
+    def checked(self, value: Tensor, sizes: Sizes) -> Tensor:
+        kinds = (torch.int64,) if self.whole else (torch.float32, torch.float64)
+        kinds = kinds if self.stored is None else (self.stored,)
+        if value.dtype not in kinds:
+            raise FileError(f"is {value.dtype}; expected {' or '.join(map(str, kinds))}")
+        pairs = zip(value.shape, self.shape, strict=False)
+        if value.ndim != len(self.shape) or not all(_same_length(n, length, sizes) for n, length in pairs):
+            expected = ", ".join(str(sizes.get(n, n) if isinstance(n, str) else n) for n in self.shape)
+            raise FileError(f"has the shape {tuple(value.shape)}; expected ({expected})")
+        value = value if self.dtype is None else value.to(self.dtype)
+        if value.numel():
+            low, high = (end.item() for end in value.aminmax())
+            if not (self.least <= low and high <= self.most):  # not true for NaN either
+                raise FileError(f"runs from {low:g} to {high:g}; expected {self.least:g} to {self.most:g}")
+        if self.also is not None and (wrong := self.also(value)):
+            raise FileError(wrong)
+        return value
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Inputs of a network, a row for each sample: whole numbers, or real ones, which take the dtype of its weights."""
+
+    length: Length
+    dtype: torch.dtype
+    place: ClassVar[str] = "tensors"
+
+    def checked(self, value: Tensor, sizes: Sizes) -> Tensor:
+        if (
+            not value.ndim
+            or not _same_length(len(value), self.length, sizes)
+            or not value.numel()
+            or value.is_complex()
+        ):
+            raise FileError(
+                f"has the shape {tuple(value.shape)} and dtype {value.dtype}; expected a row for each sample"
+            )
+        if not value.is_floating_point():
+            return value
+        value = value.to(self.dtype)
+        if not bool((value.abs() <= LARGEST).all()):
+            raise FileError(f"has numbers that are not finite, or larger than {LARGEST:g}; expected none")
+        return value
+
+
+class Maybe:
+    """A value, or none: null among settings, absent among tensors and parts."""
+
+    def __init__(self, field: Field) -> None:
+        self.field, self.place = field, field.place
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        return None if value is None else self.field.checked(value, sizes)
+
+
+class Either:
+    """A value that one of these fields takes; the first that does."""
+
+    def __init__(self, *fields: Field) -> None:
+        self.fields, self.place = fields, fields[0].place
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        errors = []
+        for field in self.fields:
+            try:
+                return field.checked(value, sizes)
+            except FileError as error:
+                errors.append(str(error))
+        raise FileError(", or ".join(errors))
+
+
+def read(state: State, fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Return the checked values of a state; raise ``FileError`` if one is missing, wrong or not among the fields."""
+    sizes, values = dict(state.sizes), {}
+    sources: dict[str, Mapping[str, Any]] = {
+        "settings": state.settings, "tensors": state.tensors, "parts": state.parts
+    }  # fmt: skip
+    for place, source in sources.items():
+        expected = [name for name, field in fields.items() if field.place == place]
+        optional = [name for name in expected if isinstance(fields[name], Maybe) and place != "settings"]
+        missing, unknown = set(expected) - set(source) - set(optional), set(source) - set(expected)
+        if missing or unknown:
+            raise FileError(
+                f"{place} of {state.name}: missing {sorted(missing)[:4]}, unknown {sorted(unknown)[:4]!r:.200}"
+            )
+    for name, field in fields.items():
+        source = sources[field.place]
+        values[name] = _named(f"{name} of {state.name}", field, source.get(name), sizes)
+    return values
+
+
+def _named(name: str, field: Field, value: Any, sizes: Sizes) -> Any:
+    """Return the checked value; an error says the name."""
+    try:
+        return field.checked(value, sizes)
+    except FileError as error:
+        text = str(error)
+        raise FileError(f"{name} {text}" if text.startswith(("is ", "has ", "runs ")) else f"{name}: {text}") from error
+
+
+# Checks of whole matrices, for ``Array.also``.
+
+
+def semidefinite(matrix: Tensor) -> str:
+    """Check that matrices (..., n, n) are symmetric and have no negative eigenvalue beyond float32 rounding.
+
+    Cost: one Cholesky factorisation.
+    """
+    matrix = matrix.double()
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    scale = diagonal.amax(-1) if diagonal.numel() else matrix.new_zeros(matrix.shape[:-2])
+    apart = (matrix - matrix.mT).abs().amax((-2, -1)) if diagonal.numel() else scale
+    if bool((apart > ROUNDING * scale).any()):
+        return "is not symmetric; expected a symmetric matrix"
+    if bool((diagonal < 0).any()):
+        return "has negative numbers on its diagonal; expected none"
+    shift = 1e-5 * diagonal.sum(-1) + 1e-300
+    raised = matrix + torch.diag_embed(shift.unsqueeze(-1).expand(diagonal.shape))
+    if bool(torch.linalg.cholesky_ex(raised)[1].any()):
+        return "has negative eigenvalues; expected none"
+    return ""
+
+
+def symmetric(matrix: Tensor) -> str:
+    """Check that a matrix (n, n) is symmetric up to float32 rounding."""
+    apart, scale = (matrix - matrix.mT).abs().max(), matrix.abs().max()
+    return "is not symmetric; expected a symmetric matrix" if bool(apart > ROUNDING * scale) else ""
+
+
+def orthonormal(matrix: Tensor) -> str:
+    """Check that the rows of matrices (..., m, n) are orthonormal up to float32 rounding; so are columns if m = n."""
+    apart = matrix @ matrix.mT - torch.eye(matrix.shape[-2], dtype=matrix.dtype, device=matrix.device)
+    wrong = bool(apart.numel()) and not math.isclose(float(apart.abs().max()), 0, abs_tol=ROUNDING)
+    return "has rows that are not orthonormal; expected orthonormal ones" if wrong else ""
+
+
+def increasing(values: Tensor) -> str:
+    """Check that numbers (n,) increase."""
+    return "" if bool((values.diff() > 0).all()) else "does not increase; expected each number above the one before"

@@ -1,0 +1,26 @@
+"""Damaged files and checkpoints: the short form of ``python -m tests.attack files`` and ``checkpoints``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.attack import checkpoints, files
+
+IN_SHORT = ("kron", "low rank", "fmgp rbf", "mixture", "each noise", "bernoulli", "g-prior", "subnetwork", "valla")
+
+
+def test_every_specimen_in_short_is_refused_or_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SPECIMENS", {name: files.SPECIMENS[name] for name in IN_SHORT})
+    totals, wrong = files.attacked(360, seed=11, folder=tmp_path)
+    assert not wrong, "\n".join(wrong)
+    assert totals["refused"] > 200
+    assert totals["accepted"] > 10
+
+
+def test_checkpoints_are_refused_or_possible(tmp_path: Path) -> None:
+    totals, wrong = checkpoints.attacked(90, seed=11, folder=tmp_path)
+    assert not wrong, "\n".join(wrong)
+    assert totals["refused"] > 40
+    assert totals["accepted"] > 4
