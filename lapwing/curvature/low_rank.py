@@ -9,11 +9,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.schema import Array, orthonormal
+from lapwing.core.schema import ROUNDING, Array
 from lapwing.core.state import State, saved
 from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
 from lapwing.curvature.protocols import floored_by_layer, row_products
-from lapwing.errors import UnsupportedError
+from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.network import Network
@@ -204,6 +204,10 @@ class LowRankCurvature:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> LowRankCurvature:
-        fields = state.read(values=Array(("r",), 0), vectors=Array(("r", "P"), also=orthonormal), residual=Array((), 0))
-        residual = float(fields.pop("residual"))
+        fields = state.read(values=Array(("r",), 0), vectors=Array(("r", "P")), residual=Array((), 0))
+        values, residual = fields["values"], float(fields.pop("residual"))
+        rows = values.sqrt()[:, None] * fields["vectors"]
+        # Of directions with nearly no curvature, float32 leaves vectors that are not orthonormal; they do not matter.
+        if len(values) and not bool((rows @ rows.mT - torch.diag(values)).abs().max() <= ROUNDING * values.max()):
+            raise FileError("the vectors of the curvature are not orthonormal; expected orthonormal ones")
         return cls(**fields, layout=network.layout, selection=network.selection, residual=residual)

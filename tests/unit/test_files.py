@@ -292,6 +292,28 @@ def test_changed_weights_are_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "net").exists()
 
 
+def test_a_posterior_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    _, posterior = fitted(method=lw.Kron())
+    posterior.save(tmp_path / "net")
+    before = (tmp_path / "net").read_bytes()
+    posterior.posterior.curvature.blocks[0].inp.fill_(torch.nan)
+    with pytest.raises(lw.errors.FileError, match=r"is not saved, since its file would be refused: .*inp of Kron"):
+        posterior.save(tmp_path / "net")
+    assert (tmp_path / "net").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "net"]
+
+
+@pytest.mark.parametrize("method", [lw.KernelSpace(), lw.LowRank(rank=20), lw.EKron(), lw.Kron()], ids=repr)
+def test_float32_rounding_is_not_damage(method: Any, tmp_path: Path) -> None:
+    """Small inputs in float32: directions without curvature have vectors that are not orthonormal."""
+    gen = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 4))
+    x, y = 1e-3 * torch.randn(100, 12, generator=gen), torch.randint(0, 4, (100,), generator=gen)
+    lw.fit(net, [(x, y)], "classification", method=method, prior=1.0).save(tmp_path / "net")
+    assert lw.load(tmp_path / "net", net).functions(x).std.isfinite().all()
+
+
 def written(tmp_path: Path) -> tuple[nn.Module, Path, bytes]:
     model, posterior = fitted(method=lw.Kron())
     posterior.save(tmp_path / "net")
