@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lapwing import files
-from lapwing.core.data import Data, shows_progress
+from lapwing.core.data import Batch, Data, shows_progress
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import Likelihood
@@ -22,7 +22,7 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import outside_autocast, unwrapped
+from lapwing.networks.forward import outside_autocast, own_loss, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -65,7 +65,7 @@ def fit(
     Args:
         model: The trained network, in evaluation mode.
         data: The training data: a DataLoader, a list of ``(inputs, targets)`` batches, a list of mappings that hold
-            their target, or one pair of tensors. It is read several times.
+            their target, one pair of tensors, or a Dataset. It is read several times.
         likelihood: ``lw.Categorical()``, ``lw.Gaussian()``, ``lw.Bernoulli()``, ``lw.Poisson()``,
             ``lw.HeteroscedasticGaussian()``, or a name: "classification", "regression", "binary", "multilabel",
             "counts", "heteroscedastic". The network's outputs are logits, means or log-rates.
@@ -172,9 +172,7 @@ def _problem(
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
     first, several = data.look()
     network = Network.build(model, several.inputs, named("weights", weights))
-    f = network(first.inputs)
-    chosen = _likelihood(likelihood, f)
-    chosen.targets(f, first.targets)
+    chosen = _likelihood(likelihood, network, first)
     if chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = prior_given(1.0 if prior is None else prior)
@@ -182,11 +180,12 @@ def _problem(
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
 
-def _likelihood(given: Likelihood | str, f: Tensor) -> Likelihood:
-    """Return the likelihood, or the one that a name stands for; raise if it does not take such outputs f.
+def _likelihood(given: Likelihood | str, network: Network, batch: Batch) -> Likelihood:
+    """Return the likelihood, or the one that a name stands for; raise if the outputs or targets do not fit it.
 
-    "classification" with one output is binary.
+    "classification" with one output is binary. The loss of a model that takes labels must be that of the likelihood.
     """
+    f = network(batch.inputs)
     is_binary = given == "classification" and f.shape[-1] == 1
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
     if not isinstance(likelihood, Likelihood):
@@ -195,6 +194,10 @@ def _likelihood(given: Likelihood | str, f: Tensor) -> Likelihood:
             "inherits from lapwing.likelihoods.protocol.Likelihood."
         )
     likelihood.check_outputs(f)
+    likelihood.targets(f, batch.targets)
+    own = own_loss(network.model, batch, network.plain)
+    if own is not None:
+        likelihood.check_loss(f, batch.targets, own)
     return likelihood
 
 
@@ -285,12 +288,12 @@ def train(
     torch.Size([3, 1])
     """
     batches = Data(data, _device(model), target_key, shows_progress(progress))
-    inputs = batches.look()[1].inputs
+    several = batches.look()[1]
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
-    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), inputs, named("weights", weights))
-    chosen = _likelihood(likelihood, network(inputs))
+    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), several.inputs, named("weights", weights))
+    chosen = _likelihood(likelihood, network, several)
     if chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     modes = [module.training for module in unwrapped(model).modules()]

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lapwing.core.progress import ProgressBar
 from lapwing.errors import DataError
 
 Inputs = Any  # a tensor, or a tuple, list or mapping of tensors
+BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader
 LOOKED = 3  # batches that are looked at for one with several samples
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -34,6 +36,13 @@ class Batch:
 
     inputs: Inputs
     targets: Tensor
+    key: str | None = None  # of the targets, in a batch that is a mapping
+
+    @property
+    def labels(self) -> bool:
+        """Whether the targets are what a model takes as ``labels``: they have that name, or are one of its inputs."""
+        same = lambda t: t.shape == self.targets.shape and bool(((t == self.targets) | (self.targets < 0)).all())
+        return self.key == "labels" or any(same(t) for t in tensors_in(self.inputs) if not t.is_floating_point())
 
     @property
     def n_samples(self) -> int:
@@ -82,21 +91,29 @@ def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Tensor]
             yield from placed(value, f"{place}[{number}]")
 
 
-def call(model: Callable[..., Any], inputs: Inputs) -> Any:
-    """Call the model as its signature asks: mappings by keyword, tuples by position, anything else as one argument."""
+def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
+    """Call the model as its signature asks: mappings by keyword, tuples by position, anything else as one argument.
+
+    ``more`` are further arguments by keyword.
+    """
     if isinstance(inputs, Mapping):
         if accepts(model, (), inputs):
-            return model(**inputs)
+            return model(**inputs, **more)
         names = [*_signature(model).parameters]
         if set(names) & set(inputs):  # it takes some of these keys by name: others are too many, or some are missing
             raise DataError(
                 f"a batch has the input keys {sorted(map(str, inputs))}; the model takes {', '.join(names)}. Leave the "
                 "others out of the batch, or wrap the model in a module that takes them."
             )
-        return model(inputs)
+        return model(inputs, **more)
     if isinstance(inputs, tuple | list):
-        return model(*inputs) if accepts(model, tuple(inputs)) else model(inputs)
-    return model(inputs)
+        return model(*inputs, **more) if accepts(model, tuple(inputs)) else model(inputs, **more)
+    return model(inputs, **more)
+
+
+def takes(model: Callable[..., Any], name: str) -> bool:
+    """Return whether the model's signature has an argument of this name."""
+    return name in _signature(model).parameters
 
 
 def _signature(model: Callable[..., Any]) -> inspect.Signature:
@@ -117,7 +134,7 @@ class Data:
     """Re-iterable batches on one device, checked as they pass.
 
     ``source`` is a DataLoader, a list of ``(inputs, targets)``, a list of mappings that hold their target
-    under ``target_key``, or one ``(inputs, targets)`` pair of tensors.
+    under ``target_key``, one ``(inputs, targets)`` pair of tensors, or a Dataset of single samples.
     """
 
     source: Iterable[Any]
@@ -131,6 +148,8 @@ class Data:
             raise DataError(
                 f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
             )
+        if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
+            object.__setattr__(self, "source", DataLoader(self.source, BATCH))  # its items are single samples
         # Only iterators are tested: opening a loader may start worker processes.
         if hasattr(self.source, "__next__") and iter(self.source) is self.source:
             raise DataError(
@@ -187,7 +206,7 @@ class Data:
                     f"a batch with the keys {sorted(map(str, item))} has no target; "
                     f"pass target_key=..., or use one of {', '.join(TARGET_KEYS)}."
                 )
-            return Batch({k: v for k, v in item.items() if k != keys[0]}, torch.as_tensor(item[keys[0]]))
+            return Batch({k: v for k, v in item.items() if k != keys[0]}, torch.as_tensor(item[keys[0]]), keys[0])
         if isinstance(item, tuple | list) and len(item) == 2:
             if isinstance(item[0], Mapping) and self.target_key and self.target_key in item[0]:
                 raise DataError(f"the target key {self.target_key!r} names an input of an (inputs, targets) batch.")
@@ -204,7 +223,7 @@ class Data:
         where = f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
-        return Batch(inputs, targets)
+        return Batch(inputs, targets, batch.key)
 
 
 def as_data(

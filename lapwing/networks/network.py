@@ -26,6 +26,7 @@ from lapwing.networks.forward import (
     plain_kernels,
     raw_output,
     recording,
+    refuse_distributed,
     refuse_training_mode,
     shaped,
     swapped,
@@ -66,6 +67,7 @@ class Network:
         """
         model = unwrapped(model)
         refuse_training_mode(model)
+        refuse_distributed(model)
         weights = all_weights if weights is None else weights
         recurrent, needed = is_recurrent(model), weights.needs(model)
         plain = needs_plain_kernels(model, recurrent)

@@ -1,0 +1,189 @@
+"""Models as they are met in practice: complex weights, language models with labels, padding, experts, graphs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapwing as lw
+from lapwing import errors
+from tests.tolerances import SOLVED, assert_close
+
+
+class Fourier(nn.Module):
+    """A layer of a Fourier neural operator, with complex weights or with pairs of real ones."""
+
+    def __init__(self, real: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.modes = nn.Parameter(torch.randn(5, 2) if real else torch.randn(5, dtype=torch.cfloat))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = self.modes if self.modes.is_complex() else torch.view_as_complex(self.modes)
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * modes, n=8))
+
+
+def regression(seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(12, 8), torch.randn(12, 2)
+
+
+@pytest.mark.parametrize("weights", [None, lw.named("modes"), lw.subnetwork(torch.tensor([1, 12]))])
+def test_complex_weights_are_refused_by_name(weights: Any) -> None:
+    with pytest.raises(errors.ModelError, match=r"'modes' is complex.*view_as_complex"):
+        lw.fit(Fourier(real=False), [regression()], "regression", weights=weights, method=lw.Diagonal())
+
+
+def test_complex_weights_may_be_left_out_and_the_remedy_works() -> None:
+    assert (
+        lw.fit(Fourier(False), [regression()], "regression", weights=lw.last_layer, prior=1.0).network.selection.size
+        == 18
+    )
+    pairs = lw.fit(Fourier(True), [regression()], lw.Gaussian(0.5), method=lw.Full(), prior=1.0)
+    assert pairs.network.selection.size == 28
+    kernel = lw.fit(Fourier(True), [regression()], lw.Gaussian(0.5), method=lw.KernelSpace(), prior=1.0)
+    x = regression(1)[0]
+    assert_close(pairs.functions(x).cov, kernel.functions(x).cov, SOLVED)
+
+
+class Causal(nn.Module):
+    """A language model with the call of Hugging Face's causal ones: output t predicts token t + 1."""
+
+    def __init__(self, shift: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift = shift
+        self.table, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        logits, loss = self.head(torch.tanh(self.table(input_ids)).cumsum(1)), None
+        if labels is not None:
+            f, y = (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
+            loss = F.cross_entropy(f.flatten(0, 1), y.flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (6, 4), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_labels_that_the_model_shifts_are_refused_with_the_remedy(pair: bool) -> None:
+    ids = tokens()
+    batch = (ids, ids) if pair else {"input_ids": ids, "labels": ids}
+    with pytest.raises(errors.ModelError, match=r"shift=True"):
+        lw.fit(Causal(), [batch], "classification")
+    with pytest.raises(errors.ModelError, match=r"shift=True"):
+        lw.train(Causal(), [batch], "classification")
+
+
+def test_shifted_labels_equal_those_shifted_by_hand() -> None:
+    ids, model = tokens(), Causal()
+    by_hand = torch.cat([ids[:, 1:], torch.full((6, 1), -100)], 1)
+    shifted = lw.fit(
+        model, [{"input_ids": ids, "labels": ids}], lw.Categorical(shift=True), method=lw.Full(), prior=1.0
+    )
+    plain = lw.fit(model, [(ids, by_hand)], "classification", method=lw.Full(), prior=1.0)
+    assert_close(shifted.functions(ids).cov, plain.functions(ids).cov)
+    own = 6 * 3 * model(ids, labels=ids).loss.item()
+    assert shifted.posterior.statistics.data == 18
+    assert shifted.posterior.statistics.loss == pytest.approx(own, rel=1e-5)
+
+
+def test_labels_that_are_not_shifted_pass_and_need_no_shift() -> None:
+    ids = tokens()
+    batch = {"input_ids": ids, "labels": ids}
+    lw.fit(Causal(shift=False), [batch], "classification", prior=1.0)
+    with pytest.raises(errors.ModelError, match="returns the loss"):
+        lw.fit(Causal(shift=False), [batch], lw.Categorical(shift=True), prior=1.0)
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+        self.register_buffer("order", torch.arange(8))
+        self.register_buffer("mask", torch.ones(8, dtype=torch.bool))
+        self.register_buffer("big", torch.tensor([2**40]))
+        self.register_buffer("phase", torch.ones(3, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x[:, self.order] * self.mask)
+
+
+@pytest.mark.parametrize("name", ["order", "mask", "big", "phase"])
+def test_every_buffer_is_in_the_fingerprint(name: str) -> None:
+    model, (x, y) = Buffered(), regression()
+    posterior = lw.fit(model, [(x, y)], "regression", prior=1.0)
+    posterior.predict(x)
+    buffer = model.get_buffer(name)
+    if name == "order":
+        buffer.copy_(buffer.flip(0))
+    elif name == "mask":
+        buffer[3] = False
+    else:
+        buffer[0] += 1 if name == "big" else 1j
+    with pytest.raises(errors.ModelError, match=name):
+        posterior.predict(x)
+
+
+def test_as_many_tokens_as_classes_are_not_guessed() -> None:
+    torch.manual_seed(0)
+    x, y, channels_first = torch.randn(6, 3, 5), torch.randint(0, 5, (6, 5)), nn.Conv1d(3, 5, 1)
+    with pytest.raises(errors.ModelError, match=r"may be \(B, T, C\) or \(B, C, T\)"):
+        lw.fit(channels_first, [(x, y)], "classification")
+    with pytest.raises(errors.UnsupportedError, match="transpose"):
+        lw.Categorical(class_dim=1)
+    classes_last = nn.Linear(3, 5)
+    posterior = lw.fit(classes_last, [(x.mT, y)], lw.Categorical(class_dim=-1), prior=1.0)
+    assert posterior.predict(x.mT).probs.shape == (6, 5, 5)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.head(self.encoder(x, src_key_padding_mask=padding).mean(1))
+
+
+def test_padding_in_later_batches_does_not_change_the_path_of_a_transformer() -> None:
+    model = Encoder().eval()
+    x, y, none = torch.randn(10, 4, 8), torch.randint(0, 3, (10,)), torch.zeros(10, 4, dtype=torch.bool)
+    padded = none.clone()
+    padded[:, 3] = True
+    posterior = lw.fit(model, [((x, none), y), ((x, padded), y)], "classification", prior=1.0)
+    expected = model(x, padded).detach()  # with gradients, PyTorch does not take the fused path
+    assert_close(posterior.functions((x, padded)).mean, expected, SOLVED)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_dataset_is_taken_sample_by_sample() -> None:
+    x, y = regression()
+    model = nn.Linear(8, 2)
+    posterior = lw.fit(model, TensorDataset(x, y), "regression", prior=1.0)
+    loaded = lw.fit(model, DataLoader(TensorDataset(x, y), 5), "regression", prior=1.0)
+    assert_close(posterior.predict(x).std, loaded.predict(x).std)
+
+
+class Shard(nn.Parameter):
+    """A parameter that looks like a part of a distributed one."""
+
+    device_mesh = None
+
+
+def test_distributed_weights_are_refused() -> None:
+    model, (x, y) = nn.Linear(8, 2), regression()
+    model.weight = Shard(model.weight.detach())
+    with pytest.raises(errors.ModelError, match="full_tensor"):
+        lw.fit(model, [(x, y)], "regression")
