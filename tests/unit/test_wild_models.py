@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing import errors
+from tests.references import dense
 from tests.tolerances import SOLVED, assert_close
 
 
@@ -187,3 +188,48 @@ def test_distributed_weights_are_refused() -> None:
     model.weight = Shard(model.weight.detach())
     with pytest.raises(errors.ModelError, match="full_tensor"):
         lw.fit(model, [(x, y)], "regression")
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each sample goes to the one that a gate chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
+
+    def chosen(self, x: Tensor) -> Tensor:
+        return self.gate(x).argmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, chosen, out = self.gate(x).softmax(-1), self.chosen(x), x.new_zeros(len(x), 2)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * share[rows, number : number + 1])
+        return out
+
+
+METHODS = [lw.Full(), lw.Kron(), lw.Kron(sharing="reduce"), lw.EKron(), lw.Diagonal(), lw.KernelSpace()]
+
+
+@pytest.mark.parametrize(
+    "method", METHODS, ids=lambda method: f"{type(method).__name__} {getattr(method, 'sharing', '')}"
+)
+def test_experts_that_get_no_sample_of_a_batch(method: Any) -> None:
+    model, x, y = Experts().double(), torch.randn(24, 8).double(), torch.randn(24, 2).double()
+    order = model.chosen(x).argsort()
+    counts = model.chosen(x).bincount(minlength=3)
+    assert bool((counts > 0).all()), "expected every expert to have some samples"
+    sorted_x, sorted_y = x[order], y[order]
+    first = counts[0] + 1  # the first batch has one sample of the second expert and none of the third
+    batches = [(sorted_x[:first], sorted_y[:first]), (sorted_x[first:], sorted_y[first:])]
+    whole = lw.fit(model, [(x, y)], lw.Gaussian(0.5), method=method, prior=1.0)
+    parts = lw.fit(model, [(x[:0], y[:0]), *reversed(batches)], lw.Gaussian(0.5), method=method, prior=1.0)
+    assert_close(parts.functions(x).cov, whole.functions(x).cov, SOLVED)
+    if isinstance(method, lw.Full):
+        jac = dense.jacobian(model, x, 24)
+        ggn = dense.ggn(jac, torch.eye(2, dtype=torch.float64).expand(24, 2, 2)) / 0.25
+        cov = torch.linalg.inv(ggn + torch.eye(len(ggn), dtype=torch.float64))
+        assert_close(whole.functions(x).cov, jac @ cov @ jac.mT, SOLVED)
+        late = lw.fit(model, batches, lw.Gaussian(0.5), method=method, prior=1.0)  # an expert unused at first
+        assert_close(late.functions(x).cov, jac @ cov @ jac.mT, SOLVED)
