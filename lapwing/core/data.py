@@ -4,7 +4,7 @@ It also decides, for the whole library, how many samples a batch has and which o
 sample. Inputs may hold tensors with a row for each sample beside tensors that all samples share (a context beside x).
 The rule: **a tensor has a row for each sample if its first dimension is the number of samples and no other batch has
 shown that all samples share it.** The number of samples is that of the targets in a batch of data, and that of the
-outputs where a model has run.
+outputs where a model has run. A set of samples (``core/samples.py``) says both itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lapwing.core.progress import ProgressBar
+from lapwing.core.samples import SampleSet, standard, tensors_of
 from lapwing.errors import DataError
 
-Inputs = Any  # a tensor, or a tuple, list or mapping of tensors
+Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
+Leaf = Tensor | SampleSet
+LEAVES = (Tensor, SampleSet, PackedSequence)
 BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader
 LOOKED = 3  # batches that are looked at for one with several samples
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
@@ -55,15 +59,20 @@ def shows_progress(progress: bool | None) -> bool:
     return sys.stderr.isatty() if progress is None else progress
 
 
-def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return the same nesting with ``change`` applied to every tensor; other leaves stay as they are."""
-    if isinstance(tree, Tensor):
+def map_leaves(tree: Inputs, change: Callable[[Any], Any]) -> Inputs:
+    """Return the same nesting with ``change`` applied to every leaf: a tensor, or a set of samples."""
+    if isinstance(tree, LEAVES):
         return change(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(value, change) for key, value in tree.items()}
+        return {key: map_leaves(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return rebuilt(tree, [map_tensors(value, change) for value in tree])
+        return rebuilt(tree, [map_leaves(value, change) for value in tree])
     return tree
+
+
+def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return the same nesting with ``change`` applied to every tensor, those of sets of samples too."""
+    return map_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf.changed(change))
 
 
 def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
@@ -72,17 +81,18 @@ def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
 
 
 def tensors_in(tree: Inputs) -> Iterator[Tensor]:
-    """Return every tensor of a nesting, in order."""
-    return (tensor for _, tensor in placed(tree))
+    """Yield every tensor of a nesting, in order, those of sets of samples too."""
+    for _, leaf in placed(tree):
+        yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
 
 
-def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nesting in order, with a name for its place.
+def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of a nesting in order, with a name for its place.
 
     The number of dimensions is part of the name: a context for each sample has one more than a context for all samples.
     """
-    if isinstance(inputs, Tensor):
-        yield f"{place}: {inputs.ndim}", inputs
+    if isinstance(inputs, LEAVES):
+        yield f"{place}: {inputs.ndim if isinstance(inputs, Tensor) else 'set'}", inputs
     elif isinstance(inputs, Mapping):
         for key, value in inputs.items():
             yield from placed(value, f"{place}[{key!r}]")
@@ -96,6 +106,7 @@ def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
 
     ``more`` are further arguments by keyword.
     """
+    inputs = map_leaves(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else leaf.arguments())
     if isinstance(inputs, Mapping):
         if accepts(model, (), inputs):
             return model(**inputs, **more)
@@ -106,7 +117,7 @@ def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
                 "others out of the batch, or wrap the model in a module that takes them."
             )
         return model(inputs, **more)
-    if isinstance(inputs, tuple | list):
+    if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
         return model(*inputs, **more) if accepts(model, tuple(inputs)) else model(inputs, **more)
     return model(inputs, **more)
 
@@ -214,12 +225,13 @@ class Data:
         seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise DataError(
             f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
-            "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor."
+            "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor; for other items "
+            "say how they are unpacked: lw.unpacked(loader, lambda item: (inputs, targets))."
         )
 
     def _checked(self, batch: Batch, position: int) -> Batch:
         move = lambda t: (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
-        inputs, targets = map_tensors(batch.inputs, move), move(batch.targets)
+        inputs, targets = map_tensors(map_leaves(batch.inputs, standard), move), move(batch.targets)
         where = f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
@@ -289,9 +301,11 @@ def place_name(key: str) -> str:
     return key.rpartition(":")[0]
 
 
-def n_rows(tensor: Tensor) -> int:
-    """Return the first dimension of a tensor; 0 for a single number, which has no rows."""
-    return tensor.shape[0] if tensor.ndim else 0
+def n_rows(leaf: Leaf) -> int:
+    """Return the first dimension of a tensor, 0 for a single number, which has no rows; or the number of samples."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape[0] if leaf.ndim else 0
+    return len(leaf)
 
 
 @dataclass(frozen=True)
@@ -317,7 +331,10 @@ class SampleRows:
         if isinstance(inputs, Tensor) and inputs.ndim:
             return inputs.shape[0]
         leaves = list(placed(inputs))
-        if not any(t.ndim for _, t in leaves):
+        for _, leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                return len(leaf)
+        if not any(n_rows(t) or t.ndim for _, t in leaves if isinstance(t, Tensor)):
             raise DataError(
                 f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). "
                 "Turn arrays into tensors with torch.as_tensor, and give the batches of a loader one by one."
@@ -368,6 +385,10 @@ def in_both(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
 def take(inputs: Inputs, per_sample: Sequence[bool], rows: slice | Tensor) -> Inputs:
     """Return some samples of a batch: tensors with a row for each sample are cut, the others stay whole."""
     flags = iter(per_sample)
-    return map_tensors(
-        inputs, lambda t: t[rows if isinstance(rows, slice) else rows.to(t.device)] if next(flags) else t
-    )
+    return map_leaves(inputs, lambda leaf: _some(leaf, rows) if next(flags) else leaf)
+
+
+def _some(leaf: Leaf, rows: slice | Tensor) -> Leaf:
+    if isinstance(leaf, Tensor):
+        return leaf[rows if isinstance(rows, slice) else rows.to(leaf.device)]
+    return leaf.take(torch.arange(len(leaf))[rows] if isinstance(rows, slice) else rows)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Batch, Inputs, call, map_tensors, takes, tensors_in
+from lapwing.core.samples import SampleSet
 from lapwing.errors import ModelError
 
 
@@ -131,6 +132,8 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
             f"the model returns a {type(out).__name__}; expected a tensor or an object with .logits. "
             "Wrap the model in a module that returns the tensor."
         )
+    if isinstance(inputs, SampleSet):
+        out = inputs.outputs(out)
     if not out.is_floating_point():
         raise ModelError(f"the model returns {out.dtype}; expected real numbers: logits, means or log-rates.")
     if out.ndim not in (1, 2, 3) or out.shape[-1] == 0 or out.shape[0] == 0:

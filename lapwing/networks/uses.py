@@ -25,8 +25,11 @@ Factor = Callable[[Node], Tensor]
 
 
 def output_shape(node: Node, number: int = 0) -> Shape:
-    """Return the shape of one of a node's outputs."""
-    return tuple(node._input_metadata[number].shape)
+    """Return the shape of one of a node's outputs; () for a nested tensor, which has none."""
+    try:
+        return tuple(node._input_metadata[number].shape)
+    except RuntimeError:
+        return ()
 
 
 def saved(tensor: Tensor) -> Tensor:

@@ -233,3 +233,139 @@ def test_experts_that_get_no_sample_of_a_batch(method: Any) -> None:
         assert_close(whole.functions(x).cov, jac @ cov @ jac.mT, SOLVED)
         late = lw.fit(model, batches, lw.Gaussian(0.5), method=method, prior=1.0)  # an expert unused at first
         assert_close(late.functions(x).cov, jac @ cov @ jac.mT, SOLVED)
+
+
+def sequences(count: int) -> list[Tensor]:
+    torch.manual_seed(5)
+    return [torch.randn(length, 3).double() for length in torch.randint(1, 6, (count,)).tolist()]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.body, self.head = kind(3, 4, batch_first=True), nn.Linear(4, 2)  # type: ignore[call-arg]
+
+    def forward(self, x: Any) -> Tensor:
+        last = self.body(x)[1]
+        return self.head((last[0] if isinstance(last, tuple) else last)[-1])
+
+
+def against_single_samples(model: nn.Module, packed: Any, more: Any, samples: list[Tensor], method: Any) -> None:
+    """Compare a fit to two batches of ragged samples with one to a batch for each sample."""
+    y, size = torch.randn(len(samples), 2).double(), len(samples) // 2
+    batches = [(packed, y[:size]), (more, y[size:])]
+    posterior = lw.fit(model, batches, lw.Gaussian(0.5), method=method, prior=1.0)
+    singles = [(x[None], y[i : i + 1]) for i, x in enumerate(samples)]
+    expected = lw.fit(model, singles, lw.Gaussian(0.5), method=method, prior=1.0)
+    covs = torch.cat([expected.functions(x[None]).cov for x in samples[:size]])
+    assert_close(posterior.functions(packed).cov, covs, SOLVED)
+
+
+@pytest.mark.parametrize("method", METHODS[:2], ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_packed_sequences(kind: type[nn.RNNBase], method: Any) -> None:
+    x, model = sequences(8), Recurrent(kind).double()
+    pack = nn.utils.rnn.pack_sequence
+    against_single_samples(model, pack(x[:4], False), pack(x[4:], False), x, method)
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.stack([part.sum(0) for part in torch.relu(self.body(x)).unbind()]))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors(layout: torch.layout) -> None:
+    x, model = sequences(8), Pooled().double()
+    nested = [torch.nested.nested_tensor(part, layout=layout) for part in (x[:4], x[4:])]
+    against_single_samples(model, *nested, x, lw.Full())
+
+
+class Convolution(nn.Module):
+    """A network on graphs: sums over neighbours; with ``graph`` (nodes,) a pooled output for each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second, self.head = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, edge_index: Tensor, graph: Tensor | None = None) -> Tensor:
+        for layer in (self.first, self.second):
+            h = layer(x)
+            x = torch.tanh(h.index_add(0, edge_index[1], h[edge_index[0]]))
+        if graph is not None:
+            x = x.new_zeros(int(graph.max()) + 1, 5).index_add(0, graph, x)
+        return self.head(x)
+
+
+class Graphs(lw.SampleSet):
+    def __init__(self, graphs: list[tuple[Tensor, Tensor]]) -> None:
+        self.graphs = graphs
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def take(self, rows: Tensor) -> Graphs:
+        return Graphs([self.graphs[row] for row in rows.tolist()])
+
+    def changed(self, change: Any) -> Graphs:
+        return Graphs([(change(x), change(edges)) for x, edges in self.graphs])
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = torch.tensor([len(x) for x, _ in self.graphs])
+        starts = sizes.cumsum(0) - sizes
+        edges = [edges + start for (_, edges), start in zip(self.graphs, starts, strict=True)]
+        graph = torch.arange(len(self)).repeat_interleave(sizes)
+        return torch.cat([x for x, _ in self.graphs]), torch.cat(edges, 1), graph
+
+
+def random_graph() -> tuple[Tensor, Tensor]:
+    nodes = int(torch.randint(2, 6, ()))
+    return torch.randn(nodes, 3).double(), torch.randint(0, nodes, (2, 2 * nodes))
+
+
+def rows_of(f: Tensor, model: nn.Module) -> Tensor:
+    """(outputs, P): the gradient of every output."""
+    parameters = list(model.parameters())
+    grads = (torch.autograd.grad(value, parameters, retain_graph=True) for value in f.reshape(-1))
+    return torch.stack([torch.cat([g.reshape(-1) for g in each]) for each in grads])
+
+
+def test_a_target_for_each_graph() -> None:
+    model = Convolution().double()
+    graphs, y = [random_graph() for _ in range(9)], torch.randn(9, 2).double()
+    items = [{"graphs": graphs[:5], "y": y[:5]}, {"graphs": graphs[5:], "y": y[5:]}]
+    loader = lw.unpacked(items, lambda item: (Graphs(item["graphs"]), item["y"]))
+    assert len(loader) == 2
+    posterior = lw.fit(model, loader, lw.Gaussian(0.5), method=lw.Full(), prior=1.0)
+    alone = [model(x, edges, torch.zeros(len(x), dtype=torch.long)) for x, edges in graphs]
+    jac = torch.stack([rows_of(f, model) for f in alone])
+    ggn = torch.einsum("bcp,bcq->pq", jac, jac) / 0.25
+    cov = torch.linalg.inv(ggn + torch.eye(len(ggn), dtype=torch.float64))
+    assert_close(posterior.functions(Graphs(graphs)).cov, jac @ cov @ jac.mT, SOLVED)
+    assert all(block.has_rule for block in posterior.network.layout)
+    assert lw.fit(model, loader, "regression", validation=loader).predict(Graphs(graphs)).std.shape == (9, 2)
+
+
+def test_a_target_for_each_node_of_one_graph() -> None:
+    model, (x, edges) = Convolution().double(), (torch.randn(7, 3).double(), torch.randint(0, 7, (2, 15)))
+    y = torch.randint(0, 2, (1, 7))
+    y[0, 3] = -100  # a node that is not in the training data
+    graph = lw.OneSample((x, edges))
+    posterior = lw.fit(model, [(graph, y)], "classification", method=lw.Full(), prior=1.0)
+    f = model(x, edges)
+    jac, hessian = rows_of(f, model).reshape(7, 2, -1), dense.softmax_hessian(f.detach())
+    hessian[3] = 0
+    ggn = torch.einsum("bcp,bcd,bdq->pq", jac, hessian, jac)
+    cov = torch.linalg.inv(ggn + torch.eye(len(ggn), dtype=torch.float64))
+    assert_close(posterior.functions(graph).cov[0], jac @ cov @ jac.mT, SOLVED)
+    assert posterior.predict(graph).probs.shape == (1, 7, 2)
+    with pytest.raises(errors.ModelError, match=r"lw\.OneSample"):
+        lw.fit(model, [((x, edges), y[0])], "classification")
+    with pytest.raises(errors.DataError, match=r"lw\.unpacked"):
+        lw.fit(model, [SimpleNamespace(x=x, edge_index=edges, y=y)], "classification")
