@@ -106,7 +106,8 @@ def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
 
     ``more`` are further arguments by keyword.
     """
-    inputs = map_leaves(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else leaf.arguments())
+    if any(isinstance(leaf, SampleSet) for _, leaf in placed(inputs)):
+        inputs = map_leaves(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else leaf.arguments())
     if isinstance(inputs, Mapping):
         if accepts(model, (), inputs):
             return model(**inputs, **more)
@@ -225,8 +226,8 @@ class Data:
         seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise DataError(
             f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
-            "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor; for other items "
-            "say how they are unpacked: lw.unpacked(loader, lambda item: (inputs, targets))."
+            "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor; other items "
+            "are unpacked by a function of yours: lw.unpacked(loader, lambda item: (inputs, targets))."
         )
 
     def _checked(self, batch: Batch, position: int) -> Batch:

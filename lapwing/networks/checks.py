@@ -90,6 +90,8 @@ def _refuse_mixed_samples(
         try:
             alone = output_alone(model, take(inputs, per_sample, rows), plain)
         except (IndexError, RuntimeError) as error:
+            if all(per_sample):
+                raise
             raise ModelError(
                 f"the model takes {batch} samples, but not some of them: {error}; expected that samples can be run "
                 "apart. Where they are no rows of tensors, as in graphs, say how they are split: lw.SampleSet, or "
