@@ -13,6 +13,8 @@ from torch import nn
 
 from lapwing import files
 from lapwing.core.data import Batch, Data, shows_progress
+from lapwing.core.reading import Readings
+from lapwing.core.trace import Trace
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import Likelihood
@@ -115,7 +117,9 @@ def fit(
     if not isinstance(generator, torch.Generator | None):
         raise UnsupportedError(f"generator is {generator!r:.80}; expected torch.Generator().manual_seed(...), or None.")
     batches = Data(data, _device(model), target_key, shows_progress(progress))
-    held_out = None if validation is None else replace(batches, source=validation, name="validation")
+    held_out = (
+        None if validation is None else replace(batches, source=validation, name="validation", readings=Readings())
+    )
     problem = _problem(model, batches, likelihood, weights, prior)
     chosen, why = named("method", method), ""
     if isinstance(chosen, Auto):
@@ -142,7 +146,16 @@ def fit(
         averaged = method is None and problem.likelihood.has_tails
         others = _exact(posterior, batches, generator) if averaged else ()
         posterior = Budget(batches, others=others)(posterior)
+    posterior = _with_findings(posterior, (*batches.findings, *(held_out.findings if held_out else ())))
     return Fitted(posterior, Fingerprint.of(posterior.problem.network.model), type(chosen).__name__, why)
+
+
+def _with_findings(posterior: Any, findings: tuple[str, ...]) -> Any:
+    """Return the posterior with these remarks after those of its tuner, if it keeps a trace."""
+    if not findings:
+        return posterior
+    trace = Trace("") if posterior.trace is None else posterior.trace
+    return posterior.with_trace(replace(trace, findings=(*trace.findings, *findings)))
 
 
 def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tuple[Any, ...]:
@@ -153,7 +166,7 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     """
     problem, statistics = posterior.problem, posterior.statistics
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
-    if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY:
+    if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY and data.repeats():
         method: Method = KernelSpace()
     elif size <= LARGEST:
         method = Full()

@@ -84,14 +84,14 @@ class Fitted:
                 "The evidence depends on that scale; the corrected one does not: "
                 "prior=lw.priors.per_normalised_group(), tuner=lw.tuners.LinearMode()."
             ))  # fmt: skip
-        if trace is None:
-            return "\n".join([*lines, "Nothing was tuned."])
-        if trace.scores:
+        if trace is None or not trace.tuner:
+            lines.append("Nothing was tuned.")
+        elif trace.scores:
             scores = ", ".join(f"{name} {score:.4g}" for name, score in trace.scores.items())
             lines.append(f"Hyperparameters by {trace.tuner}; {trace.scored_on} NLL: {scores}.")
         else:
             lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
-        return "\n".join([*lines, *(f"Note: {finding}" for finding in trace.findings)])
+        return "\n".join([*lines, *(f"Note: {finding}" for finding in (trace.findings if trace else ()))])
 
     def _numbers(self) -> str:
         """Return the precisions and the noise of the posterior that was fitted, as text."""

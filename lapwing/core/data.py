@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lapwing.core.progress import ProgressBar
+from lapwing.core.reading import Reading, Readings
 from lapwing.core.samples import SampleSet, standard, tensors_of
 from lapwing.errors import DataError
 
@@ -154,6 +155,8 @@ class Data:
     target_key: str | None = None
     progress: bool = False
     name: str = "data"  # in messages
+    same_rows: bool = False  # whether every pass must give the rows of the first one, in any order
+    readings: Readings = field(default_factory=Readings, repr=False)
 
     def __post_init__(self) -> None:
         if not hasattr(self.source, "__iter__") and not hasattr(self.source, "__getitem__"):
@@ -179,6 +182,7 @@ class Data:
         source = self.source
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor):
             source = [source]
+        reading = None if self.in_memory else Reading()
         empty = True
         items = ProgressBar(source, label, visible=True) if self.progress and label else source
         for position, item in enumerate(items):
@@ -186,10 +190,58 @@ class Data:
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
             empty = False
-            yield self._checked(batch, position)
+            batch = self._checked(batch, position)
+            if reading is not None:
+                leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
+                reading.add((*leaves, batch.targets), batch.n_samples)
+                self._refuse_more(reading)
+            yield batch
         if empty:
             raise DataError(
                 f"{self.name} is empty: no batch was yielded; expected at least one with rows, (inputs, targets)."
+            )
+        if reading is not None:
+            self.readings.add(reading)
+            self._refuse_other()
+
+    def steady(self) -> Data:
+        """Return the same data, refused from now on if a pass does not give the rows of the first one.
+
+        For methods that compare numbers of several passes. A list in memory is the same at every pass.
+        """
+        data = replace(self, same_rows=True)
+        data._refuse_other()
+        return data
+
+    def repeats(self) -> bool:
+        """Return whether two passes give the same rows, in any order; read a loader until two were complete."""
+        while not self.in_memory and self.readings.passes < 2:
+            for _ in self.batches("reading again"):
+                pass
+        return not self.readings.difference
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """A remark if passes gave different rows, for results that are sums over one pass or another."""
+        if not self.readings.difference:
+            return ()
+        return (
+            f"a later pass over the {self.name} {self.readings.difference}: numbers that come from different passes "
+            "(noise, bases, curvature) belong to different data. Use no random augmentation, and drop_last=False.",
+        )
+
+    def _refuse_more(self, reading: Reading) -> None:
+        """Raise before rows beyond those of the first pass are used, if passes must agree."""
+        first = self.readings.first
+        if self.same_rows and first is not None and reading.rows > first.rows:
+            self.readings.difference = f"gave more than the {first.rows} rows of the first one"
+            self._refuse_other()
+
+    def _refuse_other(self) -> None:
+        if self.same_rows and self.readings.difference:
+            raise DataError(
+                f"a second reading of the {self.name} {self.readings.difference}; expected the same rows in any order. "
+                "Use no random augmentation, and drop_last=False."
             )
 
     def look(self) -> tuple[Batch, Batch]:
