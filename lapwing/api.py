@@ -186,6 +186,7 @@ def _problem(
     first, several = data.look()
     network = Network.build(model, several.inputs, named("weights", weights))
     chosen = _likelihood(likelihood, network, first)
+    checked_targets(network, chosen, first)
     if chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = prior_given(1.0 if prior is None else prior)
@@ -194,7 +195,7 @@ def _problem(
 
 
 def _likelihood(given: Likelihood | str, network: Network, batch: Batch) -> Likelihood:
-    """Return the likelihood, or the one that a name stands for; raise if the outputs or targets do not fit it.
+    """Return the likelihood, or the one that a name stands for; raise if the outputs do not fit it.
 
     "classification" with one output is binary. The loss of a model that takes labels must be that of the likelihood.
     """
@@ -207,7 +208,6 @@ def _likelihood(given: Likelihood | str, network: Network, batch: Batch) -> Like
             "inherits from lapwing.likelihoods.protocol.Likelihood."
         )
     likelihood.check_outputs(f)
-    likelihood.targets(f, batch.targets)
     own = own_loss(network.model, batch, network.plain)
     if own is not None:
         likelihood.check_loss(f, batch.targets, own)

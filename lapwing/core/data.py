@@ -209,7 +209,7 @@ class Data:
 
         For methods that compare numbers of several passes. A list in memory is the same at every pass.
         """
-        data = replace(self, same_rows=True)
+        data = self if self.in_memory else replace(self, same_rows=True)
         data._refuse_other()
         return data
 
