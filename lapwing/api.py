@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lapwing import files
 from lapwing.core.data import Batch, Data, shows_progress
@@ -185,8 +185,9 @@ def _problem(
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
     first, several = data.look()
     network = Network.build(model, several.inputs, named("weights", weights))
-    chosen = _likelihood(likelihood, network, first)
-    checked_targets(network, chosen, first)
+    f = network(first.inputs)
+    chosen = _likelihood(likelihood, network, first, f)
+    chosen.targets(f, first.targets)
     if chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = prior_given(1.0 if prior is None else prior)
@@ -194,12 +195,11 @@ def _problem(
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
 
-def _likelihood(given: Likelihood | str, network: Network, batch: Batch) -> Likelihood:
-    """Return the likelihood, or the one that a name stands for; raise if the outputs do not fit it.
+def _likelihood(given: Likelihood | str, network: Network, batch: Batch, f: Tensor) -> Likelihood:
+    """Return the likelihood, or the one that a name stands for; raise if the outputs f of the batch do not fit it.
 
     "classification" with one output is binary. The loss of a model that takes labels must be that of the likelihood.
     """
-    f = network(batch.inputs)
     is_binary = given == "classification" and f.shape[-1] == 1
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
     if not isinstance(likelihood, Likelihood):
@@ -306,7 +306,7 @@ def train(
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
     network = Network.build(copy.deepcopy(unwrapped(model)).eval(), several.inputs, named("weights", weights))
-    chosen = _likelihood(likelihood, network, several)
+    chosen = _likelihood(likelihood, network, several, network(several.inputs))
     if chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     modes = [module.training for module in unwrapped(model).modules()]
