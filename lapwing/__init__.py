@@ -9,6 +9,7 @@ from lapwing.api import fit, load, train
 from lapwing.check import check
 from lapwing.compare import compare
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.samples import OneSample, SampleSet, unpacked
 from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.bernoulli import Bernoulli
@@ -38,5 +39,6 @@ __all__ = [
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "ELLA", "VaLLA", "HFL", "FMGP", "Auto",
     "all_weights", "last_layer", "named", "subnetwork", "isotropic", "per_layer", "grouped",
+    "SampleSet", "OneSample", "unpacked",
     "tuners", "priors", "baselines", "recipes", "metrics", "linear", "errors",
 ]  # fmt: skip

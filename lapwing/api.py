@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import files
-from lapwing.core.data import Data, shows_progress
+from lapwing.core.data import Batch, Data, shows_progress
+from lapwing.core.reading import Readings
+from lapwing.core.trace import Trace
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import Likelihood
@@ -22,7 +24,7 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import outside_autocast, unwrapped
+from lapwing.networks.forward import outside_autocast, own_loss, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -65,7 +67,7 @@ def fit(
     Args:
         model: The trained network, in evaluation mode.
         data: The training data: a DataLoader, a list of ``(inputs, targets)`` batches, a list of mappings that hold
-            their target, or one pair of tensors. It is read several times.
+            their target, one pair of tensors, or a Dataset. It is read several times.
         likelihood: ``lw.Categorical()``, ``lw.Gaussian()``, ``lw.Bernoulli()``, ``lw.Poisson()``,
             ``lw.HeteroscedasticGaussian()``, or a name: "classification", "regression", "binary", "multilabel",
             "counts", "heteroscedastic". The network's outputs are logits, means or log-rates.
@@ -115,7 +117,9 @@ def fit(
     if not isinstance(generator, torch.Generator | None):
         raise UnsupportedError(f"generator is {generator!r:.80}; expected torch.Generator().manual_seed(...), or None.")
     batches = Data(data, _device(model), target_key, shows_progress(progress))
-    held_out = None if validation is None else replace(batches, source=validation, name="validation")
+    held_out = (
+        None if validation is None else replace(batches, source=validation, name="validation", readings=Readings())
+    )
     problem = _problem(model, batches, likelihood, weights, prior)
     chosen, why = named("method", method), ""
     if isinstance(chosen, Auto):
@@ -142,7 +146,16 @@ def fit(
         averaged = method is None and problem.likelihood.has_tails
         others = _exact(posterior, batches, generator) if averaged else ()
         posterior = Budget(batches, others=others)(posterior)
+    posterior = _with_findings(posterior, (*batches.findings, *(held_out.findings if held_out else ())))
     return Fitted(posterior, Fingerprint.of(posterior.problem.network.model), type(chosen).__name__, why)
+
+
+def _with_findings(posterior: Any, findings: tuple[str, ...]) -> Any:
+    """Return the posterior with these remarks after those of its tuner, if it keeps a trace."""
+    if not findings:
+        return posterior
+    trace = Trace("") if posterior.trace is None else posterior.trace
+    return posterior.with_trace(replace(trace, findings=(*trace.findings, *findings)))
 
 
 def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tuple[Any, ...]:
@@ -153,7 +166,7 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     """
     problem, statistics = posterior.problem, posterior.statistics
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
-    if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY:
+    if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY and data.repeats():
         method: Method = KernelSpace()
     elif size <= LARGEST:
         method = Full()
@@ -173,7 +186,7 @@ def _problem(
     first, several = data.look()
     network = Network.build(model, several.inputs, named("weights", weights))
     f = network(first.inputs)
-    chosen = _likelihood(likelihood, f)
+    chosen = _likelihood(likelihood, network, first, f)
     chosen.targets(f, first.targets)
     if chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
@@ -182,10 +195,10 @@ def _problem(
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
 
-def _likelihood(given: Likelihood | str, f: Tensor) -> Likelihood:
-    """Return the likelihood, or the one that a name stands for; raise if it does not take such outputs f.
+def _likelihood(given: Likelihood | str, network: Network, batch: Batch, f: Tensor) -> Likelihood:
+    """Return the likelihood, or the one that a name stands for; raise if the outputs f of the batch do not fit it.
 
-    "classification" with one output is binary.
+    "classification" with one output is binary. The loss of a model that takes labels must be that of the likelihood.
     """
     is_binary = given == "classification" and f.shape[-1] == 1
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
@@ -195,6 +208,9 @@ def _likelihood(given: Likelihood | str, f: Tensor) -> Likelihood:
             "inherits from lapwing.likelihoods.protocol.Likelihood."
         )
     likelihood.check_outputs(f)
+    own = own_loss(network.model, batch, network.plain)
+    if own is not None:
+        likelihood.check_loss(f, batch.targets, own)
     return likelihood
 
 
@@ -285,12 +301,12 @@ def train(
     torch.Size([3, 1])
     """
     batches = Data(data, _device(model), target_key, shows_progress(progress))
-    inputs = batches.look()[1].inputs
+    several = batches.look()[1]
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
-    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), inputs, named("weights", weights))
-    chosen = _likelihood(likelihood, network(inputs))
+    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), several.inputs, named("weights", weights))
+    chosen = _likelihood(likelihood, network, several, network(several.inputs))
     if chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     modes = [module.training for module in unwrapped(model).modules()]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_tensors, tensors_in
+from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_leaves, map_tensors, tensors_in
+from lapwing.core.samples import standard
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
 from lapwing.networks.forward import has_dropout
@@ -89,7 +90,7 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     if data is not None and data < 1:
         raise DataError(f"data is {data}; expected the number of training data, at least 1.")
     device = next(model.parameters()).device
-    inputs = map_tensors(_inputs(model, batch), lambda t: t.to(device))
+    inputs = map_tensors(map_leaves(_inputs(model, batch), standard), lambda t: t.to(device))
     network = Network.build(model, inputs, named("weights", weights))
     tangent = network.linearise(inputs)
     layers, blocks = [], []

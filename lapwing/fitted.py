@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.core.data import Data, Inputs, check_finite, map_tensors, shows_progress
+from lapwing.core.data import Data, Inputs, check_finite, map_leaves, map_tensors, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.samples import standard
 from lapwing.core.settings import require_integer
 from lapwing.core.state import on_device
 from lapwing.core.trace import Trace
@@ -83,14 +84,14 @@ class Fitted:
                 "The evidence depends on that scale; the corrected one does not: "
                 "prior=lw.priors.per_normalised_group(), tuner=lw.tuners.LinearMode()."
             ))  # fmt: skip
-        if trace is None:
-            return "\n".join([*lines, "Nothing was tuned."])
-        if trace.scores:
+        if trace is None or not trace.tuner:
+            lines.append("Nothing was tuned.")
+        elif trace.scores:
             scores = ", ".join(f"{name} {score:.4g}" for name, score in trace.scores.items())
             lines.append(f"Hyperparameters by {trace.tuner}; {trace.scored_on} NLL: {scores}.")
         else:
             lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
-        return "\n".join([*lines, *(f"Note: {finding}" for finding in trace.findings)])
+        return "\n".join([*lines, *(f"Note: {finding}" for finding in (trace.findings if trace else ()))])
 
     def _numbers(self) -> str:
         """Return the precisions and the noise of the posterior that was fitted, as text."""
@@ -386,7 +387,7 @@ class Fitted:
         """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed."""
         self._unchanged()
         device = self.network.device
-        x = map_tensors(x, lambda t: t.to(device))
+        x = map_tensors(map_leaves(x, standard), lambda t: t.to(device))
         if self.network.count(x) == 0:
             raise DataError("the batch is empty; expected at least one input.")
         check_finite(x, "inputs")

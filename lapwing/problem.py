@@ -80,8 +80,8 @@ def sample_count(network: Network, batch: Batch) -> int:
     inputs, targets = network.count(batch.inputs), batch.targets.shape[0] if batch.targets.ndim else 1
     if inputs != targets:
         raise DataError(
-            f"{inputs} inputs with {targets} targets; expected one target for each. A Dataset gives single samples: "
-            "wrap it in a DataLoader."
+            f"{inputs} inputs with {targets} targets; expected one target for each. Single samples need a batch "
+            "dimension: give the Dataset, or wrap it in a DataLoader."
         )
     return inputs
 

@@ -4,7 +4,7 @@ It also decides, for the whole library, how many samples a batch has and which o
 sample. Inputs may hold tensors with a row for each sample beside tensors that all samples share (a context beside x).
 The rule: **a tensor has a row for each sample if its first dimension is the number of samples and no other batch has
 shown that all samples share it.** The number of samples is that of the targets in a batch of data, and that of the
-outputs where a model has run.
+outputs where a model has run. A set of samples (``core/samples.py``) says both itself.
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lapwing.core.progress import ProgressBar
+from lapwing.core.reading import Reading, Readings
+from lapwing.core.samples import SampleSet, standard, tensors_of
 from lapwing.errors import DataError
 
-Inputs = Any  # a tensor, or a tuple, list or mapping of tensors
+Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
+Leaf = Tensor | SampleSet
+LEAVES = (Tensor, SampleSet, PackedSequence)
+BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader
 LOOKED = 3  # batches that are looked at for one with several samples
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -34,6 +41,13 @@ class Batch:
 
     inputs: Inputs
     targets: Tensor
+    key: str | None = None  # of the targets, in a batch that is a mapping
+
+    @property
+    def labels(self) -> bool:
+        """Whether the targets are what a model takes as ``labels``: they have that name, or are one of its inputs."""
+        same = lambda t: t.shape == self.targets.shape and bool(((t == self.targets) | (self.targets < 0)).all())
+        return self.key == "labels" or any(same(t) for t in tensors_in(self.inputs) if not t.is_floating_point())
 
     @property
     def n_samples(self) -> int:
@@ -46,15 +60,20 @@ def shows_progress(progress: bool | None) -> bool:
     return sys.stderr.isatty() if progress is None else progress
 
 
-def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return the same nesting with ``change`` applied to every tensor; other leaves stay as they are."""
-    if isinstance(tree, Tensor):
+def map_leaves(tree: Inputs, change: Callable[[Any], Any]) -> Inputs:
+    """Return the same nesting with ``change`` applied to every leaf: a tensor, or a set of samples."""
+    if isinstance(tree, LEAVES):
         return change(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(value, change) for key, value in tree.items()}
+        return {key: map_leaves(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return rebuilt(tree, [map_tensors(value, change) for value in tree])
+        return rebuilt(tree, [map_leaves(value, change) for value in tree])
     return tree
+
+
+def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return the same nesting with ``change`` applied to every tensor, those of sets of samples too."""
+    return map_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf.changed(change))
 
 
 def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
@@ -63,17 +82,18 @@ def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
 
 
 def tensors_in(tree: Inputs) -> Iterator[Tensor]:
-    """Return every tensor of a nesting, in order."""
-    return (tensor for _, tensor in placed(tree))
+    """Yield every tensor of a nesting, in order, those of sets of samples too."""
+    for _, leaf in placed(tree):
+        yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
 
 
-def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nesting in order, with a name for its place.
+def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of a nesting in order, with a name for its place.
 
     The number of dimensions is part of the name: a context for each sample has one more than a context for all samples.
     """
-    if isinstance(inputs, Tensor):
-        yield f"{place}: {inputs.ndim}", inputs
+    if isinstance(inputs, LEAVES):
+        yield f"{place}: {inputs.ndim if isinstance(inputs, Tensor) else 'set'}", inputs
     elif isinstance(inputs, Mapping):
         for key, value in inputs.items():
             yield from placed(value, f"{place}[{key!r}]")
@@ -82,21 +102,31 @@ def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Tensor]
             yield from placed(value, f"{place}[{number}]")
 
 
-def call(model: Callable[..., Any], inputs: Inputs) -> Any:
-    """Call the model as its signature asks: mappings by keyword, tuples by position, anything else as one argument."""
+def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
+    """Call the model as its signature asks: mappings by keyword, tuples by position, anything else as one argument.
+
+    ``more`` are further arguments by keyword.
+    """
+    if any(isinstance(leaf, SampleSet) for _, leaf in placed(inputs)):
+        inputs = map_leaves(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else leaf.arguments())
     if isinstance(inputs, Mapping):
         if accepts(model, (), inputs):
-            return model(**inputs)
+            return model(**inputs, **more)
         names = [*_signature(model).parameters]
         if set(names) & set(inputs):  # it takes some of these keys by name: others are too many, or some are missing
             raise DataError(
                 f"a batch has the input keys {sorted(map(str, inputs))}; the model takes {', '.join(names)}. Leave the "
                 "others out of the batch, or wrap the model in a module that takes them."
             )
-        return model(inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs) if accepts(model, tuple(inputs)) else model(inputs)
-    return model(inputs)
+        return model(inputs, **more)
+    if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
+        return model(*inputs, **more) if accepts(model, tuple(inputs)) else model(inputs, **more)
+    return model(inputs, **more)
+
+
+def takes(model: Callable[..., Any], name: str) -> bool:
+    """Return whether the model's signature has an argument of this name."""
+    return name in _signature(model).parameters
 
 
 def _signature(model: Callable[..., Any]) -> inspect.Signature:
@@ -117,7 +147,7 @@ class Data:
     """Re-iterable batches on one device, checked as they pass.
 
     ``source`` is a DataLoader, a list of ``(inputs, targets)``, a list of mappings that hold their target
-    under ``target_key``, or one ``(inputs, targets)`` pair of tensors.
+    under ``target_key``, one ``(inputs, targets)`` pair of tensors, or a Dataset of single samples.
     """
 
     source: Iterable[Any]
@@ -125,12 +155,16 @@ class Data:
     target_key: str | None = None
     progress: bool = False
     name: str = "data"  # in messages
+    same_rows: bool = False  # whether every pass must give the rows of the first one, in any order
+    readings: Readings = field(default_factory=Readings, repr=False)
 
     def __post_init__(self) -> None:
         if not hasattr(self.source, "__iter__") and not hasattr(self.source, "__getitem__"):
             raise DataError(
                 f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
             )
+        if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
+            object.__setattr__(self, "source", DataLoader(self.source, BATCH))  # its items are single samples
         # Only iterators are tested: opening a loader may start worker processes.
         if hasattr(self.source, "__next__") and iter(self.source) is self.source:
             raise DataError(
@@ -148,6 +182,7 @@ class Data:
         source = self.source
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor):
             source = [source]
+        reading = None if self.in_memory else Reading()
         empty = True
         items = ProgressBar(source, label, visible=True) if self.progress and label else source
         for position, item in enumerate(items):
@@ -155,10 +190,58 @@ class Data:
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
             empty = False
-            yield self._checked(batch, position)
+            batch = self._checked(batch, position)
+            if reading is not None:
+                leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
+                reading.add((*leaves, batch.targets), batch.n_samples)
+                self._refuse_more(reading)
+            yield batch
         if empty:
             raise DataError(
                 f"{self.name} is empty: no batch was yielded; expected at least one with rows, (inputs, targets)."
+            )
+        if reading is not None:
+            self.readings.add(reading)
+            self._refuse_other()
+
+    def steady(self) -> Data:
+        """Return the same data, refused from now on if a pass does not give the rows of the first one.
+
+        For methods that compare numbers of several passes. A list in memory is the same at every pass.
+        """
+        data = self if self.in_memory else replace(self, same_rows=True)
+        data._refuse_other()
+        return data
+
+    def repeats(self) -> bool:
+        """Return whether two passes give the same rows, in any order; read a loader until two were complete."""
+        while not self.in_memory and self.readings.passes < 2:
+            for _ in self.batches("reading again"):
+                pass
+        return not self.readings.difference
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """A remark if passes gave different rows, for results that are sums over one pass or another."""
+        if not self.readings.difference:
+            return ()
+        return (
+            f"a later pass over the {self.name} {self.readings.difference}: numbers that come from different passes "
+            "(noise, bases, curvature) belong to different data. Use no random augmentation, and drop_last=False.",
+        )
+
+    def _refuse_more(self, reading: Reading) -> None:
+        """Raise before rows beyond those of the first pass are used, if passes must agree."""
+        first = self.readings.first
+        if self.same_rows and first is not None and reading.rows > first.rows:
+            self.readings.difference = f"gave more than the {first.rows} rows of the first one"
+            self._refuse_other()
+
+    def _refuse_other(self) -> None:
+        if self.same_rows and self.readings.difference:
+            raise DataError(
+                f"a second reading of the {self.name} {self.readings.difference}; expected the same rows in any order. "
+                "Use no random augmentation, and drop_last=False."
             )
 
     def look(self) -> tuple[Batch, Batch]:
@@ -187,7 +270,7 @@ class Data:
                     f"a batch with the keys {sorted(map(str, item))} has no target; "
                     f"pass target_key=..., or use one of {', '.join(TARGET_KEYS)}."
                 )
-            return Batch({k: v for k, v in item.items() if k != keys[0]}, torch.as_tensor(item[keys[0]]))
+            return Batch({k: v for k, v in item.items() if k != keys[0]}, torch.as_tensor(item[keys[0]]), keys[0])
         if isinstance(item, tuple | list) and len(item) == 2:
             if isinstance(item[0], Mapping) and self.target_key and self.target_key in item[0]:
                 raise DataError(f"the target key {self.target_key!r} names an input of an (inputs, targets) batch.")
@@ -195,16 +278,17 @@ class Data:
         seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise DataError(
             f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
-            "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor."
+            "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor; other items "
+            "are unpacked by a function of yours: lw.unpacked(loader, lambda item: (inputs, targets))."
         )
 
     def _checked(self, batch: Batch, position: int) -> Batch:
         move = lambda t: (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
-        inputs, targets = map_tensors(batch.inputs, move), move(batch.targets)
+        inputs, targets = map_tensors(map_leaves(batch.inputs, standard), move), move(batch.targets)
         where = f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
-        return Batch(inputs, targets)
+        return Batch(inputs, targets, batch.key)
 
 
 def as_data(
@@ -270,9 +354,11 @@ def place_name(key: str) -> str:
     return key.rpartition(":")[0]
 
 
-def n_rows(tensor: Tensor) -> int:
-    """Return the first dimension of a tensor; 0 for a single number, which has no rows."""
-    return tensor.shape[0] if tensor.ndim else 0
+def n_rows(leaf: Leaf) -> int:
+    """Return the first dimension of a tensor, 0 for a single number, which has no rows; or the number of samples."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape[0] if leaf.ndim else 0
+    return len(leaf)
 
 
 @dataclass(frozen=True)
@@ -298,7 +384,10 @@ class SampleRows:
         if isinstance(inputs, Tensor) and inputs.ndim:
             return inputs.shape[0]
         leaves = list(placed(inputs))
-        if not any(t.ndim for _, t in leaves):
+        for _, leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                return len(leaf)
+        if not any(n_rows(t) or t.ndim for _, t in leaves if isinstance(t, Tensor)):
             raise DataError(
                 f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). "
                 "Turn arrays into tensors with torch.as_tensor, and give the batches of a loader one by one."
@@ -349,6 +438,10 @@ def in_both(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
 def take(inputs: Inputs, per_sample: Sequence[bool], rows: slice | Tensor) -> Inputs:
     """Return some samples of a batch: tensors with a row for each sample are cut, the others stay whole."""
     flags = iter(per_sample)
-    return map_tensors(
-        inputs, lambda t: t[rows if isinstance(rows, slice) else rows.to(t.device)] if next(flags) else t
-    )
+    return map_leaves(inputs, lambda leaf: _some(leaf, rows) if next(flags) else leaf)
+
+
+def _some(leaf: Leaf, rows: slice | Tensor) -> Leaf:
+    if isinstance(leaf, Tensor):
+        return leaf[rows if isinstance(rows, slice) else rows.to(leaf.device)]
+    return leaf.take(torch.arange(len(leaf))[rows] if isinstance(rows, slice) else rows)

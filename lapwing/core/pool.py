@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,12 @@ from lapwing.core.data import (
     Batch,
     Data,
     Inputs,
+    Leaf,
     SampleRows,
     in_both,
+    map_leaves,
     map_tensors,
+    n_rows,
     place_name,
     placed,
     take,
@@ -79,7 +83,7 @@ def row_per_sample(batch: Batch) -> tuple[bool, ...]:
     """Return for each tensor of the inputs whether it has a row for each target; raise if none has."""
     flags = SampleRows().per_sample(batch.inputs, batch.n_samples)
     if not any(flags) or not batch.targets.ndim:
-        rows = next((t.shape[0] for t in tensors_in(batch.inputs) if t.ndim), 0)
+        rows = next(filter(None, (n_rows(leaf) for _, leaf in placed(batch.inputs))), 0)
         raise DataError(f"{rows} inputs with {batch.n_samples} targets; expected one target for each.")
     return flags
 
@@ -91,13 +95,24 @@ def joined(inputs: list[Inputs], per_sample: tuple[bool, ...] = ()) -> Inputs:
     """
     if any(_form(one) != _form(inputs[0]) for one in inputs):
         raise DataError("batches of inputs with different keys or nestings; expected the same in all, in one order.")
-    columns = list(zip(*(tensors_in(one) for one in inputs), strict=True))
+    columns = list(zip(*(_leaves(one) for one in inputs), strict=True))
     flags = per_sample or (True,) * len(columns)
-    tensors = iter([_stacked(parts) if flag else _same(parts) for parts, flag in zip(columns, flags, strict=True)])
-    return map_tensors(inputs[0], lambda _: next(tensors))
+    leaves = iter([_stacked(parts) if flag else _same(parts) for parts, flag in zip(columns, flags, strict=True)])
+    return map_leaves(inputs[0], lambda _: next(leaves))
 
 
-def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+def _leaves(inputs: Inputs) -> list[Leaf]:
+    return [leaf for _, leaf in placed(inputs)]
+
+
+def _stacked(parts: tuple[Any, ...]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise DataError(
+            f"samples of several batches of {type(parts[0]).__name__} cannot be put into one; expected tensors. Give "
+            "all data in one batch, or use a method without inducing points."
+        )
     if any(part.shape[1:] != parts[0].shape[1:] for part in parts):
         raise DataError(
             "inputs of different shapes (padded text, images of several sizes) cannot be put into one batch of "
@@ -106,7 +121,7 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(parts)
 
 
-def _same(parts: tuple[Tensor, ...]) -> Tensor:
+def _same(parts: tuple[Any, ...]) -> Any:
     first = parts[0]
     if not all(_equal(part, first) for part in parts):
         raise DataError(
@@ -165,9 +180,10 @@ def _fits(one: Batch, other: Batch, per_sample: tuple[bool, ...]) -> bool:
     """Return whether rows of both can be in one batch; ``per_sample`` says which tensors have a row for each sample."""
     if _form(one.inputs) != _form(other.inputs) or one.targets.shape[1:] != other.targets.shape[1:]:
         return False
-    pairs = zip(tensors_in(one.inputs), tensors_in(other.inputs), strict=True)
+    pairs = zip(_leaves(one.inputs), _leaves(other.inputs), strict=True)
     return all(
-        a.shape[1:] == b.shape[1:] if flag else _equal(a, b) for (a, b), flag in zip(pairs, per_sample, strict=True)
+        isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape[1:] == b.shape[1:] if flag else _equal(a, b))
+        for (a, b), flag in zip(pairs, per_sample, strict=True)
     )
 
 

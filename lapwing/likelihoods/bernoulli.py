@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,14 @@ from lapwing.core.random import uniform
 from lapwing.core.schema import MOST, Either, Field, ListOf, Maybe, Real, Whole
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import LogitLikelihood, check_logit_settings, matched, plain_numbers, refuse_unused
+from lapwing.likelihoods.protocol import (
+    LogitLikelihood,
+    check_logit_settings,
+    matched,
+    plain_numbers,
+    refuse_other_loss,
+    refuse_unused,
+)
 from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
 
 
@@ -66,6 +73,11 @@ class Bernoulli(LogitLikelihood):
                 f"Bernoulli: targets run from {y[known].min().item():g} to {y[known].max().item():g}; expected 0..1."
             )
         return y
+
+    def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
+        y = self.targets(f, y)
+        loss = replace(self, pos_weight=None).loss(f, y).sum() / (~self.ignored(y)).sum()
+        refuse_other_loss("Bernoulli", loss, own)
 
     def ignored(self, y: Tensor) -> Tensor:
         return torch.zeros_like(y, dtype=torch.bool) if self.ignore_index is None else y == self.ignore_index

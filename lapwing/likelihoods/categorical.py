@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +12,17 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
-from lapwing.core.schema import MEMBERS, MOST, Field, ListOf, Maybe, Real, Whole
+from lapwing.core.schema import MEMBERS, MOST, Field, Flag, ListOf, Maybe, Real, Whole
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.likelihoods.protocol import LogitLikelihood, check_logit_settings, plain_numbers, refuse_unused
+from lapwing.likelihoods.protocol import (
+    LogitLikelihood,
+    check_logit_settings,
+    plain_numbers,
+    refuse_other_loss,
+    refuse_unused,
+    same_loss,
+)
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 
@@ -35,9 +42,14 @@ class Categorical(LogitLikelihood):
         temperature: Divides the curvature. Other than one it gives a tempered posterior, which has no normaliser.
         link_temperature: Divides the logits in predictions, their standard deviations too, as temperature scaling
             does. The posterior does not depend on it.
+        shift: Whether output t predicts target t + 1, as in causal language models whose labels are their input
+            tokens. The last output then has no target.
+        class_dim: -1 states that the classes are the last dimension of outputs (B, T, C). It is needed only where T
+            and C are equal, so that the shape does not show it.
 
     Raises:
         DataError: The link is unknown, the temperature not positive, or a class weight negative.
+        UnsupportedError: ``class_dim`` is not the last dimension.
 
     >>> likelihood = Categorical(link="bridge")
     >>> likelihood.loss(torch.zeros(1, 2), torch.tensor([1]))
@@ -51,13 +63,20 @@ class Categorical(LogitLikelihood):
     seed: int = 0
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
+    shift: bool = False
+    class_dim: int | None = None
     saved_settings: ClassVar[Mapping[str, Field]] = {
         "class_weights": Maybe(ListOf(Real(0), "C")), "ignore_index": Whole(-MOST), "samples": Whole(1, MEMBERS),
-        "seed": Whole(-MOST),
+        "seed": Whole(-MOST), "shift": Flag(), "class_dim": Maybe(Whole(-1, -1)),
     }  # fmt: skip
 
     def __post_init__(self) -> None:
         check_logit_settings(self, LINKS, class_weights=self.class_weights)
+        if self.class_dim not in (None, -1):
+            raise UnsupportedError(
+                f"class_dim is {self.class_dim}; expected -1: classes are the last dimension of outputs (B, T, C). "
+                "Wrap a model that returns (B, C, T) in a module whose forward returns model(x).transpose(1, 2)."
+            )
 
     @property
     def ignores_common_shift(self) -> bool:
@@ -87,10 +106,20 @@ class Categorical(LogitLikelihood):
             )
         if self.class_weights is not None and len(self.class_weights) != count:
             raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
-        return y
+        if not self.shift:
+            return y
+        if y.ndim != 2:
+            raise DataError(f"Categorical(shift=True): targets {tuple(y.shape)}; expected tokens (B, T).")
+        return torch.cat([y[:, 1:], torch.full_like(y[:, :1], self.ignore_index)], 1)
 
     def check_outputs(self, f: Tensor) -> None:
-        """Raise if the outputs are probabilities; taken for logits they would give predictions near uniform."""
+        """Raise if the outputs are probabilities, which as logits would be near uniform, or do not show the classes."""
+        if f.ndim == 3 and f.shape[1] == f.shape[2] and self.class_dim is None:
+            raise ModelError(
+                f"Categorical: outputs have the shape {tuple(f.shape)}, which may be (B, T, C) or (B, C, T); expected "
+                "classes last. Say so with Categorical(class_dim=-1), or wrap a model that returns (B, C, T) in a "
+                "module whose forward returns model(x).transpose(1, 2)."
+            )
         if bool((f >= 0).all()) and bool(((f.double().sum(-1) - 1).abs() < 1e-3).all()):
             raise ModelError(
                 "Categorical: all outputs are at least zero and sum to one for each input, as probabilities do; "
@@ -158,6 +187,16 @@ class Categorical(LogitLikelihood):
         weight = self._weight(f, y)
         return gradient if weight is None else gradient * weight.sqrt().unsqueeze(-1)
 
+    def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
+        remedy = ""
+        if f.ndim == 3 and not self.shift and same_loss(replace(self, shift=True)._mean_loss(f, y), own):
+            remedy = "Its output t predicts label t + 1, as in causal language models: use Categorical(shift=True). "
+        refuse_other_loss("Categorical", self._mean_loss(f, y), own, remedy)
+
+    def _mean_loss(self, f: Tensor, y: Tensor) -> Tensor:
+        y = self.targets(f, y)
+        return replace(self, class_weights=None).loss(f, y).sum() / self.count(f, y)
+
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         return (y != self.ignore_index).sum() if self._ignores(y) else y.numel()
 
@@ -170,5 +209,6 @@ class Categorical(LogitLikelihood):
         link = {
             "link": self.link, "samples": self.samples, "seed": self.seed, "link_temperature": self.link_temperature,
         }  # fmt: skip
-        settings = {"class_weights": plain_numbers(self.class_weights), "ignore_index": self.ignore_index, **link}
+        tokens = {"ignore_index": self.ignore_index, "shift": self.shift, "class_dim": self.class_dim}
+        settings = {"class_weights": plain_numbers(self.class_weights), **tokens, **link}
         return State("Categorical", settings, {"dispersion": self.dispersion.detach()})

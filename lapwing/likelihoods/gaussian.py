@@ -13,7 +13,7 @@ from lapwing.core.random import normal
 from lapwing.core.schema import POSITIVE, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import Likelihood, matched, plain_numbers
+from lapwing.likelihoods.protocol import Likelihood, matched, plain_numbers, refuse_other_loss
 from lapwing.predictives.normal import NormalPredictive
 from lapwing.predictives.student import StudentPredictive
 
@@ -103,6 +103,9 @@ class Gaussian(Likelihood):
         if self.ratios is not None and len(self.ratios) != f.shape[-1]:
             raise DataError(f"{len(self.ratios)} noise values for {f.shape[-1]} outputs; expected one for each.")
         return matched(f, y, "Gaussian")
+
+    def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
+        refuse_other_loss("Gaussian", (f - self.targets(f, y)).square().mean(), own)
 
     def _scale(self, f: Tensor) -> Tensor:
         return f.new_ones(f.shape[-1]) if self.ratios is None else self.ratios.to(f).rsqrt()

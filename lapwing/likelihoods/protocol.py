@@ -14,7 +14,7 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.schema import POSITIVE, SMALLEST, Array, Field, Text
 from lapwing.core.state import State
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import DataError, ModelError, UnsupportedError
 
 S = TypeVar("S", bound="LogitLikelihood")
 
@@ -70,6 +70,10 @@ class Likelihood(Protocol):
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         """Return the number of data without the ignored ones; a tensor if the answer is on a device."""
         return f[..., 0].numel()
+
+    def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
+        """Raise ``ModelError`` if the mean loss differs from ``own``, the one that the model itself returns for y."""
+        return
 
     def ignored(self, y: Tensor) -> Tensor:
         """Return a mask in the shape of ``y``, true for targets that are marked as unknown and do not count."""
@@ -202,6 +206,23 @@ def check_logit_settings(likelihood: Any, links: Iterable[str], **weights: Any) 
         numbers = torch.as_tensor(1.0 if weight is None else weight).detach()
         if not bool(((numbers >= 0) & numbers.isfinite()).all()):
             raise DataError(f"{name} is {weight}; expected finite numbers that are not negative.")
+
+
+def same_loss(loss: Tensor, own: Tensor) -> bool:
+    """Return whether two mean losses are equal, to half of the digits of the wider rounding."""
+    return bool(
+        (loss - own).abs() <= max(torch.finfo(t.dtype).eps for t in (loss, own)) ** 0.5 * own.abs().clamp_min(1)
+    )
+
+
+def refuse_other_loss(likelihood: str, loss: Tensor, own: Tensor, remedy: str = "") -> None:
+    """Raise unless the mean loss is the one that the model itself returns; ``remedy`` is the first advice."""
+    if not same_loss(loss, own):
+        raise ModelError(
+            f"{likelihood}: the model, given these targets as labels, returns the loss {own.item():.5g}, and the "
+            f"likelihood has {loss.item():.5g}; expected the same. {remedy}If the model was trained with other "
+            "labels or another loss than its own, give batches as (inputs, targets), or wrap it to return its logits."
+        )
 
 
 def refuse_unused(likelihood: str, **settings: Any) -> None:

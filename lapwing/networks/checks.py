@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, SampleRows, map_tensors, place_name, placed, take, tensors_in
+from lapwing.core.data import Inputs, Leaf, SampleRows, map_leaves, place_name, placed, take
 from lapwing.errors import DataError, ModelError
 from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording, swapped
 
@@ -48,8 +48,8 @@ def refusing_changes(model: nn.Module) -> Iterator[None]:
 def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
     """Raise if two forward passes over the same inputs differ. For a single input tensor a few samples are enough."""
     few_inputs = inputs
-    if len(list(tensors_in(inputs))) == 1:  # of several, one may be shared by all samples
-        few_inputs = map_tensors(inputs, lambda t: t[:FEW])
+    if len(list(placed(inputs))) == 1:  # of several, one may be shared by all samples
+        few_inputs = take(inputs, (True,), slice(FEW))
     first, second = output_alone(model, few_inputs, plain), output_alone(model, few_inputs, plain)
     allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
@@ -87,7 +87,16 @@ def _refuse_mixed_samples(
     half = (batch + 1) // 2
     gap = torch.zeros((), device=raw.device)
     for rows in (slice(0, half), slice(half, batch)):
-        alone = output_alone(model, take(inputs, per_sample, rows), plain)
+        try:
+            alone = output_alone(model, take(inputs, per_sample, rows), plain)
+        except (IndexError, RuntimeError) as error:
+            if all(per_sample):
+                raise
+            raise ModelError(
+                f"the model takes {batch} samples, but not some of them: {error}; expected that samples can be run "
+                "apart. Where they are no rows of tensors, as in graphs, say how they are split: lw.SampleSet, or "
+                "lw.OneSample for one graph with a target for each node."
+            ) from error
         count = rows.stop - rows.start
         if alone.shape[0] != count:
             raise ModelError(f"half a batch gives {alone.shape[0]} outputs; expected {count}: one for each sample.")
@@ -153,15 +162,15 @@ def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], bat
     leaves: dict[int, Tensor] = {}
     numbers = iter(range(len(per_sample)))
 
-    def with_gradient(t: Tensor) -> Tensor:
+    def with_gradient(t: Leaf) -> Leaf:
         number = next(numbers)
-        if not per_sample[number] or not t.is_floating_point():
+        if not per_sample[number] or not isinstance(t, Tensor) or not t.is_floating_point():
             return t
         leaves[number] = t.detach().clone().requires_grad_()
         return leaves[number].clone()  # a model may write into its inputs
 
     with recording(dict(model.named_parameters()), (), plain):
-        raw = _perturbed_output(model, map_tensors(inputs, with_gradient))
+        raw = _perturbed_output(model, map_leaves(inputs, with_gradient))
         crossed = [False] * len(per_sample)
         first, second = slice(0, batch // 2), slice(batch // 2, batch)
         for half, others in ((first, second), (second, first)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Inputs, map_tensors, take
+from lapwing.core.data import Inputs, map_leaves, take
 from lapwing.errors import ModelError
 from lapwing.networks.checks import relative_gap
 from lapwing.networks.forward import quiet, raw_output, swapped
@@ -50,11 +50,11 @@ def _vectorised(
     tensors = dict(model.named_parameters())
     chosen = {name: tensors[name].detach() for name in names}
     flags = iter(per_sample)
-    dims = map_tensors(inputs, lambda t: 0 if next(flags) else None)  # type: ignore[arg-type,return-value]
+    dims = map_leaves(inputs, lambda _: 0 if next(flags) else None)
 
     def single(sample: Inputs, rows: Tensor) -> tuple[Jacobians, Tensor]:
         flags = iter(per_sample)  # the batch dimension that ``vmap`` took away comes back
-        one = map_tensors(sample, lambda t: t.unsqueeze(0) if next(flags) else t)
+        one = map_leaves(sample, lambda t: t.unsqueeze(0) if next(flags) else t)
         run = lambda values: swapped(model, values, lambda: raw_output(model, one)).reshape(-1)
         f, back = torch.func.vjp(run, chosen)  # type: ignore[misc]
         # Seeds in a loop: batching a gradient twice is wrong for PReLU where there are as many seeds as samples.

@@ -13,7 +13,7 @@ from lapwing.errors import ModelError
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The norm of every parameter and buffer, and its product with a fixed pattern, which depends on every entry.
+    """The norm of every parameter and buffer of any dtype, and its product with a fixed pattern of all entries.
 
     ``quick`` holds the products in the dtype of the parameters: while they are the same to the bit, one fast read of
     the weights is enough. Only if they are not (other weights, another number of threads) are the float64 figures
@@ -29,11 +29,10 @@ class Fingerprint:
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
         """Return the fingerprint of a model as it is."""
-        named = (*model.named_parameters(), *model.named_buffers())
-        tensors: dict[str, Tensor] = {name: t for name, t in named if t.is_floating_point()}
+        tensors: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
         with torch.no_grad():
-            marks = [_mark(t.double()) for t in tensors.values()]
-            norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors.values()]
+            marks = [_mark(t, torch.float64) for t in tensors.values()]
+            norms = [_norm(t) for t in tensors.values()]
             numbers = torch.stack([*marks, *norms]).tolist()
         shapes = tuple(tuple(t.shape) for t in tensors.values())
         return cls(tuple(tensors), shapes, tuple(numbers[: len(marks)]), tuple(numbers[len(marks) :]), _quick(model))
@@ -66,15 +65,28 @@ class Fingerprint:
 
 def _quick(model: nn.Module) -> tuple[float, ...]:
     with torch.no_grad():
-        marks = [_mark(t) for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-        return tuple(torch.stack(marks).tolist()) if len({m.dtype for m in marks}) == 1 else tuple(map(float, marks))
+        marks = [_mark(t, torch.float32).double() for t in (*model.parameters(), *model.buffers())]
+        return tuple(torch.stack(marks).tolist())
 
 
-def _mark(t: Tensor) -> Tensor:
-    """Return p · T q for a matrix T and fixed patterns p, q. Cost: one read of T, as in a forward pass."""
-    t = t.detach()
-    if t.dtype not in (torch.float32, torch.float64):  # 16-bit sums lose changes, and 16-bit kernels may fail
-        t = t.float()
+def _norm(t: Tensor) -> Tensor:
+    """Return the norm; zero for whole numbers and truth values, which must be the same to the last digit."""
+    if not (t.is_floating_point() or t.is_complex()):
+        return torch.zeros((), dtype=torch.float64, device=t.device)
+    return torch.linalg.vector_norm(t.detach(), dtype=torch.complex128 if t.is_complex() else torch.float64).double()
+
+
+def _mark(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return p · T q for a matrix T and fixed patterns p, q. Cost: one read of T, as in a forward pass.
+
+    ``dtype`` is the least for real numbers: sums of 16-bit ones lose changes, and their kernels may fail. Whole numbers
+    have an exact sum, to 53 bits.
+    """
+    t = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
+    if not t.is_floating_point():
+        steps = (2 * torch.arange(t.numel(), device=t.device) + 1) * 0x1E3779B97F4A7C15
+        return ((t.reshape(-1).long() * steps).sum() & (2**53 - 1)).double()
+    t = t if t.dtype == torch.float64 else t.to(dtype)
     if t.ndim < 2:
         return torch.dot(t.reshape(-1), _pattern(t.numel(), 0.0, t.dtype, t.device))
     rows = t.flatten(1)

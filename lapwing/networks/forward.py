@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, call, map_tensors, tensors_in
+from lapwing.core.data import Batch, Inputs, call, map_tensors, takes, tensors_in
+from lapwing.core.samples import SampleSet
 from lapwing.errors import ModelError
 
 
@@ -82,6 +84,28 @@ def plain_kernels(plain: bool) -> Iterator[None]:
         yield
 
 
+_unfused = threading.Lock()
+_running: list[bool] = []  # for each model that runs now, in any thread, whether the fused path was on before it
+
+
+@contextlib.contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Switch off the fused path of ``nn.TransformerEncoder``, which PyTorch takes where it records no gradients.
+
+    It gives padded positions other outputs, so the mean would not be that of the network whose Jacobian is taken.
+    """
+    with _unfused:
+        _running.append(_running[0] if _running else torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        with _unfused:
+            before = _running.pop()
+            if not _running:
+                torch.backends.mha.set_fastpath_enabled(before)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence PyTorch's warnings about its internals (no batching rule, no TF32), which do not concern a result."""
@@ -95,7 +119,8 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
-        out = call(model, inputs)
+        with unfused_attention():
+            out = call(model, inputs)
     except Exception as error:
         if hasattr(error, "add_note"):  # not before Python 3.11
             error.add_note(_described(model, inputs))
@@ -107,6 +132,8 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
             f"the model returns a {type(out).__name__}; expected a tensor or an object with .logits. "
             "Wrap the model in a module that returns the tensor."
         )
+    if isinstance(inputs, SampleSet):
+        out = inputs.outputs(out)
     if not out.is_floating_point():
         raise ModelError(f"the model returns {out.dtype}; expected real numbers: logits, means or log-rates.")
     if out.ndim not in (1, 2, 3) or out.shape[-1] == 0 or out.shape[0] == 0:
@@ -121,6 +148,19 @@ def output_alone(model: nn.Module, inputs: Inputs, plain: bool) -> Tensor:
     """Return the tensor that the model returns, without a graph; ``plain`` switches vendors' kernels off."""
     with torch.no_grad(), plain_kernels(plain):
         return raw_output(model, inputs)
+
+
+def own_loss(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
+    """Return the loss that a model with an argument ``labels`` returns for these targets; None if it returns none."""
+    if not takes(model, "labels") or not batch.labels:
+        return None
+    try:
+        with torch.no_grad(), plain_kernels(plain), unfused_attention():
+            out = call(model, batch.inputs, labels=batch.targets)
+    except Exception:  # its labels are no targets of this kind, so there is nothing to compare with
+        return None
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
 
 
 def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tensor]) -> Tensor:
@@ -159,6 +199,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
     wrappers = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
     inner = getattr(model, wrappers.get(type(model).__name__, ""), None)
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """Raise if weights are spread over processes: each process would see a part of them."""
+    sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh") or hasattr(p, "_shard_infos")]
+    wrapped = [name for name, m in model.named_modules() if type(m).__name__ == "FullyShardedDataParallel"]
+    if sharded or wrapped:
+        raise ModelError(
+            f"the weights are spread over processes ({(sharded or wrapped)[0] or 'the model'}: DTensor or FSDP); "
+            "expected whole tensors on one device. Gather them with full_tensor() or a full state_dict, and load them "
+            "into a plain copy of the model."
+        )
 
 
 def has_dropout(module: nn.Module) -> bool:

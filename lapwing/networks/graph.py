@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from lapwing.errors import ModelError
 from lapwing.networks.operation import LEAF, Operation, Source
 from lapwing.networks.ops import operation
-from lapwing.networks.uses import Node, Pattern, Use, output_shape
+from lapwing.networks.uses import Node, Pattern, Ragged, Regular, Use, output_shape
 
 Patterns = Mapping[Node, Pattern | None]  # how rows run over the samples; None if samples share rows
 
@@ -151,21 +151,24 @@ def find_patterns(raw: Tensor, graph: Graph) -> tuple[Patterns, bool]:
     """Return for each node that uses a parameter how its rows run over the samples; None if samples share rows.
 
     The flag says whether these patterns hold for every batch of the same shapes. They may not if several patterns fit
-    this batch: a row that no gradient reaches may belong to any sample.
+    this batch: a row that no gradient reaches may belong to any sample. They do not if the rows follow no order.
     """
     batch = raw.shape[0]
     patterns: dict[Node, Pattern | None] = {}
     probed: dict[Node, int] = {}
     for node, rows in {use.node: use.n_rows for use in graph.uses}.items():
         if graph.batch_major[node] and rows % batch == 0:
-            patterns[node] = (1, batch, rows // batch)
+            patterns[node] = Regular(1, batch, rows // batch)
         else:
             probed[node] = rows
     if not probed:
         return patterns, True
-    fits = {node: _fitting(owner, batch) for node, owner in _owners(raw, probed, batch).items()}
-    patterns.update({node: fit[0] if fit else None for node, fit in fits.items()})
-    return patterns, all(len(fit) == 1 for fit in fits.values())
+    certain = True
+    for node, owner in _owners(raw, probed, batch).items():
+        fits = [] if owner is None else _fitting(owner, batch)
+        patterns[node] = fits[0] if fits else None if owner is None else Ragged.of(owner, batch)
+        certain = certain and len(fits) == 1
+    return patterns, certain
 
 
 def _owners(raw: Tensor, rows_of: Mapping[Node, int], batch: int) -> dict[Node, Tensor | None]:
@@ -182,7 +185,7 @@ def _owners(raw: Tensor, rows_of: Mapping[Node, int], batch: int) -> dict[Node, 
     numbers = torch.arange(batch, device=raw.device)
     plain = pull(torch.ones(batch, device=raw.device))
     sizes = {
-        node: raw.new_zeros(rows) if grad is None else grad.reshape(rows, -1).abs().amax(1)
+        node: raw.new_zeros(rows) if grad is None or not rows else grad.reshape(rows, -1).abs().amax(1)
         for (node, rows), grad in zip(rows_of.items(), plain, strict=True)
     }
     owners: dict[Node, Tensor | None] = {node: torch.where(size > 0, 0, -1) for node, size in sizes.items()}
@@ -191,9 +194,9 @@ def _owners(raw: Tensor, rows_of: Mapping[Node, int], batch: int) -> dict[Node, 
         doubled = pull(1.0 + ((numbers >> bit) & 1))
         for node, before, after in zip(nodes, plain, doubled, strict=True):
             owner = owners[node]
-            if owner is None or before is None or after is None:
+            rows = 0 if owner is None else len(owner)
+            if owner is None or before is None or after is None or not rows:
                 continue
-            rows = len(owner)
             before, after = before.reshape(rows, -1), after.reshape(rows, -1)
             limit = tolerance * sizes[node]
             same = (after - before).abs().amax(1) <= limit
@@ -206,15 +209,15 @@ def _owners(raw: Tensor, rows_of: Mapping[Node, int], batch: int) -> dict[Node, 
     return owners
 
 
-def _fitting(owner: Tensor | None, batch: int) -> list[Pattern]:
-    """Return every (outer, sample, inner) such that row r belongs to sample (r // inner) % batch."""
-    if owner is None or len(owner) % batch:
+def _fitting(owner: Tensor, batch: int) -> list[Regular]:
+    """Return every regular pattern that fits: row r belongs to sample (r // inner) % batch."""
+    if len(owner) % batch:
         return []
     share = len(owner) // batch
     rows = torch.arange(len(owner), device=owner.device)
     unreached = owner < 0
     return [
-        (share // inner, batch, inner)
+        Regular(share // inner, batch, inner)
         for inner in range(share, 0, -1)
         if share % inner == 0 and bool((((rows // inner) % batch == owner) | unreached).all())
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
 class LinearJacobian:
     """The Jacobian of a linear block in factors: a (G, B, T, d_in), g (G, K, B, T, d_out).
 
-    For output k and sample b it is Σ_t g_kbt ⊗ a_bt.
+    For output k and sample b it is Σ_t g_kbt ⊗ a_bt. Where samples have several ``lengths``, both are zero beyond them.
     """
 
     a: Tensor
     g: Tensor
+    lengths: Tensor | None = None  # (B,); None if every sample has all T positions
 
     @property
     def batch(self) -> int:
@@ -37,25 +38,39 @@ class LinearJacobian:
         return self.a.nbytes + self.g.nbytes
 
     def to(self, dtype: torch.dtype) -> LinearJacobian:
-        return LinearJacobian(self.a.to(dtype), self.g.to(dtype))
+        return LinearJacobian(self.a.to(dtype), self.g.to(dtype), self.lengths)
 
     def joined(self, other: LinearJacobian) -> LinearJacobian:
         """Return the sum of two uses: their positions stand side by side."""
-        return LinearJacobian(torch.cat([self.a, other.a], 2), torch.cat([self.g, other.g], 3))
+        lengths = None
+        if self.lengths is not None or other.lengths is not None:
+            lengths = self._counts() + other._counts()
+        return LinearJacobian(torch.cat([self.a, other.a], 2), torch.cat([self.g, other.g], 3), lengths)
+
+    def _counts(self) -> Tensor:
+        """Return the number of positions of each sample, (B,)."""
+        return torch.full((self.batch,), self.positions, device=self.a.device) if self.lengths is None else self.lengths
 
     def rotated(self, out: Tensor, inp: Tensor | None) -> LinearJacobian:
         a = self.a if inp is None else _right(self.a, inp)
         if self.g.stride(2) == 0 and self.g.shape[2] > 1:  # the same for every sample: rotate once
-            return LinearJacobian(a, _right(self.g[:, :, :1], out).expand(self.g.shape))
-        return LinearJacobian(a, _right(self.g, out))
+            return replace(self, a=a, g=_right(self.g[:, :, :1], out).expand(self.g.shape))
+        return replace(self, a=a, g=_right(self.g, out))
 
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
-        a, g = self.a, self.g
+        a, g, number = self.a, self.g, self.batch * self.positions
         if reduce and self.positions > 1:
-            a, g = a.mean(2, keepdim=True), g.sum(3, keepdim=True)
+            g, number = g.sum(3, keepdim=True), self.batch
+            a = a.mean(2, keepdim=True) if self.lengths is None else self._pooled()
+        if self.lengths is not None:
+            number = int((self.lengths.clamp_max(1) if reduce else self.lengths).sum())
         by_runs = g.stride(-1) != 1 and g.shape[3] >= g.shape[4]  # a convolution's gradient, channels before pixels
         outputs = g.flatten(1, 2) if by_runs else g.flatten(1, 3)
-        return KroneckerRows(a.flatten(1, 2), None, outputs, by_runs, a.shape[1] * a.shape[2])
+        return KroneckerRows(a.flatten(1, 2), None, outputs, by_runs, number)
+
+    def _pooled(self) -> Tensor:
+        """Return the mean input of each sample over the positions that it has, (G, B, 1, d_in)."""
+        return self.a.sum(2, keepdim=True) / self._counts().clamp_min(1)[:, None, None]
 
     def single_map(self) -> LinearJacobian | None:
         return self if self.positions == 1 and self.a.shape[0] == 1 else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.core.data import Inputs, SampleRows, check_finite, map_tensors, take
+from lapwing.core.data import Inputs, SampleRows, check_finite, placed, take
 from lapwing.core.schema import Array, Flag, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, FileError, ModelError
@@ -26,6 +26,7 @@ from lapwing.networks.forward import (
     plain_kernels,
     raw_output,
     recording,
+    refuse_distributed,
     refuse_training_mode,
     shaped,
     swapped,
@@ -66,6 +67,7 @@ class Network:
         """
         model = unwrapped(model)
         refuse_training_mode(model)
+        refuse_distributed(model)
         weights = all_weights if weights is None else weights
         recurrent, needed = is_recurrent(model), weights.needs(model)
         plain = needs_plain_kernels(model, recurrent)
@@ -76,7 +78,9 @@ class Network:
                 count = len(output_alone(model, inputs, plain))
         if count == 1:  # a single sample does not show which rows all samples share: take it twice
             rows = rows.learned(inputs, 1)
-            inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.ndim and t.shape[0] == 1 else t)
+            tensors_alone = all(isinstance(leaf, Tensor) for _, leaf in placed(inputs))  # a set says it itself
+            twice = torch.zeros(2, dtype=torch.long)
+            inputs = take(inputs, rows.per_sample(inputs, 1), twice) if tensors_alone else inputs
         tensors = dict(model.named_parameters())
         with recording(tensors, needed, plain), refusing_changes(model):
             raw = raw_output(model, inputs)

@@ -86,14 +86,27 @@ class Weights(Protocol):
 
 
 def float_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters that are real numbers, by name."""
-    return {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    """Return all parameters that are real or complex numbers, by name."""
+    return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
+
+
+def real(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names; raise if one of these parameters is complex, since the posterior is over real numbers."""
+    tensors = dict(model.named_parameters())
+    for name in names:
+        if tensors[name].is_complex():
+            raise ModelError(
+                f"the parameter {name!r} is complex ({tensors[name].dtype}); expected real numbers. Keep it as a real "
+                "parameter with a last dimension of 2 and call torch.view_as_complex in forward, or leave it out: "
+                "requires_grad_(False) on it, or weights=lw.named(...)."
+            )
+    return names
 
 
 def selected(model: nn.Module, names: tuple[str, ...], index: Tensor | None = None) -> Selection:
-    """Return the selection of the named parameters."""
+    """Return the selection of the named parameters; raise if one of them is complex."""
     tensors = float_parameters(model)
-    return Selection(names, tuple(tuple(tensors[name].shape) for name in names), index)
+    return Selection(real(model, names), tuple(tuple(tensors[name].shape) for name in names), index)
 
 
 @dataclass(frozen=True)
@@ -118,7 +131,7 @@ class AllWeights:
                 "no parameter of the model requires a gradient, so none is uncertain; "
                 "call model.requires_grad_(True), or choose weights with last_layer or named(pattern)."
             )
-        return names
+        return real(model, names)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
         return selected(model, self.needs(model))
@@ -140,7 +153,7 @@ class Named:
                 f"no parameter name matches {self.pattern!r}; the model has "
                 f"{', '.join(list(float_parameters(model))[:20])}."
             )
-        return names
+        return real(model, names)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
         return selected(model, self.needs(model))

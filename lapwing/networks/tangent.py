@@ -137,4 +137,5 @@ def _zero(block: Block, seeds: Tensor) -> BlockJacobian:
     if not block.linear:
         return DenseJacobian(seeds.new_zeros(batch, outputs, block.size))
     groups, d_out, d_in = block.form
-    return LinearJacobian(seeds.new_zeros(groups, batch, 1, d_in), seeds.new_zeros(groups, outputs, batch, 1, d_out))
+    a, g = seeds.new_zeros(groups, batch, 1, d_in), seeds.new_zeros(groups, outputs, batch, 1, d_out)
+    return LinearJacobian(a, g, torch.zeros(batch, dtype=torch.long, device=seeds.device))

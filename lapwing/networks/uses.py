@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,19 +20,74 @@ from lapwing.networks.linear_jacobian import LinearJacobian
 
 Node = Any  # torch.autograd.graph.Node
 Shape = tuple[int, ...]
-Pattern = tuple[int, int, int]  # rows run over (outer, sample, inner)
 Part = tuple[int, int, int]  # first and last row of the parameter that is used, and how many rows it has
 Factor = Callable[[Node], Tensor]
 
 
 def output_shape(node: Node, number: int = 0) -> Shape:
-    """Return the shape of one of a node's outputs."""
-    return tuple(node._input_metadata[number].shape)
+    """Return the shape of one of a node's outputs; () for a nested tensor, which has none."""
+    try:
+        return tuple(node._input_metadata[number].shape)
+    except RuntimeError:
+        return ()
 
 
 def saved(tensor: Tensor) -> Tensor:
     """Return a tensor that a node saved: part of the graph where gradients are recorded, otherwise detached."""
     return tensor if torch.is_grad_enabled() else tensor.detach()
+
+
+class Pattern(Protocol):
+    """Which rows belong to which sample."""
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """The number of rows of each sample, (B,); None if all have the same."""
+        ...
+
+    def split(self, t: Tensor, dim: int, fill: int = 0) -> Tensor:
+        """Split a dimension of rows into (sample, position); samples with fewer rows are filled up."""
+        ...
+
+
+@dataclass(frozen=True)
+class Regular:
+    """Rows that run over (outer, sample, inner), as many for each sample."""
+
+    outer: int
+    samples: int
+    inner: int
+    lengths: ClassVar[None] = None
+
+    def split(self, t: Tensor, dim: int, fill: int = 0) -> Tensor:
+        if self.outer == 1:
+            return t.unflatten(dim, (self.samples, self.inner))
+        shape = (self.outer, self.samples, self.inner)
+        return t.unflatten(dim, shape).movedim(dim + 1, dim).flatten(dim + 1, dim + 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows in any order and number: nodes of graphs, sequences of several lengths, samples that an expert gets."""
+
+    index: Tensor  # (B, T): the rows of each sample, and the number of all rows where it has fewer
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, owner: Tensor, batch: int) -> Ragged:
+        """Return the pattern of rows with these owners; a row without one (-1) goes with the row before it."""
+        rows = torch.arange(len(owner), device=owner.device)
+        before = torch.where(owner < 0, -1, rows).cummax(0).values
+        owner = torch.where(before < 0, 0, owner[before])
+        order, lengths = owner.argsort(stable=True), torch.bincount(owner, minlength=batch)
+        place = rows - (lengths.cumsum(0) - lengths)[owner[order]]
+        index = owner.new_full((batch, max(1, int(lengths.max()))), len(owner))
+        index[owner[order], place] = order
+        return cls(index, lengths)
+
+    def split(self, t: Tensor, dim: int, fill: int = 0) -> Tensor:
+        last = t.new_full((*t.shape[:dim], 1, *t.shape[dim + 1 :]), fill)
+        return torch.cat([t, last], dim).index_select(dim, self.index.flatten()).unflatten(dim, self.index.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +113,6 @@ class Use:
         return self.kind != "dense"
 
 
-def per_sample(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
-    """Split a dimension of rows into (sample, position) under the pattern."""
-    outer, _, inner = pattern
-    if outer == 1:
-        return t.unflatten(dim, (pattern[1], inner))
-    return t.unflatten(dim, pattern).movedim(dim + 1, dim).flatten(dim + 1, dim + 2)
-
-
 def matmul(node: Node, name: str, kind: str, rows: Factor, bias: str | None = None, part: Part | None = None) -> Use:
     """Return the use of W in rows @ W.T (kind "rows") or rows @ W (kind "columns").
 
@@ -73,13 +120,12 @@ def matmul(node: Node, name: str, kind: str, rows: Factor, bias: str | None = No
     """
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
-        a = per_sample(saved(rows(node)), 0, pattern)
-        g = per_sample(g, 1, pattern)
+        a, g = saved(rows(node)), pattern.split(g, 1)
         if part is not None:
             g = torch.nn.functional.pad(g, (part[0], part[2] - part[1]))
         if with_bias:
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
-        return LinearJacobian(a[None], g[None])
+        return LinearJacobian(pattern.split(a, 0)[None], g[None], pattern.lengths)
 
     return Use(node, name, kind, output_shape(node)[0], jacobian, bias, takes_bias=part is None, whole=part is None)
 
@@ -104,7 +150,7 @@ def convolution(node: Node, name: str, weight: Shape, bias: str | None) -> Use:
         if with_bias:
             a[:, width] = 1
         g = g.reshape(g.shape[0], images, groups, -1, count).permute(2, 0, 1, 4, 3)
-        return LinearJacobian(_merge(a.permute(0, 2, 3, 1), 1, pattern), _merge(g, 2, pattern))
+        return _merged(a.permute(0, 2, 3, 1), g, pattern)
 
     patch_size = math.prod(shape) // shape[1] * math.prod(weight[1:]) * groups
     return Use(node, name, "rows", shape[0], jacobian, bias, groups, patch_size=patch_size)
@@ -129,7 +175,7 @@ def transposed_convolution(node: Node, name: str, weight: Shape) -> Use:
         above = above.permute(2, 0, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
         above = above.reshape(groups, seeds, images, count, -1)
         a = x.reshape(images, groups, -1, count).permute(1, 0, 3, 2)
-        return LinearJacobian(_merge(a, 1, pattern), _merge(above, 2, pattern))
+        return _merged(a, above, pattern)
 
     return Use(node, name, "columns", output_shape(node)[0], jacobian, groups=groups)
 
@@ -139,9 +185,9 @@ def lookup(node: Node, name: str, table: int) -> Use:
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
         indices = node._saved_indices.reshape(-1)
-        g = per_sample(g.reshape(g.shape[0], len(indices), -1), 1, pattern)
-        rows = per_sample(indices, 0, pattern)
-        real = rows != node._saved_padding_idx  # autograd gives the padding row no gradient
+        g = pattern.split(g.reshape(g.shape[0], len(indices), -1), 1)
+        rows = pattern.split(indices, 0, fill=-1)
+        real = (rows >= 0) & (rows != node._saved_padding_idx)  # autograd gives the padding row no gradient
         return LookupJacobian.build(rows, g, real, table)
 
     n_rows = math.prod(output_shape(node)[:-1])
@@ -166,7 +212,8 @@ def elementwise(
             extents = shape[:1]
         else:
             extents = tuple(g.shape[g.ndim - len(shape) :])
-        total = per_sample(g.reshape(g.shape[0], -1, *extents), 1, pattern).sum(2)  # (K, B, *extents)
+        rows = math.prod(g.shape[1:]) // math.prod(extents)
+        total = pattern.split(g.reshape(g.shape[0], rows, *extents), 1).sum(2)  # (K, B, *extents)
         broadcast = [i + 2 for i, (have, want) in enumerate(zip(extents, shape, strict=True)) if have != want]
         if broadcast and part is None:
             total = total.sum(broadcast)
@@ -194,8 +241,7 @@ def windows(
     return x.as_strided((*x.shape[:2], *out, *kernel), (*x.stride()[:2], *between, *within), x.storage_offset())
 
 
-def _merge(t: Tensor, dim: int, pattern: Pattern) -> Tensor:
-    """Reshape (..., images, positions, d) to (..., sample, images of the sample x positions, d)."""
-    if pattern[0] == pattern[2] == 1:
-        return t
-    return per_sample(t, dim, pattern).flatten(dim + 1, dim + 2)
+def _merged(a: Tensor, g: Tensor, pattern: Pattern) -> LinearJacobian:
+    """Return the Jacobian from factors over (images, positions): those of one sample stand side by side."""
+    lengths = None if pattern.lengths is None else pattern.lengths * a.shape[2]
+    return LinearJacobian(pattern.split(a, 1).flatten(2, 3), pattern.split(g, 2).flatten(3, 4), lengths)

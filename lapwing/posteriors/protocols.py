@@ -25,7 +25,7 @@ class Posterior(Protocol):
     """
 
     problem: Problem
-    trace: Trace | None = None  # the record of the tuner
+    trace: Trace | None = None  # the record of the tuner, without a name if only ``fit`` had remarks
     linearised: ClassVar[bool] = False  # whether it is ``Linearised``
     is_sampled: ClassVar[bool] = False  # whether evidence and γ are estimates from samples, solved for each prior
     solves_for_inputs: ClassVar[bool] = False  # whether each prediction solves systems over all data
@@ -49,6 +49,10 @@ class Posterior(Protocol):
         belief = self(x)
         check_finite(belief.mean, "outputs of the network")
         return self.problem.likelihood.predict(belief)
+
+    def with_trace(self, trace: Trace) -> Posterior:
+        """Return the posterior with this record; the same one where it has no place for a record."""
+        return self
 
     @property
     def evidence_error(self) -> float:

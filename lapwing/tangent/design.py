@@ -78,6 +78,7 @@ class NetworkDesign:
         if cache is None:
             gpu = network.device.type == "cuda"
             cache = torch.cuda.mem_get_info(network.device)[0] // 3 if gpu else CACHE
+        data = data.steady()
         given, data = data, fixed(data, cache)
         sweep = Sweep(network, likelihood, data, Seeds(curvature), "Jacobian", part)
         kept: list[LayerJacobians] | None = []
@@ -141,15 +142,8 @@ class NetworkDesign:
         if self.factors is not None:
             yield from (JacobianPart(jacobians) for jacobians in self.factors)
             return
-        total = 0
         for jacobians in Sweep(self.network, self.likelihood, self.data, Seeds(self.curvature), "products", self.part):
-            part = JacobianPart(jacobians)
-            total += part.rows
-            yield part
-        if total != self.rows:
-            raise DataError(
-                f"a pass gave {total} rows and the first one {self.rows}; expected the same data each time."
-            )
+            yield JacobianPart(jacobians)
 
 
 def refuse_unsteady(design: NetworkDesign, generator: torch.Generator | None = None) -> None:
@@ -182,45 +176,12 @@ def refuse_reordered(design: NetworkDesign) -> None:
 
 
 def refuse_redrawn(design: NetworkDesign) -> None:
-    """Raise unless a loader whose data are kept gives the same rows again, in any order. Reads the loader once more.
+    """Raise unless a loader whose data are kept gives the same rows again, in any order; read it a second time for it.
 
-    The data kept of a loader that augments at random would be one random draw. Rows of several lengths are not
-    compared: padding depends on the other samples of a batch.
+    The data kept of a loader that augments at random would be one random draw.
     """
-    if design.source is None or design.source.in_memory:
-        return
-    first, second = _projected(design.data, design.network), _projected(design.source, design.network)
-    if first is None or second is None:
-        return
-    sizes = torch.maximum(first, second)[[2, 1]].clamp_min(torch.finfo(torch.float64).tiny)
-    gap = float(((first - second)[:2].abs() / sizes).max())
-    if gap > 1e-9:
-        raise DataError(
-            f"a second reading of the data gave other rows, by {gap:.2g} of their size; expected the same in any "
-            "order. Use no random augmentation, and drop_last=False."
-        )
-
-
-def _projected(data: Data, network: Network) -> Tensor | None:
-    """Return sums over all rows of a random projection of input and target, of its square and of its magnitude.
-
-    None if rows have several lengths.
-    """
-    patterns: list[Tensor] = []
-    total = torch.zeros(3, dtype=torch.float64, device=data.device)
-    for batch in data.batches("reading again"):
-        size, has_row_per_sample = network.count(batch.inputs), (*network.per_sample(batch.inputs), True)
-        tensors = [t.reshape(len(t) if t.ndim else 1, -1) for t in (*tensors_in(batch.inputs), batch.targets)]
-        if not patterns:
-            generator = torch.Generator().manual_seed(1)
-            patterns = [normal((t.shape[1],), generator, total) for t in tensors]
-        if [t.shape[1] for t in tensors] != [len(pattern) for pattern in patterns]:
-            return None
-        each = [t.double() @ pattern for t, pattern in zip(tensors, patterns, strict=True)]
-        pairs = zip(each, has_row_per_sample, strict=True)
-        row = torch.stack([r if by_sample else r.sum().expand(size) for r, by_sample in pairs]).sum(0)
-        total += torch.stack([row.sum(), row.square().sum(), row.abs().sum()])
-    return total
+    if design.source is not None:
+        design.source.repeats()
 
 
 def fixed(data: Data, most: int) -> Data:

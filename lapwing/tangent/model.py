@@ -41,6 +41,7 @@ class TangentModel(Protocol):
 
 def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> TangentModel:
     """Return the tangent model with its Jacobian in memory if it fits, else one that streams over the data."""
+    data = data.steady()
     rows, shape = 0, network.output_shape
     for batch in data.batches("counting"):
         seen = batch.targets.shape if len(shape) == 2 else batch.targets.shape[:1]  # tokens may differ between batches

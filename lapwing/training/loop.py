@@ -75,6 +75,8 @@ class _Trainer:
 
     def __post_init__(self) -> None:
         model, recipe = self.network.model, self.recipe
+        if recipe.full_batch:  # L-BFGS compares gradients of several epochs
+            self.data = self.data.steady()
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
         if self.prior.needs_curvature:
             raise UnsupportedError(

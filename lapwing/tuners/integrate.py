@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, as_data, tensors_in
+from lapwing.core.data import Data, as_data, placed, tensors_in
 from lapwing.core.settings import require_positive_values
 from lapwing.core.trace import Trace
 from lapwing.posteriors.mixture import MixturePosterior
@@ -160,7 +160,9 @@ def _edges(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
 
 
 def _rows(inputs: Any) -> list[bytes]:
-    """Return the bytes of every sample of the inputs."""
+    """Return the bytes of every sample of the inputs; none where samples are not rows of tensors."""
+    if not all(isinstance(leaf, Tensor) for _, leaf in placed(inputs)):
+        return []
     tensors = [tensor.detach().cpu() for tensor in tensors_in(inputs) if tensor.ndim]
     if not tensors:
         return []

@@ -64,7 +64,7 @@ def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> Induc
     """
     points, moves = points.learnable(noise=False)
     assert moves is not None
-    bound = collapsed_bound(points, data)
+    bound = collapsed_bound(points, data.steady())
     variables = [moves, points.log_scale] if points.problem.learn_prior else [moves]
     optimiser = torch.optim.LBFGS(
         variables, max_iter=1, max_eval=25, history_size=50, line_search_fn="strong_wolfe", tolerance_grad=0.0,

@@ -364,7 +364,9 @@ def test_data_that_change_and_do_not_fit_are_refused(change: str, kind: str, mon
     posterior = fitted(case)
     monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
     data = Changing(case, CHANGES[change])
-    message = "two passes over the data gave different rows" if kind == "jacobian" else "two calls .* differ by"
+    message = (
+        "a second reading of the data" if change == "augmented" else "two passes over the data gave different rows"
+    )
     with pytest.raises(lw.LapwingError, match=message):
         getattr(posterior, kind)(data)
 
@@ -376,7 +378,7 @@ def test_a_loader_that_leaves_data_out_by_chance_is_refused(kind: str, monkeypat
     loader = DataLoader(pairs, batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(1))
     posterior = fitted(case)
     monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
-    with pytest.raises(lw.LapwingError, match=r"gave different rows|two calls to an operator .* differ by"):
+    with pytest.raises(lw.LapwingError, match="a second reading of the data gave other rows"):
         getattr(posterior, kind)(loader)
 
 
