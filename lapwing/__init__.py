@@ -1,15 +1,15 @@
 """Lapwing turns a trained PyTorch network into one with calibrated error bars.
 
 The names below are for everyday use. The rest is in namespaces: ``tuners``, ``priors``, ``baselines``, ``recipes``,
-``metrics``, ``linear`` and ``errors``.
+``metrics``, ``linear``, ``samples`` and ``errors``.
 """
 
 from lapwing import baselines, errors, linear, metrics, priors, recipes, tuners
 from lapwing.api import fit, load, train
 from lapwing.check import check
 from lapwing.compare import compare
+from lapwing.core import samples
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.samples import OneSample, SampleSet, unpacked
 from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.bernoulli import Bernoulli
@@ -39,6 +39,5 @@ __all__ = [
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "ELLA", "VaLLA", "HFL", "FMGP", "Auto",
     "all_weights", "last_layer", "named", "subnetwork", "isotropic", "per_layer", "grouped",
-    "SampleSet", "OneSample", "unpacked",
-    "tuners", "priors", "baselines", "recipes", "metrics", "linear", "errors",
+    "tuners", "priors", "baselines", "recipes", "metrics", "linear", "samples", "errors",
 ]  # fmt: skip

@@ -279,7 +279,7 @@ class Data:
         raise DataError(
             f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
             "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor; other items "
-            "are unpacked by a function of yours: lw.unpacked(loader, lambda item: (inputs, targets))."
+            "are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, targets))."
         )
 
     def _checked(self, batch: Batch, position: int) -> Batch:

@@ -168,7 +168,7 @@ def unpacked(loader: Iterable[Any], unpack: Callable[[Any], tuple[Any, Any]]) ->
     >>> from torch import nn
     >>> import lapwing as lw
     >>> items = [{"pixels": torch.randn(4, 3), "answer": torch.randn(4, 2), "id": [1, 2, 3, 4]}]
-    >>> loader = lw.unpacked(items, lambda item: (item["pixels"], item["answer"]))
+    >>> loader = lw.samples.unpacked(items, lambda item: (item["pixels"], item["answer"]))
     >>> lw.fit(nn.Linear(3, 2), loader, lw.Gaussian(0.1), prior=1.0).network.selection.size
     8
     """

@@ -94,8 +94,8 @@ def _refuse_mixed_samples(
                 raise
             raise ModelError(
                 f"the model takes {batch} samples, but not some of them: {error}; expected that samples can be run "
-                "apart. Where they are no rows of tensors, as in graphs, say how they are split: lw.SampleSet, or "
-                "lw.OneSample for one graph with a target for each node."
+                "apart. Where they are no rows of tensors, as in graphs, say how they are split: lw.samples.SampleSet, "
+                "or lw.samples.OneSample for one graph with a target for each node."
             ) from error
         count = rows.stop - rows.start
         if alone.shape[0] != count:

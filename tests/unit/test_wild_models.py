@@ -303,7 +303,7 @@ class Convolution(nn.Module):
         return self.head(x)
 
 
-class Graphs(lw.SampleSet):
+class Graphs(lw.samples.SampleSet):
     def __init__(self, graphs: list[tuple[Tensor, Tensor]]) -> None:
         self.graphs = graphs
 
@@ -340,7 +340,7 @@ def test_a_target_for_each_graph() -> None:
     model = Convolution().double()
     graphs, y = [random_graph() for _ in range(9)], torch.randn(9, 2).double()
     items = [{"graphs": graphs[:5], "y": y[:5]}, {"graphs": graphs[5:], "y": y[5:]}]
-    loader = lw.unpacked(items, lambda item: (Graphs(item["graphs"]), item["y"]))
+    loader = lw.samples.unpacked(items, lambda item: (Graphs(item["graphs"]), item["y"]))
     assert len(loader) == 2
     posterior = lw.fit(model, loader, lw.Gaussian(0.5), method=lw.Full(), prior=1.0)
     alone = [model(x, edges, torch.zeros(len(x), dtype=torch.long)) for x, edges in graphs]
@@ -356,7 +356,7 @@ def test_a_target_for_each_node_of_one_graph() -> None:
     model, (x, edges) = Convolution().double(), (torch.randn(7, 3).double(), torch.randint(0, 7, (2, 15)))
     y = torch.randint(0, 2, (1, 7))
     y[0, 3] = -100  # a node that is not in the training data
-    graph = lw.OneSample((x, edges))
+    graph = lw.samples.OneSample((x, edges))
     posterior = lw.fit(model, [(graph, y)], "classification", method=lw.Full(), prior=1.0)
     f = model(x, edges)
     jac, hessian = rows_of(f, model).reshape(7, 2, -1), dense.softmax_hessian(f.detach())
@@ -365,7 +365,7 @@ def test_a_target_for_each_node_of_one_graph() -> None:
     cov = torch.linalg.inv(ggn + torch.eye(len(ggn), dtype=torch.float64))
     assert_close(posterior.functions(graph).cov[0], jac @ cov @ jac.mT, SOLVED)
     assert posterior.predict(graph).probs.shape == (1, 7, 2)
-    with pytest.raises(errors.ModelError, match=r"lw\.OneSample"):
+    with pytest.raises(errors.ModelError, match=r"lw\.samples\.OneSample"):
         lw.fit(model, [((x, edges), y[0])], "classification")
     with pytest.raises(errors.DataError, match=r"lw\.unpacked"):
         lw.fit(model, [SimpleNamespace(x=x, edge_index=edges, y=y)], "classification")
