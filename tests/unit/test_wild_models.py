@@ -367,5 +367,5 @@ def test_a_target_for_each_node_of_one_graph() -> None:
     assert posterior.predict(graph).probs.shape == (1, 7, 2)
     with pytest.raises(errors.ModelError, match=r"lw\.samples\.OneSample"):
         lw.fit(model, [((x, edges), y[0])], "classification")
-    with pytest.raises(errors.DataError, match=r"lw\.unpacked"):
+    with pytest.raises(errors.DataError, match=r"lw\.samples\.unpacked"):
         lw.fit(model, [SimpleNamespace(x=x, edge_index=edges, y=y)], "classification")
