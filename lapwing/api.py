@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lapwing import files
 from lapwing.core.data import Batch, Data, shows_progress
 from lapwing.core.reading import Readings
+from lapwing.core.settings import GENERATOR, NONE, PATH
 from lapwing.core.trace import Trace
-from lapwing.errors import ModelError, UnsupportedError
+from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
@@ -23,15 +24,15 @@ from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly
-from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import outside_autocast, own_loss, unwrapped
+from lapwing.networks.fingerprint import Fingerprint, structure_of
+from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import HasEvidence
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem, checked_targets, mean_squared_residual, named_targets
-from lapwing.registry import LIKELIHOODS, Auto, named, prior_given
+from lapwing.registry import Auto, named, prior_given
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
@@ -39,7 +40,7 @@ from lapwing.tuners.budget import Budget
 from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.integrate import Integrate
-from lapwing.tuners.protocol import FollowsEvidence, Tuner, checked_tuner
+from lapwing.tuners.protocol import FollowsEvidence, Tuner, applied, checked_tuner
 from lapwing.tuners.verdict import judged
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
@@ -114,14 +115,16 @@ def fit(
             "validation data and a tuner were given; expected one of them. With validation data the hyperparameters "
             "are integrated by lw.tuners.Integrate; give that tuner itself to change its settings."
         )
-    if not isinstance(generator, torch.Generator | None):
-        raise UnsupportedError(f"generator is {generator!r:.80}; expected torch.Generator().manual_seed(...), or None.")
-    batches = Data(data, _device(model), target_key, shows_progress(progress))
+    GENERATOR.check("generator", generator)
+    chosen, why = named("method", method), ""
+    if tuner is not None:
+        checked_tuner(tuner)
+    batches = Data(data, device_of(model), target_key, shows_progress(progress))
+    before = structure_of(unwrapped(model))
     held_out = (
         None if validation is None else replace(batches, source=validation, name="validation", readings=Readings())
     )
     problem = _problem(model, batches, likelihood, weights, prior)
-    chosen, why = named("method", method), ""
     if isinstance(chosen, Auto):
         chosen, why = _chosen_by(chosen, problem, batches)
     if held_out is not None:
@@ -137,7 +140,7 @@ def fit(
     if posterior.problem.learn_prior and isinstance(posterior, HasEvidence):
         posterior = _tuned(posterior, tuner, batches)
     elif tuner is not None:
-        posterior = checked_tuner(tuner, batches)(posterior)
+        posterior = applied(tuner, posterior, batches)
     if held_out is not None:
         posterior = Integrate(held_out, None if prior is None else (), training=batches)(posterior)
     elif given is not None and posterior.linearised:
@@ -147,7 +150,7 @@ def fit(
         others = _exact(posterior, batches, generator) if averaged else ()
         posterior = Budget(batches, others=others)(posterior)
     posterior = _with_findings(posterior, (*batches.findings, *(held_out.findings if held_out else ())))
-    return Fitted(posterior, Fingerprint.of(posterior.problem.network.model), type(chosen).__name__, why)
+    return Fitted(posterior, Fingerprint.of(posterior.problem.network.model, before), type(chosen).__name__, why)
 
 
 def _with_findings(posterior: Any, findings: tuple[str, ...]) -> Any:
@@ -200,14 +203,10 @@ def _likelihood(given: Likelihood | str, network: Network, batch: Batch, f: Tens
 
     "classification" with one output is binary. The loss of a model that takes labels must be that of the likelihood.
     """
-    is_binary = given == "classification" and f.shape[-1] == 1
+    is_binary = isinstance(given, str) and given == "classification" and f.shape[-1] == 1
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
-    if not isinstance(likelihood, Likelihood):
-        raise UnsupportedError(
-            f"likelihood is {likelihood!r:.80}; expected one of {', '.join(LIKELIHOODS)}, or an object whose class "
-            "inherits from lapwing.likelihoods.protocol.Likelihood."
-        )
     likelihood.check_outputs(f)
+    likelihood.check_last(network.last_operation)
     own = own_loss(network.model, batch, network.plain)
     if own is not None:
         likelihood.check_loss(f, batch.targets, own)
@@ -242,7 +241,7 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
         default = SampleEM(mode="network") if posterior.is_sampled else MaximiseEvidence()
         tuned = default(tuned)
     if tuner is not None:
-        tuned = checked_tuner(tuner, data)(tuned)
+        tuned = applied(tuner, tuned, data)
     return tuned if tuned.trace is None else tuned.with_trace(tuned.trace.after(posterior.trace))
 
 
@@ -300,7 +299,8 @@ def train(
     >>> trained.posterior.predict(x[:3]).std.shape
     torch.Size([3, 1])
     """
-    batches = Data(data, _device(model), target_key, shows_progress(progress))
+    (PATH | NONE).check("checkpoint", checkpoint)
+    batches = Data(data, device_of(model), target_key, shows_progress(progress))
     several = batches.look()[1]
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
@@ -310,8 +310,9 @@ def train(
     if chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     modes = [module.training for module in unwrapped(model).modules()]
+    before = structure_of(network.model)
     posterior, state = training.run(network, modes, batches, chosen, recipe, resume, checkpoint)
-    fitted = Fitted(posterior, Fingerprint.of(network.model), type(recipe.method).__name__)
+    fitted = Fitted(posterior, Fingerprint.of(network.model, before), type(recipe.method).__name__)
     return Trained(network.model, fitted, state.history, state)
 
 
@@ -346,13 +347,6 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     >>> torch.allclose(again.predict(x).std, posterior.predict(x).std)
     True
     """
+    PATH.check("path", path)
+    device_of(model)
     return Fitted(*files.load(path, model))
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Return the device of the model; raise if it is no module or has no parameters."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the model is a {type(model).__name__}; expected a torch.nn.Module.")
-    for parameter in model.parameters():
-        return parameter.device
-    raise ModelError("the model has no parameters, so there is nothing to be uncertain about; expected at least one.")

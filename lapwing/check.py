@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_leaves, map_tensors, tensors_in
+from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_leaves, map_tensors, refuse_meta, tensors_in
 from lapwing.core.samples import standard
+from lapwing.core.settings import NONE, Rule, is_integer
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
-from lapwing.networks.forward import has_dropout
+from lapwing.networks.forward import device_of, has_dropout
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -87,9 +88,10 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     >>> report.costs["Full"].stored
     512
     """
-    if data is not None and data < 1:
-        raise DataError(f"data is {data}; expected the number of training data, at least 1.")
-    device = next(model.parameters()).device
+    whole = Rule("the number of training data, at least 1", lambda v: is_integer(v) and v >= 1, DataError)
+    (whole | NONE).check("data", data)
+    device = device_of(model)
+    refuse_meta(batch)
     inputs = map_tensors(map_leaves(_inputs(model, batch), standard), lambda t: t.to(device))
     network = Network.build(model, inputs, named("weights", weights))
     tangent = network.linearise(inputs)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from lapwing.core.settings import Rule
 from lapwing.errors import DataError
 from lapwing.fitted import Fitted
 from lapwing.posteriors.effective import EffectiveParameters
@@ -88,10 +89,10 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     2
     """
     if not isinstance(posteriors, Mapping) or not posteriors:
-        raise DataError(
-            f"compare() got {type(posteriors).__name__ if posteriors else 'no posteriors'}; expected a mapping from "
-            "names to fitted posteriors."
-        )
+        got = type(posteriors).__name__ if not isinstance(posteriors, Mapping) else "no posteriors"
+        raise DataError(f"compare() got {got}; expected a mapping from names to fitted posteriors.")
+    for name, fitted in posteriors.items():
+        Rule("a posterior that fit() made", lambda v: isinstance(v, Fitted), DataError).check(f"{name!r}", fitted)
     _refuse_different(posteriors)
     with torch.no_grad():
         evidences = {name: float(fitted.log_evidence()) for name, fitted in posteriors.items()}

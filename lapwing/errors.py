@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "LapwingError", "DataError", "ModelError", "NumericalError", "FileError", "UnsupportedError", "DivergedError",
-    "CalibrationWarning",
+    "LapwingError", "DataError", "InputError", "ModelError", "NumericalError", "FileError", "UnsupportedError",
+    "DivergedError", "CalibrationWarning",
 ]  # fmt: skip
 
 
@@ -24,6 +24,10 @@ class LapwingError(ValueError):
 
 class DataError(LapwingError):
     """Unusable data: empty, not finite, of the wrong shape or out of range."""
+
+
+class InputError(DataError, RuntimeError):
+    """Inputs with which the network itself raises an error, which is the cause; a ``RuntimeError`` like PyTorch's."""
 
 
 class ModelError(LapwingError):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lapwing.core.container import read, write
-from lapwing.core.schema import UNLIMITED, ListOf, Record, Text, Whole
+from lapwing.core.schema import UNLIMITED, ListOf, MapOf, Record, Text, Whole
 from lapwing.core.state import Part, State, Unread
 from lapwing.errors import FileError, LapwingError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -50,7 +50,9 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, why: str, 
                 f"the {name} {type(value).__name__} has no file form, a method state(); fit again where it is needed."
             )
         parts[name] = value.state()
-    settings = {"method": method, "why": why, "fingerprint": {**asdict(fingerprint), "quick": ()}}
+    marks = {**asdict(fingerprint), "quick": ()}
+    del marks["structure"]
+    settings = {"method": method, "why": why, "fingerprint": marks, "modules": fingerprint.modules}
     state = State(FORMAT, settings, parts=parts)
     try:
         _restored(state, problem.network.model)
@@ -78,19 +80,20 @@ def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, s
     """Build the posterior from a state, each part after its values were checked."""
     numbers = ListOf(UNLIMITED, "n")
     fields = state.read(
-        method=Text(), why=Text(), **{name: Unread() for name in PARTS},
+        method=Text(), why=Text(), modules=MapOf(Text()), **{name: Unread() for name in PARTS},
         fingerprint=Record(
             Fingerprint, names=ListOf(Text(), "n"), shapes=ListOf(ListOf(Whole()), "n"), marks=numbers, norms=numbers,
             quick=ListOf(Text(), 0),
         ),
     )  # fmt: skip
-    _refuse_other_model(fields["fingerprint"], model)
+    modules = {(name, ""): kind for name, kind in fields["modules"].items()}
+    _refuse_other_model(replace(fields["fingerprint"], structure=modules), model)
     network = Part(Network, model).checked(fields["network"], {})
     sizes = {"P": network.selection.size, "C": network.output_shape[-1]}
     likelihood = Part(Likelihood).checked(fields["likelihood"], sizes)
     prior = Part(Prior, network).checked(fields["prior"], sizes)
     posterior = Part(Posterior, Problem(network, likelihood, prior)).checked(fields["posterior"], sizes)
-    return posterior, Fingerprint.of(model), fields["method"], fields["why"]
+    return posterior, Fingerprint.of(model, modules), fields["method"], fields["why"]
 
 
 def _moved(state: State, device: torch.device) -> State:

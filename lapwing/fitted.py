@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.core.data import Data, Inputs, check_finite, map_leaves, map_tensors, shows_progress
+from lapwing.core.data import Data, Inputs, check_finite, map_leaves, map_tensors, refuse_meta, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.samples import standard
-from lapwing.core.settings import require_integer
+from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, seen
 from lapwing.core.state import on_device
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, UnsupportedError
@@ -37,7 +37,7 @@ from lapwing.registry import prior_given
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
 from lapwing.tuners.evidence import MaximiseEvidence
-from lapwing.tuners.protocol import Tuner, checked_tuner
+from lapwing.tuners.protocol import Tuner, applied
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,6 +121,7 @@ class Fitted:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite.
         """
+        FLAG.check("joint", joint)
         belief = self.posterior(self._checked(x), joint)
         check_finite(belief.mean, "outputs of the network")
         return belief
@@ -232,7 +233,7 @@ class Fitted:
             DivergedError: If a hyperparameter has no optimum.
         """
         self._unchanged()
-        return replace(self, posterior=checked_tuner(tuner or MaximiseEvidence())(self.base))
+        return replace(self, posterior=applied(MaximiseEvidence() if tuner is None else tuner, self.base))
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:
@@ -259,6 +260,7 @@ class Fitted:
         >>> torch.allclose(slope, posterior.variance_of(lambda w: w["weight"][0, 0]))
         True
         """
+        Rule("a function of the weights by name, or of the outputs", FUNCTION.holds).check("function", function)
         if x is None:
             self._unchanged()
         else:
@@ -296,7 +298,7 @@ class Fitted:
         """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
         self._unchanged()
         batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
-        batches = batches if progress is None else replace(batches, progress=progress)
+        batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
         return NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
 
     @property
@@ -358,9 +360,11 @@ class Fitted:
         model = self.network.model
         try:
             target = torch.empty(0, device=device).device
+            if device is None or target.type == "meta":
+                raise RuntimeError("it holds no numbers")
             model.to(target)
-        except (AssertionError, RuntimeError) as error:
-            raise UnsupportedError(f"device is {device!r}; expected one that this machine has: {error}") from error
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise UnsupportedError(f"device is {seen(device)}; expected one that this machine has: {error}") from error
         return replace(self, posterior=on_device(self.posterior, target, keep=model))
 
     @outside_autocast
@@ -374,6 +378,7 @@ class Fitted:
             UnsupportedError: If the method has no file form.
             FileError: If the file cannot be written, or ``load`` would refuse it; an existing file is unchanged.
         """
+        PATH.check("path", path)
         self._unchanged()
         files.save(self.posterior, self.fingerprint, self.method, self.why, path)
 
@@ -387,6 +392,7 @@ class Fitted:
         """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed."""
         self._unchanged()
         device = self.network.device
+        refuse_meta(x)
         x = map_tensors(map_leaves(x, standard), lambda t: t.to(device))
         if self.network.count(x) == 0:
             raise DataError("the batch is empty; expected at least one input.")

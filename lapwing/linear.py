@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import generator_or_default
-from lapwing.core.settings import is_real, require_integer
+from lapwing.core.settings import FLAG, GENERATOR, is_real, require_integer
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.linalg.cg import block_conjugate_gradients
@@ -73,8 +73,7 @@ def fit(
     require_integer("num_samples", num_samples)
     if not (is_real(tolerance) and 0 < tolerance < 1):
         raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise DataError(f"generator is {generator!r:.80}; expected a torch.Generator, or None.")
+    GENERATOR.check("generator", generator)
     if isinstance(design, OperatorDesign):
         refuse_unpaired(design)
     generator = generator_or_default(generator)
@@ -155,7 +154,9 @@ class LinearPosterior:
             require_integer("n", n, least=0)
             count = len(self.solution.x)
             if n > count:
-                raise UnsupportedError(f"{n} samples were asked for and {count} are stored; raise num_samples.")
+                raise UnsupportedError(
+                    f"{n} samples were asked for and {count} are stored; expected at most as many. Raise num_samples."
+                )
         return self.mean + self.solution.x[:n]
 
     @cached_property
@@ -235,6 +236,9 @@ class LinearPosterior:
         Raises:
             NumericalError: there is no optimum, or ``max_steps`` are far from enough.
         """
+        FLAG.check("precision", precision)
+        FLAG.check("noise", noise)
+        require_integer("max_steps", max_steps)
         current, steps = self, list[Step]()
         least = 1e-13 * float(self.y.square().mean())  # a smaller noise variance is rounding
         for _ in range(max_steps):

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.core.settings import INTEGER, TENSOR, require_integer, seen
+from lapwing.errors import DataError
+
 __all__ = [
     "categorical_nll", "accuracy", "brier", "ece", "calibration", "normal_nll", "rmse", "crps", "coverage",
     "interval_width", "auroc",
@@ -31,73 +34,77 @@ class Calibration:
     weight: Tensor  # (bins,) share of the predictions, summing to one
 
 
-def categorical_nll(probs: Tensor, y: Tensor) -> float:
+def categorical_nll(probs: Tensor, y: Tensor, *, ignore_index: int = -100) -> float:
     """Return the mean negative log-probability of the labels.
 
     Args:
         probs: Class probabilities, (B, C).
         y: Labels, (B,).
+        ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        ValueError: The shapes do not fit.
+        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
 
     >>> round(categorical_nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1])), 4)
     0.4904
     """
-    probs, y = _checked_labels(probs, y)
+    probs, y = _checked_labels(probs, y, ignore_index)
     return float(-probs.gather(1, y.unsqueeze(1)).log().mean())
 
 
-def accuracy(probs: Tensor, y: Tensor) -> float:
+def accuracy(probs: Tensor, y: Tensor, *, ignore_index: int = -100) -> float:
     """Return the share of inputs whose most probable class is the label.
 
     Args:
         probs: Class probabilities, (B, C).
         y: Labels, (B,).
+        ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        ValueError: The shapes do not fit.
+        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
 
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
     0.5
     """
-    probs, y = _checked_labels(probs, y)
+    probs, y = _checked_labels(probs, y, ignore_index)
     return float((probs.argmax(1) == y).double().mean())
 
 
-def brier(probs: Tensor, y: Tensor) -> float:
+def brier(probs: Tensor, y: Tensor, *, ignore_index: int = -100) -> float:
     """Return the mean squared distance to the one-hot label, summed over classes: 0 at best, 2 at worst.
 
     Args:
         probs: Class probabilities, (B, C).
         y: Labels, (B,).
+        ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        ValueError: The shapes do not fit.
+        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
 
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
     0.5
     """
-    probs, y = _checked_labels(probs, y)
+    probs, y = _checked_labels(probs, y, ignore_index)
     right = probs.gather(1, y.unsqueeze(1)).squeeze(1)
     return float((probs.square().sum(1) - 2 * right + 1).mean())
 
 
-def ece(probs: Tensor, y: Tensor, bins: int = 15) -> float:
+def ece(probs: Tensor, y: Tensor, bins: int = 15, *, ignore_index: int = -100) -> float:
     """Return the expected calibration error of the most probable class (Guo et al. 2017).
 
     Args:
         probs: Class probabilities, (B, C).
         y: Labels, (B,).
         bins: Number of bins of equal width between 0 and 1.
+        ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        ValueError: The shapes do not fit.
+        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
 
     >>> round(ece(torch.tensor([[0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 1])), 4)
     0.4
     """
-    probs, y = _checked_labels(probs, y)
+    probs, y = _checked_labels(probs, y, ignore_index)
     confidence, guess = probs.max(1)
     binned = calibration(confidence, guess == y, bins)
     return float((binned.weight * (binned.accuracy - binned.confidence).abs()).nansum())
@@ -115,16 +122,18 @@ def calibration(confidence: Tensor, correct: Tensor, bins: int = 15) -> Calibrat
         Mean confidence, accuracy and share of the predictions of each bin.
 
     Raises:
-        ValueError: The shapes do not fit.
+        DataError: The shapes do not fit.
 
     >>> calibration(torch.tensor([0.2, 0.9, 0.8]), torch.tensor([False, True, False]), bins=2).accuracy
     tensor([0.0000, 0.5000], dtype=torch.float64)
     """
-    if confidence.shape != correct.shape or confidence.ndim != 1 or not len(confidence):
-        raise ValueError(
-            f"confidence has the shape {tuple(confidence.shape)}, correct {tuple(correct.shape)}; expected (B,) twice."
+    require_integer("bins", bins)
+    confidence, correct = _checked(confidence=confidence, correct=correct)
+    if confidence.ndim != 1 or not _within(confidence) or not bool(((correct == 0) | (correct == 1)).all()):
+        raise DataError(
+            f"confidence has the shape {tuple(confidence.shape)} and runs from {confidence.min():.3g} to "
+            f"{confidence.max():.3g}; expected probabilities (B,), and correct True or False for each."
         )
-    confidence, correct = confidence.detach().double(), correct.detach().double()
     inner = torch.arange(1, bins, dtype=torch.float64, device=confidence.device) / bins
     which = torch.bucketize(confidence, inner)
     counts = torch.bincount(which, minlength=bins).double()
@@ -135,13 +144,28 @@ def calibration(confidence: Tensor, correct: Tensor, bins: int = 15) -> Calibrat
     )
 
 
-def _checked_labels(probs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities in float64 and labels; raise unless they are (B, C) and (B,)."""
-    if probs.ndim != 2 or y.shape != probs.shape[:1] or not len(y):
-        raise ValueError(
-            f"probabilities have the shape {tuple(probs.shape)}, labels {tuple(y.shape)}; expected (B, C) and (B,)."
+def _within(probs: Tensor) -> bool:
+    """Return whether all numbers are between 0 and 1, up to rounding."""
+    return bool((probs >= -1e-6).all()) and bool((probs <= 1 + 1e-6).all())
+
+
+def _checked_labels(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return probabilities (B, C) in float64 and labels (B,), without the ignored ones; raise if they do not fit."""
+    INTEGER.check("ignore_index", ignore_index)
+    TENSOR.check("probs", probs)
+    TENSOR.check("y", y)
+    if probs.ndim != 2 or y.shape != probs.shape[:1] or not len(y) or y.is_floating_point():
+        raise DataError(
+            f"probs is {seen(probs)}, y is {seen(y)}; expected probabilities (B, C) and whole class numbers (B,)."
         )
-    return probs.detach().double(), y.detach().long()
+    probs, y = probs.detach().double(), y.detach().long().to(probs.device)
+    if not _within(probs) or not bool(((probs.sum(1) - 1).abs() < 1e-3).all()):
+        raise DataError("rows of probs do not sum to one; expected class probabilities. Take logits.softmax(-1).")
+    probs, y = probs[y != ignore_index], y[y != ignore_index]
+    if not len(y) or not 0 <= int(y.min()) <= int(y.max()) < probs.shape[1]:
+        labels = f"labels run from {int(y.min())} to {int(y.max())}" if len(y) else "every label is ignored"
+        raise DataError(f"{labels}; expected 0..{probs.shape[1] - 1}, or ignore_index={ignore_index} for some.")
+    return probs, y
 
 
 def normal_nll(mean: Tensor, std: Tensor, y: Tensor) -> float:
@@ -153,12 +177,12 @@ def normal_nll(mean: Tensor, std: Tensor, y: Tensor) -> float:
         y: Targets, in the same shape.
 
     Raises:
-        ValueError: The shapes differ, or are empty.
+        DataError: The shapes differ, or are empty.
 
     >>> round(normal_nll(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
     0.9189
     """
-    mean, std, y = _checked(mean, std, y)
+    mean, std, y = _checked_normal(mean, std, y)
     return float((0.5 * ((y - mean) / std).square() + std.log()).mean()) + 0.5 * math.log(2 * math.pi)
 
 
@@ -170,12 +194,12 @@ def rmse(mean: Tensor, y: Tensor) -> float:
         y: Targets, in the same shape.
 
     Raises:
-        ValueError: The shapes differ, or are empty.
+        DataError: The shapes differ, or are empty.
 
     >>> rmse(torch.zeros(2), torch.tensor([3.0, 3.0]))
     3.0
     """
-    mean, y = _checked(mean, y)
+    mean, y = _checked(mean=mean, y=y)
     return float((y - mean).square().mean().sqrt())
 
 
@@ -190,12 +214,12 @@ def crps(mean: Tensor, std: Tensor, y: Tensor) -> float:
         y: Targets, in the same shape.
 
     Raises:
-        ValueError: The shapes differ, or are empty.
+        DataError: The shapes differ, or are empty.
 
     >>> round(crps(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
     0.2337
     """
-    mean, std, y = _checked(mean, std, y)
+    mean, std, y = _checked_normal(mean, std, y)
     z = (y - mean) / std
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
     return float((std * (z * (2 * torch.special.ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi))).mean())
@@ -210,12 +234,12 @@ def coverage(low: Tensor, high: Tensor, y: Tensor) -> float:
         y: Targets, in the same shape.
 
     Raises:
-        ValueError: The shapes differ, or are empty.
+        DataError: The shapes differ, or are empty.
 
     >>> coverage(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 2.0]))
     0.5
     """
-    low, high, y = _checked(low, high, y)
+    low, high, y = _checked_ends(low=low, high=high, y=y)
     return float(((low <= y) & (y <= high)).double().mean())
 
 
@@ -227,21 +251,42 @@ def interval_width(low: Tensor, high: Tensor) -> float:
         high: Upper ends, in the same shape.
 
     Raises:
-        ValueError: The shapes differ, or are empty.
+        DataError: The shapes differ, or are empty.
 
     >>> interval_width(torch.zeros(2), torch.tensor([1.0, 3.0]))
     2.0
     """
-    low, high = _checked(low, high)
+    low, high = _checked_ends(low=low, high=high)
     return float((high - low).mean())
 
 
-def _checked(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _checked(**tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors in float64; raise unless their shapes agree, since (B, 1) and (B,) broadcast to (B, B)."""
-    shapes = [tuple(t.shape) for t in tensors]
-    if len(set(shapes)) != 1 or not tensors[0].numel():
-        raise ValueError(f"shapes are {', '.join(map(str, shapes))}; expected the same, with at least one entry.")
-    return tuple(t.detach().double() for t in tensors)
+    for name, tensor in tensors.items():
+        TENSOR.check(name, tensor)
+    shapes = [tuple(t.shape) for t in tensors.values()]
+    if len(set(shapes)) != 1 or not math.prod(shapes[0]):
+        raise DataError(
+            f"{', '.join(tensors)} have the shapes {', '.join(map(str, shapes))}; expected the same, with at least one "
+            "entry. Reshape one of them."
+        )
+    return tuple(t.detach().double() for t in tensors.values())
+
+
+def _checked_normal(mean: Tensor, std: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Return mean, standard deviation and targets; raise if a standard deviation is not positive."""
+    mean, std, y = _checked(mean=mean, std=std, y=y)
+    if not bool((std > 0).all()):
+        raise DataError(f"std is as low as {std.min():.3g}; expected positive numbers. Is it a variance, or the mean?")
+    return mean, std, y
+
+
+def _checked_ends(**tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the ends of intervals, and targets; raise if a lower end is above its upper end."""
+    low, high, *y = _checked(**tensors)
+    if not bool((low <= high).all()):
+        raise DataError(f"low is above high in {int((low > high).sum())} intervals; expected (low, high), in order.")
+    return low, high, *y
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
@@ -254,16 +299,16 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
         outside: Scores of other inputs, (B',).
 
     Raises:
-        ValueError: The scores are empty, not (B,), or NaN.
+        DataError: The scores are empty, not (B,), or NaN.
 
     >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
     0.875
     """
+    TENSOR.check("inside", inside)
+    TENSOR.check("outside", outside)
     if inside.ndim != 1 or outside.ndim != 1 or not len(inside) or not len(outside):
-        raise ValueError(f"scores have the shapes {tuple(inside.shape)} and {tuple(outside.shape)}; expected (B,).")
+        raise DataError(f"scores have the shapes {tuple(inside.shape)} and {tuple(outside.shape)}; expected (B,).")
     scores = torch.cat([inside.detach().double(), outside.detach().double()])
-    if bool(scores.isnan().any()):
-        raise ValueError("a score is NaN; expected numbers that can be ordered.")
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
     midranks = counts.cumsum(0).double() - 0.5 * (counts.double() - 1)
     above = midranks[place[len(inside) :]].sum() - 0.5 * len(outside) * (len(outside) + 1)

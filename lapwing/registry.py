@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lapwing.core.settings import is_real, require_integer
+import torch
+from torch import nn
+
+from lapwing.core.settings import Rule, is_real, require_flag, require_integer
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron
@@ -29,7 +33,7 @@ from lapwing.methods.protocol import AutoCandidate, Budget, Method
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
 from lapwing.networks.last_layer import LastLayer
-from lapwing.networks.selection import AllWeights
+from lapwing.networks.selection import AllWeights, Weights
 from lapwing.priors.bound import Prior
 from lapwing.priors.given import Isotropic
 
@@ -88,6 +92,7 @@ class Auto:
                 f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
             )
         require_integer("num_samples", self.num_samples)
+        require_flag("gpu", self.gpu)
 
     def choose(self, weights: int, rows: int, single: bool = False, tuned: bool = False) -> Choice:
         """Return the method for a problem of this size, with the reason.
@@ -117,36 +122,49 @@ class Auto:
         raise UnsupportedError(f"no registered method takes {size} within these limits; raise memory= and seconds=.")
 
 
-NAMES: Mapping[str, Mapping[Any, Any]] = {
-    "method": {None: Kron, **METHODS, "auto": Auto},
-    "likelihood": {**LIKELIHOODS},
-    "weights": {None: AllWeights, **WEIGHTS},
+@dataclass(frozen=True)
+class Kind:
+    """One kind of argument of ``fit``: the names that stand for objects, and the contract of the objects."""
+
+    names: Mapping[Any, Any]  # None stands for the default
+    contract: Any
+    example: str
+
+
+KINDS: Mapping[str, Kind] = {
+    "method": Kind({None: Kron, **METHODS, "auto": Auto}, (Method, Auto), "lw.Kron()"),
+    "likelihood": Kind(LIKELIHOODS, Likelihood, "lw.Gaussian(), whose class inherits from Likelihood"),
+    "weights": Kind({None: AllWeights, **WEIGHTS}, Weights, "lw.subnetwork(index)"),
 }
 
 
 def named(what: str, given: Any) -> Any:
-    """Return the object that was given, or the one that a name stands for; raise for classes and other names.
+    """Return the object that was given, or the one that a name stands for; raise for classes and anything else.
 
     ``what`` is "method", "likelihood" or "weights". None stands for the default method or weights.
 
     >>> named("method", "full"), named("weights", None)
     (Full(curvature='ggn', limit=30000), AllWeights())
     """
-    table = NAMES[what]
+    kind = KINDS[what]
+    names = [name for name in kind.names if name]
     if isinstance(given, type):
         raise UnsupportedError(f"{what} is the class {given.__name__}; expected an object: {given.__name__}().")
-    if not isinstance(given, str | None):
-        return given
-    if given not in table:
-        expected = ", ".join(name for name in table if name)
-        raise UnsupportedError(f"{what} is {given!r}; expected one of {expected}, or an object.")
-    return table[given]()
+    if isinstance(given, str | None) and given in kind.names:
+        return kind.names[given]()
+    objects = Rule(
+        f"one of {', '.join(names)}, or an object such as {kind.example}",
+        lambda v: isinstance(v, kind.contract) and not isinstance(v, nn.Module),
+        names=names,
+    )
+    objects.check(what, given)
+    return given
 
 
-def prior_given(given: Prior | float) -> Prior:
-    """Return the prior, or the isotropic one with this precision; raise for names and functions."""
-    if isinstance(given, Prior):
+def prior_given(given: Any) -> Prior:
+    """Return the prior, or the isotropic one with this precision; raise for anything else."""
+    if isinstance(given, Prior) and not isinstance(given, type):
         return given
-    if isinstance(given, str) or callable(given):
-        raise UnsupportedError(f"prior is {given!r:.80}; expected a precision, or an object such as lw.per_layer().")
+    number = lambda v: not callable(v) and torch.as_tensor(v, dtype=torch.float64).ndim == 0 and not isinstance(v, bool)
+    Rule("a precision, or an object such as lw.per_layer()", number).check("prior", given)
     return Isotropic(given)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lapwing.core.progress import ProgressBar
 from lapwing.core.reading import Reading, Readings
 from lapwing.core.samples import SampleSet, standard, tensors_of
+from lapwing.core.settings import FLAG, KEY, NONE, seen
 from lapwing.errors import DataError
 
 Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
@@ -57,6 +58,7 @@ class Batch:
 
 def shows_progress(progress: bool | None) -> bool:
     """Return whether to show progress bars; None means: only on a terminal."""
+    (FLAG | NONE).check("progress", progress)
     return sys.stderr.isatty() if progress is None else progress
 
 
@@ -159,6 +161,7 @@ class Data:
     readings: Readings = field(default_factory=Readings, repr=False)
 
     def __post_init__(self) -> None:
+        KEY.check("target_key", self.target_key)
         if not hasattr(self.source, "__iter__") and not hasattr(self.source, "__getitem__"):
             raise DataError(
                 f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
@@ -270,11 +273,11 @@ class Data:
                     f"a batch with the keys {sorted(map(str, item))} has no target; "
                     f"pass target_key=..., or use one of {', '.join(TARGET_KEYS)}."
                 )
-            return Batch({k: v for k, v in item.items() if k != keys[0]}, torch.as_tensor(item[keys[0]]), keys[0])
+            return Batch({k: v for k, v in item.items() if k != keys[0]}, _targets(item[keys[0]]), keys[0])
         if isinstance(item, tuple | list) and len(item) == 2:
             if isinstance(item[0], Mapping) and self.target_key and self.target_key in item[0]:
                 raise DataError(f"the target key {self.target_key!r} names an input of an (inputs, targets) batch.")
-            return Batch(item[0], torch.as_tensor(item[1]))
+            return Batch(item[0], _targets(item[1]))
         seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise DataError(
             f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
@@ -283,12 +286,31 @@ class Data:
         )
 
     def _checked(self, batch: Batch, position: int) -> Batch:
+        if batch.targets.is_complex():
+            raise DataError(f"targets are {batch.targets.dtype}; expected real numbers. Give real and imaginary parts.")
+        refuse_meta(batch.inputs, batch.targets)
         move = lambda t: (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
         inputs, targets = map_tensors(map_leaves(batch.inputs, standard), move), move(batch.targets)
         where = f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
         return Batch(inputs, targets, batch.key)
+
+
+def _targets(given: Any) -> Tensor:
+    """Return targets as a tensor; raise if they are no numbers."""
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the targets of a batch are {seen(given)}; expected a tensor, or numbers that torch.as_tensor takes."
+        ) from error
+
+
+def refuse_meta(*trees: Inputs) -> None:
+    """Raise if a tensor is on the meta device: it has a shape and no numbers."""
+    if any(t.is_meta for tree in trees for t in tensors_in(tree)):
+        raise DataError("a tensor is on the meta device and has no numbers; expected data on a CPU or a GPU.")
 
 
 def as_data(
@@ -336,6 +358,7 @@ def _joined(batches: list[Batch]) -> Batch:
 
 def check_finite(tree: Inputs, what: str) -> None:
     """Raise if any floating-point tensor holds NaN or infinity."""
+    refuse_meta(tree)
     for tensor in tensors_in(tree):
         # A sum is finite only if every term is, and is ten times cheaper than a test of each. It may overflow where
         # no term does, so the terms are tested where the sum is not finite.

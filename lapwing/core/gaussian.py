@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-from lapwing.core.settings import require_integer
-from lapwing.errors import NumericalError
+from lapwing.core.settings import require_integer, seen
+from lapwing.errors import DataError, NumericalError
 
 ROUNDING = 1e-4  # size of a negative variance, relative to the largest, that counts as rounding
 REACH = 8.5  # standard deviations on either side; the probability beyond is below 1e-16
@@ -60,6 +60,13 @@ class FunctionGaussian:
     mean: Tensor
     covariance: Tensor | Deferred
     joint: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mean, Tensor) or not isinstance(self.covariance, Tensor | Deferred):
+            raise DataError(f"mean is {seen(self.mean)}, covariance {seen(self.covariance)}; expected two tensors.")
+        shape = (*self.mean.shape, *self.mean.shape) if self.joint else (*self.mean.shape, *self.mean.shape[-1:])
+        if isinstance(self.covariance, Tensor) and self.covariance.shape != shape:
+            raise DataError(f"covariance has the shape {tuple(self.covariance.shape)}; expected {shape}.")
 
     @classmethod
     def across(cls, mean: Tensor, matrix: Tensor) -> FunctionGaussian:

@@ -1,12 +1,23 @@
-"""Checks of numbers that a user sets."""
+"""Rules for what a user gives: what is expected in words, and whether a value is that. Every refusal has one form.
+
+A class declares the rules of its fields in ``__post_init__`` with ``require``; a function checks its arguments by the
+rules themselves.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
-from lapwing.errors import UnsupportedError
+import torch
+from torch import Tensor
+
+from lapwing.errors import DataError, LapwingError, UnsupportedError
 
 
 def is_real(value: Any) -> bool:
@@ -14,31 +25,153 @@ def is_real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether the value is a whole number by its type; booleans are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def seen(value: Any) -> str:
+    """Describe a value in a few words, for an error message.
+
+    >>> seen(torch.zeros(3, 2)), seen(dict), seen("kron")
+    ('a tensor of shape (3, 2) and dtype torch.float32', 'the class dict, not an object', "'kron'")
+    """
+    if isinstance(value, Tensor) and value.ndim:
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object"
+    if isinstance(value, torch.nn.Module):
+        return f"the module {type(value).__name__}"
+    return f"{value!r:.80}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an argument must be, in words that follow "expected", and a test of it."""
+
+    expected: str
+    holds: Callable[[Any], Any]
+    error: type[LapwingError] = UnsupportedError
+    names: Collection[str] = ()  # to ask whether one of them was meant
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise unless the value is as expected."""
+        try:
+            good = bool(self.holds(value))
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # another type does not even take the test
+            good = False
+        if not good:
+            raise self.error(f"{name} is {seen(value)}; expected {self.expected}.{nearest(value, self.names)}")
+
+    def __or__(self, other: Rule) -> Rule:
+        expected = f"{self.expected}, or {other.expected}"
+        return Rule(expected, lambda v: _holds(self, v) or _holds(other, v), self.error, (*self.names, *other.names))
+
+
+def _holds(rule: Rule, value: Any) -> bool:
+    try:
+        rule.check("", value)
+    except LapwingError:
+        return False
+    return True
+
+
+NONE = Rule("None", lambda v: v is None)
+FLAG = Rule("True or False", lambda v: isinstance(v, bool))
+POSITIVE = Rule("a positive, finite number", lambda v: is_real(v) and 0 < v < math.inf)
+POSITIVE_VALUES = Rule(
+    "a list of positive, finite numbers",
+    lambda v: len(v) > 0 and not isinstance(v, str | bytes | set) and all(0 < each < math.inf for each in v),
+)
+PROBABILITY = Rule("a probability between 0 and 1", lambda v: is_real(v) and 0 < v < 1, DataError)
+GENERATOR = Rule("torch.Generator().manual_seed(...), or None", lambda v: isinstance(v, torch.Generator | None))
+PATH = Rule("the path of a file, a str or a pathlib.Path", lambda v: isinstance(v, str | os.PathLike) and str(v))
+KEY = Rule('a key such as "labels", or None', lambda v: isinstance(v, str | None))
+FUNCTION = Rule("a function", lambda v: callable(v) and not isinstance(v, type | torch.nn.Module))
+DATA = Rule("a DataLoader, a list of (inputs, targets) batches or a pair of tensors", lambda v: is_data(v), DataError)
+INTEGER = Rule("an integer", is_integer)
+NUMBER = Rule("a positive number", lambda v: _all_numbers(v, lambda t: t > 0) and not _parts(v), DataError)
+NUMBERS = Rule("a positive number, or one for each output", lambda v: _all_numbers(v, lambda t: t > 0), DataError)
+NOT_NEGATIVE = Rule(
+    "finite numbers that are not negative, one or a list", lambda v: _all_numbers(v, lambda t: t >= 0), DataError
+)
+TENSOR = Rule(
+    "a tensor of real numbers without NaN",
+    lambda v: isinstance(v, Tensor) and not v.is_complex() and not bool(v.isnan().any()),
+    DataError,
+)
+
+
+def is_data(value: Any) -> bool:
+    """Return whether the value can hold batches: it has parts, and is no text, mapping, set, array, model or class."""
+    if isinstance(value, str | bytes | set | Mapping | torch.nn.Module | type) or hasattr(value, "dtype"):
+        return False
+    return any(hasattr(value, member) for member in ("__iter__", "__getitem__", "batches"))
+
+
+def _all_numbers(value: Any, test: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether the value is a number, a sequence (n,) or such a tensor, all finite and passing the test."""
+    t = torch.as_tensor(value).detach()
+    return (
+        not t.is_complex()
+        and t.dtype != torch.bool
+        and t.ndim <= 1
+        and t.numel() > 0
+        and bool((t.isfinite() & test(t)).all())
+    )
+
+
+def _parts(value: Any) -> int:
+    """Return the number of dimensions of a number, a sequence or a tensor."""
+    return torch.as_tensor(value).ndim
+
+
+def integer(least: int = 1) -> Rule:
+    """Return the rule for a whole number of at least ``least``."""
+    return Rule(f"an integer of at least {least}", lambda v: is_integer(v) and v >= least)
+
+
+def one_of(names: Collection[str], error: type[LapwingError] = UnsupportedError) -> Rule:
+    """Return the rule for one of these names."""
+    return Rule(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names, error, names)
+
+
+def nearest(name: Any, names: Collection[str]) -> str:
+    """Return a question that names the most similar of the names, or nothing if none is similar.
+
+    >>> nearest("regresion", ["classification", "regression"])
+    " Did you mean 'regression'?"
+    """
+    if not isinstance(name, str):
+        return ""
+    close = get_close_matches(name.lower().replace("-", "_").replace(" ", "_"), list(names), 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def require(given: Any, **rules: Rule) -> None:
+    """Raise unless the attributes of these names are as the rules expect."""
+    for name, rule in rules.items():
+        rule.check(name, getattr(given, name))
+
+
 def require_integer(name: str, value: Any, least: int = 1) -> None:
     """Raise unless the value is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise UnsupportedError(f"{name} is {value!r:.80}; expected an integer.")
+    if not is_integer(value):
+        raise UnsupportedError(f"{name} is {seen(value)}; expected an integer.")
     if value < least:
         raise UnsupportedError(f"{name} is {value}; expected at least {least}.")
 
 
 def require_positive(name: str, value: Any) -> None:
     """Raise unless the value is a finite number above zero."""
-    if not is_real(value) or not 0 < value < math.inf:
-        raise UnsupportedError(f"{name} is {value!r:.80}; expected a positive, finite number.")
+    POSITIVE.check(name, value)
 
 
 def require_positive_values(name: str, values: Any) -> None:
     """Raise unless the values are a non-empty sequence of positive, finite numbers."""
-    try:
-        good = len(values) > 0 and all(math.isfinite(v) and v > 0 for v in values)
-    except TypeError:
-        good = False
-    if not good:
-        raise UnsupportedError(f"{name} is {values!r:.80}; expected a list of positive, finite numbers.")
+    POSITIVE_VALUES.check(name, values)
 
 
 def require_flag(name: str, value: Any) -> None:
     """Raise unless the value is True or False."""
-    if not isinstance(value, bool):
-        raise UnsupportedError(f"{name} is {value!r:.80}; expected True or False.")
+    FLAG.check(name, value)

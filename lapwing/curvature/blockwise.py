@@ -116,6 +116,14 @@ class BlockwiseCurvature:
         precision = self.selection.picked(values) / phi.to(values) + prior.vector.to(values)
         return _diagonal_precision(precision, self.layout, self.selection)
 
+    def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
+        """Raise if a block cannot take the prior: any takes one precision, for others its factorisation tells."""
+        if self.selection.index is None:
+            for curvature, block in zip(self.blocks, self.layout, strict=True):
+                on_block = prior.on(block)
+                if on_block.whole.ndim and curvature.only_diagonal is None:
+                    curvature.precision(phi, on_block, block)
+
     def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         return self.precision(phi, prior).logdet()
 

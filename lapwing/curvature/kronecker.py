@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.schema import Array, Either, Maybe, orthonormal, semidefinite
-from lapwing.core.settings import require_integer
+from lapwing.core.settings import one_of, require_integer
 from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockSum, DiagonalSum, FullSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
@@ -28,8 +28,7 @@ from lapwing.priors.bound import BlockPrior
 def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
     """Raise unless the settings that all methods with Kronecker factors share are valid."""
     checked_curvature(curvature)
-    if sharing not in ("expand", "reduce"):
-        raise UnsupportedError(f"sharing is {sharing!r}; expected 'expand' or 'reduce'.")
+    one_of(("expand", "reduce")).check("sharing", sharing)
     require_integer("full_limit", full_limit, least=0)
 
 

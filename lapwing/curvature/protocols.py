@@ -76,6 +76,15 @@ class SharesRotation(Protocol):
 
 
 @runtime_checkable
+class RefusesPriors(Protocol):
+    """A curvature that takes some priors only."""
+
+    def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
+        """Raise if the precision with this prior does not exist in the structure."""
+        ...
+
+
+@runtime_checkable
 class HoldsDirections(Protocol):
     """A precision that gives some directions no variance at all, so that γ does not follow from variances alone."""
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from lapwing.core.data import Data, check_finite, merged
 from lapwing.core.random import independent_generator
 from lapwing.core.schema import SMALLEST, Array
+from lapwing.core.settings import one_of
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.protocols import Curvature
-from lapwing.errors import DataError, FileError, NumericalError, UnsupportedError
+from lapwing.errors import DataError, FileError, NumericalError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.jacobians import LayerJacobians, in_order
 from lapwing.networks.network import Network
@@ -33,8 +34,7 @@ PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for ea
 
 def checked_curvature(curvature: str, allowed: tuple[str, ...] = CURVATURES) -> str:
     """Return the name of a curvature; raise if it is not one of those allowed."""
-    if curvature not in allowed:
-        raise UnsupportedError(f"curvature is {curvature!r}; expected one of {', '.join(allowed)}.")
+    one_of(allowed).check("curvature", curvature)
     return curvature
 
 

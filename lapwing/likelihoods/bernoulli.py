@@ -13,6 +13,7 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import uniform
 from lapwing.core.schema import MOST, Either, Field, ListOf, Maybe, Real, Whole
+from lapwing.core.settings import INTEGER, NONE, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import (
@@ -61,6 +62,7 @@ class Bernoulli(LogitLikelihood):
 
     def __post_init__(self) -> None:
         check_logit_settings(self, BINARY_LINKS, pos_weight=self.pos_weight)
+        require(self, ignore_index=INTEGER | NONE)
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Bernoulli")
@@ -88,6 +90,11 @@ class Bernoulli(LogitLikelihood):
 
     def check_prediction(self) -> None:
         refuse_unused("Bernoulli", pos_weight=self.pos_weight, temperature=self.temperature)
+
+    @property
+    def refused_last(self) -> Mapping[str, str]:
+        advice = "expected logits. Leave it out of the model: model[:-1] of a Sequential that ends in it."
+        return dict.fromkeys(("sigmoid", "hardsigmoid", "softmax"), advice)
 
     def _weight(self, y: Tensor) -> Tensor:
         """Return the weight of every label, zero for ignored ones."""

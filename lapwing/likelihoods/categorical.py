@@ -13,6 +13,7 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.schema import MEMBERS, MOST, Field, Flag, ListOf, Maybe, Real, Whole
+from lapwing.core.settings import INTEGER, integer, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import (
@@ -77,6 +78,7 @@ class Categorical(LogitLikelihood):
                 f"class_dim is {self.class_dim}; expected -1: classes are the last dimension of outputs (B, T, C). "
                 "Wrap a model that returns (B, C, T) in a module whose forward returns model(x).transpose(1, 2)."
             )
+        require(self, ignore_index=INTEGER, samples=integer(1), seed=integer(0))
 
     @property
     def ignores_common_shift(self) -> bool:
@@ -125,6 +127,11 @@ class Categorical(LogitLikelihood):
                 "Categorical: all outputs are at least zero and sum to one for each input, as probabilities do; "
                 "expected logits. Leave the softmax out of the model: model[:-1] of a Sequential that ends in one."
             )
+
+    @property
+    def refused_last(self) -> Mapping[str, str]:
+        advice = "expected logits. Leave it out of the model: model[:-1] of a Sequential that ends in it."
+        return dict.fromkeys(("sigmoid", "hardsigmoid", "softmax"), advice)
 
     def ignored(self, y: Tensor) -> Tensor:
         return y == self.ignore_index

@@ -11,11 +11,21 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
 from lapwing.core.schema import POSITIVE, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real
+from lapwing.core.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood, matched, plain_numbers, refuse_other_loss
 from lapwing.predictives.normal import NormalPredictive
 from lapwing.predictives.student import StudentPredictive
+
+TENSOR_OR_NONE = Rule(
+    "a tensor, or None", lambda v: isinstance(v, Tensor | None), DataError
+)  # a search sets the values
+DEGREES = Rule(
+    "an even number from 4, or infinity",
+    lambda v: is_real(v) and (v == math.inf or (v >= 4 and v % 2 == 0)),
+    DataError,
+)
 
 
 @saved
@@ -53,15 +63,11 @@ class Gaussian(Likelihood):
     ratios: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.degrees != math.inf and (self.degrees < 4 or self.degrees % 2):
-            raise DataError(f"degrees is {self.degrees}; expected an even number from 4, or infinity.")
-        if not 0 < self.tail_scale < math.inf:
-            raise DataError(f"tail_scale is {self.tail_scale}; expected a positive number.")
+        require(self, noise_std=NUMBERS | NONE, per_output=FLAG, degrees=DEGREES, tail_scale=NUMBER)
+        require(self, phi=TENSOR_OR_NONE, ratios=TENSOR_OR_NONE)
         if self.noise_std is None:
             return
         std = torch.as_tensor(self.noise_std, dtype=torch.float64)
-        if std.ndim > 1 or not bool((std > 0).all()) or not bool(torch.isfinite(std).all()):
-            raise DataError(f"noise_std is {self.noise_std}; expected a positive number, or one for each output.")
         if self.phi is None:
             object.__setattr__(self, "phi", std.square() if std.ndim == 0 else torch.tensor(1.0, dtype=torch.float64))
         if self.ratios is None and std.ndim == 1:
@@ -106,6 +112,9 @@ class Gaussian(Likelihood):
 
     def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
         refuse_other_loss("Gaussian", (f - self.targets(f, y)).square().mean(), own)
+
+    def check_outputs(self, f: Tensor) -> None:
+        require(self, phi=NUMBER | NONE, ratios=NUMBERS | NONE)
 
     def _scale(self, f: Tensor) -> Tensor:
         return f.new_ones(f.shape[-1]) if self.ratios is None else self.ratios.to(f).rsqrt()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,11 @@ class Poisson(Likelihood):
         if bool(wrong.any()):
             raise DataError(f"Poisson: targets include {y[wrong][0].item():g}; expected whole numbers from 0.")
         return y
+
+    @property
+    def refused_last(self) -> Mapping[str, str]:
+        advice = "expected log-rates. Leave it out of the model: model[:-1] of a Sequential that ends in it."
+        return dict.fromkeys(("exp", "softplus"), advice)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         return (f.exp() - y * f + torch.lgamma(y + 1)).sum(-1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.schema import POSITIVE, SMALLEST, Array, Field, Text
+from lapwing.core.settings import NONE, NOT_NEGATIVE, NUMBER, one_of, require
 from lapwing.core.state import State
 from lapwing.errors import DataError, ModelError, UnsupportedError
 
@@ -87,6 +87,16 @@ class Likelihood(Protocol):
     def check_outputs(self, f: Tensor) -> None:
         """Raise ``ModelError`` if these are not the outputs that the likelihood takes."""
         return
+
+    @property
+    def refused_last(self) -> Mapping[str, str]:
+        """Last operations of a network, such as "sigmoid", that show outputs of another kind, and what to do."""
+        return {}
+
+    def check_last(self, last: str) -> None:
+        """Raise ``ModelError`` if the last operation of the network shows outputs of another kind."""
+        if last in self.refused_last:
+            raise ModelError(f"{type(self).__name__}: the network ends in {last}; {self.refused_last[last]}")
 
     def check_prediction(self) -> None:
         """Raise ``UnsupportedError`` if a setting has no effect on the predictive, or leaves it without a gradient."""
@@ -193,19 +203,11 @@ class LogitLikelihood(Likelihood, Protocol):
         return cls(**fields, temperature=temperature)  # type: ignore[call-arg]
 
 
-def check_logit_settings(likelihood: Any, links: Iterable[str], **weights: Any) -> None:
+def check_logit_settings(likelihood: Any, links: Collection[str], **weights: Any) -> None:
     """Raise if the settings that likelihoods with logits share are wrong; ``weights`` has one or None by its name."""
-    if likelihood.link not in links:
-        raise DataError(f"link is {likelihood.link!r}; expected one of {', '.join(links)}.")
-    for name in ("temperature", "link_temperature"):
-        value = getattr(likelihood, name)
-        lowest, highest = torch.as_tensor(value).detach().double().aminmax()
-        if not 0 < lowest <= highest < math.inf:
-            raise DataError(f"{name} is {value}; expected a positive number.")
+    require(likelihood, link=one_of(links, DataError), temperature=NUMBER, link_temperature=NUMBER)
     for name, weight in weights.items():
-        numbers = torch.as_tensor(1.0 if weight is None else weight).detach()
-        if not bool(((numbers >= 0) & numbers.isfinite()).all()):
-            raise DataError(f"{name} is {weight}; expected finite numbers that are not negative.")
+        (NOT_NEGATIVE | NONE).check(name, weight)
 
 
 def same_loss(loss: Tensor, own: Tensor) -> bool:

@@ -10,6 +10,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lapwing.core.settings import FUNCTION, Rule, integer, require
+from lapwing.errors import DataError
+
 
 class Part(Protocol):
     """Consecutive rows of a design matrix X. Vectors are rows."""
@@ -117,6 +120,16 @@ class OperatorDesign:
     back: Callable[[Tensor], Tensor]
     like: Tensor
     streamed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            rows=integer(),
+            size=integer(),
+            forward=FUNCTION,
+            back=FUNCTION,
+            like=Rule("a tensor", lambda v: isinstance(v, Tensor), DataError),
+        )
 
     def __iter__(self) -> Iterator[Part]:
         yield OperatorPart(self.rows, lambda v: self.forward(v.to(self.like)), lambda u: self.back(u.to(self.like)))

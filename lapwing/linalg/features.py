@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lapwing.core.data import check_finite
+from lapwing.core.data import check_finite, refuse_meta
 from lapwing.core.random import normal
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.design import Design, MatrixDesign, OperatorDesign
@@ -49,6 +49,7 @@ def checked_targets(targets: Tensor, design: Design) -> Tensor:
         raise DataError(f"targets are a {type(targets).__name__}; expected a tensor ({design.rows},).")
     if targets.is_complex():
         raise DataError(f"targets are {targets.dtype}; expected real numbers.")
+    refuse_meta(targets)
     y = targets.detach().reshape(-1).double().to(design.like.device)
     if len(y) != design.rows or targets.shape[:1] != (design.rows,):
         raise DataError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs
-from lapwing.core.settings import require_integer
+from lapwing.core.settings import FUNCTION, NONE, Rule, require, require_integer
 from lapwing.core.state import State
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Workload
@@ -60,6 +60,8 @@ class Ensemble:
     )
 
     def __post_init__(self) -> None:
+        modules = lambda v: isinstance(v, tuple | list) and all(isinstance(m, nn.Module) for m in v)
+        require(self, models=Rule("a list of trained torch.nn.Module", modules, ModelError), train=FUNCTION | NONE)
         require_integer("members", self.members, least=2)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:

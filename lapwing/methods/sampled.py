@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
-from lapwing.core.settings import is_real, require_integer, require_positive
+from lapwing.core.settings import is_real, one_of, require, require_integer, require_positive
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import solve_samples
@@ -102,10 +102,7 @@ class Sampled:
                 "a standard deviation by which a sample may be off."
             )
         checked_curvature(self.curvature, ("ggn",))
-        if self.solver not in SOLVERS:
-            raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
-        if self.objective not in OBJECTIVES:
-            raise UnsupportedError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}.")
+        require(self, solver=one_of(SOLVERS), objective=one_of(OBJECTIVES))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> SampledPosterior:
         network = problem.network

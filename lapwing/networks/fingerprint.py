@@ -1,14 +1,20 @@
-"""A check that a model still has the weights that a posterior was fitted to."""
+"""A check that a model still has the modules and the weights that a posterior was fitted to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import ModelError
+
+PLAIN_OUTSIDE = (float, str, bool, FunctionType, BuiltinFunctionType)
+PLAIN = (*PLAIN_OUTSIDE, int, tuple)
 
 
 @dataclass(frozen=True)
@@ -25,22 +31,34 @@ class Fingerprint:
     marks: tuple[float, ...]
     norms: tuple[float, ...]
     quick: tuple[float, ...] = ()
+    structure: Mapping[tuple[str, str], Any] = field(default_factory=dict)  # see ``structure_of``
 
     @classmethod
-    def of(cls, model: nn.Module) -> Fingerprint:
-        """Return the fingerprint of a model as it is."""
+    def of(cls, model: nn.Module, before: Mapping[tuple[str, str], Any] | None = None) -> Fingerprint:
+        """Return the fingerprint of a model as it is.
+
+        ``before`` is the structure before the model was run: what runs change, such as a counter, is left out.
+        """
         tensors: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
         with torch.no_grad():
             marks = [_mark(t, torch.float64) for t in tensors.values()]
             norms = [_norm(t) for t in tensors.values()]
             numbers = torch.stack([*marks, *norms]).tolist()
         shapes = tuple(tuple(t.shape) for t in tensors.values())
-        return cls(tuple(tensors), shapes, tuple(numbers[: len(marks)]), tuple(numbers[len(marks) :]), _quick(model))
+        structure = structure_of(model)
+        if before is not None:
+            structure = {key: fact for key, fact in structure.items() if not key[1] or before.get(key) == fact}
+        size = len(marks)
+        return cls(tuple(tensors), shapes, tuple(numbers[:size]), tuple(numbers[size:]), _quick(model), structure)
 
     def refuse_other(self, model: nn.Module, tolerance: float = 1e-9) -> None:
-        """Raise unless the model's parameters are those of the fingerprint."""
-        if self.quick and _quick(model) == self.quick:
-            return
+        """Raise unless the model has the modules and the parameters of the fingerprint."""
+        if not self.quick or _quick(model) != self.quick:
+            self._refuse_other_tensors(model, tolerance)
+        self._refuse_other_structure(model)
+
+    def _refuse_other_tensors(self, model: nn.Module, tolerance: float) -> None:
+        """Raise unless the parameters and buffers have the names, shapes and values of the fingerprint."""
         now = Fingerprint.of(model)
         if now.names != self.names or now.shapes != self.shapes:
             pairs = [set(zip(one.names, one.shapes, strict=True)) for one in (self, now)]
@@ -61,6 +79,43 @@ class Fingerprint:
                     f"the parameter {name!r} has changed since the fit ({change}); the error bars would belong to "
                     "another network. Restore it or fit again."
                 )
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The type of every module by its name, for a file."""
+        return {name: fact for (name, setting), fact in self.structure.items() if not setting}
+
+    def _refuse_other_structure(self, model: nn.Module) -> None:
+        """Raise if a module was replaced, or a setting of one changed."""
+        if not self.structure:
+            return
+        now = structure_of(model)
+        new = ((key, None) for key in now if not key[1] and key not in self.structure)
+        for (name, setting), fact in (*self.structure.items(), *new):
+            later = now.get((name, setting))
+            if later != fact:
+                what = f"{setting} of the module {name!r}" if setting else f"the module {name!r}"
+                raise ModelError(
+                    f"{what} has changed since the fit ({fact!r:.60} then, {later!r:.60} now); the error bars would "
+                    "belong to another network. Restore it or fit again."
+                )
+
+
+def structure_of(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the type of every module by its name, and its settings.
+
+    Settings are the public attributes that are plain values. Of modules from outside PyTorch whole numbers are left
+    out, since such modules count calls or remember lengths in them.
+    """
+    facts: dict[tuple[str, str], Any] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        facts[name, ""] = kind.__name__
+        kinds = PLAIN if kind.__module__.startswith("torch.nn.") else PLAIN_OUTSIDE
+        for key, value in module.__dict__.items():
+            if type(value) in kinds and key[0] != "_" and key != "training":
+                facts[name, key] = getattr(value, "__qualname__", value)
+    return facts
 
 
 def _quick(model: nn.Module) -> tuple[float, ...]:

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from lapwing.core.data import Batch, Inputs, call, map_tensors, takes, tensors_in
 from lapwing.core.samples import SampleSet
-from lapwing.errors import ModelError
+from lapwing.core.settings import seen
+from lapwing.errors import InputError, ModelError
+
+# Errors with which PyTorch and Python answer a wrong shape, dtype, device or number of arguments.
+REFUSED = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 @contextlib.contextmanager
@@ -121,10 +125,10 @@ def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
     try:
         with unfused_attention():
             out = call(model, inputs)
-    except Exception as error:
-        if hasattr(error, "add_note"):  # not before Python 3.11
-            error.add_note(_described(model, inputs))
-        raise
+    except REFUSED as error:
+        if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
+            raise
+        raise InputError(f"the model raises {type(error).__name__}: {error}. {_described(model, inputs)}") from error
     if not isinstance(out, Tensor):
         out = out["logits"] if isinstance(out, Mapping) and "logits" in out else getattr(out, "logits", out)
     if not isinstance(out, Tensor):
@@ -211,6 +215,17 @@ def refuse_distributed(model: nn.Module) -> None:
             "expected whole tensors on one device. Gather them with full_tensor() or a full state_dict, and load them "
             "into a plain copy of the model."
         )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model; raise if it is no module, has no parameters or is on the meta device."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is {seen(model)}; expected a torch.nn.Module.")
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            raise ModelError("the model is on the meta device and has no numbers; load its weights first.")
+        return parameter.device
+    raise ModelError("the model has no parameters, so there is nothing to be uncertain about; expected at least one.")
 
 
 def has_dropout(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs, check_finite
 from lapwing.errors import ModelError
+from lapwing.networks.forward import REFUSED
 from lapwing.networks.network import Network
 
 Functional = Callable[[Any], Tensor]  # of the weights by name, or of the outputs f (B, [T,] C)
@@ -32,7 +33,7 @@ def _slope_in_weights(network: Network, function: Functional) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         tensors = {name: tensor.detach().to(network.dtype) for name, tensor in network.model.named_parameters()}
         leaves = {name: tensors[name].requires_grad_() for name in network.selection.names}
-        value = scalar(function(tensors))
+        value = scalar(_called(function, tensors, "weights by name"))
         if not value.requires_grad:
             raise ModelError(
                 "the function of the weights does not depend on them; expected one of the selected weights, "
@@ -49,7 +50,7 @@ def output_slope(function: Functional, f: Tensor) -> Tensor:
     check_finite(f, "outputs of the network")
     with torch.inference_mode(False), torch.enable_grad():
         leaf = f.detach().clone().requires_grad_()
-        value = scalar(function(leaf), "outputs")
+        value = scalar(_called(function, leaf, "outputs"), "outputs")
         slope = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
     if slope is None:
         raise ModelError(
@@ -58,6 +59,17 @@ def output_slope(function: Functional, f: Tensor) -> Tensor:
         )
     _refuse_infinite(value, slope, "outputs")
     return slope
+
+
+def _called(function: Functional, given: Any, what: str) -> Any:
+    """Return the value of a function that a user gave; raise with what it got if it does not take that."""
+    try:
+        return function(given)
+    except REFUSED as error:
+        raise ModelError(
+            f"the function raises {type(error).__name__}: {error}. It got the {what}; expected a function of these. "
+            "Give x= for a function of the outputs, and none for one of the weights."
+        ) from error
 
 
 def scalar(value: Any, argument: str = "weights") -> Tensor:

@@ -38,6 +38,14 @@ class Graph:
     uses: tuple[Use, ...]
     without_rule: Mapping[Node, tuple[str, ...]]  # the nodes that use parameters without a rule, and these parameters
 
+    @property
+    def last(self) -> str:
+        """The name of the last operation that computes numbers and does not only move them, such as "sigmoid"."""
+        node = self.nodes[0]
+        while self.operations[node].carries_parameter and node.next_functions[0][0] in self.operations:
+            node = node.next_functions[0][0]
+        return node.name().partition("Backward")[0].lower()
+
 
 def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Collection[str] = ()) -> Graph:
     """Walk the graph of ``output``, follow the samples of its first dimension, and find the uses of parameters.

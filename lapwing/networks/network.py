@@ -55,6 +55,7 @@ class Network:
     normalised: bool  # whether a norm follows some of the weights, whose scale it may cancel
     shift: Tensor | None = None  # theta - w̃ (P,), where the tangent model is evaluated at another point than w̃
     known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows.known
+    last_operation: str = ""  # the operation that made the output, such as "sigmoid"; not saved
 
     @classmethod
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
@@ -105,7 +106,9 @@ class Network:
         follows = (operation(node).norm(node) and node.next_functions[0][0] for node in graph.nodes)
         normalised = any(follows) or any(isinstance(module, nn.RMSNorm) for module in model.modules())
         shape = tuple(f.shape[1:])
-        return cls(model, selection, layout, shape, sizes, forward_mode, recurrent, normalised, known=rows.known)
+        return cls(
+            model, selection, layout, shape, sizes, forward_mode, recurrent, normalised, None, rows.known, graph.last
+        )
 
     def state(self) -> State:
         """Return what a file needs, besides the model, to build the network again."""

@@ -6,15 +6,16 @@ The tangent model has the selected weights alone. The rule for the last layer is
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from lapwing.core.settings import Rule
 from lapwing.errors import ModelError
 from lapwing.networks.graph import Graph
 
@@ -73,6 +74,7 @@ class Selection:
         return tuple(name.rpartition(".")[0] for name in self.names)
 
 
+@runtime_checkable
 class Weights(Protocol):
     """A rule that selects weights."""
 
@@ -147,7 +149,9 @@ class Named:
         try:
             names = tuple(name for name in float_parameters(model) if re.search(self.pattern, name))
         except re.error as error:
-            raise ModelError(f"{self.pattern!r} is no regular expression: {error}.") from error
+            raise ModelError(
+                f"{self.pattern!r} is no regular expression: {error}; expected one, such as '^0'."
+            ) from error
         if not names:
             raise ModelError(
                 f"no parameter name matches {self.pattern!r}; the model has "
@@ -172,15 +176,17 @@ class Subnetwork:
         whole = selected(model, self.needs(model))
         index = self.index.nonzero()[:, 0] if self.index.dtype == torch.bool else self.index.long()
         if self.index.dtype == torch.bool and len(self.index) != whole.size:
-            raise ModelError(f"the mask has {len(self.index)} entries; the model has {whole.size} weights.")
+            raise ModelError(f"the mask has {len(self.index)} entries; expected {whole.size}, one for each weight.")
         if not len(index) or int(index.min()) < 0 or int(index.max()) >= whole.size:
             raise ModelError(f"subnetwork indices must be in 0..{whole.size - 1} and at least one; got {len(index)}.")
         mask = torch.zeros(whole.size, dtype=torch.bool, device=index.device)
         mask[index] = True
         if int(mask.sum()) != len(index):
             raise ModelError("subnetwork indices repeat; give each weight once.")
-        masks = {name: mask[part] for name, part in whole.slices.items() if bool(mask[part].any())}
-        return selected(model, tuple(masks), torch.cat(list(masks.values())).nonzero()[:, 0])
+        parts = {name: part for name, part in whole.slices.items() if bool(mask[part].any())}
+        kept = torch.cat([torch.arange(part.start, part.stop, device=index.device) for part in parts.values()])
+        # Theta keeps the order of the indices as given, so that vectors of the prior belong to the right weights.
+        return selected(model, tuple(parts), torch.searchsorted(kept, index))
 
 
 all_weights = AllWeights()
@@ -205,21 +211,24 @@ def named(pattern: str) -> Weights:
     >>> lw.fit(net, [(x, y)], "regression", weights=lw.named("^2")).network.selection.names
     ('2.weight', '2.bias')
     """
+    Rule("a regular expression for names of parameters", lambda v: isinstance(v, str)).check("pattern", pattern)
     return Named(pattern)
 
 
-def subnetwork(index: Tensor) -> Weights:
+def subnetwork(index: Tensor | Sequence[int] | Sequence[bool]) -> Weights:
     """Select single weights, by their positions in the flat vector of all weights that require a gradient.
 
     Args:
-        index: positions (n,), each once, or a mask over all weights.
+        index: positions (n,), each once, or a mask over all weights. Vectors of the prior and samples of the weights
+            have the order in which positions are given; a mask gives rising positions.
 
     Returns:
         A rule for the argument ``weights`` of ``fit``. Methods that need whole layers (``Kron``, ``EKron``) refuse it;
         use ``Full`` or ``Diagonal``.
 
     Raises:
-        ModelError: in ``fit``, if positions repeat, are out of range or are none, or if a mask has another length.
+        ModelError: if they are no whole numbers (n,); in ``fit``, if positions repeat, are out of range or are none, or
+            if a mask has another length.
 
     >>> import lapwing as lw
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -228,4 +237,15 @@ def subnetwork(index: Tensor) -> Weights:
     >>> lw.fit(net, [(x, y)], "regression", method=lw.Full(), weights=some).network.selection.size
     3
     """
+    INDEX.check("index", index)
     return Subnetwork(torch.as_tensor(index))
+
+
+def _is_index(value: Any) -> bool:
+    index = torch.as_tensor(value)
+    return index.ndim == 1 and not index.is_floating_point() and not index.is_complex() and not index.is_meta
+
+
+INDEX = Rule(
+    "whole numbers (n,), the positions of weights, or a mask with True or False for each", _is_index, ModelError
+)

@@ -15,7 +15,14 @@ from lapwing.core.random import normal
 from lapwing.core.schema import Array, Maybe, Real
 from lapwing.core.state import Part, State, saved
 from lapwing.core.trace import TRACE, Trace, trace_settings
-from lapwing.curvature.protocols import BoundsLogdet, Curvature, HoldsDirections, Precision, SharesRotation
+from lapwing.curvature.protocols import (
+    BoundsLogdet,
+    Curvature,
+    HoldsDirections,
+    Precision,
+    RefusesPriors,
+    SharesRotation,
+)
 from lapwing.curvature.sweep import PerOutputCurvature
 from lapwing.errors import FileError
 from lapwing.networks.functionals import Functional, weight_slope
@@ -61,7 +68,13 @@ class WeightPosterior(Linearised):
         """
         problem = problem.with_residual_noise(statistics)
         posterior = cls(problem, curvature, statistics, problem.network.theta())
-        return posterior.with_prior(problem.prior) if problem.prior.needs_curvature else posterior
+        return posterior.with_prior(problem.prior) if problem.prior.needs_curvature else posterior._with_prior_checked()
+
+    def _with_prior_checked(self) -> WeightPosterior:
+        """Return the posterior; raise now, not at the first prediction, if the curvature cannot take its prior."""
+        if isinstance(self.current, RefusesPriors):
+            self.current.refuse_prior(self._phi.detach(), self.problem.prior)
+        return self
 
     @cached_property
     def current(self) -> Curvature:
@@ -89,7 +102,7 @@ class WeightPosterior(Linearised):
         A g-prior takes its scale from the curvature.
         """
         prior = prior.scaled(self.current.diagonal()) if prior.needs_curvature else prior
-        return replace(self, problem=self.problem.with_prior(prior), mode=None)
+        return replace(self, problem=self.problem.with_prior(prior), mode=None)._with_prior_checked()
 
     def with_trace(self, trace: Trace) -> WeightPosterior:
         return replace(self, trace=trace)

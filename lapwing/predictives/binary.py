@@ -14,7 +14,7 @@ from lapwing.core.gaussian import FunctionGaussian, normal_nodes
 from lapwing.core.random import uniform
 from lapwing.core.settings import require_integer
 from lapwing.predictives.mixture import BinaryMixture
-from lapwing.predictives.protocol import MultilabelPredictive
+from lapwing.predictives.protocol import MultilabelPredictive, checked_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class BinaryPredictive(MultilabelPredictive):
         return self._log_odds[0].exp()
 
     def log_prob(self, y: Tensor) -> Tensor:
-        return self.log_prob_each(y).sum(-1)
+        return self.log_prob_each(checked_numbers(y, self.probs, one=False, within=(0, 1))).sum(-1)
 
     def log_prob_each(self, y: Tensor) -> Tensor:
         """Return the log-probability of the target of each label by itself, (B, C)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,10 +13,10 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 from lapwing.core.gaussian import FunctionGaussian, normal_nodes
 from lapwing.core.random import poisson
 from lapwing.core.settings import require_integer
-from lapwing.errors import NumericalError
+from lapwing.errors import DataError, NumericalError
 from lapwing.predictives.densities import whole_quantile
 from lapwing.predictives.mixture import CountMixture
-from lapwing.predictives.protocol import NumberPredictive
+from lapwing.predictives.protocol import NumberPredictive, checked_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +64,10 @@ class CountPredictive(NumberPredictive):
         )
 
     def log_prob(self, y: Tensor) -> Tensor:
+        y = checked_numbers(y, self.mean, one=False, within=(0, math.inf)).unsqueeze(-1)
+        if not bool((y == y.round()).all()):
+            raise DataError("y has fractions; expected counts: whole numbers from 0.")
         nodes, weights = normal_nodes(self.belief)
-        y = y.to(self.mean).reshape(self.mean.shape).unsqueeze(-1)
         each = y * nodes - nodes.exp() - torch.lgamma(y + 1)
         return torch.logsumexp(each + weights.log(), -1).sum(-1)
 
@@ -75,7 +78,7 @@ class CountPredictive(NumberPredictive):
     def cdf(self, y: Tensor | float) -> Tensor:
         """Return the probability of at most y counts, for each output by itself, (B, C) in float64."""
         nodes, weights = normal_nodes(self.belief)
-        count = torch.as_tensor(y, dtype=torch.float64, device=nodes.device).floor().expand(self.mean.shape)
+        count = checked_numbers(y, self.mean.double()).floor().expand(self.mean.shape)
         each = torch.special.gammaincc(count.clamp_min(0).unsqueeze(-1) + 1, nodes.double().exp())
         return torch.where(count < 0, 0.0, (each * weights.double()).sum(-1))
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lapwing.core.settings import PROBABILITY
+
 
 def log_density(z: Tensor, degrees: float) -> Tensor:
     """Return the log-density of the standard Student distribution; of the normal one for infinite degrees."""
@@ -36,6 +38,7 @@ def cdf(z: Tensor, degrees: float) -> Tensor:
 
 def quantile(cdf: Callable[[Tensor], Tensor], level: float, centre: Tensor, width: Tensor) -> Tensor:
     """Return y with cdf(y) = level, by doubling a bracket around ``centre`` and then bisecting it to rounding."""
+    PROBABILITY.check("level", level)
     low, high = centre - width, centre + width
     for _ in range(200):
         short, long = cdf(low) > level, cdf(high) < level
@@ -52,6 +55,7 @@ def quantile(cdf: Callable[[Tensor], Tensor], level: float, centre: Tensor, widt
 
 def whole_quantile(cdf: Callable[[Tensor], Tensor], level: float, reach: Tensor) -> Tensor:
     """Return the smallest whole numbers, up to ``reach``, whose cumulative probability is at least ``level``."""
+    PROBABILITY.check("level", level)
     low, high = torch.zeros_like(reach), reach.ceil()
     for _ in range(int(high.max().log2().item()) + 2):
         middle = ((low + high) / 2).floor()

@@ -168,7 +168,7 @@ class DensityMixture(NumberMixture):
     def log_prob(self, y: Tensor) -> Tensor:
         if self.mean.shape[-1] > 1:
             return super().log_prob(y)
-        y = y.to(self.mean).reshape(self.mean.shape)
+        y = checked_numbers(y, self.mean, one=False)
         each = [
             log_weights + log_density((y - means) / widths, degrees) - widths.log()
             for degrees, log_weights, means, widths in self._families

@@ -12,7 +12,7 @@ from torch.distributions import Distribution, Independent, MultivariateNormal, N
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
-from lapwing.core.settings import require_integer
+from lapwing.core.settings import PROBABILITY, require_integer
 from lapwing.predictives.mixture import DensityMixture
 from lapwing.predictives.protocol import NumberPredictive, checked_numbers
 
@@ -74,6 +74,7 @@ class NormalPredictive(NumberPredictive):
         return MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
 
     def quantile(self, level: float) -> Tensor:
+        PROBABILITY.check("level", level)
         z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).to(self.mean)
         return self.mean + z * self.std
 
@@ -81,7 +82,7 @@ class NormalPredictive(NumberPredictive):
         return torch.special.ndtr((checked_numbers(y, self.mean) - self.mean) / self.std)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        out: Tensor = self.distribution.log_prob(y.to(self.mean).reshape(self.mean.shape))
+        out: Tensor = self.distribution.log_prob(checked_numbers(y, self.mean, one=False))
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:

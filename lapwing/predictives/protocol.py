@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent
 
 from lapwing.core.random import classes
-from lapwing.core.settings import require_integer
+from lapwing.core.settings import PROBABILITY, TENSOR, require_integer, seen
 from lapwing.errors import DataError
 
 
@@ -122,10 +122,14 @@ class ClassPredictive(LabelPredictive, Protocol):
         Raises:
             DataError: A label is not one of the classes.
         """
-        count = self.log_probs.shape[-1]
+        shape, count, y = self.log_probs.shape[:-1], self.log_probs.shape[-1], _tensor(y)
+        whole = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex()
+        if not whole or y.shape not in (shape, (*shape, 1)):
+            raise DataError(f"y is {seen(y)}; expected whole class numbers of the shape {tuple(shape)}.")
         if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < count:
             raise DataError(f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{count - 1}.")
-        return self.log_probs.gather(-1, y.long().reshape(*self.log_probs.shape[:-1], 1)).squeeze(-1)
+        y = y.to(self.log_probs.device).long().reshape(*shape, 1)
+        return self.log_probs.gather(-1, y).squeeze(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         require_integer("n", n)
@@ -179,7 +183,7 @@ class NumberPredictive(Predictive, Protocol):
             y: One number, or (B, C).
 
         Raises:
-            ValueError: ``y`` has another shape.
+            DataError: ``y`` has another shape.
         """
         ...
 
@@ -211,11 +215,10 @@ class NumberPredictive(Predictive, Protocol):
         """Return (low, high), each (B, C): the quantiles of each output at (1 - level)/2 and (1 + level)/2.
 
         Raises:
-            ValueError: ``level`` is not between 0 and 1.
+            DataError: ``level`` is not between 0 and 1.
             NumericalError: Counts overflow.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1.")
+        PROBABILITY.check("level", level)
         return self.quantile(0.5 - 0.5 * level), self.quantile(0.5 + 0.5 * level)
 
     @property
@@ -224,9 +227,27 @@ class NumberPredictive(Predictive, Protocol):
         return (self.entropy - self.known_entropy.to(self.mean)).clamp_min(0)
 
 
-def checked_numbers(y: Tensor | float, like: Tensor) -> Tensor:
-    """Return one number, or a tensor in the shape of ``like``, with its dtype; raise for another shape."""
-    y = torch.as_tensor(y).to(like)
-    if y.ndim and y.shape != like.shape:
-        raise ValueError(f"y has the shape {tuple(y.shape)}; expected {tuple(like.shape)}, or one number.")
-    return y
+def checked_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float, float] | None = None) -> Tensor:
+    """Return numbers in the shape and dtype of ``like``; raise for another shape, complex numbers and NaN.
+
+    A single output may come without its dimension. ``one`` allows one number for all. ``within`` has the lowest and
+    the highest that is possible.
+    """
+    given = _tensor(y)
+    TENSOR.check("y", given)
+    if (given.ndim or not one) and given.shape != like.shape and (*given.shape, 1) != like.shape:
+        expected = f"{tuple(like.shape)}, one number for each output" + (", or one for all" if one else "")
+        raise DataError(f"y has the shape {tuple(given.shape)}; expected {expected}.")
+    numbers = given.to(like)
+    if within is not None and not bool(((numbers >= within[0]) & (numbers <= within[1])).all()):
+        low, high = numbers.aminmax()
+        raise DataError(f"y runs from {low:.4g} to {high:.4g}; expected numbers from {within[0]:g} to {within[1]:g}.")
+    return numbers.reshape(like.shape) if numbers.ndim else numbers
+
+
+def _tensor(y: Any) -> Any:
+    """Return a number, a list or an array as a tensor; anything else as it is, for the error message."""
+    try:
+        return torch.as_tensor(y)
+    except (TypeError, ValueError, RuntimeError):
+        return y

@@ -82,7 +82,7 @@ class StudentPredictive(NumberPredictive):
         return self.mean + t * self.width
 
     def log_prob(self, y: Tensor) -> Tensor:
-        y = y.to(self.mean).reshape(self.mean.shape)
+        y = checked_numbers(y, self.mean, one=False)
         outputs, nu = y.shape[-1], self.degrees
         if outputs == 1:
             width = self.width.squeeze(-1)

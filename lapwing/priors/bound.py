@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.schema import SMALLEST, Array, Either, ListOf, Maybe, Real, Text
+from lapwing.core.settings import Rule, is_real
 from lapwing.core.state import State
 from lapwing.errors import FileError, NumericalError
 from lapwing.networks.jacobians import Block
@@ -259,17 +260,18 @@ def bind(
             values = selection.picked(values.repeat_interleave(torch.tensor(selection.sizes, device=like.device)))
     else:
         shape = (size,) if per_weight else (len(groups),) if groups else ()
-        values = _in_shape(torch.as_tensor(precision, dtype=like.dtype, device=like.device), shape, groups, given)
+        values = _in_shape(_numbers("the prior precision", precision, like), shape, groups, given)
     if not bool(torch.isfinite(values).all()) or not bool((values > 0).all()):
         raise NumericalError(
             f"prior precisions run from {values.min().item():.3g} to {values.max().item():.3g}; "
             "expected positive, finite numbers."
         )
     mean = given.mean
-    if isinstance(mean, Tensor):
-        mean = mean.detach().to(like).reshape(-1)
-        if mean.numel() not in (1, size):
-            raise NumericalError(f"the prior mean has {mean.numel()} entries; expected 1 or {size}.")
+    if not is_real(mean):
+        mean = _numbers("the prior mean", mean, like).detach()
+        if mean.ndim > 1 or mean.numel() not in (1, size):
+            raise NumericalError(f"the prior mean has {mean.numel()} entries; expected 1 or {size}, in one dimension.")
+        mean = mean.reshape(-1)
     if not bool(torch.isfinite(torch.as_tensor(mean)).all()):
         raise NumericalError("the prior mean holds NaN or infinity; expected finite numbers.")
     prior = BoundPrior(given, selection, values, like, members, mean)
@@ -286,8 +288,18 @@ def _in_order(precisions: Mapping[str, float], names: tuple[str, ...], like: Ten
             f"prior precisions by name: missing {sorted(missing)}, unknown {sorted(unknown)}; "
             f"expected exactly {list(names)}."
         )
-    scalars = [torch.as_tensor(precisions[name], dtype=like.dtype, device=like.device) for name in names]
+    scalars = [_numbers(f"the prior precision of {name!r}", precisions[name], like) for name in names]
+    if any(scalar.numel() != 1 for scalar in scalars):
+        raise NumericalError(f"prior precisions by name: expected one number for each of {list(names)}.")
     return torch.stack([scalar.reshape(()) for scalar in scalars])
+
+
+def _numbers(name: str, given: Any, like: Tensor) -> Tensor:
+    """Return numbers that a user gave, with the dtype and device of ``like``; raise for anything else."""
+    kinds = (torch.bool, torch.complex64, torch.complex128)
+    real = lambda v: torch.as_tensor(v).dtype not in kinds and not torch.as_tensor(v).is_meta
+    Rule("a number, or a list or tensor of them", real, NumericalError).check(name, given)
+    return torch.as_tensor(given, dtype=like.dtype, device=like.device)
 
 
 def _in_shape(values: Tensor, shape: tuple[int, ...], groups: tuple[str, ...], given: Prior) -> Tensor:

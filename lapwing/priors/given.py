@@ -155,7 +155,9 @@ def _matching(name: str, patterns: Mapping[str, float]) -> str:
     try:
         matches = [pattern for pattern in patterns if re.fullmatch(pattern, name)]
     except re.error as error:
-        raise UnsupportedError(f"grouped(): one of {list(patterns)} is no regular expression: {error}.") from error
+        raise UnsupportedError(
+            f"grouped(): one of {list(patterns)} is no regular expression: {error}; expected such."
+        ) from error
     if len(matches) != 1:
         raise NumericalError(
             f"grouped(): the parameter {name!r} matches {len(matches)} of the patterns {list(patterns)}; expected one."

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lapwing.core.settings import require_flag, require_integer, require_positive
+from lapwing.core.settings import FUNCTION, Rule, one_of, require, require_flag, require_integer, require_positive
 from lapwing.core.state import State, on_device
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -68,17 +68,14 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("method", self.method), ("prior", self.prior), ("update", self.update)):
-            if isinstance(value, type):
-                raise UnsupportedError(f"{name} is the class {value.__name__}; expected an object: call it.")
-        if not isinstance(self.prior, Prior):
-            raise UnsupportedError(f"prior is {self.prior!r}; expected per_layer(), isotropic() or the like.")
-        if not isinstance(self.method, Method) or not callable(self.update):
-            raise UnsupportedError(
-                f"method is {self.method!r} and update {self.update!r}; expected an object such as Kron() and a tuner."
-            )
-        if self.optimiser not in OPTIMISERS:
-            raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(OPTIMISERS)}.")
+        instance = lambda kind: lambda v: isinstance(v, kind) and not isinstance(v, type | nn.Module)
+        require(
+            self,
+            method=Rule("an object such as lw.Kron()", instance(Method)),
+            prior=Rule("an object such as lw.per_layer()", instance(Prior)),
+            update=Rule("a tuner, such as lw.tuners.Ascend()", FUNCTION.holds),
+        )
+        require(self, optimiser=one_of(OPTIMISERS))
         require_integer("epochs", self.epochs)
         require_integer("frequency", self.frequency)
         require_integer("burn_in", self.burn_in, least=0)
@@ -148,8 +145,7 @@ def online(epochs: int = 100, **changes: Any) -> Recipe:
     >>> online(epochs=20, burn_in=5).frequency
     1
     """
-    recipe = Recipe(epochs, Kron(), per_layer(1.0), Ascend())
-    return replace(recipe, **changes)
+    return _changed(Recipe(epochs, Kron(), per_layer(1.0), Ascend()), changes)
 
 
 def classic(epochs: int = 30, **changes: Any) -> Recipe:
@@ -172,4 +168,12 @@ def classic(epochs: int = 30, **changes: Any) -> Recipe:
     'lbfgs'
     """
     recipe = Recipe(epochs, Full(), isotropic(1.0), FixedPoint(max_steps=1), optimiser="lbfgs", keep_best=False)
+    return _changed(recipe, changes)
+
+
+def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with other settings; raise for a name that is none."""
+    settings = one_of([each.name for each in fields(Recipe)])
+    for name in changes:
+        settings.check("the name of a setting", name)
     return replace(recipe, **changes)

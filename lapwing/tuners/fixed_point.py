@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import require_flag, require_integer, require_positive
+from lapwing.core.settings import DATA, NONE, one_of, require, require_flag, require_integer, require_positive
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.effective import effective_parameters
@@ -200,8 +200,7 @@ class SampleEM:
     solver_tolerance: float = 1e-4
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UnsupportedError(f"mode is {self.mode!r}; expected 'tangent' or 'network'.")
+        require(self, mode=one_of(MODES), data=DATA | NONE)
         require_flag("noise", self.noise)
         require_integer("max_steps", self.max_steps)
         require_positive("tolerance", self.tolerance)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data, as_data
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.settings import require_flag, require_integer, require_positive_values
+from lapwing.core.settings import DATA, FLAG, POSITIVE_VALUES, Rule, require, require_integer
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -21,6 +21,10 @@ from lapwing.posteriors.protocols import HasEvidence
 from lapwing.problem import Problem, sample_count
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
+METRIC = Rule(
+    "a function of (predictive, targets)", lambda v: callable(v) and not isinstance(v, type | torch.nn.Module)
+)
+EVIDENCE = "evidence"  # in the place of held-out data
 KEPT = 2  # memory that candidates may keep between chunks, as a multiple of the budget for intermediate results
 REPEATED = 1e-4  # relative difference of two passes over the same data: rounding in single precision
 PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-8, 13))  # 1e-4 to 1e6
@@ -44,7 +48,8 @@ class Grid:
     groups that fit, with one more pass over the data for each group.
 
     Args:
-        data: Held-out data in the form that ``fit`` takes, or None to compare the values by the evidence.
+        data: Held-out data in the form that ``fit`` takes; "evidence", the default, compares the values by the
+            evidence, without data.
         precisions: The values to try; by default 21 values from 1e-4 to 1e6.
         metric: A function of (predictive, targets) that returns the mean over the batch; lower is better. By default
             the negative log-likelihood. Not used without data.
@@ -61,17 +66,18 @@ class Grid:
     3
     """
 
-    data: Iterable[Any] | Data | None = None
+    data: Iterable[Any] | Data = EVIDENCE
     precisions: Sequence[float] = PRECISIONS
     metric: Metric = nll
 
     def __post_init__(self) -> None:
-        _check_settings("precisions", self.precisions, self.metric)
+        evidence = Rule(f"{EVIDENCE!r}", lambda v: v == EVIDENCE)
+        require(self, data=DATA | evidence, precisions=POSITIVE_VALUES, metric=METRIC)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior under the best precision."""
         candidates = _with_precisions(posterior, self.precisions)
-        if self.data is not None:
+        if self.data != EVIDENCE:
             scores = held_out_scores(candidates, self.data, self.metric).mean(0)
             return _best_of(candidates, scores, int(scores.argmin()), Trace("Grid", "held-out metric"))
         if not isinstance(posterior, HasEvidence):
@@ -116,9 +122,8 @@ class CrossValidated:
     one_error: bool = False
 
     def __post_init__(self) -> None:
-        _check_settings("precisions", self.precisions, self.metric)
+        require(self, data=DATA, precisions=POSITIVE_VALUES, metric=METRIC, one_error=FLAG)
         require_integer("folds", self.folds, least=2)
-        require_flag("one_error", self.one_error)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior under the best precision."""
@@ -171,7 +176,7 @@ class Temperature:
     metric: Metric = nll
 
     def __post_init__(self) -> None:
-        _check_settings("temperatures", self.temperatures, self.metric)
+        require(self, data=DATA, temperatures=POSITIVE_VALUES, metric=METRIC)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior under the best temperature."""
@@ -187,13 +192,6 @@ class Temperature:
         best = int(scores.argmin())
         finding = f"temperature {self.temperatures[best]:.3g}"
         return _best_of(candidates, scores, best, Trace("Temperature", "held-out metric", findings=(finding,)))
-
-
-def _check_settings(name: str, values: Any, metric: Any) -> None:
-    """Raise unless the values are a non-empty sequence of positive, finite numbers and the metric can be called."""
-    require_positive_values(name, values)
-    if not callable(metric):
-        raise UnsupportedError(f"metric is {metric!r:.80}; expected a function of (predictive, targets).")
 
 
 def _problem(posterior: Any) -> Problem:

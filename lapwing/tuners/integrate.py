@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data, as_data, placed, tensors_in
-from lapwing.core.settings import require_positive_values
+from lapwing.core.settings import DATA, NONE, POSITIVE_VALUES, Rule, require
 from lapwing.core.trace import Trace
 from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mixture_weights, thinned, with_tails
@@ -65,9 +65,9 @@ class Integrate:
     follows_evidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.ratios is not None and len(self.ratios):
-            require_positive_values("ratios", self.ratios)
-        require_positive_values("temperatures", self.temperatures)
+        none = Rule("an empty tuple", lambda v: isinstance(v, tuple | list) and not v)
+        ratios = POSITIVE_VALUES | none | NONE
+        require(self, data=DATA, ratios=ratios, temperatures=POSITIVE_VALUES, training=DATA | NONE)
 
     def with_data(self, data: Data) -> Integrate:
         return self if self.training is not None else replace(self, training=data)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import require_integer, require_positive
+from lapwing.core.settings import DATA, NONE, Rule, one_of, require, require_integer, require_positive
 from lapwing.core.trace import Step, Trace
 from lapwing.curvature.protocols import Preconditions
 from lapwing.errors import NumericalError, UnsupportedError
@@ -162,8 +162,8 @@ class LinearMode:
     solver_tolerance: float = 1e-8
 
     def __post_init__(self) -> None:
-        if self.mean not in MEANS:
-            raise UnsupportedError(f"mean is {self.mean!r}; expected one of {', '.join(MEANS)}.")
+        method = Rule("a method such as lw.Full()", lambda v: isinstance(v, Method) and not isinstance(v, type))
+        require(self, mean=one_of(MEANS), data=DATA | NONE, refit=method | NONE)
         require_integer("rounds", self.rounds)
         require_integer("max_steps", self.max_steps)
         require_positive("tolerance", self.tolerance)

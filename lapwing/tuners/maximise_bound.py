@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data, Inputs, as_data
-from lapwing.core.settings import require_flag, require_integer, require_positive
+from lapwing.core.settings import DATA, NONE, Rule, require, require_flag, require_integer, require_positive
 from lapwing.curvature.sweep import root_seeds
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
@@ -83,8 +83,9 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     >>> bool(lw.tuners.evidence_bound(posterior, [(x, x.sin())], block=10) < posterior.log_evidence())
     True
     """
-    require_integer("block", block)
     core = getattr(posterior, "posterior", posterior)  # the posterior inside the result of fit, or the one given
+    Rule("a posterior that fit() made", lambda v: hasattr(v, "problem")).check("posterior", core)
+    require_integer("block", block)
     network = core.problem.network
     refuse_training_mode(network.model)
     if core is not posterior:
@@ -131,6 +132,7 @@ class MaximiseBound:
     noise: bool = False
 
     def __post_init__(self) -> None:
+        require(self, data=DATA | NONE)
         require_integer("block", self.block)
         require_integer("steps", self.steps)
         require_positive("rate", self.rate)

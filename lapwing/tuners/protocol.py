@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from lapwing.core.data import Data, as_data
+from lapwing.core.settings import FUNCTION, Rule
 from lapwing.errors import UnsupportedError
 
 
@@ -51,11 +52,15 @@ def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
     """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
     if isinstance(tuner, type):
         raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
-    if not callable(tuner):
-        raise UnsupportedError(
-            f"tuner is {tuner!r:.80}; expected an object such as lw.tuners.FixedPoint(), not its name."
-        )
+    Rule("an object such as lw.tuners.FixedPoint(), not its name", FUNCTION.holds).check("tuner", tuner)
     return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
+
+
+def applied(tuner: Tuner, posterior: Any, data: Data | None = None) -> Any:
+    """Return the posterior that the tuner makes of this one; raise if it makes none."""
+    tuned = checked_tuner(tuner, data)(posterior)
+    Rule("a posterior", lambda v: hasattr(v, "problem")).check(f"the result of the tuner {tuner!r:.60}", tuned)
+    return tuned
 
 
 def required_data(tuner: str, source: Iterable[Any] | Data | None, device: torch.device) -> Data:

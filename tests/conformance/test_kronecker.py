@@ -225,5 +225,5 @@ def test_an_embedding_keeps_counts_and_no_input_matrix() -> None:
 
 def test_unknown_sharing_is_refused() -> None:
     for method in (lw.Kron, lw.EKron):
-        with pytest.raises(lw.errors.UnsupportedError, match="sharing is 'sum'; expected 'expand' or 'reduce'"):
+        with pytest.raises(lw.errors.UnsupportedError, match="sharing is 'sum'; expected one of expand, reduce"):
             method(sharing="sum")

@@ -187,7 +187,7 @@ def test_weights_by_name(name: str | None, x: Tensor, y: Tensor) -> None:
         ({"method": "kfac"}, "method is 'kfac'; expected one of full, diagonal, kron, ekron, low_rank, map_only"),
         ({"weights": "first"}, "weights is 'first'; expected one of all, all_weights, last_layer"),
         ({"likelihood": "softmax"}, "likelihood is 'softmax'; expected one of classification"),
-        ({"likelihood": nn.CrossEntropyLoss()}, "likelihood is CrossEntropyLoss.*whose class inherits from"),
+        ({"likelihood": nn.CrossEntropyLoss()}, "likelihood is the module CrossEntropyLoss.*whose class inherits from"),
     ],
 )
 def test_unknown_names_list_the_known(options: dict[str, Any], message: str, x: Tensor, y: Tensor) -> None:

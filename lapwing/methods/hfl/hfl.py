@@ -10,8 +10,18 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
-from lapwing.core.settings import is_real, require_integer, require_positive
-from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.core.settings import (
+    DATA,
+    NONE,
+    Rule,
+    is_data,
+    is_real,
+    one_of,
+    require,
+    require_integer,
+    require_positive,
+)
+from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.methods.hfl.newton import DENSE, Hessian, nearest_minimum
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.posteriors import LinearisedResponse, ResponsePosterior
@@ -36,6 +46,13 @@ TUNED = 0.05  # default tolerance of variances by Adam
 EXACT = 20_000  # largest number of weights for which Newton steps are the default
 
 HFLPosterior = ResponsePosterior | LinearisedResponse | PushedWeights
+
+DTYPE = Rule("torch.float64, torch.float32 or None", lambda v: v is None or v in TOLERANCE)
+PARTS = Rule(
+    "inputs, a list of batches of inputs, or None",
+    lambda v: isinstance(v, torch.Tensor | dict | None) or is_data(v),
+    DataError,
+)
 
 
 @dataclass(frozen=True)
@@ -112,11 +129,8 @@ class HFL:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, value, known in (("mode", self.mode, MODES), ("variant", self.variant or "mean", VARIANTS)):
-            if value not in known:
-                raise UnsupportedError(f"{name} is {value!r}; expected one of {', '.join(known)}.")
-        if self.solver is not None and self.solver not in SOLVERS:
-            raise UnsupportedError(f"solver is {self.solver!r}; expected one of {', '.join(SOLVERS)}.")
+        require(self, mode=one_of(MODES), variant=one_of(VARIANTS) | NONE, solver=one_of(SOLVERS) | NONE)
+        require(self, dtype=DTYPE, evaluation=PARTS, calibration=DATA | NONE)
         for name in ("pushes", "steps", "batch_size"):
             require_integer(name, getattr(self, name))
         require_positive("learning_rate", self.learning_rate)
@@ -124,8 +138,6 @@ class HFL:
             require_positive("lam", self.lam)
         if not is_real(self.drift) or not self.drift >= 0:
             raise UnsupportedError(f"drift is {self.drift!r:.80}; expected at least zero; math.inf allows any.")
-        if self.dtype is not None and self.dtype not in TOLERANCE:
-            raise UnsupportedError(f"dtype is {self.dtype}; expected torch.float64 or torch.float32.")
         if self.mode != "pretrained" and self.calibration is not None:
             raise UnsupportedError(
                 f"calibration data for the mode {self.mode!r}, whose variances have their scale; leave them out, or "

@@ -17,7 +17,7 @@ from lapwing.core.random import normal
 from lapwing.core.schema import SMALLEST, Array, ListOf, Real, Text
 from lapwing.core.state import State, saved
 from lapwing.curvature.sweep import Sweep
-from lapwing.errors import DataError, FileError, LapwingError, NumericalError
+from lapwing.errors import DataError, FileError, InputError, NumericalError
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.responder import Push
 from lapwing.posteriors.protocols import Posterior
@@ -51,9 +51,7 @@ def _check_evaluation(objective: Objective, batches: list[Inputs]) -> None:
         check_finite(part, "evaluation inputs")
         try:
             f = objective.outputs(torch.zeros_like(objective.centre)[None], part)
-        except LapwingError:
-            raise
-        except (TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
+        except InputError as error:
             raise DataError(
                 f"the network does not take the evaluation inputs ({error!s:.200}); expected inputs alone, without "
                 "targets: one batch, or a list of batches."

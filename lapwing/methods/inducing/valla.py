@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import independent_generator
-from lapwing.core.settings import is_real, require_integer, require_positive
+from lapwing.core.settings import NONE, is_real, one_of, require, require_integer, require_positive
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy
@@ -94,10 +94,7 @@ class VaLLA:
         require_positive("learning_rate", self.learning_rate)
         if not is_real(self.alpha) or not 0 <= self.alpha <= 1:
             raise UnsupportedError(f"alpha is {self.alpha!r:.80}; expected a number between 0 and 1.")
-        if self.start is not None and self.start not in STARTS:
-            raise UnsupportedError(f"start is {self.start!r}; expected one of {', '.join(STARTS)}.")
-        if self.optimiser is not None and self.optimiser not in STEPS:
-            raise UnsupportedError(f"optimiser is {self.optimiser!r}; expected one of {', '.join(STEPS)}.")
+        require(self, start=one_of(STARTS) | NONE, optimiser=one_of(STEPS) | NONE)
         if self.alpha > 0 and self.optimiser in ("lbfgs", "none"):
             raise UnsupportedError(
                 f'optimiser is "{self.optimiser}" and alpha is {self.alpha}; the collapsed bound belongs to alpha=0; '

@@ -222,11 +222,8 @@ def test_members_that_are_no_networks() -> None:
         "a member is a NoneType; expected a trained torch.nn.Module",
         lw.baselines.Ensemble(train=_nothing),
     )
-    refused(
-        lw.errors.ModelError,
-        "a member is a str; expected a trained torch.nn.Module",
-        lw.baselines.Ensemble(models=["net"]),
-    )
+    with pytest.raises(lw.errors.ModelError, match=r"models is \['net'\]; expected a list of trained torch.nn.Module"):
+        lw.baselines.Ensemble(models=["net"])
 
 
 def _nothing(model: nn.Module, seed: int) -> Any:

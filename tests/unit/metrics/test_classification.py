@@ -75,5 +75,5 @@ def test_a_label_of_probability_zero_costs_infinity() -> None:
 
 @pytest.mark.parametrize("y", [torch.zeros(4, 1), torch.zeros(3), torch.zeros(0)])
 def test_labels_of_another_shape_are_refused(y: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"expected \(B, C\) and \(B,\)"):
+    with pytest.raises(ValueError, match=r"expected probabilities \(B, C\) and whole class numbers \(B,\)"):
         metrics.categorical_nll(torch.full((4, 2), 0.5), y)

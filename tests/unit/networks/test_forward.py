@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -352,14 +351,14 @@ def test_compiled_and_parallel_models_are_unwrapped() -> None:
         assert_close(posterior.predict(case.batch(3)).probs, expected)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
 @pytest.mark.parametrize("inputs", [torch.randn(5, 2), torch.randn(5, 3, dtype=torch.float64)], ids=["width", "dtype"])
 def test_inputs_that_the_network_refuses(inputs: Tensor) -> None:
-    """Its own error, with what it was given."""
+    """The network's own error is the cause, and the message says what the network was given."""
     net = nn.Linear(3, 1)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(lw.errors.InputError) as caught:
         lw.fit(net, [(inputs, torch.randn(5, 1))], "regression", prior=1.0)
-    note = caught.value.__notes__[-1]
+    assert type(caught.value.__cause__) is RuntimeError
+    note = str(caught.value)
     assert (
         f"inputs of shape {tuple(inputs.shape)} ({inputs.dtype} on cpu); its weights are torch.float32 on cpu" in note
     )

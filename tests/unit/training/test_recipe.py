@@ -33,12 +33,12 @@ D = torch.float64
         ({"rate": float("inf")}, "rate is inf"),
         ({"rate": 1e-4, "last_rate": 1e-3}, "expected 0 < last <= first"),
         ({"last_rate": 0.0}, "last_rate is 0.0; expected a positive"),
-        ({"method": lw.Kron}, "method is the class Kron; expected an object"),
+        ({"method": lw.Kron}, "method is the class Kron, not an object; expected an object"),
         ({"method": "kron"}, "method is 'kron'"),
-        ({"update": lw.tuners.Ascend}, "update is the class Ascend; expected an object"),
-        ({"update": 3}, "update 3"),
-        ({"prior": 2.0}, "prior is 2.0; expected per_layer"),
-        ({"prior": lw.per_layer}, "expected per_layer"),
+        ({"update": lw.tuners.Ascend}, "update is the class Ascend, not an object; expected a tuner"),
+        ({"update": 3}, "update is 3; expected a tuner"),
+        ({"prior": 2.0}, "prior is 2.0; expected an object such as lw.per_layer"),
+        ({"prior": lw.per_layer}, "expected an object such as lw.per_layer"),
     ],
 )
 @pytest.mark.parametrize("make", [recipes.online, recipes.classic])
@@ -52,7 +52,7 @@ def test_settings_have_their_place() -> None:
     assert (recipe.epochs, recipe.seed, recipe.optimiser) == (7, 3, "lbfgs")
     assert isinstance(recipe.prior, PerLayer)
     assert isinstance(recipe.method, lw.Full)
-    with pytest.raises(TypeError):
+    with pytest.raises(errors.UnsupportedError, match=r"is 'epoch'; expected one of epochs.*Did you mean 'epochs'"):
         recipes.online(epoch=3)
 
 

@@ -88,10 +88,10 @@ def test_groups_keep_their_ratios() -> None:
 def test_grid_of_other_priors(prior: Any) -> None:
     fitted, held = setting(method=lw.Kron(), prior=prior)
     again = lw.priors.g_prior if isinstance(prior, GPrior) else lambda v: lw.isotropic(v, 0.4)
-    for data, score in ((held, 1), (None, -1)):
+    for data, score in ((held, 1), ("evidence", -1)):
         tuned = fitted.tuned(lw.tuners.Grid(data, VALUES))
         tried = [fitted.with_prior(again(v)) for v in VALUES]
-        expected = torch.stack([-log_densities(t, held).mean() if data else t.log_evidence() for t in tried])
+        expected = torch.stack([-log_densities(t, held).mean() if data is held else t.log_evidence() for t in tried])
         assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
         assert float(tuned.prior.values) == VALUES[int((score * expected).argmin())]
 

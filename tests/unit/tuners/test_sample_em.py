@@ -371,7 +371,7 @@ def test_weights_at_the_prior_mean_have_no_optimum() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"mode": "map"}, "mode is 'map'; expected 'tangent' or 'network'"), ({"max_steps": 0}, "max_steps is 0")],
+    [({"mode": "map"}, "mode is 'map'; expected one of tangent, network"), ({"max_steps": 0}, "max_steps is 0")],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=message):

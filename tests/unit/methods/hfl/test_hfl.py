@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"calibration": []},
         "calibration data for the mode 'nonlinear', whose variances have their scale; leave them",
     ),
-    "dtype": ({"dtype": torch.float16}, r"dtype is torch.float16; expected torch.float64 or torch.float32"),
+    "dtype": ({"dtype": torch.float16}, r"dtype is torch.float16; expected torch.float64, torch.float32 or None"),
 }
 
 

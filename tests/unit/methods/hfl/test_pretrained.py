@@ -107,7 +107,7 @@ NO_EVALUATION: dict[str, tuple[Any, str]] = {
         torch.ones(3, 5, dtype=D),
         r"does not take the evaluation inputs \(.*\); expected inputs alone, without",
     ),
-    "a number": (3, r"hold no tensor with a batch dimension"),
+    "a number": (3, r"evaluation is 3; expected inputs, a list of batches of inputs"),
 }
 
 
