@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lapwing import files
 from lapwing.core.data import Batch, Data, shows_progress
+from lapwing.core.random import Stream
 from lapwing.core.reading import Readings
 from lapwing.core.settings import GENERATOR, NONE, PATH
 from lapwing.core.trace import Trace
@@ -207,7 +208,7 @@ def _likelihood(given: Likelihood | str, network: Network, batch: Batch, f: Tens
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
     likelihood.check_outputs(f)
     likelihood.check_last(network.last_operation)
-    own = own_loss(network.model, batch, network.plain)
+    own = own_loss(network.replica, batch, network.plain)
     if own is not None:
         likelihood.check_loss(f, batch.targets, own)
     return likelihood
@@ -300,7 +301,8 @@ def train(
     torch.Size([3, 1])
     """
     (PATH | NONE).check("checkpoint", checkpoint)
-    batches = Data(data, device_of(model), target_key, shows_progress(progress))
+    device = device_of(model)
+    batches = Data(data, device, target_key, shows_progress(progress), stream=Stream(0, device))
     several = batches.look()[1]
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
@@ -326,6 +328,7 @@ class Trained:
     state: State
 
 
+@outside_autocast
 def load(path: str | Path, model: nn.Module) -> Fitted:
     """Read a saved posterior for ``model``, which must have the weights that it was fitted to.
 

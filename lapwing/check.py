@@ -13,7 +13,7 @@ from lapwing.core.samples import standard
 from lapwing.core.settings import NONE, Rule, is_integer
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
-from lapwing.networks.forward import device_of, has_dropout
+from lapwing.networks.forward import device_of, has_dropout, outside_autocast
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -63,6 +63,7 @@ class Report:
         return "\n".join(lines)
 
 
+@outside_autocast
 def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = None, data: int | None = None) -> Report:
     """Report how Lapwing handles a model, and the memory and time of each registered method, without fitting one.
 

@@ -13,6 +13,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -22,7 +23,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lapwing.core.interrupts import at_once
 from lapwing.core.progress import ProgressBar
+from lapwing.core.random import Stream, undisturbed
 from lapwing.core.reading import Reading, Readings
 from lapwing.core.samples import SampleSet, standard, tensors_of
 from lapwing.core.settings import FLAG, KEY, NONE, seen
@@ -159,6 +162,7 @@ class Data:
     name: str = "data"  # in messages
     same_rows: bool = False  # whether every pass must give the rows of the first one, in any order
     readings: Readings = field(default_factory=Readings, repr=False)
+    stream: Stream | None = None  # the random numbers that the source draws, if not from the global generators as is
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
@@ -188,7 +192,7 @@ class Data:
         reading = None if self.in_memory else Reading()
         empty = True
         items = ProgressBar(source, label, visible=True) if self.progress and label else source
-        for position, item in enumerate(items):
+        for position, item in enumerate(self._read(items)):
             batch = self._unpacked(item)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
@@ -246,6 +250,23 @@ class Data:
                 f"a second reading of the {self.name} {self.readings.difference}; expected the same rows in any order. "
                 "Use no random augmentation, and drop_last=False."
             )
+
+    def _read(self, source: Iterable[Any]) -> Iterator[Any]:
+        """Yield what the source yields. Ctrl-C is raised at once while it is read, which may take any time."""
+        ended = object()
+        drawing: Callable[[], AbstractContextManager[None]] = (
+            undisturbed if self.stream is None else self.stream.drawing
+        )
+        if self.in_memory:  # a list draws no random numbers
+            drawing = nullcontext
+        with drawing(), at_once():
+            items = iter(source)
+        while True:
+            with drawing(), at_once():
+                item = next(items, ended)
+            if item is ended:
+                return
+            yield item
 
     def look(self) -> tuple[Batch, Batch]:
         """Return the first batch, and the first batch with several samples, if one of the first three has several.

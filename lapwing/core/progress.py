@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from lapwing.core.interrupts import poll
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -26,6 +28,7 @@ class ProgressBar(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         try:
             for item in self._items:
+                poll()
                 yield item
                 if self._bar is not None:
                     self._bar.update()

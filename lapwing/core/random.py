@@ -5,8 +5,10 @@ Numbers are drawn on the device of the generator and then moved, so that one see
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -56,19 +58,108 @@ def independent_generator(generator: torch.Generator | None) -> torch.Generator:
     return derived_generator(generator_or_default(generator), torch.empty(0))
 
 
-@contextmanager
-def global_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch's global generators of the CPU and of ``device``, and restore their states afterwards.
+class _Turns:
+    """Turns of threads at the global generators: one that changes their states, or many that draw from them as is.
 
-    ``torch.manual_seed`` would also seed the other GPUs, whose states are not restored.
+    A thread that waits to change states goes before new readers, so that it is not kept waiting for ever. While it
+    waits it draws nothing, so it does not count as a reader itself.
     """
-    gpu = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpu):
-        torch.default_generator.manual_seed(seed)
-        for each in gpu:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
-        yield
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._readers: Counter[int] = Counter()
+        self._owner, self._depth, self._waiting = 0, 0, 0
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other thread has a turn."""
+        me = threading.get_ident()
+        with self._free:
+            reading = self._readers.pop(me, 0)
+            self._waiting += 1
+            self._free.notify_all()
+            try:
+                self._free.wait_for(lambda: self._owner in (0, me) and not self._readers)
+                self._owner, self._depth = me, self._depth + 1
+            finally:
+                self._waiting -= 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._depth -= 1
+                self._owner = me if self._depth else 0
+                if reading:
+                    self._readers[me] = reading
+                self._free.notify_all()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait until no other thread changes states."""
+        me = threading.get_ident()
+        with self._free:
+            self._free.wait_for(lambda: self._owner == me or self._readers[me] or not (self._owner or self._waiting))
+            self._readers[me] += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._readers[me] -= 1
+                self._readers += Counter()  # without those that have left
+                self._free.notify_all()
+
+
+_turns = _Turns()
+undisturbed = _turns.together  # for code of the user that may draw from the global generators, such as a loader
+
+
+class Stream:
+    """A sequence of random numbers for code that draws from PyTorch's global generators, such as dropout.
+
+    The global generators of the CPU and of ``device`` have its state while such code runs, in one thread at a time;
+    then they get their own back. Other threads that draw from them meanwhile would change the numbers.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._device = device
+        self.restart(seed)
+
+    def restart(self, seed: int) -> None:
+        """Begin a new sequence."""
+        devices = [generator.device for generator in _global(self._device)]
+        self._states = [torch.Generator(device).manual_seed(seed).get_state() for device in devices]
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let the code of this block draw from the sequence."""
+        with _turns.alone():
+            generators = _global(self._device)
+            outside = [generator.get_state() for generator in generators]
+            try:
+                _set_states(generators, self._states)
+                yield
+                self._states = [generator.get_state() for generator in generators]
+            finally:
+                _set_states(generators, outside)
+
+
+def global_seed(seed: int, device: torch.device) -> AbstractContextManager[None]:
+    """Seed the global generators of the CPU and of ``device`` for one block of code; see ``Stream``."""
+    return Stream(seed, device).drawing()
+
+
+def _global(device: torch.device) -> list[torch.Generator]:
+    """Return the global generators of the CPU and of a GPU."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[number]]
+
+
+def _set_states(generators: list[torch.Generator], states: list[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def _home(generator: torch.Generator | None, like: Tensor) -> torch.device:

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Data, check_finite
+from lapwing.core.switches import math_attention
 from lapwing.curvature.full import FullCurvature
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -26,13 +26,13 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
     if network.shift is not None:
         raise UnsupportedError("the Hessian exists at the trained weights only; use curvature='ggn'.")
     selection = network.selection
-    tensors = dict(network.model.named_parameters())
+    tensors = dict(network.replica.named_parameters())
     chosen = [tensors[name] for name in selection.names]
     total = torch.zeros(selection.size, selection.size, dtype=torch.float64, device=network.device)
     loss_sum, count = 0.0, 0
     for batch in data.batches("Hessian"):
-        with sdpa_kernel(SDPBackend.MATH), recording(tensors, selection.names, network.plain):
-            raw = raw_output(network.model, batch.inputs)
+        with math_attention, recording(tensors, selection.names, network.plain):
+            raw = raw_output(network.replica, batch.inputs)
             f = shaped(raw)
             check_finite(f.detach(), "outputs of the network")
             y = likelihood.targets(f.detach(), batch.targets)
@@ -54,7 +54,7 @@ def _add_slopes(total: Tensor, gradient: Tensor, network: Network, batch: int, l
     """Add ∂ gradient / ∂ θ to ``total``, as many rows at once as fit the byte budget; one by one if ``looped``."""
     size, width = len(gradient), 4 * batch * network.footprint.width  # forward, backward, and the gradients of both
     step = max(1, near(network.device) // (gradient.element_size() * (2 * size + width)))
-    rows = partial(vjp, network.model, network.selection, gradient)
+    rows = partial(vjp, network.replica, network.selection, gradient)
     for start in range(0, size, step):
         stop = min(start + step, size)
         seeds = torch.nn.functional.one_hot(torch.arange(start, stop, device=gradient.device), size)

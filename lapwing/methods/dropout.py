@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +18,8 @@ from lapwing.core.state import State, saved
 from lapwing.errors import UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.forward import has_dropout, raw_output, shaped
+from lapwing.networks.network import Network
+from lapwing.networks.replica import copied, lent, shareable
 from lapwing.posteriors.members import MembersPosterior
 from lapwing.problem import Problem, summed_loss
 
@@ -58,7 +61,7 @@ class MCDropout:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network
-        members = Masks.of(network.model, self.samples, self.seed)
+        members = Masks.of(network, self.samples, self.seed)
         statistics = summed_loss(network, problem.likelihood, data)
         problem = problem.with_residual_noise(statistics).with_known_prior()
         return MembersPosterior(problem, members, statistics, network.theta())
@@ -70,19 +73,31 @@ class MCDropout:
         return workload.cost(workload.itemsize * workload.parameters, workload.forward, note, workload.dropout)
 
 
+WHOLE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)  # layers that drop whole channels
+SHIFTED = (nn.AlphaDropout, nn.FeatureAlphaDropout)  # layers that set entries to the limit of SELU at -infinity
+LIMIT = -1.7580993408473766
+
+
 class FixedMask(nn.Module):
     """A dropout layer with one mask for all samples of a batch, drawn from ``seed``, so that it is one function."""
 
-    def __init__(self, layer: nn.Module, place: int) -> None:
+    def __init__(self, layer: nn.modules.dropout._DropoutNd, place: int) -> None:
         super().__init__()
-        self.layer, self.place, self.seed = layer.train(), place, 0
+        self.rate, self.place, self.seed = layer.p, place, 0
+        self.whole, self.shifted = isinstance(layer, WHOLE), isinstance(layer, SHIFTED)
 
     def forward(self, x: Tensor) -> Tensor:
-        with global_seed(1_000_003 * self.seed + self.place, x.device):
-            if isinstance(self.layer, nn.AlphaDropout | nn.FeatureAlphaDropout):  # more than a product with a mask
-                shifted: Tensor = self.layer(x)
-                return shifted
-            return x * self.layer(torch.ones_like(x[:1]))
+        keep, shape = 1 - self.rate, (1, *x.shape[1:])
+        if self.whole:
+            shape = (*shape[:2], *(1 for _ in shape[2:]))
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.place)
+        mask = torch.empty(shape, dtype=x.dtype).bernoulli_(keep, generator=generator).to(x.device)
+        if keep == 0:
+            return x * mask
+        if not self.shifted:
+            return x * (mask / keep)
+        scale = (keep + LIMIT**2 * keep * self.rate) ** -0.5  # keeps mean 0 and variance 1
+        return scale * (x * mask + LIMIT * (1 - mask) - LIMIT * self.rate)
 
 
 @saved
@@ -93,43 +108,45 @@ class Masks:
     Dropout inside attention and recurrent layers is drawn anew for every sample, so there a member is not one function.
     """
 
-    model: nn.Module  # a copy in which masks replace the dropout layers
+    model: nn.Module  # a private copy in which masks replace the dropout layers
     count: int
     seed: int
 
     @classmethod
-    def of(cls, model: nn.Module, count: int, seed: int) -> Masks:
+    def of(cls, network: Network, count: int, seed: int) -> Masks:
         """Return ``count`` masks for a copy of the model; raise ``UnsupportedError`` if it has no dropout layer."""
-        copied = copy.deepcopy(model).eval()
-        if not any(has_dropout(module) for module in copied.modules()):
+        model = copied(network.replica) if network.private else copy.deepcopy(network.model)
+        if not any(has_dropout(module) for module in model.modules()):
             raise UnsupportedError(
                 "the model has no dropout layer with a probability above zero; expected nn.Dropout or a similar "
                 "layer. Use another method, or train the network with dropout."
             )
         # Attention and recurrent layers drop inside; in evaluation mode a fused kernel runs a whole encoder layer.
-        for module in copied.modules():
+        for module in model.modules():
             inside = has_dropout(module) and not isinstance(module, nn.modules.dropout._DropoutNd)
             if inside or isinstance(module, nn.TransformerEncoderLayer):
                 module.training = True
         # _modules and not named_children(), which leaves out the second name of a layer that has two.
-        places = [(parent, name, child) for parent in copied.modules() for name, child in parent._modules.items()
+        places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()
                   if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0]  # fmt: skip
         for number, (parent, name, child) in enumerate(places):
             setattr(parent, name, FixedMask(child, number))
-        return cls(copied, count, seed)
+        return cls(shareable(model), count, seed)
 
     def __len__(self) -> int:
         return self.count
 
     def __call__(self, x: Inputs) -> Tensor:
         outputs = []
-        layers = [module for module in self.model.modules() if isinstance(module, FixedMask)]
         device = next((p.device for p in self.model.parameters() if p.is_cuda), torch.device("cpu"))
-        for k in range(self.count):
-            for layer in layers:
-                layer.seed = self.seed + k
-            with global_seed(self.seed + k, device), torch.no_grad():
-                outputs.append(shaped(raw_output(self.model, x)))
+        with lent(self.model) as one, torch.no_grad():
+            layers = [module for module in one.modules() if isinstance(module, FixedMask)]
+            inside = any(has_dropout(module) for module in one.modules())  # these draw from the global generators
+            for seed in range(self.seed, self.seed + self.count):
+                for layer in layers:
+                    layer.seed = seed
+                with global_seed(seed, device) if inside else nullcontext():
+                    outputs.append(shaped(raw_output(one, x)))
         return torch.stack(outputs)
 
     def refuse_changed(self) -> None:
@@ -140,4 +157,4 @@ class Masks:
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> Masks:
-        return cls.of(problem.network.model, **state.read(count=Whole(2, MEMBERS), seed=Whole()))
+        return cls.of(problem.network, **state.read(count=Whole(2, MEMBERS), seed=Whole()))

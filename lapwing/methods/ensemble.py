@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Data, Inputs
+from lapwing.core.random import global_seed
 from lapwing.core.settings import FUNCTION, NONE, Rule, require, require_integer
 from lapwing.core.state import State
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import is_recurrent, needs_plain_kernels, output_alone, refuse_training_mode, shaped
+from lapwing.networks.replica import Replica, can_be_copied
 from lapwing.posteriors.members import MembersPosterior, mean_of
 from lapwing.problem import Problem, summed_loss
 
@@ -97,6 +99,10 @@ class Networks:
 
     models: tuple[nn.Module, ...]
     fingerprints: tuple[Fingerprint, ...] = ()  # of the models at the fit
+    _replicas: tuple[Replica, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        vars(self)["_replicas"] = tuple(Replica(model, (), can_be_copied(model)) for model in self.models)
 
     def __len__(self) -> int:
         return len(self.models)
@@ -112,7 +118,8 @@ class Networks:
 
     def __call__(self, x: Inputs) -> Tensor:
         outputs: list[Tensor] = []
-        for model in self.models:
+        for replica in self._replicas:
+            model = replica.model
             outputs.append(shaped(output_alone(model, x, needs_plain_kernels(model, is_recurrent(model)))))
             if outputs[-1].shape != outputs[0].shape:
                 raise ModelError(
@@ -126,8 +133,7 @@ def renewed(model: nn.Module, seed: int) -> nn.Module:
     """Return a copy with new random weights, drawn by ``reset_parameters`` of each module."""
     copied = copy.deepcopy(model)
     without = []
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with global_seed(seed, next((p.device for p in copied.parameters() if p.is_cuda), torch.device("cpu"))):
         for name, module in copied.named_modules():
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if reset is not None:

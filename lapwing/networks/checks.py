@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Inputs, Leaf, SampleRows, map_leaves, place_name, placed, take
 from lapwing.errors import DataError, ModelError
-from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording, swapped
+from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording
+from lapwing.networks.replica import Bypass, Replica
 
 FEW = 32  # samples that show whether two forward passes agree
 REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
 
 
 @contextlib.contextmanager
-def refusing_changes(model: nn.Module) -> Iterator[None]:
-    """Restore weights and buffers that the model changes when it runs, and raise; errors of the run have priority."""
+def refusing_changes(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model for a run. Restore weights and buffers that it changes, and raise; its own errors come first."""
     buffers = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
     copies = [(t, t.detach().clone()) for t in (*model.parameters(), *(b for _, _, b in buffers if b is not None))]
     try:
-        yield
+        yield model
     finally:
         changed = any(module._buffers.get(key) is not buffer for module, key, buffer in buffers)
         for module, key, buffer in buffers:
@@ -43,6 +45,17 @@ def refusing_changes(model: nn.Module) -> Iterator[None]:
             "max_norm, a counter); expected a function of the input alone. They were restored. Call model.eval(), or "
             "remove what changes them."
         )
+
+
+def first_run(replica: Replica, inputs: Inputs, plain: bool) -> tuple[Replica, Tensor]:
+    """Return the output with its graph, and the replica: one without a private copy if that is bypassed."""
+    one = replica.trial()
+    tensors = dict(one.named_parameters())
+    with Bypass(replica.source) as watch, refusing_changes(one), recording(tensors, replica.names, plain):
+        raw = raw_output(one, inputs)
+    if not replica.private or not watch.seen:
+        return replica, raw
+    return first_run(replace(replica, private=False), inputs, plain)
 
 
 def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
@@ -169,7 +182,7 @@ def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], bat
         leaves[number] = t.detach().clone().requires_grad_()
         return leaves[number].clone()  # a model may write into its inputs
 
-    with recording(dict(model.named_parameters()), (), plain):
+    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(plain):
         raw = _perturbed_output(model, map_leaves(inputs, with_gradient))
         crossed = [False] * len(per_sample)
         first, second = slice(0, batch // 2), slice(batch // 2, batch)
@@ -204,5 +217,5 @@ def _perturbed_output(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the output with zero weights perturbed, so that zero-initialised gates do not hide a dependence."""
     weights = {name: p.detach() for name, p in model.named_parameters() if bool((p == 0).any())}
     perturbed = {name: p.masked_fill(p == 0, 0.01) for name, p in weights.items()}
-    output = swapped(model, perturbed, lambda: raw_output(model, inputs))
+    output = raw_output(model, inputs, perturbed)
     return output if bool(output.isfinite().all()) else raw_output(model, inputs)

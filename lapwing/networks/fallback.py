@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Inputs, map_leaves, take
+from lapwing.core.switches import math_attention, quiet
 from lapwing.errors import ModelError
 from lapwing.networks.checks import relative_gap
-from lapwing.networks.forward import quiet, raw_output, swapped
+from lapwing.networks.forward import raw_output
 from lapwing.networks.passes import by_autograd
 
 Jacobians = dict[str, Tensor]  # parameter -> (B, K, p)
@@ -55,13 +55,13 @@ def _vectorised(
     def single(sample: Inputs, rows: Tensor) -> tuple[Jacobians, Tensor]:
         flags = iter(per_sample)  # the batch dimension that ``vmap`` took away comes back
         one = map_leaves(sample, lambda t: t.unsqueeze(0) if next(flags) else t)
-        run = lambda values: swapped(model, values, lambda: raw_output(model, one)).reshape(-1)
+        run = lambda values: raw_output(model, one, values).reshape(-1)
         f, back = torch.func.vjp(run, chosen)  # type: ignore[misc]
         # Seeds in a loop: batching a gradient twice is wrong for PReLU where there are as many seeds as samples.
         each = [back(row)[0] for row in rows]
         return {name: torch.stack([grads[name].reshape(-1) for grads in each]) for name in names}, f
 
-    with quiet(), sdpa_kernel(SDPBackend.MATH):
+    with quiet, math_attention:
         jacobians, f = torch.func.vmap(single, in_dims=(dims, 1))(inputs, seeds)
     return {name: jacobian.detach() for name, jacobian in jacobians.items()}, f.detach()
 

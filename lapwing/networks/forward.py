@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lapwing.core.data import Batch, Inputs, call, map_tensors, takes, tensors_in
+from lapwing.core.interrupts import deferred, poll
 from lapwing.core.samples import SampleSet
 from lapwing.core.settings import seen
+from lapwing.core.switches import LOCK, own_kernels, unfused_attention
 from lapwing.errors import InputError, ModelError
+from lapwing.networks.replica import lent
 
 # Errors with which PyTorch and Python answer a wrong shape, dtype, device or number of arguments.
 REFUSED = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
 
-@contextlib.contextmanager
+@contextmanager
 def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain: bool) -> Iterator[None]:
-    """Record gradients for the named parameters and no others while the model runs; restore all flags.
+    """Record gradients for the named parameters and no others while the model runs.
 
-    ``plain`` switches vendors' kernels off (see ``needs_plain_kernels``).
+    The parameters of a private copy have the right flags already. Those of a model that runs itself are changed and
+    restored, by one thread at a time. ``plain`` switches vendors' kernels off (see ``needs_plain_kernels``).
     """
-    changed = [p for name, p in tensors.items() if p.requires_grad != (name in names)]
-    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(plain):
+    changed = {p: p.requires_grad for name, p in tensors.items() if p.requires_grad != (name in names)}
+    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(plain), LOCK if changed else nullcontext():
         try:
-            for parameter in changed:
-                parameter.requires_grad_(not parameter.requires_grad)
+            for parameter, flag in changed.items():
+                parameter.requires_grad_(not flag)
             yield
         finally:
-            for parameter in changed:
-                parameter.requires_grad_(not parameter.requires_grad)
+            for parameter, flag in changed.items():
+                parameter.requires_grad_(flag)
 
 
 def is_recurrent(model: nn.Module) -> bool:
@@ -52,11 +55,14 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def outside_autocast(call: Call) -> Call:
-    """Decorate a function to run without autocast, which is for training: sums and factors must keep their dtype."""
+    """Decorate a public function: it runs without autocast, and Ctrl-C is raised where nothing is half done.
+
+    Autocast is for training: sums and factors must keep their dtype.
+    """
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
+        with deferred(), ExitStack() as stack:
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
@@ -78,53 +84,22 @@ def outside_inference(call: Call) -> Call:
     return run  # type: ignore[return-value]
 
 
-@contextlib.contextmanager
-def plain_kernels(plain: bool) -> Iterator[None]:
+def plain_kernels(plain: bool) -> AbstractContextManager[None]:
     """Use PyTorch's own kernels instead of those of cuDNN and oneDNN, if ``plain``."""
-    if not plain:
-        yield
-        return
-    with quiet(), torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
-        yield
+    return own_kernels if plain else nullcontext()
 
 
-_unfused = threading.Lock()
-_running: list[bool] = []  # for each model that runs now, in any thread, whether the fused path was on before it
+def raw_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Return the tensor that the model returns, taken from ``.logits`` if the model returns an object.
 
-
-@contextlib.contextmanager
-def unfused_attention() -> Iterator[None]:
-    """Switch off the fused path of ``nn.TransformerEncoder``, which PyTorch takes where it records no gradients.
-
-    It gives padded positions other outputs, so the mean would not be that of the network whose Jacobian is taken.
+    ``values`` are other values for some of its parameters and buffers, which a copy gets for this run.
     """
-    with _unfused:
-        _running.append(_running[0] if _running else torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        with _unfused:
-            before = _running.pop()
-            if not _running:
-                torch.backends.mha.set_fastpath_enabled(before)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence PyTorch's warnings about its internals (no batching rule, no TF32), which do not concern a result."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def raw_output(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return the tensor that the model returns, taken from ``.logits`` if the model returns an object."""
+    poll()
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
-        with unfused_attention():
-            out = call(model, inputs)
+        with lent(model) as one, unfused_attention:
+            out = call(one, inputs) if values is None else functional_call(_Call(one), _renamed(values), (inputs,))
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
             raise
@@ -159,28 +134,27 @@ def own_loss(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
     if not takes(model, "labels") or not batch.labels:
         return None
     try:
-        with torch.no_grad(), plain_kernels(plain), unfused_attention():
-            out = call(model, batch.inputs, labels=batch.targets)
+        with torch.no_grad(), plain_kernels(plain), lent(model) as one, unfused_attention:
+            out = call(one, batch.inputs, labels=batch.targets)
     except Exception:  # its labels are no targets of this kind, so there is nothing to compare with
         return None
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
 
 
-def swapped(model: nn.Module, values: dict[str, Tensor], run: Callable[[], Tensor]) -> Tensor:
-    """Call ``run`` with other values for some parameters; they are restored afterwards, also after an error."""
+class _Call(nn.Module):
+    """A module whose argument is a batch in any of its forms."""
 
-    class Call(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
 
-        def forward(self) -> Tensor:
-            return run()
+    def forward(self, inputs: Inputs) -> Any:
+        return call(self.inner, inputs)
 
-    renamed = {"inner." + name: value for name, value in values.items()}
-    out: Tensor = torch.func.functional_call(Call(), renamed, ())
-    return out
+
+def _renamed(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"inner.{name}": value for name, value in values.items()}
 
 
 def _described(model: nn.Module, inputs: Inputs) -> str:

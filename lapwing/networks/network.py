@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Inputs, SampleRows, check_finite, placed, take
 from lapwing.core.schema import Array, Flag, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
 from lapwing.core.state import State, saved
+from lapwing.core.switches import math_attention
 from lapwing.errors import DataError, FileError, ModelError
 from lapwing.networks import passes
 from lapwing.networks.budget import Footprint
-from lapwing.networks.checks import learn, refuse_random, refusing_changes
+from lapwing.networks.checks import first_run, learn, refuse_random, refusing_changes
 from lapwing.networks.forward import (
     is_recurrent,
     needs_plain_kernels,
@@ -29,13 +29,13 @@ from lapwing.networks.forward import (
     refuse_distributed,
     refuse_training_mode,
     shaped,
-    swapped,
     unwrapped,
 )
 from lapwing.networks.graph import Patterns, find_patterns, forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.jacobians import KINDS, Block
 from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters
 from lapwing.networks.ops import operation
+from lapwing.networks.replica import Replica, can_be_copied
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
 
@@ -54,8 +54,10 @@ class Network:
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
     normalised: bool  # whether a norm follows some of the weights, whose scale it may cancel
     shift: Tensor | None = None  # theta - w̃ (P,), where the tangent model is evaluated at another point than w̃
+    private: bool = True  # whether a private copy runs, see Replica
     known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows.known
     last_operation: str = ""  # the operation that made the output, such as "sigmoid"; not saved
+    _memory: _Memory = field(init=False, repr=False)
 
     @classmethod
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
@@ -72,31 +74,32 @@ class Network:
         weights = all_weights if weights is None else weights
         recurrent, needed = is_recurrent(model), weights.needs(model)
         plain = needs_plain_kernels(model, recurrent)
-        rows = SampleRows()
+        rows, replica = SampleRows(), Replica(model, needed, can_be_copied(model))
         count = rows.count(inputs)
         if count is None:  # only the outputs tell how many samples there are
-            with refusing_changes(model):
-                count = len(output_alone(model, inputs, plain))
+            with refusing_changes(replica.trial()) as one:
+                count = len(output_alone(one, inputs, plain))
         if count == 1:  # a single sample does not show which rows all samples share: take it twice
             rows = rows.learned(inputs, 1)
             tensors_alone = all(isinstance(leaf, Tensor) for _, leaf in placed(inputs))  # a set says it itself
             twice = torch.zeros(2, dtype=torch.long)
             inputs = take(inputs, rows.per_sample(inputs, 1), twice) if tensors_alone else inputs
-        tensors = dict(model.named_parameters())
-        with recording(tensors, needed, plain), refusing_changes(model):
-            raw = raw_output(model, inputs)
+        replica, raw = first_run(replica, inputs, plain)
+        tensors = dict(replica.model.named_parameters())
         f = shaped(raw.detach())
         check_finite(f, "outputs of the network")
-        refuse_random(model, inputs, plain)  # first: random outputs look like mixed samples
-        rows = learn(model, inputs, raw.detach(), rows, plain, copied=count == 1)
+        refuse_random(replica.model, inputs, plain)  # first: random outputs look like mixed samples
+        rows = learn(replica.model, inputs, raw.detach(), rows, plain, copied=count == 1)
         if raw.grad_fn is None:
             raise ModelError("the output does not depend on any selected parameter; choose other weights.")
         graph = read(raw, tensors, needed)
         refuse_wrong_gradients(graph)
         selection = weights.choose(model, graph)
         if selection.names != needed:
+            replica = replace(replica, names=selection.names)
+            tensors = dict(replica.model.named_parameters())
             with recording(tensors, selection.names, plain):
-                raw = raw_output(model, inputs)
+                raw = raw_output(replica.model, inputs)
             graph = read(raw, tensors, selection.names)
         with plain_kernels(plain):
             patterns, _ = find_patterns(raw, graph)
@@ -105,10 +108,11 @@ class Network:
         forward_mode = not recurrent and not forward_differs(graph)
         follows = (operation(node).norm(node) and node.next_functions[0][0] for node in graph.nodes)
         normalised = any(follows) or any(isinstance(module, nn.RMSNorm) for module in model.modules())
-        shape = tuple(f.shape[1:])
-        return cls(
-            model, selection, layout, shape, sizes, forward_mode, recurrent, normalised, None, rows.known, graph.last
-        )
+        facts = tuple(f.shape[1:]), sizes, forward_mode, recurrent, normalised
+        learned = None, replica.private, rows.known, graph.last
+        network = cls(model, selection, layout, *facts, *learned)
+        network._memory.replica = replica
+        return network
 
     def state(self) -> State:
         """Return what a file needs, besides the model, to build the network again."""
@@ -116,7 +120,7 @@ class Network:
             "names": self.selection.names, "shapes": self.selection.shapes,
             "layout": [asdict(block) for block in self.layout], "footprint": asdict(self.footprint),
             "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
-            "normalised": self.normalised, "known": dict(self.known),
+            "normalised": self.normalised, "private": self.private, "known": dict(self.known),
         }  # fmt: skip
         tensors = {"index": self.selection.index, "shift": self.shift}
         return State("Network", settings, {name: t for name, t in tensors.items() if t is not None})
@@ -132,7 +136,7 @@ class Network:
         fields = state.read(
             names=ListOf(Text()), shapes=ListOf(sizes), layout=ListOf(layout), output_shape=ListOf(Whole(1)),
             footprint=Record(Footprint, width=Whole(1, 2**40), patches=most, whole=most), forward_mode=Flag(),
-            recurrent=Flag(), normalised=Flag(), known=MapOf(Flag()), shift=Maybe(Array((None,))),
+            recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()), shift=Maybe(Array((None,))),
             index=Maybe(Array((None,), 0, whole=True, also=increasing)),
         )  # fmt: skip
         names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
@@ -147,32 +151,36 @@ class Network:
     @cached_property
     def plain(self) -> bool:
         """Whether vendors' kernels must be switched off while the model runs."""
-        return needs_plain_kernels(self.model, self.recurrent)
+        return needs_plain_kernels(self.replica, self.recurrent)
 
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return next(self.model.parameters()).device
+        return next(self.replica.parameters()).device
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of factors and Jacobians: the widest of the model's, and float32 at least."""
-        dtypes = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
+        dtypes = [p.dtype for p in self.replica.parameters() if p.is_floating_point()]
         return reduce(torch.promote_types, dtypes, torch.float32)
 
-    @cached_property
-    def _memory(self) -> _Memory:
-        return _Memory(SampleRows(self.known))
+    def __post_init__(self) -> None:
+        vars(self)["_memory"] = _Memory(SampleRows(self.known), Replica(self.model, self.selection.names, self.private))
+
+    @property
+    def replica(self) -> nn.Module:
+        """The private copy of the model, which runs in its place: the model itself is never changed."""
+        return self._memory.replica.model
 
     def theta(self) -> Tensor:
         """Return the selected weights as they are, (P,)."""
-        tensors = dict(self.model.named_parameters())
+        tensors = dict(self.replica.named_parameters())
         full = torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.selection.names])
         return self.selection.picked(full)
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Return the output f (B, [T,] C) without a graph; for a shifted network that of the tangent model."""
-        f = self._checked(shaped(output_alone(self.model, inputs, self.plain)))
+        f = self._checked(shaped(output_alone(self.replica, inputs, self.plain)))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
 
     def _checked(self, f: Tensor) -> Tensor:
@@ -187,13 +195,13 @@ class Network:
 
     def weights(self, d: Tensor) -> dict[str, Tensor]:
         """Return the selected parameters by name, with d (P,) added to them."""
-        tensors, parts = dict(self.model.named_parameters()), self.selection.split(d)
+        tensors, parts = dict(self.replica.named_parameters()), self.selection.split(d)
         return {name: tensors[name].detach() + part.to(tensors[name]) for name, part in parts.items()}
 
     def under(self, weights: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """Return the network's output f (B, [T,] C) with other weights, differentiable in them."""
         with plain_kernels(self.plain):
-            return swapped(self.model, dict(weights), lambda: self._checked(shaped(raw_output(self.model, inputs))))
+            return self._checked(shaped(raw_output(self.replica, inputs, weights)))
 
     def shifted(self, shift: Tensor | None) -> Network:
         """Return the tangent model at theta = w̃ + shift: its outputs change, its Jacobian does not."""
@@ -203,11 +211,11 @@ class Network:
 
     def linearise(self, inputs: Inputs, differentiable: bool = False) -> Tangent:
         """Run the model once with a graph. ``differentiable`` keeps the path from the inputs to the Jacobians."""
-        tensors = dict(self.model.named_parameters())
+        tensors = dict(self.replica.named_parameters())
         # The fused kernels of attention have no second derivative.
-        kernels = sdpa_kernel(SDPBackend.MATH) if differentiable else contextlib.nullcontext()
+        kernels = math_attention if differentiable else contextlib.nullcontext()
         with recording(tensors, self.selection.names, self.plain), kernels:
-            raw = raw_output(self.model, inputs)
+            raw = raw_output(self.replica, inputs)
             self._checked(shaped(raw))
         with torch.no_grad():
             graph = read(raw, tensors, self.selection.names)
@@ -242,14 +250,14 @@ class Network:
 
     def _learn(self, inputs: Inputs) -> int:
         """Run the model to see which tensors have a row for each sample, and return how many samples there are."""
-        raw = output_alone(self.model, inputs, self.plain)
-        self._memory.rows = learn(self.model, inputs, raw, self._memory.rows, self.plain)
+        raw = output_alone(self.replica, inputs, self.plain)
+        self._memory.rows = learn(self.replica, inputs, raw, self._memory.rows, self.plain)
         return raw.shape[0]
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
         """Return J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""
         try:
-            return passes.jvp(self.model, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
+            return passes.jvp(self.replica, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
         except NotImplementedError:  # an operation with neither a forward rule nor a second derivative
             tangent = self.linearise(inputs)
             return tangent.jacobians().jvp(v.to(self.dtype)).reshape(len(v), *tangent.network_output.shape)
@@ -259,7 +267,7 @@ class Network:
         tangent = self.linearise(inputs)
         looped = passes.seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
         with plain_kernels(self.plain):
-            return passes.vjp(self.model, self.selection, tangent.raw, u, looped).to(self.dtype)
+            return passes.vjp(self.replica, self.selection, tangent.raw, u, looped).to(self.dtype)
 
     def patterns(self, tangent: Tangent) -> Patterns:
         """Return which rows belong to which sample, remembered where the shapes alone decide it."""
@@ -282,4 +290,5 @@ class _Memory:
     """Facts that batches showed after the network was built; mutable, no part of its value, and not saved."""
 
     rows: SampleRows
+    replica: Replica
     patterns: dict[Any, Any] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.data import Inputs
-from lapwing.networks.forward import plain_kernels, raw_output, shaped, swapped
+from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
 from lapwing.networks.ops import operation
@@ -67,7 +67,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
     variance quadrupled too. A weight whose direction does not matter either, dead or saturated, is no group. Cost: up
     to four forward passes for each layer, and a backward pass; the model is not changed.
     """
-    tensors = {name: p.detach() for name, p in network.model.named_parameters() if name in network.selection.names}
+    tensors = {name: p.detach() for name, p in network.replica.named_parameters() if name in network.selection.names}
     base = _run(network, inputs, {}, tensors)
     size = base.f.abs().max().clamp_min(torch.finfo(base.f.dtype).tiny)
     tolerance = _tolerance(network, base)
@@ -80,7 +80,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
         follow = [after for before, after in zip(base.norms, trial.norms, strict=True) if _grew(before, after)]
         if follow:
             scaled = {p: FACTOR * tensors[p] for p in parameters}
-            buffers = dict(network.model.named_buffers())
+            buffers = dict(network.replica.named_buffers())
             scaled.update({norm.mean: FACTOR * buffers[norm.mean] for norm in follow})
             scaled.update({norm.variance: _quadrupled(buffers[norm.variance], norm.eps) for norm in follow})
             trial = _run(network, inputs, scaled, tensors)
@@ -131,10 +131,10 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
     """Run the network with other ``values`` for some of its parameters (``tensors``) and buffers."""
     chosen = {name: t.clone().requires_grad_() for name, t in tensors.items()}
     chosen.update({name: v.clone().requires_grad_(name in tensors) for name, v in values.items()})
-    names = {buffer.data_ptr(): name for name, buffer in network.model.named_buffers()}
+    names = {buffer.data_ptr(): name for name, buffer in network.replica.named_buffers()}
     names.update({chosen[name].data_ptr(): name for name in values if name not in tensors})
     with torch.inference_mode(False), torch.enable_grad(), plain_kernels(network.plain):
-        raw = swapped(network.model, chosen, lambda: raw_output(network.model, inputs))
+        raw = raw_output(network.replica, inputs, chosen)
     norms, inverses, eps = [], [0.0], [0.0]
     for node in read(raw).nodes:
         statistics = operation(node).norm(node)
@@ -162,9 +162,9 @@ def _tolerance(network: Network, base: _Trial) -> float:
 
     x / sqrt(var + eps) changes by 3/8 eps / var; layers after it may enlarge that, hence the factor of ten.
     """
-    attributes = ((key, value) for module in network.model.modules() for key, value in vars(module).items())
+    attributes = ((key, value) for module in network.replica.modules() for key, value in vars(module).items())
     eps = [value for key, value in attributes if isinstance(value, float) and EPS.search(key)]
-    unknown = any(isinstance(m, nn.RMSNorm) for m in network.model.modules()) or (not eps and base.inverse > 0)
+    unknown = any(isinstance(m, nn.RMSNorm) for m in network.replica.modules()) or (not eps and base.inverse > 0)
     eps += [base.eps, 1e-5 if unknown else 0.0]
     explained = 10 * 0.375 * max(eps) * (base.inverse or UNSEEN)
     rounding = 1e3 * torch.finfo(base.f.dtype).eps

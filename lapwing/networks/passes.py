@@ -14,10 +14,10 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Inputs
-from lapwing.networks.forward import quiet, raw_output, recording, shaped, swapped
+from lapwing.core.switches import FORWARD_MODE, math_attention, quiet
+from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import Graph
 from lapwing.networks.operation import NoRuleError
 from lapwing.networks.selection import Selection
@@ -62,7 +62,7 @@ def by_autograd(
     """Return the gradients (K, ...) of seeds · raw at the targets; None where there is no path."""
     options = {"retain_graph": True, "allow_unused": True, "create_graph": differentiable}
     if not looped and len(seeds) > 1:
-        with quiet():
+        with quiet:
             return list(torch.autograd.grad(raw, targets, seeds, is_grads_batched=True, **options))
     each = zip(*(torch.autograd.grad(raw, targets, seed, **options) for seed in seeds), strict=True)
     return [
@@ -142,9 +142,9 @@ def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor])
     tensors = {name: p.detach() for name, p in model.named_parameters() if name in tangents}
 
     def f(values: dict[str, Tensor]) -> Tensor:
-        return swapped(model, values, lambda: shaped(raw_output(model, inputs)))
+        return shaped(raw_output(model, inputs, values))
 
-    with recording(dict(model.named_parameters()), (), False), torch.no_grad(), quiet(), sdpa_kernel(SDPBackend.MATH):
+    with FORWARD_MODE, torch.inference_mode(False), torch.no_grad(), quiet, math_attention:
         out: Tensor = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,))[1])(tangents)
     return out
 
@@ -153,7 +153,7 @@ def _double_backward(model: nn.Module, inputs: Inputs, tangents: dict[str, Tenso
     """Return J v: Jᵀ u is linear in u, so its derivative in u along v is J v."""
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in tangents]
-    with sdpa_kernel(SDPBackend.MATH), recording(tensors, tangents, plain):
+    with math_attention, recording(tensors, tangents, plain):
         raw = raw_output(model, inputs)
         u = torch.zeros_like(raw, requires_grad=True)
         back = torch.autograd.grad(raw, chosen, u, create_graph=True, allow_unused=True, materialize_grads=True)

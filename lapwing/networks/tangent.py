@@ -126,8 +126,10 @@ class Tangent:
         network, f = self.network, self.network_output
         names = tuple(block.weight for block in network.layout if not block.has_rule)
         per_sample = network.per_sample(self.inputs)
-        with recording(dict(network.model.named_parameters()), network.selection.names, network.plain):
-            jacobians = sample_jacobians(network.model, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2))
+        with recording(dict(network.replica.named_parameters()), network.selection.names, network.plain):
+            jacobians = sample_jacobians(
+                network.replica, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2)
+            )
         return {name: jacobian.to(network.dtype) for name, jacobian in jacobians.items()}
 
 

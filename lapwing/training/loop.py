@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.progress import ProgressBar
-from lapwing.core.random import global_seed
+from lapwing.core.random import Stream
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import raw_output, shaped
@@ -75,6 +74,8 @@ class _Trainer:
 
     def __post_init__(self) -> None:
         model, recipe = self.network.model, self.recipe
+        self.stream = Stream(recipe.seed * 1_000_003, self.network.device)
+        self.data = replace(self.data, stream=self.stream)
         if recipe.full_batch:  # L-BFGS compares gradients of several epochs
             self.data = self.data.steady()
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
@@ -118,10 +119,10 @@ class _Trainer:
 
     def epoch(self, number: int) -> None:
         """Pass over the data once and update the hyperparameters if that is due."""
-        with self._seed_of(number):
-            entry = Epoch(number, self._pass(number))
-            if self.recipe.updates_after(number):
-                entry = self._updated(entry)
+        self._seed(number)
+        entry = Epoch(number, self._pass(number))
+        if self.recipe.updates_after(number):
+            entry = self._updated(entry)
         self.history.append(entry)
         self.done = number + 1
 
@@ -162,8 +163,9 @@ class _Trainer:
 
         def closure() -> Tensor:
             self.optimiser.zero_grad()
-            value = self._objective(batches, coefficients)
-            value.backward()
+            with self.stream.drawing():  # checkpointed layers draw again in the backward pass
+                value = self._objective(batches, coefficients)
+                value.backward()
             return value
 
         return float(torch.as_tensor(self.optimiser.step(closure)).detach())  # type: ignore[arg-type]
@@ -190,6 +192,7 @@ class _Trainer:
     def _fitted(self) -> Any:
         """Fit the recipe's method at the present weights, prior and noise."""
         self.network.model.eval()
+        self.network = replace(self.network)  # with a new private copy: training may have changed more than weights
         problem = Problem(self.network, self.likelihood, self.prior)
         posterior = self.recipe.method.fit(problem, self.data, torch.Generator().manual_seed(self.recipe.seed))
         if not isinstance(posterior, Tunable):
@@ -249,14 +252,14 @@ class _Trainer:
         self.prior = self.prior.with_precision(copied["precision"].to(self.network.device))
         self.noise = None if copied["noise"] is None else copied["noise"].to(self.network.device)
 
-    def _seed_of(self, epoch: int) -> AbstractContextManager[None]:
-        """Seed the global generators by the number of the epoch."""
-        return global_seed(self.recipe.seed * 1_000_003 + epoch, self.network.device)
+    def _seed(self, epoch: int) -> None:
+        """Start the random numbers of an epoch, which dropout and loaders draw."""
+        self.stream.restart(self.recipe.seed * 1_000_003 + epoch)
 
     def outcome(self) -> tuple[Any, State]:
         """Return the posterior under weights, prior and noise of the best epoch, and the state after the last."""
         state = self.state
         if self.best:
             self._restore(self.best)
-        with self._seed_of(self.recipe.epochs):
-            return self._fitted(), state
+        self._seed(self.recipe.epochs)
+        return self._fitted(), state

@@ -8,6 +8,9 @@ from importlib import import_module
 ATTACKS = {
     "files": "tests.attack.files",
     "checkpoints": "tests.attack.checkpoints",
+    "interrupts": "tests.attack.interrupts",
+    "memory": "tests.attack.memory",
+    "threads": "tests.attack.threads",
 }
 
 

@@ -9,11 +9,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.core.data import Batch, Data, Inputs, map_tensors
+from lapwing.core.switches import math_attention, quiet
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.forward import plain_kernels, quiet, raw_output, shaped, swapped
+from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
 
@@ -42,7 +42,7 @@ class Objective:
         cls, network: Network, likelihood: Likelihood, prior: BoundPrior, data: Data, dtype: torch.dtype
     ) -> Objective:
         """Copy the model in ``dtype`` and keep the data; one forward pass to check the targets."""
-        model = copy.deepcopy(network.model).to(dtype)
+        model = copy.deepcopy(network.replica).to(dtype)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         cast = lambda t: t.to(dtype) if t.is_floating_point() else t
@@ -88,7 +88,7 @@ class Objective:
 
     def run(self, d: Tensor, inputs: Inputs) -> Tensor:
         """Return f (B, [T,] C) for one d (P,), differentiable in d."""
-        return swapped(self.model, self.weights(d), lambda: shaped(raw_output(self.model, inputs)))
+        return shaped(raw_output(self.model, inputs, self.weights(d)))
 
     def _loss(self, d: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
         return self.likelihood.loss(self.run(d, inputs), targets).sum() / self.phi
@@ -152,7 +152,7 @@ class Objective:
         width = 4 * samples * self.network.footprint.width * self.centre.element_size()
         chunk = min(max(1, BYTES // max(width, 1)), len(rows))
         # Some versions of torch.func differentiate to zero while gradients are off.
-        with torch.enable_grad(), quiet(), plain_kernels(self.network.plain), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), quiet, plain_kernels(self.network.plain), math_attention:
             try:
                 return torch.func.vmap(function, chunk_size=chunk)(rows, *others).detach()
             except (RuntimeError, NotImplementedError, ValueError):  # an operation has no batching rule

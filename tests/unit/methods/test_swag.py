@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Spy(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.seen: list[Tensor] = []
+        self.seen = deque[Tensor]()  # the library runs a copy of the model, which has copies of its lists
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -101,7 +102,7 @@ def test_moments_are_those_of_sgd(name: str) -> None:
     posterior = fitted(model, **settings)
     noise = float((net()(X) - Y).square().mean().detach())  # the dispersion at the start
     decay = {"decay": 0.7, "decay before prior": 0.7, "prior": noise * 5.0 / 11}.get(name, 0.0)
-    seen = model.seen[-6 * between :]
+    seen = list(model.seen)[-6 * between :]
     rows = iterates(net(), seen, between, momentum, decay, 0.2 if name == "prior" else 0.0)
     start = nn.utils.parameters_to_vector(net().parameters()).detach()
     draws = posterior.posterior.draws
@@ -116,7 +117,7 @@ def test_every_pass_has_every_row_once_in_a_new_order() -> None:
     model = Spy(net()).eval()
     data = list(zip(X.split(2), Y.split(2), strict=True))
     lw.fit(model, data, "regression", method=swag(batch_size=4))
-    passes = [torch.cat(model.seen[i : i + 3]) for i in range(len(model.seen) - 18, len(model.seen), 3)]
+    passes = [torch.cat(list(model.seen)[i : i + 3]) for i in range(len(model.seen) - 18, len(model.seen), 3)]
     for one in passes:
         assert torch.equal(one[one[:, 0].argsort()], X[X[:, 0].argsort()])
     assert len({tuple(one[:, 0].tolist()) for one in passes}) == 6
@@ -374,7 +375,7 @@ def test_the_rate_that_is_chosen_is_the_largest_that_stays_near() -> None:
     assert rate in [0.1 / 2**k for k in range(1, 12)]
     same = lw.fit(model, [(x, y)], "regression", method=lw.baselines.SWAG(8, 4, learning_rate=rate, batch_size=5))
     assert_close(same.functions(x).cov, posterior.functions(x).cov)
-    seen = [(each, y[(each[:, None] == x).all(2).double().argmax(1)]) for each in spy.seen[-64:]]
+    seen = [(each, y[(each[:, None] == x).all(2).double().argmax(1)]) for each in list(spy.seen)[-64:]]
     noise = (model(x) - y).square().mean().detach()  # the dispersion, and for two outputs the mean loss
     assert float(passes(model, seen, rate).max()) <= 1.1 * float(noise)
     assert not float(passes(model, seen, 2 * rate).max()) <= 1.1 * float(noise)

@@ -11,6 +11,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.core.random import global_seed
 from lapwing.methods.dropout import FixedMask, Masks
+from lapwing.networks.network import Network
 
 CPU = torch.device("cpu")
 
@@ -40,7 +41,7 @@ def test_seeded_numbers_are_those_of_the_seed() -> None:
 def test_masks_seed_no_gpu(layer: nn.Module) -> None:
     x = torch.ones(3, 4)
     FixedMask(layer, 1)(x)
-    Masks.of(nn.Sequential(nn.Linear(4, 2), layer), 2, 0)(x)
+    Masks.of(Network.build(nn.Sequential(nn.Linear(4, 2), layer).eval(), x), 2, 0)(x)
 
 
 @pytest.mark.usefixtures("untouched")

@@ -484,7 +484,7 @@ def test_what_is_kept_is_counted() -> None:
 class Noisy(nn.Module):
     """A layer that adds chance to what passes, in evaluation mode too, once it is told to."""
 
-    size = 0.0
+    size: Tensor  # which the copy that runs shares
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.size * torch.randn_like(x)
@@ -494,6 +494,7 @@ class Noisy(nn.Module):
 def test_a_network_with_chance_in_it_is_found_on_one_batch(refuse: Any) -> None:
     case = BY_NAME["mlp"]
     noisy = Noisy()
+    noisy.size = torch.zeros(())
     network = Network.build(nn.Sequential(noisy, case.build()), case.batch(6))
     x, y = case.batch(12), problems.targets(case, 12)
     data = Data([(x[:6], y[:6]), (x[6:], y[6:])], CPU)
@@ -501,7 +502,7 @@ def test_a_network_with_chance_in_it_is_found_on_one_batch(refuse: Any) -> None:
     assert design.streamed
     assert design.source is data
     refuse(design)
-    noisy.size = 0.1
+    noisy.size.fill_(0.1)
     with pytest.raises(LapwingError, match=r"two calls|different rows"):
         refuse(design)
 
