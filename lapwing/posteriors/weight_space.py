@@ -41,6 +41,15 @@ class Mode:
     theta: Tensor  # θ*, (P,), float64
     loss: float  # there, at unit dispersion
 
+    @classmethod
+    def stored(cls, theta: Tensor | None, loss: float | None) -> Mode | None:
+        """Return the mode from a file, or None if it has none."""
+        if theta is None or loss is None:
+            if theta is not None or loss is not None:
+                raise FileError("a mode without its loss, or a loss without its mode; expected both")
+            return None
+        return cls(theta, float(loss))
+
 
 @saved
 @dataclass(frozen=True, eq=False)
@@ -265,13 +274,13 @@ class WeightPosterior(Linearised):
             curvature=Part((Curvature, PerOutputCurvature), problem.network), statistics=STATISTICS, trace=TRACE,
             theta=Array(("P",), dtype=problem.network.dtype), mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
         )  # fmt: skip
-        mode, loss = fields.pop("mode"), fields.pop("mode_loss")
+        mode = Mode.stored(fields.pop("mode"), fields.pop("mode_loss"))
         each, outputs = isinstance(fields["curvature"], PerOutputCurvature), problem.network.output_shape[-1]
-        if (mode is None) != (loss is None) or len(fields["statistics"].losses) != each * outputs:
-            raise FileError("a mode without its loss, or a curvature without the loss of each output; expected both")
+        if len(fields["statistics"].losses) != each * outputs:
+            raise FileError("a curvature without the loss of each output, or a loss too many; expected both")
         if each and problem.likelihood.ratios is None:
             raise FileError("one curvature for each output and one noise for all; expected a noise for each")
-        return cls(problem, **fields, mode=None if mode is None else Mode(mode, float(loss)))
+        return cls(problem, **fields, mode=mode)
 
 
 def _centring(f: Tensor) -> Tensor:
