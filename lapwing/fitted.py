@@ -91,7 +91,7 @@ class Fitted:
             lines.append(f"Hyperparameters by {trace.tuner}; {trace.scored_on} NLL: {scores}.")
         else:
             lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
-        return "\n".join([*lines, *(f"Note: {finding}" for finding in (trace.findings if trace else ()))])
+        return "\n".join([*lines, *(f"Note: {finding}" for finding in self.findings)])
 
     def _numbers(self) -> str:
         """Return the precisions and the noise of the posterior that was fitted, as text."""
@@ -313,6 +313,11 @@ class Fitted:
         For a mixture, the steps by which the evidence was maximised are in ``base.trace``.
         """
         return self.posterior.trace
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Remarks in words on the posterior and from its tuner; ``summary`` shows them."""
+        return (*(self.trace.findings if self.trace is not None else ()), *self.base.findings)
 
     @property
     def prior(self) -> BoundPrior:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.random import normal
 from lapwing.core.settings import require_integer, seen
+from lapwing.core.spectra import eigh
 from lapwing.errors import DataError, NumericalError
 
 ROUNDING = 1e-4  # size of a negative variance, relative to the largest, that counts as rounding
@@ -172,7 +173,7 @@ class FunctionGaussian:
 
 def psd_root(matrix: Tensor) -> Tensor:
     """Return L with L Lᵀ = matrix for a positive semi-definite matrix; negative rounding becomes zero."""
-    values, vectors = torch.linalg.eigh(matrix.double())
+    values, vectors = eigh(matrix.double())
     _refuse_below(values, -ROUNDING * values.abs().amax(-1, keepdim=True), "eigenvalue")
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(matrix.dtype)
 

@@ -163,13 +163,14 @@ class DiagonalSum:
     """The diagonal of H of a block, summed over a pass."""
 
     def __init__(self, block: Block, network: Network) -> None:
-        self._squares = torch.zeros(block.form, dtype=network.dtype, device=network.device)
+        self._squares = torch.zeros(block.form, dtype=torch.float64, device=network.device)
+        self._dtype = network.dtype
 
     def add(self, jacobian: BlockJacobian) -> None:
         self._squares += jacobian.squares().reshape(self._squares.shape)
 
     def value(self) -> DiagonalBlock:
-        return DiagonalBlock(self._squares)
+        return DiagonalBlock(self._squares.to(self._dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +235,7 @@ class FullBlock:
     @classmethod
     def from_state(cls, state: State, network: Network) -> FullBlock:
         (block,) = network.layout
-        return cls(**state.read(matrix=Array((block.size, block.size), dtype=network.dtype, also=semidefinite)))
+        return cls(**state.read(matrix=Array((block.size, block.size), dtype=torch.float64, also=semidefinite)))
 
     def dense(self) -> Tensor:
         return self.matrix
@@ -251,10 +252,10 @@ class FullSum:
     """The whole H of a block, summed over a pass."""
 
     def __init__(self, block: Block, network: Network) -> None:
-        self._gram = Gram(block.size, network.dtype, network.device)
+        self._gram = Gram(block.size, torch.float64, network.device)
 
     def add(self, jacobian: BlockJacobian) -> None:
-        self._gram.add(jacobian.whole().flatten(0, 1))
+        self._gram.add(jacobian.whole().flatten(0, 1).double())
 
     def value(self) -> FullBlock:
         return FullBlock(self._gram.value())

@@ -130,6 +130,15 @@ class BlockwiseCurvature:
     def diagonal(self) -> Tensor:
         return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
 
+    def coupled(self) -> Tensor:
+        """Return one for every weight in a block with more than its diagonal, and zero for the rest, (P,)."""
+        like = self.blocks[0].diagonal()
+        parts = [
+            torch.full(block.form, float(curvature.only_diagonal is None)).to(like)
+            for curvature, block in zip(self.blocks, self.layout, strict=True)
+        ]
+        return in_order(parts, self.layout, self.selection)
+
     def state(self) -> State:
         return State("BlockwiseCurvature", parts={str(i): block.state() for i, block in enumerate(self.blocks)})
 

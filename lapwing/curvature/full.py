@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.schema import Array, Flag, semidefinite, symmetric
+from lapwing.core.spectra import eigvalsh
 from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.protocols import floored_by_layer, row_products, weighted_sum
 from lapwing.errors import NumericalError, UnsupportedError
@@ -133,7 +134,7 @@ class FullCurvature:
         if scale is not None:
             root = scale.double().rsqrt()
             matrix = root[:, None] * matrix * root
-        values = torch.linalg.eigvalsh(matrix)
+        values = eigvalsh(matrix)
         return values.clamp_min(0) if self.definite else values
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> FullPrecision:
@@ -195,7 +196,7 @@ def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCur
             continue
         gram = gram or Gram(size, torch.float64, network.device)
         for rows in jacobians.whole().flatten(0, 1).split(max(1, temporary(network.device) // (8 * size))):
-            gram.add(rows)
+            gram.add(rows.double())
     parts = [] if gram is None else [gram.value()]
     if pairs is not None:
         parts.append(_spread_pairs(pairs.value(), network))

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lapwing.core.schema import Array, Either, Maybe, orthonormal, semidefinite
 from lapwing.core.settings import one_of, require_integer
+from lapwing.core.spectra import eigh
 from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockSum, DiagonalSum, FullSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.curvature.sweep import checked_curvature
-from lapwing.errors import FileError, NumericalError, UnsupportedError
+from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.gram import Gram
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
@@ -49,10 +50,11 @@ class _KroneckerSum:
     """The two factors of a linear block, summed over a pass."""
 
     def __init__(self, block: Block, sharing: str, network: Network) -> None:
-        self._block, self._reduce, self._options = block, sharing == "reduce", (network.dtype, network.device)
+        self._block, self._reduce, self._dtype = block, sharing == "reduce", network.dtype
+        self._options = (torch.float64, network.device)  # rounding of a large direction would drown the small ones
         self._out = Gram(block.d_out, *self._options, block.groups)
         self._inp: Gram | None = None  # a lookup has counts instead of this (d_in, d_in) matrix
-        self._counts = torch.zeros((), dtype=network.dtype, device=network.device)
+        self._counts = torch.zeros((), dtype=torch.float64, device=network.device)
         self._rows = 0
 
     def add(self, jacobian: BlockJacobian) -> None:
@@ -70,7 +72,7 @@ class _KroneckerSum:
     def value(self) -> KroneckerBlock:
         d_in, d_out = self._block.d_in, self._block.d_out
         inp = self._counts.unsqueeze(0) if self._inp is None else self._inp.value().reshape(-1, d_in, d_in)
-        return KroneckerBlock(inp, self._out.value().reshape(-1, d_out, d_out), self._rows)
+        return KroneckerBlock(inp, self._out.value().reshape(-1, d_out, d_out), self._rows, self._dtype)
 
 
 def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -> BlockwiseCurvature:
@@ -80,10 +82,12 @@ def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -
     for jacobians in sweep:
         for i, (_, part) in enumerate(jacobians):
             if i in bases:
-                squares = part.rotated(bases[i].out, bases[i].inp).squares()
+                squares = part.rotated(bases[i].out, bases[i].inp).squares().double()
                 values[i] = values[i] + squares if i in values else squares
         del jacobians, part  # before the next chunk is computed
-    corrected: dict[int, BlockCurvature] = {i: EigenBlock(bases[i].out, bases[i].inp, values[i]) for i in values}
+    corrected: dict[int, BlockCurvature] = {
+        i: EigenBlock(bases[i].out, bases[i].inp, values[i].to(bases[i].out)) for i in values
+    }
     return replace(kron, blocks=tuple(corrected.get(i, block) for i, block in enumerate(kron.blocks)))
 
 
@@ -136,13 +140,18 @@ class Eigen(NamedTuple):
     inp_values: Tensor
     inp: Tensor | None
 
+    def to(self, dtype: torch.dtype) -> Eigen:
+        """Return it in another dtype. Rounding the eigenvalues one by one keeps the small ones."""
+        inp = None if self.inp is None else self.inp.to(dtype)
+        return Eigen(self.out_values.to(dtype), self.out.to(dtype), self.inp_values.to(dtype), inp)
+
     def precision(self, phi: Tensor, added: Tensor, scale_logdet: Tensor | float = 0.0) -> EigenPrecision:
         """Return H/φ + ``added``, in units of a prior's scale with this log-determinant.
 
-        In the dtype of the factors: float64 products would cost more than the fit.
+        In the network's dtype: all terms are positive, and float64 products would cost more than the fit.
         """
-        products = self.out_values.unsqueeze(-1) * self.inp_values.unsqueeze(-2)
-        values = products / phi.to(products) + added.to(products)
+        products = (self.out_values / phi.to(self.out_values)).unsqueeze(-1) * self.inp_values.unsqueeze(-2)
+        values = products + added.to(products)
         logdet = values.log().sum(dtype=torch.float64) + scale_logdet
         return EigenPrecision(self.out, self.inp, values.reciprocal(), logdet)
 
@@ -153,16 +162,17 @@ class KroneckerBlock:
     """H ≈ B ⊗ A / rows: sums A of inputs (G, d_in, d_in) and B of output gradients (G, d_out, d_out).
 
     The A of a lookup is a diagonal of counts (1, d_in). Division by the number of rows makes a single linear layer
-    with constant output curvature exact.
+    with constant output curvature exact. The factors are float64; their eigenvectors have the network's ``dtype``.
     """
 
     inp: Tensor
     out: Tensor
     rows: float
+    dtype: torch.dtype = torch.float64
     only_diagonal: ClassVar[None] = None
 
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
-        return KroneckerBlock(self.inp + other.inp, self.out + other.out, self.rows + other.rows)
+        return replace(self, inp=self.inp + other.inp, out=self.out + other.out, rows=self.rows + other.rows)
 
     def mixed(self, others: Sequence[KroneckerBlock], weights: Tensor) -> KroneckerBlock:
         """Weight the output factors; all blocks have the same input factor."""
@@ -175,11 +185,11 @@ class KroneckerBlock:
     @classmethod
     def from_state(cls, state: State, network: Network) -> KroneckerBlock:
         groups, d_out, d_in = linear_form(network)
-        inp = Array((groups, d_in, d_in), dtype=network.dtype, also=semidefinite)
-        lookup = Array((1, d_in), 0, dtype=network.dtype)
-        out = Array((groups, d_out, d_out), dtype=network.dtype, also=semidefinite)
+        inp = Array((groups, d_in, d_in), dtype=torch.float64, also=semidefinite)
+        lookup = Array((1, d_in), 0, dtype=torch.float64)
+        out = Array((groups, d_out, d_out), dtype=torch.float64, also=semidefinite)
         fields = state.read(inp=Either(inp, lookup), out=out, rows=Array((), 0))
-        return cls(fields["inp"], fields["out"], float(fields["rows"]))
+        return cls(fields["inp"], fields["out"], float(fields["rows"]), network.dtype)
 
     def dense(self) -> Tensor:
         inp = torch.diag_embed(self.inp) if self.inp.ndim == 2 else self.inp
@@ -191,7 +201,7 @@ class KroneckerBlock:
     def eigen(self) -> Eigen:
         """The eigendecomposition of both factors."""
         inp = (self.inp, None) if self.inp.ndim == 2 else psd_eigh(self.inp)
-        return Eigen(*psd_eigh(self.out / max(self.rows, 1)), *inp)
+        return Eigen(*psd_eigh(self.out / max(self.rows, 1)), *inp).to(self.dtype)
 
     def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
         if prior.scale is not None:
@@ -209,7 +219,8 @@ class KroneckerBlock:
         """Return Λ = (I ⊗ √D)(B ⊗ D^-½ A D^-½ / φ + I)(I ⊗ √D), exact for any prior that differs by input."""
         if self.inp.ndim == 2:
             raise UnsupportedError("an embedding in a Kronecker block allows one precision; use method=Diagonal().")
-        white = Eigen(*self.eigen[:2], *_whitened_eigh(self.inp, by_input.to(self.inp).rsqrt()))
+        by_inp = _whitened_eigh(self.inp, by_input.to(self.inp).rsqrt())
+        white = Eigen(*self.eigen[:2], *by_inp).to(self.dtype)
         return white.precision(phi, torch.ones(()), self.out.shape[-1] * by_input.double().log().sum())
 
     def _rescaled(self, phi: Tensor, g: Tensor, scale: Tensor, block: Block) -> EigenPrecision:
@@ -240,7 +251,7 @@ class KroneckerBlock:
         inp_root = by_inp.to(self.inp).rsqrt()
         is_lookup = self.inp.ndim == 2
         inp = (self.inp * inp_root.square(), None) if is_lookup else _whitened_eigh(self.inp, inp_root)
-        return Eigen(*out, *inp), inp_root
+        return Eigen(*out, *inp).to(self.dtype), inp_root.to(self.dtype)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal with each factor floored separately, so that it stays a Kronecker product."""
@@ -316,20 +327,8 @@ def _whitened_eigh(matrix: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, negative ones set to zero, and eigenvectors of a positive semidefinite matrix.
-
-    Single-precision LAPACK returns NaN for some finite matrices of low rank; those are decomposed in float64.
-    """
-    if not bool(torch.isfinite(matrix).all()):
-        raise NumericalError("a curvature factor is not finite; check the data and the network for overflow.")
-    values, vectors = torch.linalg.eigh(matrix)
-    if not bool(torch.isfinite(vectors).all()):
-        values, vectors = (t.to(matrix.dtype) for t in torch.linalg.eigh(matrix.double()))
-    if not bool(torch.isfinite(vectors).all()):
-        raise NumericalError(
-            f"the eigenvectors of a curvature factor {tuple(matrix.shape)} are not finite; expected finite numbers. "
-            "Scale the inputs of the network, or use method=Diagonal()."
-        )
+    """Return eigenvalues, negative ones set to zero, and eigenvectors of a positive semidefinite matrix."""
+    values, vectors = eigh(matrix)
     return values.clamp_min(0), vectors
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.schema import ROUNDING, Array
+from lapwing.core.spectra import eigh, svd
 from lapwing.core.state import State, saved
 from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
 from lapwing.curvature.protocols import floored_by_layer, row_products
@@ -140,7 +141,7 @@ class LowRankPrecision:
     @cached_property
     def _root_core(self) -> Tensor:
         """E (s (s + 1))⁻¹ Eᵀ, (r, r)."""
-        values, basis = torch.linalg.eigh(self._gram)
+        values, basis = eigh(self._gram)
         s = (1 + values.clamp_min(0)).sqrt()
         return (basis / (s * (s + 1))) @ basis.mT
 
@@ -177,7 +178,7 @@ class LowRankCurvature:
         if self.selection.names != other.selection.names:
             raise UnsupportedError("these curvatures belong to different networks or weights and do not add.")
         tall = torch.cat([c.values.sqrt()[:, None] * c.vectors for c in (self, other)])
-        _, singular, right = torch.linalg.svd(tall, full_matrices=False)
+        _, singular, right = svd(tall)
         nonzero = singular > 1e2 * torch.finfo(tall.dtype).eps * singular[0]
         residual = max(self.residual, other.residual)
         return replace(self, values=singular.square()[nonzero], vectors=right[nonzero], residual=residual)

@@ -113,6 +113,15 @@ class Preconditions(Protocol):
     def preconditions(self) -> bool: ...
 
 
+@runtime_checkable
+class HasLoneWeights(Protocol):
+    """A curvature that couples some weights with no other, so that no digits cancel in their variances."""
+
+    def coupled(self) -> Tensor:
+        """Return one for every weight that is coupled with others and zero for the rest, (P,)."""
+        ...
+
+
 def floored(values: Tensor) -> Tensor:
     """Raise values to at least a thousandth of their median, or of their mean if the median is zero.
 

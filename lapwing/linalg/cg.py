@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import check_finite
+from lapwing.core.spectra import eigvalsh
 from lapwing.errors import NumericalError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.krylov import orthonormal_rows
@@ -206,7 +207,7 @@ def _inner_products(curved: Tensor, s: Tensor) -> tuple[Tensor, float]:
 def _curvatures(inner: Tensor, gram_factor: Tensor) -> Tensor:
     """Return the operator's eigenvalues, ascending, within the span of directions s with s · sᵀ = factor · factorᵀ."""
     left = torch.linalg.solve_triangular(gram_factor, inner, upper=False)
-    return torch.linalg.eigvalsh(torch.linalg.solve_triangular(gram_factor, left.mT, upper=False))
+    return eigvalsh(torch.linalg.solve_triangular(gram_factor, left.mT, upper=False))
 
 
 def _residual_basis(rows: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:

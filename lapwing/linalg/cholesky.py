@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lapwing.core.spectra import eigvalsh
 from lapwing.errors import NumericalError
 
 
@@ -15,7 +16,7 @@ def cholesky(matrix: Tensor, name: str) -> Tensor:
         return factor
     if not bool(torch.isfinite(matrix).all()):
         raise NumericalError(f"the precision of {name} is not finite; check the data and the prior.")
-    smallest = torch.linalg.eigvalsh(matrix.double()).min().item()
+    smallest = eigvalsh(matrix.double()).min().item()
     raise NumericalError(not_definite(name, smallest))
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 # Blocks narrower than this are not split further, for many and for few rows: few rows save less, so blocks are wider.
 NARROWEST = {"cpu": (128, 192), "cuda": (1024, 1024)}
 MANY = 512  # rows from which the narrower blocks are used
+LOSS = 1e-3  # of the smallest eigenvalue, that products in the dtype of the rows may lose
+PENDING = 32  # products that are added in the dtype of the rows before they are added to the sum
 STRIP = 512  # rows that are mirrored at a time, which limits the extra memory
 
 
@@ -18,6 +20,10 @@ class Gram:
 
     Splitting the columns in halves recursively and skipping the lower triangle saves up to half of the
     multiplications: 0.625 of a plain product at four blocks.
+
+    Rows narrower than the sum are multiplied in its dtype, since rounding of the largest direction would drown the
+    others. They are multiplied in their own, at half of the cost, once the sum so far has no small direction: then
+    rounding is far below every one of them. The sum is looked at when its rows have doubled.
 
     >>> total = Gram(3, torch.float64, torch.device("cpu"))
     >>> total.add(torch.eye(3, dtype=torch.float64)[:2])
@@ -28,29 +34,79 @@ class Gram:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, groups: int = 1) -> None:
         self._sum = torch.zeros(groups, size, size, dtype=dtype, device=device)
         many, few = NARROWEST.get(device.type, NARROWEST["cuda"])
-        self._many = [(self._sum[0, i, j], i, j) for i, j in _upper(slice(0, size), many)]
-        self._few = [(self._sum[0, i, j], i, j) for i, j in _upper(slice(0, size), few)]
+        self._many, self._few = (list(_upper(slice(0, size), narrowest)) for narrowest in (many, few))
+        self._narrow: Tensor | None = None  # a sum in the dtype of the rows, not yet part of ``_sum``
+        self._rows = self._pending = 0
+        self._due = size + size // 4  # rows at which to look at the sum; no fewer can be enough
 
     def add(self, x: Tensor) -> None:
         """Add the products of the rows of x, (N, d) or (G, N, d)."""
-        x = x.to(self._sum.dtype)
+        left = self._due - self._rows
+        if self._may_narrow(x) and 0 < left < x.shape[-2]:
+            self.add(x[..., :left, :])
+            x = x[..., left:, :]
+        total = self._taking(x, x.shape[-2])
+        x = x.to(total.dtype)
         if x.ndim == 3 and x.shape[0] > 1:
-            self._sum.baddbmm_(x.mT, x)
+            total.baddbmm_(x.mT, x)
             return
         x = x[0] if x.ndim == 3 else x
-        for out, i, j in self._many if len(x) >= MANY else self._few:
-            out.addmm_(x[:, i].mT, x[:, j])
+        for i, j in self._many if len(x) >= MANY else self._few:
+            total[0, i, j].addmm_(x[:, i].mT, x[:, j])
 
     def add_runs(self, x: Tensor) -> None:
         """Add R runs of T rows each, x (G, R, T, d), which are stored as (..., d, T), without transposing them."""
-        self._sum += torch.matmul(x.mT, x).to(self._sum.dtype).sum(1)
+        total = self._taking(x, x.shape[1] * x.shape[2])
+        x = x.to(total.dtype)
+        total += torch.matmul(x.mT, x).sum(1)
 
     def value(self) -> Tensor:
         """Return the symmetric sum, (G, d, d), or (d, d) for one group; not a copy, so a later ``add`` changes it."""
+        self._flush()
         for corner, right, below in _strips(self._sum):
             corner.copy_(corner.triu() + corner.triu(1).mT)
             below.copy_(right.mT)
         return self._sum[0] if self._sum.shape[0] == 1 else self._sum
+
+    def _may_narrow(self, x: Tensor) -> bool:
+        return x.dtype == torch.float32 != self._sum.dtype
+
+    def _taking(self, x: Tensor, rows: int) -> Tensor:
+        """Return the sum that takes the rows x, so many for each group: the narrower one if rounding allows it."""
+        if not self._may_narrow(x):
+            return self._sum
+        if self._rows >= self._due:
+            self._flush()
+            self._narrow = torch.zeros_like(self._sum, dtype=x.dtype) if _has_no_small(self._sum, x.dtype) else None
+            self._due = self._rows * (2 if self._narrow is None else 4)
+        self._rows += rows
+        if self._narrow is None:
+            return self._sum
+        self._pending += 1
+        if self._pending > PENDING:
+            self._flush()
+        return self._narrow
+
+    def _flush(self) -> None:
+        """Add what the narrower sum has taken."""
+        if self._narrow is not None and self._pending:
+            self._sum += self._narrow
+            self._narrow.zero_()
+        self._pending = 0
+
+
+def _has_no_small(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether rounding in this dtype is far below every eigenvalue of the matrices (G, d, d).
+
+    Rounding of a product is relative to the diagonal: in units of it, a random matrix with a norm of about √d rounding
+    units. Columns of zeros have no rounding. Only the upper triangle is read.
+    """
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    root = torch.where(diagonal > 0, diagonal.rsqrt(), 1.0)
+    scaled = (root.unsqueeze(-1) * matrix * root.unsqueeze(-2)).to(dtype)
+    smallest = matrix.shape[-1] ** 0.5 * torch.finfo(dtype).eps / LOSS
+    scaled.diagonal(dim1=-2, dim2=-1).sub_(smallest).add_(diagonal == 0)
+    return int(torch.linalg.cholesky_ex(scaled.mT).info.abs().max()) == 0
 
 
 def symmetrise(matrix: Tensor) -> None:

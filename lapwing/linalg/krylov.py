@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from lapwing.core.data import check_finite
 from lapwing.core.random import normal
+from lapwing.core.spectra import eigh, svd
 from lapwing.errors import NumericalError
 from lapwing.linalg.operators import EPS, TINY, Product, Solution, applied, refuse_asymmetric
 
@@ -54,7 +55,7 @@ class OrthonormalRows:
 def thin_svd(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (left, singular, right) with rows (K, P) = left · diag(singular) · right; a QR first, since K is small."""
     tall, small = torch.linalg.qr(rows.mT)
-    left, singular, turn = torch.linalg.svd(small.mT, full_matrices=False)
+    left, singular, turn = svd(small.mT)
     return left, singular, turn @ tall.mT
 
 
@@ -211,7 +212,7 @@ class BlockKrylov:
             edge = edge * noise
         rank = len(basis)
         projected, lost = projected[:rank, :rank], lost[:rank]
-        values, turn = torch.linalg.eigh(0.5 * (projected + projected.mT))
+        values, turn = eigh(0.5 * (projected + projected.mT))
         return replace(
             self, rows=basis, values=values.flip(0), turn=turn.flip(1), projected=projected,
             edge=edge, ahead=block, lost=lost, products=products,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import uniform
+from lapwing.core.spectra import eigh
 from lapwing.linalg.krylov import BlockKrylov
 from lapwing.linalg.operators import TINY, Product, applied
 
@@ -129,13 +130,13 @@ def lanczos_quadrature(product: Product, rows: Tensor, steps: int) -> Quadrature
 
 def _rules(small: Tensor, mass: Tensor) -> Quadrature:
     """Return both rules from the tridiagonal matrices (K, m + 1, m + 1), whose last entry is not set yet."""
-    nodes, turn = torch.linalg.eigh(small[:, :-1, :-1])
+    nodes, turn = eigh(small[:, :-1, :-1])
     end = nodes.min().clamp_max(0)
     # The last entry that makes ``end`` an eigenvalue of the longer matrix.
     inverse = (turn[:, -1].square() / (nodes - end).clamp_min(TINY)).sum(1)
     coupling = small[:, -1, -2].square()
     longer = small.clone()
     longer[:, -1, -1] = end + torch.where(coupling > 0, coupling * inverse, 0.0)
-    low_nodes, low_turn = torch.linalg.eigh(longer)
+    low_nodes, low_turn = eigh(longer)
     weights, low_weights = turn[:, 0].square() * mass[:, None], low_turn[:, 0].square() * mass[:, None]
     return Quadrature(nodes, weights, low_nodes, low_weights)

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lapwing.core.spectra import eigh
 from lapwing.linalg.cholesky import cholesky
 
 
@@ -49,13 +50,13 @@ class Inducing:
         shift = 1e-12 * float(self.average.detach().diagonal().abs().max())
         if int(torch.linalg.cholesky_ex(information + shift * self._eye).info) == 0:
             return information
-        values, vectors = torch.linalg.eigh(0.5 * (information + information.mT))
+        values, vectors = eigh(0.5 * (information + information.mT))
         return (vectors * values.clamp_min(0)) @ vectors.mT
 
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues (r,) and eigenvectors (r, r) of B."""
-        values, vectors = torch.linalg.eigh(self.information)
+        values, vectors = eigh(self.information)
         return values.clamp_min(0), vectors
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lapwing.core.spectra import eigh
 from lapwing.errors import NumericalError
 
 ZERO = (
@@ -19,7 +20,7 @@ def whitening(kernel: Tensor, cut: float = 1e-14) -> Tensor:
     Eigenvalues below ``cut`` times the largest are left out: they are rounding, and their inverse roots would be large
     random numbers.
     """
-    values, vectors = torch.linalg.eigh(checked(kernel).double())
+    values, vectors = eigh(checked(kernel).double())
     real = values > cut * values[-1].clamp_min(1e-300)
     if not bool(real.any()):
         raise NumericalError(ZERO)

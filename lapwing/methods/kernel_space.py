@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.settings import require_integer
+from lapwing.core.spectra import svd
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import NumericalError, UnsupportedError
@@ -92,7 +93,7 @@ def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
         small = torch.linalg.qr(torch.cat([small, columns.mT]), mode="r").R
     if not bool(torch.isfinite(small.square().sum())):
         raise NumericalError("the kernel of the data is not finite; check the data and the network for overflow.")
-    _, singular, rotation = torch.linalg.svd(small, full_matrices=False)
+    _, singular, rotation = svd(small)
     # A singular value below the rounding error of the rows is noise, and so is its vector.
     significant = singular > len(rows) * torch.finfo(torch.float64).eps * singular[0]
     singular, rotation = singular[significant], rotation[significant]

@@ -65,7 +65,7 @@ class Kron:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
         others = workload.other_blocks(self.full_limit)
         work = workload.all_outputs + workload.factor_work + workload.outputs * others
-        return workload.cost(workload.itemsize * (workload.factors + others), work)
+        return workload.cost(8 * (workload.factors + others), work)
 
     @classmethod
     def offer(cls, budget: Budget) -> Offer | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -66,7 +66,7 @@ class LowRank:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        design = NetworkDesign.build(network, problem.likelihood, data)
+        design = replace(NetworkDesign.build(network, problem.likelihood, data), exact=True)
         generator = generator_or_default(generator)
         pairs = leading_eigenpairs(
             partial(gram_product, design),

@@ -40,6 +40,11 @@ class Posterior(Protocol):
         """The posterior that was fitted; a mixture varies its prior and noise."""
         return self
 
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Remarks on the posterior itself, in words; those of its tuner are in the trace."""
+        return ()
+
     def plain(self) -> Posterior:
         """Return a posterior whose mean is the output of the network; this one, except for the mean of an ensemble."""
         return self

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.schema import Array, Real, Whole
+from lapwing.core.schema import Array, Maybe, Real, Whole
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved
 from lapwing.core.trace import TRACE, Trace, trace_settings
@@ -23,6 +23,8 @@ from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import Linearised
+from lapwing.posteriors.weight_space import Mode
+from lapwing.priors.bound import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
 
 
@@ -50,9 +52,10 @@ class SampledPosterior(Linearised):
     problem: Problem
     solver: Solver
     statistics: Statistics
-    theta: Tensor  # w̃, (P,)
+    theta: Tensor  # w̃, or the point that the network is shifted to, (P,)
     trace: Trace | None = None
     start: Tensor | None = None  # initial values for the solver, (K, P)
+    mode: Mode | None = None
     is_sampled: ClassVar[bool] = True
 
     @cached_property
@@ -76,6 +79,10 @@ class SampledPosterior(Linearised):
                 )
             problem = problem.with_prior(problem.prior.scaled(scale))
         return replace(self, problem=problem)
+
+    def with_prior(self, prior: BoundPrior) -> SampledPosterior:
+        """Return the samples of another prior, without the mode, which belongs to the old one."""
+        return replace(self.with_problem(self.problem.with_prior(prior)), mode=None)
 
     def warm_started(self, problem: Problem) -> SampledPosterior:
         """Return the posterior of another problem, whose solves start from the present samples."""
@@ -157,11 +164,11 @@ class SampledPosterior(Linearised):
 
     @property
     def loss(self) -> float:
-        """The loss at w̃, summed over the data, at unit dispersion."""
-        return self.statistics.loss
+        """The loss at the centre, summed over the data, at unit dispersion."""
+        return self.statistics.loss if self.mode is None else self.mode.loss
 
     def log_likelihood(self) -> Tensor:
-        """Return log p(D | w̃)."""
+        """Return log p(D | theta) at the centre."""
         phi, likelihood = self.problem.likelihood.dispersion.to(self.theta.device), self.problem.likelihood
         normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
         return -self.loss / phi - self.statistics.data * normaliser
@@ -170,7 +177,7 @@ class SampledPosterior(Linearised):
     def log_evidence(self) -> Tensor:
         """Return the evidence of the full posterior, with an estimated log-determinant and error ``evidence_error``."""
         return self.log_likelihood() - 0.5 * (
-            self.problem.prior.penalty(self.theta.double()) + self.solver.logdet(self.problem).value
+            self.problem.prior.penalty(self.centre) + self.solver.logdet(self.problem).value
         )
 
     @property
@@ -181,19 +188,21 @@ class SampledPosterior(Linearised):
 
     @property
     def centre(self) -> Tensor:
-        """The weights at which the evidence is evaluated: w̃, (P,) in float64."""
-        return self.theta.double()
+        """The weights at which the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
+        return self.theta.double() if self.mode is None else self.mode.theta
 
     def state(self) -> State:
         solution, logdet = self.solution, self.solver.logdet(self.problem)
         settings = {
             "statistics": asdict(self.statistics), "iterations": solution.iterations, "tolerance": solution.tolerance,
             "logdet_error": logdet.error, "trace": trace_settings(self.trace),
+            "mode_loss": None if self.mode is None else self.mode.loss,
         }  # fmt: skip
         tensors = {
             "theta": self.theta, "samples": solution.x, "residuals": solution.residuals,
             "logdet": logdet.value.detach(),
         }  # fmt: skip
+        tensors |= {} if self.mode is None else {"mode": self.mode.theta}
         return State("SampledPosterior", settings, tensors)
 
     @classmethod
@@ -201,12 +210,13 @@ class SampledPosterior(Linearised):
         fields = state.read(
             theta=Array(("P",), dtype=problem.network.dtype), samples=Array(("K", "P")), residuals=Array(("K",), 0),
             logdet=Array(()), logdet_error=Real(0, math.inf), iterations=Whole(), tolerance=Real(0),
-            statistics=STATISTICS, trace=TRACE,
+            statistics=STATISTICS, trace=TRACE, mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
         )  # fmt: skip
         solution = Solution(*(fields[name] for name in ("samples", "residuals", "iterations", "tolerance")))
         logdet = Logdet(fields["logdet"], fields["logdet_error"])
         stored = StoredSamples(problem.prior.vector, problem.likelihood.dispersion, solution, logdet)
-        return cls(problem, stored, fields["statistics"], fields["theta"], fields["trace"])
+        mode = Mode.stored(fields["mode"], fields["mode_loss"])
+        return cls(problem, stored, fields["statistics"], fields["theta"], fields["trace"], mode=mode)
 
 
 @dataclass(frozen=True, eq=False)

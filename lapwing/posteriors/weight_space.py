@@ -18,6 +18,7 @@ from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.curvature.protocols import (
     BoundsLogdet,
     Curvature,
+    HasLoneWeights,
     HoldsDirections,
     Precision,
     RefusesPriors,
@@ -31,6 +32,7 @@ from lapwing.posteriors.protocols import Linearised
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
 
+ROUNDED = 1e-2  # condition number times the squared rounding unit, above which a variance may be 1 % off
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
 
 
@@ -40,6 +42,15 @@ class Mode:
 
     theta: Tensor  # θ*, (P,), float64
     loss: float  # there, at unit dispersion
+
+    @classmethod
+    def stored(cls, theta: Tensor | None, loss: float | None) -> Mode | None:
+        """Return the mode from a file, or None if it has none."""
+        if theta is None or loss is None:
+            if theta is not None or loss is not None:
+                raise FileError("a mode without its loss, or a loss without its mode; expected both")
+            return None
+        return cls(theta, float(loss))
 
 
 @saved
@@ -174,6 +185,35 @@ class WeightPosterior(Linearised):
             return self.current.precision(self._phi.detach(), replace(prior, values=prior.values.detach()))
 
     @property
+    def condition(self) -> float:
+        """A bound on the condition number of Λ in units of the prior: the trace of A^-½ H A^-½ / φ, plus one.
+
+        Weights that are coupled with no other do not count: no digits cancel in their variances.
+        """
+        with torch.no_grad():
+            ratios = self.current.diagonal().double() / self.problem.prior.vector.double()
+            if isinstance(self.current, HasLoneWeights):
+                ratios = ratios * self.current.coupled().to(ratios)
+            return 1 + float(ratios.sum() / self._phi.double())
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """A remark if the Jacobian, which the network computes in its dtype, has too few digits for the variances.
+
+        Rounding of the Jacobian enters variances with the prior variance, where the data leave φ/H: by the rounding
+        unit times the square root of the condition number, relatively, and by its square beyond that.
+        """
+        dtype, condition = self.problem.network.dtype, self.condition
+        most = ROUNDED / torch.finfo(dtype).eps ** 2
+        if condition <= most:
+            return ()
+        return (
+            f"the data outweigh the prior by up to {condition:.1g}; a network in {str(dtype).removeprefix('torch.')} "
+            f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use model.double() with data "
+            "in float64, scale the inputs to unit size, or raise the prior precision or the noise.",
+        )
+
+    @property
     def centre(self) -> Tensor:
         """The weights at which the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
         return self.theta.double() if self.mode is None else self.mode.theta
@@ -265,13 +305,13 @@ class WeightPosterior(Linearised):
             curvature=Part((Curvature, PerOutputCurvature), problem.network), statistics=STATISTICS, trace=TRACE,
             theta=Array(("P",), dtype=problem.network.dtype), mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
         )  # fmt: skip
-        mode, loss = fields.pop("mode"), fields.pop("mode_loss")
+        mode = Mode.stored(fields.pop("mode"), fields.pop("mode_loss"))
         each, outputs = isinstance(fields["curvature"], PerOutputCurvature), problem.network.output_shape[-1]
-        if (mode is None) != (loss is None) or len(fields["statistics"].losses) != each * outputs:
-            raise FileError("a mode without its loss, or a curvature without the loss of each output; expected both")
+        if len(fields["statistics"].losses) != each * outputs:
+            raise FileError("a curvature without the loss of each output, or a loss too many; expected both")
         if each and problem.likelihood.ratios is None:
             raise FileError("one curvature for each output and one noise for all; expected a noise for each")
-        return cls(problem, **fields, mode=None if mode is None else Mode(mode, float(loss)))
+        return cls(problem, **fields, mode=mode)
 
 
 def _centring(f: Tensor) -> Tensor:

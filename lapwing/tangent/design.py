@@ -43,6 +43,9 @@ class JacobianPart:
     def gram(self, v: Tensor) -> Tensor:
         return self.jacobians.gram(v)
 
+    def double(self) -> JacobianPart:
+        return JacobianPart(self.jacobians.double())
+
 
 @dataclass(frozen=True, eq=False)
 class NetworkDesign:
@@ -62,6 +65,7 @@ class NetworkDesign:
     rows: int
     curvature: str = "ggn"  # or "jacobian": J itself, without the likelihood's root
     part: int | None = None
+    exact: bool = False  # whether products are computed in float64, from factors in the network's dtype
     source: Data | None = None  # the data as given, if ``data`` is a copy in memory, the same at every pass
 
     @classmethod
@@ -93,8 +97,8 @@ class NetworkDesign:
                 if nbytes > cache:
                     kept = None
         factors = None if kept is None else tuple(kept)
-        return cls(network, likelihood, data, factors, sweep.statistics, rows, curvature, part,
-                   None if data is given else given)  # fmt: skip
+        source = None if data is given else given
+        return cls(network, likelihood, data, factors, sweep.statistics, rows, curvature, part, source=source)
 
     @property
     def streamed(self) -> bool:
@@ -139,6 +143,9 @@ class NetworkDesign:
         return floored_by_layer(squares.diagonal(), self.network.selection)
 
     def __iter__(self) -> Iterator[JacobianPart]:
+        return (part.double() for part in self._parts()) if self.exact else self._parts()
+
+    def _parts(self) -> Iterator[JacobianPart]:
         if self.factors is not None:
             yield from (JacobianPart(jacobians) for jacobians in self.factors)
             return

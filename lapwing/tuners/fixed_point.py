@@ -16,6 +16,7 @@ from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.effective import effective_parameters
 from lapwing.posteriors.protocols import SamplesGamma
+from lapwing.posteriors.weight_space import Mode
 from lapwing.problem import Problem
 from lapwing.tangent.model import tangent_model
 from lapwing.tuners.evidence import Search, in_range
@@ -162,9 +163,11 @@ class SampleEM:
     $$ \gamma_d = \tfrac1K \sum_j z_{jd}^\top (G z_j)_d / \phi, \qquad \alpha_d = \gamma_d / \|\theta_{*d}\|^2,
        \qquad \phi = \mathrm{SSE}(\theta_*) / (NC - \gamma) $$
 
-    θ* is the optimum of the tangent model, as in ``LinearMode``. The noise of the samples stays the same from step to
-    step, so that the map is deterministic and has a fixed point; the trace has γ and its standard error at every
-    step. γ in function space is never negative, and one sample determines it to a relative error of sqrt(2/γ).
+    θ* is the optimum of the tangent model, as in ``LinearMode``, and the evidence of the result is that of θ*. A noise
+    learned at θ* is too small for f(w̃), so with ``noise=True`` the predictive mean is h(θ*, x) too. The noise of the
+    samples stays the same from step to step, so that the map is deterministic and has a fixed point; the trace has γ
+    and its standard error at every step. γ in function space is never negative, and one sample determines it to a
+    relative error of sqrt(2/γ).
 
     Cost of a step: the samples at the new precision and one product with them, and θ* from its last value. For a
     single precision a Krylov basis gives both without a pass over the data.
@@ -174,7 +177,8 @@ class SampleEM:
         mode: "tangent" takes θ*; "network" takes the trained weights w̃ instead, which costs no passes. γ falls
             as α rises, so with w̃ each step goes half the way, in the logarithm: full steps would overshoot to
             precisions that are smaller than the fixed point, and so more expensive to solve for.
-        noise: Whether to learn the noise of a Gaussian likelihood from θ*.
+        noise: Whether to learn the noise of a Gaussian likelihood. With ``mode="tangent"`` the mean is then that of θ*,
+            as in ``LinearMode(mean="tangent")``; otherwise mean and noise stay those of w̃.
         max_steps: The largest number of updates; 1 makes a single update without a check of convergence.
         tolerance: Stop when no logarithm changes by more than this.
         solver_tolerance: Nats that the solve for θ* may miss.
@@ -214,8 +218,11 @@ class SampleEM:
         """Return the posterior at the fixed point."""
         if not isinstance(posterior, SamplesGamma):
             raise UnsupportedError(f"{type(posterior).__name__} has no samples; use method=Sampled().")
-        current: Any = posterior
-        solver, theta, loss = self._solver(current), current.theta.double(), current.statistics.loss
+        given: Any = posterior
+        base = given.problem.network.shifted(None).theta().double()
+        current = self._centred(given, None, base)
+        solver, loss = self._solver(current, base), current.statistics.loss
+        theta = base if solver is None else given.centre
         steps: list[Step] = []
         for _ in range(self.max_steps):
             if solver is not None:
@@ -230,16 +237,26 @@ class SampleEM:
             current = updated
             if change <= self.tolerance:
                 break
+        if solver is not None:
+            current = self._centred(current, solver(current.problem, theta), base)
         return self._finished(current, steps, gammas, change)
 
-    def _solver(self, posterior: Any) -> ModeSolver | None:
+    def _solver(self, posterior: Any, base: Tensor) -> ModeSolver | None:
         """Return the solver for θ*, or None if w̃ takes its place."""
         if self.mode == "network":
             return None
-        network = posterior.problem.network
+        network = posterior.problem.network.shifted(None)
         data = required_data("SampleEM", self.data, network.device)
         model = tangent_model(network, posterior.problem.likelihood, data)
-        return ModeSolver(model, posterior.theta.double(), self.solver_tolerance)
+        return ModeSolver(model, base, self.solver_tolerance)
+
+    def _centred(self, current: Any, mode: Mode | None, base: Tensor) -> Any:
+        """Return the posterior with the evidence of θ*, and with its mean if the noise is learned there."""
+        moved = mode is not None and self.noise and current.noise is not None
+        theta = mode.theta if mode is not None and moved else base
+        network = current.problem.network.shifted(theta - base if moved else None)
+        theta = theta.to(network.dtype)
+        return replace(current, problem=replace(current.problem, network=network), theta=theta, mode=mode)
 
     def _updated(self, current: Any, gamma: Tensor, theta: Tensor, loss: float) -> Any:
         """Return the posterior under the updated precisions and, if it is learned, the updated noise."""

@@ -14,6 +14,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import class_labels
 from lapwing.core.progress import EarlyStopping, ProgressBar
 from lapwing.core.random import normal, uniform
+from lapwing.core.spectra import eigh
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import NumericalError
 from lapwing.likelihoods.energies import energy
@@ -103,7 +104,7 @@ class State:
     ) -> FunctionPosterior:
         """Return the posterior that this state stands for; the second process is dropped."""
         problem = problem.with_likelihood(self.likelihood(problem.likelihood))
-        values, vectors = torch.linalg.eigh(self.inducing.reduction)
+        values, vectors = eigh(self.inducing.reduction)
         mix = self.whitening() @ (vectors * values.clamp_min(0).sqrt())
         theta, trace = problem.network.theta(), Trace("FMGP", "objective", steps)
         return FunctionPosterior(problem, sight, self.kernel, self.points, self.numbers, mix, statistics, theta, trace)

@@ -11,6 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.schema import ROUNDING, Array, Either, Maybe, Text
+from lapwing.core.spectra import eigvalsh
 from lapwing.core.state import Part, State, saved
 from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.errors import DataError, FileError
@@ -174,5 +175,5 @@ def _refuse_impossible(kernel: FreeKernel, fields: dict[str, Any], last: Network
     ):
         raise FileError(f"the points have {points.shape[1]} features; expected those of a last layer of one block")
     explained = mix.mT @ kernel.points(points, fields["numbers"]) @ mix
-    if not bool(torch.linalg.eigvalsh(explained).max() <= 1 + ROUNDING):
+    if not bool(eigvalsh(explained).max() <= 1 + ROUNDING):
         raise FileError("the points explain more variance than the prior has; expected at most all of it")

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lapwing.core.spectra import eigvalsh
 from lapwing.errors import NumericalError
 from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.cholesky import not_definite
@@ -73,7 +74,7 @@ class Hessian:
         factor, info = torch.linalg.cholesky_ex(matrix + torch.diag(self._ridge).double())
         if int(info) == 0:
             return factor
-        smallest = float(torch.linalg.eigvalsh(matrix)[0])
+        smallest = float(eigvalsh(matrix)[0])
         raise NumericalError(not_definite("the trained weights", smallest) + f" {NOT_CONVERGED}")
 
     def solve(self, rows: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.data import check_finite
 from lapwing.core.schema import Array, Maybe, Samples, semidefinite
+from lapwing.core.spectra import eigvalsh
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.low_rank import LowRankCurvature, LowRankPrecision
 from lapwing.curvature.protocols import floored_by_layer
@@ -75,7 +76,7 @@ class AnchoredCurvature:
     def values(self) -> Tensor:
         """The nonzero eigenvalues of H̃, (r,)."""
         one = isotropic(1.0).bound(self.selection, self.mix)
-        return torch.linalg.eigvalsh(AnchoredRows(self.anchors, self.mix).gram(one)).clamp_min(0)
+        return eigvalsh(AnchoredRows(self.anchors, self.mix).gram(one)).clamp_min(0)
 
     @cached_property
     def anchored_diagonal(self) -> Tensor:
@@ -254,7 +255,7 @@ class SubspaceCurvature:
         """The eigenvalues of H within the span of the directions, in an orthonormal basis."""
         root = cholesky(self.directions @ self.directions.mT, "the directions")
         half = torch.linalg.solve_triangular(root, self.gram, upper=False)
-        return torch.linalg.eigvalsh(torch.linalg.solve_triangular(root, half.mT, upper=False)).clamp_min(0)
+        return eigvalsh(torch.linalg.solve_triangular(root, half.mT, upper=False)).clamp_min(0)
 
     @cached_property
     def inner_diagonal(self) -> Tensor:

@@ -12,6 +12,7 @@ from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import require_flag, require_integer
+from lapwing.core.spectra import eigh, svd
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
@@ -92,8 +93,8 @@ class ELLA:
         gram, statistics = within(problem, data, directions, squares)
         if squares is None:
             return WeightPosterior.fitted(problem, SubspaceCurvature(directions, gram, network.selection), statistics)
-        values, basis = torch.linalg.eigh(gram)
-        _, singular, vectors = torch.linalg.svd((basis * values.clamp_min(0).sqrt()).mT @ rows, full_matrices=False)
+        values, basis = eigh(gram)
+        _, singular, vectors = svd((basis * values.clamp_min(0).sqrt()).mT @ rows)
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
         return WeightPosterior.fitted(problem, BoundedCurvature(part, squares.diagonal()), statistics)
 
@@ -115,7 +116,7 @@ def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e
         raise NumericalError(
             "the kernel of the landmarks is not finite; expected finite numbers. Check data and network for overflow."
         )
-    values, vectors = torch.linalg.eigh(kernel)
+    values, vectors = eigh(kernel)
     values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
     real = values > cut * values[0].clamp_min(1e-300)
     if not bool(real.any()):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data
+from lapwing.core.spectra import eigh
 from lapwing.core.trace import Step, Trace
 from lapwing.curvature.blockwise import prior_precision
 from lapwing.curvature.sweep import SquaredSum, Sweep
@@ -128,7 +129,7 @@ class InducingPoints:
 
 def _root(matrix: Tensor) -> Tensor:
     """Return R with R Rᵀ = matrix, for a positive semidefinite matrix."""
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = eigh(matrix)
     return vectors * values.clamp_min(0).sqrt()
 
 
