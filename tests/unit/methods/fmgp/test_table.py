@@ -144,7 +144,7 @@ def test_inputs_of_another_size_are_refused() -> None:
 def test_samples_without_a_batch_are_refused() -> None:
     x = torch.randn(30, 3)
     network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
-    data = torch.utils.data.TensorDataset(x, x[:, :1])
+    data = [(row, row[:1]) for row in x]
     with pytest.raises(lw.errors.DataError, match="3 inputs with 1 targets"):
         lw.fit(network, data, "regression", method=lw.FMGP(5, steps=3))
     with pytest.raises(lw.errors.DataError, match="3 inputs with 1 targets"):
