@@ -93,7 +93,7 @@ def measure(name: str, model: nn.Module, shape: tuple[int, ...], n: int, inputs:
 
 def check_jacobians() -> None:
     """Compare layer-wise Jacobians with plain backward passes, on the GPU, in float64 and float32."""
-    from lapwing.core.data import map_tensors
+    from lapwing.core.inputs import map_tensors
     from lapwing.networks.network import Network
     from tests.cases import CASES
     from tests.references import dense

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lapwing.core.data import TARGET_KEYS, Inputs, accepts, map_leaves, map_tensors, refuse_meta, tensors_in
-from lapwing.core.samples import standard
+from lapwing.core.data import TARGET_KEYS
+from lapwing.core.inputs import Inputs, accepts, moved, tensors_in
 from lapwing.core.settings import NONE, Rule, is_integer
 from lapwing.errors import DataError
 from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
@@ -92,8 +92,7 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     whole = Rule("the number of training data, at least 1", lambda v: is_integer(v) and v >= 1, DataError)
     (whole | NONE).check("data", data)
     device = device_of(model)
-    refuse_meta(batch)
-    inputs = map_tensors(map_leaves(_inputs(model, batch), standard), lambda t: t.to(device))
+    inputs = moved(_inputs(model, batch), lambda t: t.to(device))
     network = Network.build(model, inputs, named("weights", weights))
     tangent = network.linearise(inputs)
     layers, blocks = [], []

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.core.data import Data, Inputs, check_finite, map_leaves, map_tensors, refuse_meta, shows_progress
+from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.samples import standard
+from lapwing.core.inputs import Inputs, check_finite, moved
 from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, seen
 from lapwing.core.state import on_device
 from lapwing.core.trace import Trace
@@ -397,8 +397,7 @@ class Fitted:
         """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed."""
         self._unchanged()
         device = self.network.device
-        refuse_meta(x)
-        x = map_tensors(map_leaves(x, standard), lambda t: t.to(device))
+        x = moved(x, lambda t: t.to(device))
         if self.network.count(x) == 0:
             raise DataError("the batch is empty; expected at least one input.")
         check_finite(x, "inputs")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, Inputs, check_finite
+from lapwing.core.data import Batch, Data
+from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.schema import Either, ListOf, Real, Record, Whole
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood

@@ -1,18 +1,9 @@
-"""The only data loop: it unpacks batches, checks them, moves them to the device, counts them and shows progress.
-
-It also decides, for the whole library, how many samples a batch has and which of its tensors have a row for each
-sample. Inputs may hold tensors with a row for each sample beside tensors that all samples share (a context beside x).
-The rule: **a tensor has a row for each sample if its first dimension is the number of samples and no other batch has
-shown that all samples share it.** The number of samples is that of the targets in a batch of data, and that of the
-outputs where a model has run. A set of samples (``core/samples.py``) says both itself.
-"""
+"""The only data loop: it unpacks batches, checks them, moves them to the device, counts them and shows progress."""
 
 from __future__ import annotations
 
-import inspect
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -20,20 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lapwing.core.inputs import Inputs, check_finite, moved, placed, tensors_in
 from lapwing.core.interrupts import at_once
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import Stream, undisturbed
 from lapwing.core.reading import Reading, Readings
-from lapwing.core.samples import SampleSet, standard, tensors_of
 from lapwing.core.settings import FLAG, KEY, NONE, seen
 from lapwing.errors import DataError
 
-Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
-Leaf = Tensor | SampleSet
-LEAVES = (Tensor, SampleSet, PackedSequence)
 BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader
 LOOKED = 3  # batches that are looked at for one with several samples
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
@@ -63,88 +50,6 @@ def shows_progress(progress: bool | None) -> bool:
     """Return whether to show progress bars; None means: only on a terminal."""
     (FLAG | NONE).check("progress", progress)
     return sys.stderr.isatty() if progress is None else progress
-
-
-def map_leaves(tree: Inputs, change: Callable[[Any], Any]) -> Inputs:
-    """Return the same nesting with ``change`` applied to every leaf: a tensor, or a set of samples."""
-    if isinstance(tree, LEAVES):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: map_leaves(value, change) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return rebuilt(tree, [map_leaves(value, change) for value in tree])
-    return tree
-
-
-def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return the same nesting with ``change`` applied to every tensor, those of sets of samples too."""
-    return map_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf.changed(change))
-
-
-def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
-    """Return the same kind of tuple or list with other values; named tuples take them one by one."""
-    return type(sequence)(*values) if hasattr(sequence, "_fields") else type(sequence)(values)
-
-
-def tensors_in(tree: Inputs) -> Iterator[Tensor]:
-    """Yield every tensor of a nesting, in order, those of sets of samples too."""
-    for _, leaf in placed(tree):
-        yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
-
-
-def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of a nesting in order, with a name for its place.
-
-    The number of dimensions is part of the name: a context for each sample has one more than a context for all samples.
-    """
-    if isinstance(inputs, LEAVES):
-        yield f"{place}: {inputs.ndim if isinstance(inputs, Tensor) else 'set'}", inputs
-    elif isinstance(inputs, Mapping):
-        for key, value in inputs.items():
-            yield from placed(value, f"{place}[{key!r}]")
-    elif isinstance(inputs, tuple | list):
-        for number, value in enumerate(inputs):
-            yield from placed(value, f"{place}[{number}]")
-
-
-def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
-    """Call the model as its signature asks: mappings by keyword, tuples by position, anything else as one argument.
-
-    ``more`` are further arguments by keyword.
-    """
-    if any(isinstance(leaf, SampleSet) for _, leaf in placed(inputs)):
-        inputs = map_leaves(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else leaf.arguments())
-    if isinstance(inputs, Mapping):
-        if accepts(model, (), inputs):
-            return model(**inputs, **more)
-        names = [*_signature(model).parameters]
-        if set(names) & set(inputs):  # it takes some of these keys by name: others are too many, or some are missing
-            raise DataError(
-                f"a batch has the input keys {sorted(map(str, inputs))}; the model takes {', '.join(names)}. Leave the "
-                "others out of the batch, or wrap the model in a module that takes them."
-            )
-        return model(inputs, **more)
-    if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
-        return model(*inputs, **more) if accepts(model, tuple(inputs)) else model(inputs, **more)
-    return model(inputs, **more)
-
-
-def takes(model: Callable[..., Any], name: str) -> bool:
-    """Return whether the model's signature has an argument of this name."""
-    return name in _signature(model).parameters
-
-
-def _signature(model: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(getattr(model, "forward", model))
-
-
-def accepts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Return whether the model's signature takes these arguments."""
-    try:
-        _signature(model).bind(*args, **(kwargs or {}))
-    except TypeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,9 +214,8 @@ class Data:
     def _checked(self, batch: Batch, position: int) -> Batch:
         if batch.targets.is_complex():
             raise DataError(f"targets are {batch.targets.dtype}; expected real numbers. Give real and imaginary parts.")
-        refuse_meta(batch.inputs, batch.targets)
         move = lambda t: (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
-        inputs, targets = map_tensors(map_leaves(batch.inputs, standard), move), move(batch.targets)
+        inputs, targets = moved(batch.inputs, move), moved(batch.targets, move)
         where = f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
@@ -326,12 +230,6 @@ def _targets(given: Any) -> Tensor:
         raise DataError(
             f"the targets of a batch are {seen(given)}; expected a tensor, or numbers that torch.as_tensor takes."
         ) from error
-
-
-def refuse_meta(*trees: Inputs) -> None:
-    """Raise if a tensor is on the meta device: it has a shape and no numbers."""
-    if any(t.is_meta for tree in trees for t in tensors_in(tree)):
-        raise DataError("a tensor is on the meta device and has no numbers; expected data on a CPU or a GPU.")
 
 
 def as_data(
@@ -375,117 +273,3 @@ def _joined(batches: list[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     return Batch(torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches]))
-
-
-def check_finite(tree: Inputs, what: str) -> None:
-    """Raise if any floating-point tensor holds NaN or infinity."""
-    refuse_meta(tree)
-    for tensor in tensors_in(tree):
-        # A sum is finite only if every term is, and is ten times cheaper than a test of each. It may overflow where
-        # no term does, so the terms are tested where the sum is not finite.
-        if not tensor.is_floating_point() or math.isfinite(tensor.sum()):
-            continue
-        if not bool(torch.isfinite(tensor).all()):
-            bad = (~torch.isfinite(tensor)).sum().item()
-            raise DataError(
-                f"{what}: {bad} of {tensor.numel()} entries are NaN or infinite; expected finite numbers. "
-                "Clean the data, or check the network for overflow."
-            )
-
-
-def place_name(key: str) -> str:
-    """Return the name of a place without the number of dimensions, for messages."""
-    return key.rpartition(":")[0]
-
-
-def n_rows(leaf: Leaf) -> int:
-    """Return the first dimension of a tensor, 0 for a single number, which has no rows; or the number of samples."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape[0] if leaf.ndim else 0
-    return len(leaf)
-
-
-@dataclass(frozen=True)
-class SampleRows:
-    """The knowledge from earlier batches about each tensor: whether it has a row for each sample.
-
-    ``known`` maps places (see ``placed``) to answers. A tensor of one row shows nothing: it may be shared in some
-    batches and have a row for each sample in others.
-
-    >>> import torch
-    >>> x, context = torch.zeros(4, 2), torch.zeros(6, 3)
-    >>> rows = SampleRows().learned((x, context), 4)
-    >>> rows.per_sample((torch.zeros(6, 2), context), 6)
-    (True, False)
-    >>> rows.count((torch.zeros(5, 2), context))
-    5
-    """
-
-    known: Mapping[str, bool] = field(default_factory=dict)
-
-    def count(self, inputs: Inputs) -> int | None:
-        """Return the number of samples, or None where only the outputs of a model can say it."""
-        if isinstance(inputs, Tensor) and inputs.ndim:
-            return inputs.shape[0]
-        leaves = list(placed(inputs))
-        for _, leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                return len(leaf)
-        if not any(n_rows(t) or t.ndim for _, t in leaves if isinstance(t, Tensor)):
-            raise DataError(
-                f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). "
-                "Turn arrays into tensors with torch.as_tensor, and give the batches of a loader one by one."
-            )
-        rows = {key: n_rows(t) for key, t in leaves}
-        sizes = {n for key, n in rows.items() if self.known.get(key)} or {
-            n for key, n in rows.items() if n and key not in self.known
-        }
-        return sizes.pop() if len(sizes) == 1 else None
-
-    def per_sample(self, inputs: Inputs, n_samples: int) -> tuple[bool, ...]:
-        """Return for each tensor, in order, whether it has a row for each sample."""
-        return tuple(n_rows(t) == n_samples and self.known.get(key, True) for key, t in placed(inputs))
-
-    def is_open(self, inputs: Inputs, n_samples: int) -> bool:
-        """Return whether a tensor met for the first time may have as many rows as there are samples by chance."""
-        flags = self.per_sample(inputs, n_samples)
-        new = any(flag and key not in self.known for flag, (key, _) in zip(flags, placed(inputs), strict=True))
-        return new and n_samples > 1 and sum(flags) > 1
-
-    def refuse_change(self, inputs: Inputs, n_samples: int) -> None:
-        """Raise if a tensor that had a row for each sample has another number of rows now."""
-        for key, t in placed(inputs):
-            if self.known.get(key) and n_rows(t) not in (1, n_samples):  # one row is spread over all samples
-                raise DataError(
-                    f"{place_name(key)} has {n_rows(t)} rows for {n_samples} samples and had one for each sample in an "
-                    "earlier batch; expected the same kind of tensor in all. Use another batch size for the first "
-                    "batch if all samples share it, or give each sample its row."
-                )
-
-    def learned(self, inputs: Inputs, n_samples: int) -> SampleRows:
-        """Return the knowledge after a batch of this many samples."""
-        flags = self.per_sample(inputs, n_samples)
-        answers = {key: flag for flag, (key, t) in zip(flags, placed(inputs), strict=True) if n_rows(t) != 1}
-        return SampleRows({**self.known, **answers})
-
-
-def in_both(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return which tensors have a row for each sample in two batches: what is shared in one is shared in both.
-
-    An empty tuple stands for no batch.
-    """
-    if one and len(one) != len(other):
-        raise DataError(f"batches of {len(one)} and of {len(other)} input tensors; expected as many in all of them.")
-    return tuple(a and b for a, b in zip(one, other, strict=True)) if one else other
-
-
-def take(inputs: Inputs, per_sample: Sequence[bool], rows: slice | Tensor) -> Inputs:
-    """Return some samples of a batch: tensors with a row for each sample are cut, the others stay whole."""
-    flags = iter(per_sample)
-    return map_leaves(inputs, lambda leaf: _some(leaf, rows) if next(flags) else leaf)
-
-
-def _some(leaf: Leaf, rows: slice | Tensor) -> Leaf:
-    if isinstance(leaf, Tensor):
-        return leaf[rows if isinstance(rows, slice) else rows.to(leaf.device)]
-    return leaf.take(torch.arange(len(leaf))[rows] if isinstance(rows, slice) else rows)

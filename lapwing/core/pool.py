@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import (
-    Batch,
-    Data,
+from lapwing.core.data import Batch, Data
+from lapwing.core.inputs import (
     Inputs,
     Leaf,
     SampleRows,

@@ -1,6 +1,6 @@
 """Inputs whose samples are not the rows of tensors: graphs, sequences of several lengths, one sample of many tokens.
 
-``core/data.py`` takes them as one leaf of the inputs: it asks them how many samples there are, and for some of them.
+``core/inputs.py`` takes them as one leaf of the inputs: it asks them how many samples there are, and for some of them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import rebuilt
+from lapwing.core.inputs import rebuilt
 from lapwing.core.schema import Field, Sizes, read, refused
 from lapwing.errors import FileError, UnsupportedError
 

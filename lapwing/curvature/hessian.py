@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, check_finite
+from lapwing.core.data import Data
+from lapwing.core.inputs import check_finite
 from lapwing.core.switches import math_attention
 from lapwing.curvature.full import FullCurvature
 from lapwing.errors import UnsupportedError

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.data import Data, check_finite, merged
+from lapwing.core.data import Data, merged
+from lapwing.core.inputs import check_finite
 from lapwing.core.random import independent_generator
 from lapwing.core.schema import SMALLEST, Array
 from lapwing.core.settings import one_of

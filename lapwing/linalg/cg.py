@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lapwing.core.data import check_finite
+from lapwing.core.inputs import check_finite
 from lapwing.core.spectra import eigvalsh
 from lapwing.errors import NumericalError
 from lapwing.linalg.cholesky import cholesky

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lapwing.core.data import check_finite, refuse_meta
+from lapwing.core.inputs import check_finite, refuse_meta
 from lapwing.core.random import normal
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.design import Design, MatrixDesign, OperatorDesign

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lapwing.core.data import check_finite
+from lapwing.core.inputs import check_finite
 from lapwing.core.random import normal
 from lapwing.core.spectra import eigh, svd
 from lapwing.errors import NumericalError

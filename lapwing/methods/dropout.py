@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Data, Inputs
+from lapwing.core.data import Data
+from lapwing.core.inputs import Inputs
 from lapwing.core.random import global_seed
 from lapwing.core.schema import MEMBERS, Whole
 from lapwing.core.settings import require_integer

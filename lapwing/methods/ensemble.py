@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Data, Inputs
+from lapwing.core.data import Data
+from lapwing.core.inputs import Inputs
 from lapwing.core.random import global_seed
 from lapwing.core.settings import FUNCTION, NONE, Rule, require, require_integer
 from lapwing.core.state import State

@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, Inputs
+from lapwing.core.data import Batch, Data
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.core.pool import shuffled
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import derived_generator, normal

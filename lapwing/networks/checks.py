@@ -1,7 +1,7 @@
 """Checks of a model before it is used: it must be a function of its input alone, and of one sample at a time.
 
-``core/data.py`` has the rule for which tensors of a batch have a row for each sample. A tensor may have as many rows as
-there are samples by chance, so ``learn`` tests such a tensor when it first occurs: no output may depend on a row of
+``core/inputs.py`` has the rule for which tensors of a batch have a row for each sample. A tensor may have as many rows
+as there are samples by chance, so ``learn`` tests such a tensor when it first occurs: no output may depend on a row of
 another sample. A batch that fails is refused.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, Leaf, SampleRows, map_leaves, place_name, placed, take
+from lapwing.core.inputs import Inputs, Leaf, SampleRows, map_leaves, place_name, placed, take
 from lapwing.errors import DataError, ModelError
 from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording
 from lapwing.networks.replica import Bypass, Replica

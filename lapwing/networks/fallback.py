@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, map_leaves, take
+from lapwing.core.inputs import Inputs, map_leaves, take
 from lapwing.core.switches import math_attention, quiet
 from lapwing.errors import ModelError
 from lapwing.networks.checks import relative_gap

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lapwing.core.data import Batch, Inputs, call, map_tensors, takes, tensors_in
+from lapwing.core.data import Batch
+from lapwing.core.inputs import Inputs, call, map_tensors, takes, tensors_in
 from lapwing.core.interrupts import deferred, poll
 from lapwing.core.samples import SampleSet
 from lapwing.core.settings import seen

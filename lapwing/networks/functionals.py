@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs, check_finite
+from lapwing.core.inputs import Inputs, check_finite
 from lapwing.errors import ModelError
 from lapwing.networks.forward import REFUSED
 from lapwing.networks.network import Network

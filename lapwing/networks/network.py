@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs, SampleRows, check_finite, placed, take
+from lapwing.core.inputs import Inputs, SampleRows, check_finite, placed, take
 from lapwing.core.schema import Array, Flag, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
 from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Inputs
+from lapwing.core.inputs import Inputs
 from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from lapwing.core.data import Inputs
+from lapwing.core.inputs import Inputs
 from lapwing.core.switches import FORWARD_MODE, math_attention, quiet
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import Graph

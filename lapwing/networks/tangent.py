@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
+from lapwing.core.inputs import Inputs
 from lapwing.errors import ModelError
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.fallback import sample_jacobians

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.core.schema import Array
 from lapwing.core.state import Part, State, saved
 from lapwing.errors import UnsupportedError

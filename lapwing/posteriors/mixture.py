@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs, check_finite
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.random import uniform
 from lapwing.core.schema import ROUNDING, SMALLEST, Array, ListOf, Maybe, Real, Record, Text, Whole
 from lapwing.core.state import Part, State, Unread, saved

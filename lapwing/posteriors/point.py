@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.core.schema import Array
 from lapwing.core.state import State, saved
 from lapwing.posteriors.protocols import Posterior, Reweightable

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs, check_finite
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.networks.functionals import Functional

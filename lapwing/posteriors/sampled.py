@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.core.schema import Array, Maybe, Real, Whole
 from lapwing.core.settings import require_integer
 from lapwing.core.state import State, saved

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.core.random import normal
 from lapwing.core.schema import Array, Maybe, Real
 from lapwing.core.state import Part, State, saved

@@ -9,7 +9,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, tensors_in
+from lapwing.core.data import Data
+from lapwing.core.inputs import tensors_in
 from lapwing.core.random import generator_or_default, normal
 from lapwing.curvature.protocols import floored_by_layer
 from lapwing.curvature.sweep import Seeds, SquaredSum, Sweep

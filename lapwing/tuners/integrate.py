@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, as_data, placed, tensors_in
+from lapwing.core.data import Data, as_data
+from lapwing.core.inputs import placed, tensors_in
 from lapwing.core.settings import DATA, NONE, POSITIVE_VALUES, Rule, require
 from lapwing.core.trace import Trace
 from lapwing.posteriors.mixture import MixturePosterior

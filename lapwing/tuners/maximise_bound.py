@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, as_data
+from lapwing.core.data import Data, as_data
+from lapwing.core.inputs import Inputs
 from lapwing.core.settings import DATA, NONE, Rule, require, require_flag, require_integer, require_positive
 from lapwing.curvature.sweep import root_seeds
 from lapwing.errors import DataError, UnsupportedError

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, check_finite
+from lapwing.core.data import Data
+from lapwing.core.inputs import Inputs, check_finite
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.last_layer import last_layer

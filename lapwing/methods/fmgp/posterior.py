@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.core.schema import ROUNDING, Array, Either, Maybe, Text
 from lapwing.core.spectra import eigvalsh
 from lapwing.core.state import Part, State, saved

@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Batch, Data, Inputs, map_tensors
+from lapwing.core.data import Batch, Data
+from lapwing.core.inputs import Inputs, map_tensors
 from lapwing.core.switches import math_attention, quiet
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import plain_kernels, raw_output, shaped

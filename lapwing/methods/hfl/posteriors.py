@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Inputs
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.core.state import State
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, Inputs, SampleRows, check_finite, map_tensors
+from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs, SampleRows, check_finite, map_tensors
 from lapwing.core.pool import Pool
 from lapwing.core.random import normal
 from lapwing.core.schema import SMALLEST, Array, ListOf, Real, Text

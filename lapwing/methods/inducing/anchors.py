@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from lapwing.core.data import Inputs, check_finite
+from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.pool import Pool, class_labels
 from lapwing.core.random import uniform
 from lapwing.linalg.kmeans import centres_by_class

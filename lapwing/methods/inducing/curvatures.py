@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import check_finite
+from lapwing.core.inputs import check_finite
 from lapwing.core.schema import Array, Maybe, Samples, semidefinite
 from lapwing.core.spectra import eigvalsh
 from lapwing.core.state import Part, State, saved

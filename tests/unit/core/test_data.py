@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, call, map_tensors, tensors_in
+from lapwing.core.data import Data
+from lapwing.core.inputs import call, map_tensors, tensors_in
 from lapwing.errors import DataError
 
 X, Y = torch.randn(5, 3), torch.arange(5)

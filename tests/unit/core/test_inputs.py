@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.core.data import SampleRows, in_both, take
+from lapwing.core.inputs import SampleRows, in_both, take
 from lapwing.errors import DataError
 
 X, CONTEXT = torch.randn(5, 3), torch.randn(4, 4)
