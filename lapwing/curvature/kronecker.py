@@ -19,7 +19,7 @@ from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.linalg.gram import Gram
+from lapwing.linalg.gram import Gram, survives
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
@@ -200,8 +200,8 @@ class KroneckerBlock:
     @cached_property
     def eigen(self) -> Eigen:
         """The eigendecomposition of both factors."""
-        inp = (self.inp, None) if self.inp.ndim == 2 else psd_eigh(self.inp)
-        return Eigen(*psd_eigh(self.out / max(self.rows, 1)), *inp).to(self.dtype)
+        inp = (self.inp, None) if self.inp.ndim == 2 else psd_eigh(self.inp, self.dtype)
+        return Eigen(*psd_eigh(self.out / max(self.rows, 1), self.dtype), *inp).to(self.dtype)
 
     def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
         if prior.scale is not None:
@@ -326,9 +326,13 @@ def _whitened_eigh(matrix: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     return values, root.unsqueeze(-1) * basis
 
 
-def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, negative ones set to zero, and eigenvectors of a positive semidefinite matrix."""
-    values, vectors = eigh(matrix)
+def psd_eigh(matrix: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues, negative ones set to zero, and eigenvectors of a positive semidefinite matrix.
+
+    It is decomposed in ``dtype`` where that keeps its small eigenvalues, at half of the cost.
+    """
+    narrow = dtype is not None and dtype != matrix.dtype and survives(matrix.detach(), dtype)
+    values, vectors = eigh(matrix.to(dtype) if narrow else matrix)
     return values.clamp_min(0), vectors
 
 

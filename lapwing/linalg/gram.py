@@ -78,7 +78,7 @@ class Gram:
         if self._rows >= self._due:
             self._flush()
             self._narrow = torch.zeros_like(self._sum, dtype=x.dtype) if _has_no_small(self._sum, x.dtype) else None
-            self._due = self._rows * (2 if self._narrow is None else 4)
+            self._due = self._rows * (2 if self._narrow is None else 8)
         self._rows += rows
         if self._narrow is None:
             return self._sum
@@ -104,9 +104,24 @@ def _has_no_small(matrix: Tensor, dtype: torch.dtype) -> bool:
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     root = torch.where(diagonal > 0, diagonal.rsqrt(), 1.0)
     scaled = (root.unsqueeze(-1) * matrix * root.unsqueeze(-2)).to(dtype)
-    smallest = matrix.shape[-1] ** 0.5 * torch.finfo(dtype).eps / LOSS
-    scaled.diagonal(dim1=-2, dim2=-1).sub_(smallest).add_(diagonal == 0)
-    return int(torch.linalg.cholesky_ex(scaled.mT).info.abs().max()) == 0
+    scaled.diagonal(dim1=-2, dim2=-1).add_(diagonal == 0)
+    return _far_above_rounding(scaled)
+
+
+def survives(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether an eigendecomposition in this dtype keeps every eigenvalue of the matrices (..., d, d).
+
+    Its rounding is relative to the largest eigenvalue, which the Frobenius norm bounds.
+    """
+    norm = torch.linalg.matrix_norm(matrix, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+    return _far_above_rounding((matrix / norm).to(dtype))
+
+
+def _far_above_rounding(matrix: Tensor) -> bool:
+    """Return whether no eigenvalue is near √d rounding units, by a Cholesky factor of the upper triangle. In place."""
+    smallest = matrix.shape[-1] ** 0.5 * torch.finfo(matrix.dtype).eps / LOSS
+    matrix.diagonal(dim1=-2, dim2=-1).sub_(smallest)
+    return int(torch.linalg.cholesky_ex(matrix.mT).info.abs().max()) == 0
 
 
 def symmetrise(matrix: Tensor) -> None:
