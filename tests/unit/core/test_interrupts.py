@@ -19,6 +19,14 @@ from lapwing.core.interrupts import at_once, deferred, poll
 from tests.attack.interrupts import attack
 
 
+@pytest.fixture(autouse=True)
+def signals_are_heard() -> Iterator[None]:
+    """A process that a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0)  # Python runs handlers between instructions
