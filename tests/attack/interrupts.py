@@ -152,6 +152,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--only", nargs="*", help="some of the calls, by parts of their names")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this in the background
     sent, inside, faults = attack(options.count, options.seed, options.only, options.seconds)
     for fault in faults[:20]:
         print("    ", fault)
