@@ -15,7 +15,7 @@ from lapwing import files
 from lapwing.core.data import Batch, Data, shows_progress
 from lapwing.core.random import Stream
 from lapwing.core.reading import Readings
-from lapwing.core.settings import GENERATOR, NONE, PATH
+from lapwing.core.settings import GENERATOR, NONE, PATH, Rule
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
@@ -301,6 +301,7 @@ def train(
     torch.Size([3, 1])
     """
     (PATH | NONE).check("checkpoint", checkpoint)
+    (Rule("the state of a run", lambda v: isinstance(v, State)) | PATH | NONE).check("resume", resume)
     device = device_of(model)
     batches = Data(data, device, target_key, shows_progress(progress), stream=Stream(0, device))
     several = batches.look()[1]

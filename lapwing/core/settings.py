@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -80,8 +80,7 @@ NONE = Rule("None", lambda v: v is None)
 FLAG = Rule("True or False", lambda v: isinstance(v, bool))
 POSITIVE = Rule("a positive, finite number", lambda v: is_real(v) and 0 < v < math.inf)
 POSITIVE_VALUES = Rule(
-    "a list of positive, finite numbers",
-    lambda v: len(v) > 0 and not isinstance(v, str | bytes | set) and all(0 < each < math.inf for each in v),
+    "a list of positive, finite numbers", lambda v: _all_numbers(v, lambda t: t > 0) and _parts(v) == 1
 )
 PROBABILITY = Rule("a probability between 0 and 1", lambda v: is_real(v) and 0 < v < 1, DataError)
 GENERATOR = Rule("torch.Generator().manual_seed(...), or None", lambda v: isinstance(v, torch.Generator | None))
@@ -103,8 +102,11 @@ TENSOR = Rule(
 
 
 def is_data(value: Any) -> bool:
-    """Return whether the value can hold batches: it has parts, and is no text, mapping, set, array, model or class."""
-    if isinstance(value, str | bytes | set | Mapping | torch.nn.Module | type) or hasattr(value, "dtype"):
+    """Return whether the value can hold batches: it has parts, and is no text, mapping, set, array, model or class.
+
+    An iterator cannot either, since it can be read only once.
+    """
+    if isinstance(value, str | bytes | set | Mapping | torch.nn.Module | type | Iterator) or hasattr(value, "dtype"):
         return False
     return any(hasattr(value, member) for member in ("__iter__", "__getitem__", "batches"))
 

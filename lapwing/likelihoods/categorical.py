@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.schema import MEMBERS, MOST, Field, Flag, ListOf, Maybe, Real, Whole
-from lapwing.core.settings import INTEGER, integer, require
+from lapwing.core.settings import FLAG, INTEGER, Rule, integer, is_integer, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import (
@@ -25,6 +25,12 @@ from lapwing.likelihoods.protocol import (
     same_loss,
 )
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
+
+CLASS_DIM = Rule(
+    "-1: classes are the last dimension of outputs (B, T, C). Wrap a model that returns (B, C, T) in a module whose "
+    "forward returns model(x).transpose(1, 2)",
+    lambda v: v is None or (is_integer(v) and v == -1),
+)
 
 
 @saved
@@ -73,12 +79,7 @@ class Categorical(LogitLikelihood):
 
     def __post_init__(self) -> None:
         check_logit_settings(self, LINKS, class_weights=self.class_weights)
-        if self.class_dim not in (None, -1):
-            raise UnsupportedError(
-                f"class_dim is {self.class_dim}; expected -1: classes are the last dimension of outputs (B, T, C). "
-                "Wrap a model that returns (B, C, T) in a module whose forward returns model(x).transpose(1, 2)."
-            )
-        require(self, ignore_index=INTEGER, samples=integer(1), seed=integer(0))
+        require(self, ignore_index=INTEGER, samples=integer(1), seed=integer(0), shift=FLAG, class_dim=CLASS_DIM)
 
     @property
     def ignores_common_shift(self) -> bool:
