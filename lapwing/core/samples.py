@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +17,27 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lapwing.errors import DataError
 
 
-@runtime_checkable
-class SampleSet(Protocol):
+class SampleSet(ABC):
     """Inputs that say themselves how many samples they hold, how some are taken, and what the model is called with.
 
     A class inherits from it and defines the first four members. ``docs/graphs.md`` has examples.
     """
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
-        ...
 
+    @abstractmethod
     def take(self, rows: Tensor) -> SampleSet:
         """Return the samples with these numbers (n,), in this order; a number may repeat."""
-        ...
 
+    @abstractmethod
     def changed(self, change: Callable[[Tensor], Tensor]) -> SampleSet:
         """Return the same samples with ``change`` applied to every tensor: another device, another dtype."""
-        ...
 
+    @abstractmethod
     def arguments(self) -> Any:
         """Return what the model is called with: one object, a tuple by position, or a mapping by keyword."""
-        ...
 
     def outputs(self, out: Tensor) -> Tensor:
         """Return the outputs of the model as (B, C) or (B, T, C), with a row for each sample."""
