@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -104,9 +104,9 @@ TENSOR = Rule(
 def is_data(value: Any) -> bool:
     """Return whether the value can hold batches: it has parts, and is no text, mapping, set, array, model or class.
 
-    An iterator cannot either, since it can be read only once.
+    An iterator has parts. ``Data`` refuses it and says why.
     """
-    if isinstance(value, str | bytes | set | Mapping | torch.nn.Module | type | Iterator) or hasattr(value, "dtype"):
+    if isinstance(value, str | bytes | set | Mapping | torch.nn.Module | type) or hasattr(value, "dtype"):
         return False
     return any(hasattr(value, member) for member in ("__iter__", "__getitem__", "batches"))
 
