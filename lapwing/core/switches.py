@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LOCK = threading.RLock()  # of the settings below, and of models that run themselves instead of a copy
 FORWARD_MODE = threading.RLock()  # PyTorch has one level of forward mode for all threads: the first that leaves ends it
@@ -65,9 +64,28 @@ def _unfused_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+@contextmanager
+def _math_attention() -> Iterator[None]:
+    # Not torch.nn.attention.sdpa_kernel: what one thread enters there, another cannot leave.
+    cuda = torch.backends.cuda
+    kernels = {
+        cuda.enable_flash_sdp: cuda.flash_sdp_enabled(),
+        cuda.enable_mem_efficient_sdp: cuda.mem_efficient_sdp_enabled(),
+        cuda.enable_cudnn_sdp: cuda.cudnn_sdp_enabled(),
+        cuda.enable_math_sdp: cuda.math_sdp_enabled(),
+    }
+    for enable in kernels:
+        enable(enable is cuda.enable_math_sdp)
+    try:
+        yield
+    finally:
+        for enable, before in kernels.items():
+            enable(before)
+
+
 quiet = Switch(_without_warnings)  # no warnings of PyTorch about its internals: no batching rule, no TF32
 own_kernels = Switch(_own_kernels)  # PyTorch's own kernels instead of those of cuDNN and oneDNN
-math_attention = Switch(lambda: sdpa_kernel(SDPBackend.MATH))  # attention that has all derivatives
+math_attention = Switch(_math_attention)  # attention that has all derivatives
 # Not the fused path of nn.TransformerEncoder, which PyTorch takes where it records no gradients: it gives padded
 # positions other outputs, so the mean would not be that of the network whose Jacobian is taken.
 unfused_attention = Switch(_unfused_attention)
