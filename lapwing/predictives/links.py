@@ -44,9 +44,10 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
         part = slice(start, start + rows)
         spread = own[part].unsqueeze(-1) + own[part].unsqueeze(-2)
         if cov is not None:
-            spread = (spread - 2 * cov[part]).clamp_min(0)
-        gap = flat[part].unsqueeze(-1) - flat[part].unsqueeze(-2)
-        logits.append(-torch.logsumexp(-gap / torch.sqrt(1 + LOGISTIC * spread), -1))
+            spread = torch.add(spread, cov[part], alpha=-2).clamp_min(0)
+        ahead = flat[part].unsqueeze(-2) - flat[part].unsqueeze(-1)  # m_i - m_k
+        shrink = torch.add(torch.ones_like(spread[:1, :1, :1]), spread, alpha=LOGISTIC).rsqrt()
+        logits.append(-torch.logsumexp(ahead * shrink, -1))
     return torch.cat(logits).reshape(mean.shape).log_softmax(-1) if logits else mean.log_softmax(-1)
 
 
