@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lapwing.core.settings import Rule, is_real, require_flag, require_integer
+from lapwing.core.settings import FLAG, Rule, is_real, require_integer
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -92,7 +92,7 @@ class Auto:
                 f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
             )
         require_integer("num_samples", self.num_samples)
-        require_flag("gpu", self.gpu)
+        FLAG.check("gpu", self.gpu)
 
     def choose(self, weights: int, rows: int, single: bool = False, tuned: bool = False) -> Choice:
         """Return the method for a problem of this size, with the reason.

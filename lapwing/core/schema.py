@@ -66,7 +66,7 @@ class Real:
         return value
 
 
-POSITIVE = Real(SMALLEST)
+ABOVE_ZERO = Real(SMALLEST)
 UNLIMITED = Real(-math.inf, math.inf)
 
 

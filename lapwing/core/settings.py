@@ -162,18 +162,3 @@ def require_integer(name: str, value: Any, least: int = 1) -> None:
         raise UnsupportedError(f"{name} is {seen(value)}; expected an integer.")
     if value < least:
         raise UnsupportedError(f"{name} is {value}; expected at least {least}.")
-
-
-def require_positive(name: str, value: Any) -> None:
-    """Raise unless the value is a finite number above zero."""
-    POSITIVE.check(name, value)
-
-
-def require_positive_values(name: str, values: Any) -> None:
-    """Raise unless the values are a non-empty sequence of positive, finite numbers."""
-    POSITIVE_VALUES.check(name, values)
-
-
-def require_flag(name: str, value: Any) -> None:
-    """Raise unless the value is True or False."""
-    FLAG.check(name, value)

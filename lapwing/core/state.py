@@ -52,8 +52,8 @@ class State:
         Raises:
             FileError: If a value is missing, of another kind or shape, out of range, or without a field.
 
-        >>> from lapwing.core.schema import POSITIVE
-        >>> State("Example", {"scale": 2.0}).read(scale=POSITIVE)
+        >>> from lapwing.core.schema import ABOVE_ZERO
+        >>> State("Example", {"scale": 2.0}).read(scale=ABOVE_ZERO)
         {'scale': 2.0}
         """
         return read(self, fields)

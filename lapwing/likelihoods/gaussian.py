@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import normal
-from lapwing.core.schema import POSITIVE, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real
+from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real
 from lapwing.core.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
@@ -170,8 +170,8 @@ class Gaussian(Likelihood):
     def from_state(cls, state: State) -> Gaussian:
         """Build the likelihood from its state."""
         fields = state.read(
-            noise_std=Maybe(Either(POSITIVE, ListOf(POSITIVE, "C"))), per_output=Flag(), degrees=Maybe(Real(4)),
-            tail_scale=POSITIVE, dispersion=Array((), SMALLEST), ratios=Maybe(Array(("C",), SMALLEST)),
+            noise_std=Maybe(Either(ABOVE_ZERO, ListOf(ABOVE_ZERO, "C"))), per_output=Flag(), degrees=Maybe(Real(4)),
+            tail_scale=ABOVE_ZERO, dispersion=Array((), SMALLEST), ratios=Maybe(Array(("C",), SMALLEST)),
         )  # fmt: skip
         degrees, phi = fields.pop("degrees"), fields.pop("dispersion")
         return cls(**fields, degrees=math.inf if degrees is None else degrees, phi=phi)

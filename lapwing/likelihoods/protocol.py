@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.schema import POSITIVE, SMALLEST, Array, Field, Text
+from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Field, Text
 from lapwing.core.settings import NONE, NOT_NEGATIVE, NUMBER, one_of, require
 from lapwing.core.state import State
 from lapwing.errors import DataError, ModelError, UnsupportedError
@@ -197,7 +197,7 @@ class LogitLikelihood(Likelihood, Protocol):
     @classmethod
     def from_state(cls: type[S], state: State) -> S:
         """Build the likelihood from its state; ``saved_settings`` says what its own settings are."""
-        common: dict[str, Field] = {"link": Text(), "link_temperature": POSITIVE, "dispersion": Array((), SMALLEST)}
+        common: dict[str, Field] = {"link": Text(), "link_temperature": ABOVE_ZERO, "dispersion": Array((), SMALLEST)}
         fields = state.read(**common, **cls.saved_settings)
         temperature = fields.pop("dispersion")
         return cls(**fields, temperature=temperature)  # type: ignore[call-arg]

@@ -10,7 +10,7 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
-from lapwing.core.settings import require_integer, require_positive
+from lapwing.core.settings import POSITIVE, require_integer
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.linalg.design import gram_product
@@ -61,7 +61,7 @@ class LowRank:
     def __post_init__(self) -> None:
         for name in ("rank", "block"):
             require_integer(name, getattr(self, name))
-        require_positive("tolerance", self.tolerance)
+        POSITIVE.check("tolerance", self.tolerance)
         checked_curvature(self.curvature, ("ggn",))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
-from lapwing.core.settings import is_real, one_of, require, require_integer, require_positive
+from lapwing.core.settings import POSITIVE, is_real, one_of, require, require_integer
 from lapwing.curvature.sweep import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import solve_samples
@@ -95,7 +95,7 @@ class Sampled:
             require_integer(name, getattr(self, name))
         require_integer("probes", self.probes, least=2)
         if self.memory is not None:
-            require_positive("memory", self.memory)
+            POSITIVE.check("memory", self.memory)
         if not is_real(self.tolerance) or not 0 < self.tolerance < 1:
             raise UnsupportedError(
                 f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "

@@ -16,8 +16,8 @@ from lapwing.core.inputs import Inputs
 from lapwing.core.pool import shuffled
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import derived_generator, normal
-from lapwing.core.schema import MEMBERS, POSITIVE, Array, Whole
-from lapwing.core.settings import is_real, require_integer, require_positive
+from lapwing.core.schema import ABOVE_ZERO, MEMBERS, Array, Whole
+from lapwing.core.settings import POSITIVE, is_real, require_integer
 from lapwing.core.state import State, saved
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Workload
@@ -94,7 +94,7 @@ class SWAG:
         if self.steps_between is not None:
             require_integer("steps_between", self.steps_between)
         if self.learning_rate is not None:
-            require_positive("learning_rate", self.learning_rate)
+            POSITIVE.check("learning_rate", self.learning_rate)
         if self.rank > self.snapshots:
             raise UnsupportedError(
                 f"rank is {self.rank} and snapshots {self.snapshots}; expected no more deviations than snapshots."
@@ -352,7 +352,7 @@ class DrawnPosterior(Posterior):
         network, vector = problem.network, Array(("P",), dtype=problem.network.dtype)
         fields = state.read(
             theta=vector, mean=vector, variance=replace(vector, least=0), deviations=replace(vector, shape=("K", "P")),
-            count=Whole(1, MEMBERS), seed=Whole(), learning_rate=POSITIVE, statistics=STATISTICS,
+            count=Whole(1, MEMBERS), seed=Whole(), learning_rate=ABOVE_ZERO, statistics=STATISTICS,
         )  # fmt: skip
         if len(fields["deviations"]) < 2:
             raise FileError("SWAG has fewer than two deviations; expected two or more")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lapwing.core.settings import FUNCTION, Rule, one_of, require, require_flag, require_integer, require_positive
+from lapwing.core.settings import FLAG, FUNCTION, POSITIVE, Rule, one_of, require, require_integer
 from lapwing.core.state import State, on_device
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -79,11 +79,11 @@ class Recipe:
         require_integer("epochs", self.epochs)
         require_integer("frequency", self.frequency)
         require_integer("burn_in", self.burn_in, least=0)
-        require_positive("rate", self.rate)
-        require_positive("last_rate", self.last_rate)
+        POSITIVE.check("rate", self.rate)
+        POSITIVE.check("last_rate", self.last_rate)
         if self.last_rate > self.rate:
             raise UnsupportedError(f"rate is {self.rate} and last_rate {self.last_rate}; expected 0 < last <= first.")
-        require_flag("keep_best", self.keep_best)
+        FLAG.check("keep_best", self.keep_best)
         require_integer("seed", self.seed, least=0)
 
     @property

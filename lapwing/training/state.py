@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lapwing.core import state as plain
 from lapwing.core.container import read, write
 from lapwing.core.schema import (
+    ABOVE_ZERO,
     LARGEST,
-    POSITIVE,
     SMALLEST,
     Array,
     Either,
@@ -48,8 +48,8 @@ class Epoch:
 
 
 _EPOCH = Record(
-    Epoch, number=Whole(), loss=Real(), log_evidence=Maybe(Real()), precisions=ListOf(POSITIVE), noise=ListOf(POSITIVE),
-    finding=Text(),
+    Epoch, number=Whole(), loss=Real(), log_evidence=Maybe(Real()), precisions=ListOf(ABOVE_ZERO),
+    noise=ListOf(ABOVE_ZERO), finding=Text(),
 )  # fmt: skip
 
 
@@ -145,8 +145,8 @@ def _weights(state: plain.State) -> dict[str, Tensor]:
 def _refuse_wrong_recipe(recipe: plain.State, epochs: int) -> None:
     """Raise unless the settings of a recipe in a file are possible."""
     recipe.read(
-        optimiser=Text(tuple(OPTIMISERS)), seed=Whole(), epochs=Whole(max(1, epochs)), rate=POSITIVE,
-        last_rate=POSITIVE, burn_in=Whole(), frequency=Whole(1), keep_best=Flag(), method=Text(), likelihood=Text(),
+        optimiser=Text(tuple(OPTIMISERS)), seed=Whole(), epochs=Whole(max(1, epochs)), rate=ABOVE_ZERO,
+        last_rate=ABOVE_ZERO, burn_in=Whole(), frequency=Whole(1), keep_best=Flag(), method=Text(), likelihood=Text(),
         prior=plain.Unread(),
     )  # fmt: skip
 

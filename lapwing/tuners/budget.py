@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import DATA, NONE, Rule, require, require_integer, require_positive, require_positive_values
+from lapwing.core.settings import DATA, NONE, POSITIVE, POSITIVE_VALUES, Rule, require, require_integer
 from lapwing.core.trace import Trace
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.predictives.densities import log_density
@@ -74,8 +74,8 @@ class Budget:
             "a list of posteriors", lambda v: isinstance(v, tuple | list) and all(hasattr(p, "problem") for p in v)
         )
         require(self, data=DATA | NONE, others=parts)
-        require_positive("budget", self.budget)
-        require_positive_values("ratios", self.ratios)
+        POSITIVE.check("budget", self.budget)
+        POSITIVE_VALUES.check("ratios", self.ratios)
         require_integer("points", self.points)
 
     def with_data(self, data: Data) -> Budget:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.settings import require_flag, require_integer, require_positive
+from lapwing.core.settings import FLAG, POSITIVE, require_integer
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.protocols import HasEvidence, Posterior, Reweightable, Tunable
@@ -181,9 +181,9 @@ class MaximiseEvidence:
     tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
-        require_flag("noise", self.noise)
+        FLAG.check("noise", self.noise)
         require_integer("max_steps", self.max_steps)
-        require_positive("tolerance", self.tolerance)
+        POSITIVE.check("tolerance", self.tolerance)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the optimum of the evidence."""
@@ -237,8 +237,8 @@ class Ascend:
 
     def __post_init__(self) -> None:
         require_integer("steps", self.steps, least=0)
-        require_positive("rate", self.rate)
-        require_flag("noise", self.noise)
+        POSITIVE.check("rate", self.rate)
+        FLAG.check("noise", self.noise)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior after the last step."""

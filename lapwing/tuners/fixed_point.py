@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import DATA, NONE, one_of, require, require_flag, require_integer, require_positive
+from lapwing.core.settings import DATA, FLAG, NONE, POSITIVE, one_of, require, require_integer
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.effective import effective_parameters
@@ -64,9 +64,9 @@ class FixedPoint:
     tolerance: float = 1e-6
 
     def __post_init__(self) -> None:
-        require_flag("noise", self.noise)
+        FLAG.check("noise", self.noise)
         require_integer("max_steps", self.max_steps)
-        require_positive("tolerance", self.tolerance)
+        POSITIVE.check("tolerance", self.tolerance)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the fixed point."""
@@ -205,10 +205,10 @@ class SampleEM:
 
     def __post_init__(self) -> None:
         require(self, mode=one_of(MODES), data=DATA | NONE)
-        require_flag("noise", self.noise)
+        FLAG.check("noise", self.noise)
         require_integer("max_steps", self.max_steps)
-        require_positive("tolerance", self.tolerance)
-        require_positive("solver_tolerance", self.solver_tolerance)
+        POSITIVE.check("tolerance", self.tolerance)
+        POSITIVE.check("solver_tolerance", self.solver_tolerance)
 
     def with_data(self, data: Data) -> SampleEM:
         """Return the tuner with these data, or unchanged if it has data."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.settings import DATA, NONE, Rule, one_of, require, require_integer, require_positive
+from lapwing.core.settings import DATA, NONE, POSITIVE, Rule, one_of, require, require_integer
 from lapwing.core.trace import Step, Trace
 from lapwing.curvature.protocols import Preconditions
 from lapwing.errors import NumericalError, UnsupportedError
@@ -166,8 +166,8 @@ class LinearMode:
         require(self, mean=one_of(MEANS), data=DATA | NONE, refit=method | NONE)
         require_integer("rounds", self.rounds)
         require_integer("max_steps", self.max_steps)
-        require_positive("tolerance", self.tolerance)
-        require_positive("solver_tolerance", self.solver_tolerance)
+        POSITIVE.check("tolerance", self.tolerance)
+        POSITIVE.check("solver_tolerance", self.solver_tolerance)
 
     def with_data(self, data: Data) -> LinearMode:
         """Return the tuner with these data, or unchanged if it has data."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data, as_data
 from lapwing.core.inputs import Inputs
-from lapwing.core.settings import DATA, NONE, Rule, require, require_flag, require_integer, require_positive
+from lapwing.core.settings import DATA, FLAG, NONE, POSITIVE, Rule, require, require_integer
 from lapwing.curvature.sweep import root_seeds
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
@@ -136,8 +136,8 @@ class MaximiseBound:
         require(self, data=DATA | NONE)
         require_integer("block", self.block)
         require_integer("steps", self.steps)
-        require_positive("rate", self.rate)
-        require_flag("noise", self.noise)
+        POSITIVE.check("rate", self.rate)
+        FLAG.check("noise", self.noise)
 
     def with_data(self, data: Data) -> MaximiseBound:
         """Return the tuner with these data, or unchanged if it has data."""

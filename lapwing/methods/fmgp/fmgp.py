@@ -9,7 +9,7 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
-from lapwing.core.settings import NONE, one_of, require, require_integer, require_positive
+from lapwing.core.settings import NONE, POSITIVE, one_of, require, require_integer
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy, refuse_ignored
 from lapwing.methods.fmgp.features import Sight, Table, Units, last_layer_network
@@ -71,7 +71,7 @@ class FMGP:
     def __post_init__(self) -> None:
         for name in ("num_inducing", "steps", "batch_size", "patience"):
             require_integer(name, getattr(self, name))
-        require_positive("learning_rate", self.learning_rate)
+        POSITIVE.check("learning_rate", self.learning_rate)
         require(self, kernel=one_of(KERNELS) | NONE)
 
     def stopped_by(self, validation: Data) -> FMGP:

@@ -10,17 +10,7 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
-from lapwing.core.settings import (
-    DATA,
-    NONE,
-    Rule,
-    is_data,
-    is_real,
-    one_of,
-    require,
-    require_integer,
-    require_positive,
-)
+from lapwing.core.settings import DATA, NONE, POSITIVE, Rule, is_data, is_real, one_of, require, require_integer
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.methods.hfl.newton import DENSE, Hessian, nearest_minimum
 from lapwing.methods.hfl.objective import Objective
@@ -133,9 +123,9 @@ class HFL:
         require(self, dtype=DTYPE, evaluation=PARTS, calibration=DATA | NONE)
         for name in ("pushes", "steps", "batch_size"):
             require_integer(name, getattr(self, name))
-        require_positive("learning_rate", self.learning_rate)
+        POSITIVE.check("learning_rate", self.learning_rate)
         if self.lam is not None:
-            require_positive("lam", self.lam)
+            POSITIVE.check("lam", self.lam)
         if not is_real(self.drift) or not self.drift >= 0:
             raise UnsupportedError(f"drift is {self.drift!r:.80}; expected at least zero; math.inf allows any.")
         if self.mode != "pretrained" and self.calibration is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import independent_generator
-from lapwing.core.settings import require_flag, require_integer
+from lapwing.core.settings import FLAG, require_integer
 from lapwing.core.spectra import eigh, svd
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
@@ -69,7 +69,7 @@ class ELLA:
     def __post_init__(self) -> None:
         for name in ("num_landmarks", "rank"):
             require_integer(name, getattr(self, name))
-        require_flag("residual", self.residual)
+        FLAG.check("residual", self.residual)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         """Return the posterior; ``lw.fit`` calls this.

@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.pool import Pool
 from lapwing.core.random import independent_generator
-from lapwing.core.settings import NONE, is_real, one_of, require, require_integer, require_positive
+from lapwing.core.settings import NONE, POSITIVE, is_real, one_of, require, require_integer
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.energies import refuse_energy
@@ -91,7 +91,7 @@ class VaLLA:
             require_integer(name, getattr(self, name))
         if self.steps is not None:
             require_integer("steps", self.steps)
-        require_positive("learning_rate", self.learning_rate)
+        POSITIVE.check("learning_rate", self.learning_rate)
         if not is_real(self.alpha) or not 0 <= self.alpha <= 1:
             raise UnsupportedError(f"alpha is {self.alpha!r:.80}; expected a number between 0 and 1.")
         require(self, start=one_of(STARTS) | NONE, optimiser=one_of(STEPS) | NONE)

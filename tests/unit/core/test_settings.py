@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.core.settings import is_real, require_flag, require_integer, require_positive
+from lapwing.core.settings import FLAG, POSITIVE, is_real, require_integer
 
 
 @pytest.mark.parametrize("value", [3, 2**70, torch.Size([3])[0]])
@@ -35,27 +35,27 @@ def test_integers_below_the_least() -> None:
 
 @pytest.mark.parametrize("value", [1, 0.5, 1e-300, Fraction(1, 3)])
 def test_positive_numbers(value: Any) -> None:
-    require_positive("rate", value)
+    POSITIVE.check("rate", value)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1.0, math.inf, -math.inf, math.nan, True, "1", None, 1j])
 def test_other_than_positive_numbers(value: Any) -> None:
     message = re.escape(f"rate is {value!r}; expected a positive, finite number.")
     with pytest.raises(lw.errors.UnsupportedError, match=message):
-        require_positive("rate", value)
+        POSITIVE.check("rate", value)
 
 
 def test_flags() -> None:
-    require_flag("noise", True)
-    require_flag("noise", False)
+    FLAG.check("noise", True)
+    FLAG.check("noise", False)
     for value in (0, 1, 0.1, "yes", None):
         with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"noise is {value!r}; expected True or False.")):
-            require_flag("noise", value)
+            FLAG.check("noise", value)
 
 
 def test_a_long_value_is_cut() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"^rate is '9{79}; expected"):
-        require_positive("rate", "9" * 1000)
+        POSITIVE.check("rate", "9" * 1000)
 
 
 def test_real_numbers() -> None:
