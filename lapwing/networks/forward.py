@@ -137,8 +137,10 @@ def own_loss(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
     try:
         with torch.no_grad(), plain_kernels(plain), lent(model) as one, unfused_attention:
             out = call(one, batch.inputs, labels=batch.targets)
-    except Exception:  # its labels are no targets of this kind, so there is nothing to compare with
-        return None
+    except REFUSED as error:
+        if type(error) not in REFUSED:  # of the user's own, or out of memory
+            raise
+        return None  # its labels are no targets of this kind, so there is nothing to compare with
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
 
