@@ -19,6 +19,7 @@ from lapwing.errors import DataError, FileError, ModelError
 from lapwing.networks import passes
 from lapwing.networks.budget import Footprint
 from lapwing.networks.checks import first_run, learn, refuse_random, refusing_changes
+from lapwing.networks.directional import forward_products
 from lapwing.networks.forward import (
     is_recurrent,
     needs_plain_kernels,
@@ -255,12 +256,8 @@ class Network:
         return raw.shape[0]
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
-        """Return J v for every row of v (K, P): (K, B, [T,] C), in one vectorised forward-mode pass."""
-        try:
-            return passes.jvp(self.replica, self.selection, inputs, v, self.forward_mode, self.plain).to(self.dtype)
-        except NotImplementedError:  # an operation with neither a forward rule nor a second derivative
-            tangent = self.linearise(inputs)
-            return tangent.jacobians().jvp(v.to(self.dtype)).reshape(len(v), *tangent.network_output.shape)
+        """Return J v for every row of v (K, P): (K, B, [T,] C), by forward mode, in chunks that fit the byte budget."""
+        return forward_products(self, inputs, v)[1]
 
     def vjp(self, inputs: Inputs, u: Tensor) -> Tensor:
         """Return Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""

@@ -13,6 +13,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from lapwing.core.inputs import Inputs
@@ -118,14 +119,34 @@ def _leading_to(graph: Graph, targets: list[Node], dtype: torch.dtype) -> set[No
     return leading
 
 
-def jvp(model: nn.Module, selection: Selection, inputs: Inputs, v: Tensor, forward_mode: bool, plain: bool) -> Tensor:
-    """Return J v (K, B, [T,] C) by vectorised forward mode, or by two backward passes where an operation lacks it."""
+def tangents_of(model: nn.Module, selection: Selection, v: Tensor) -> dict[str, Tensor]:
+    """Return v (K, P) by parameter, (K, *shape), in the dtype of the parameter.
+
+    Each is in memory of its own: forward mode would fill and copy a view of v at every pass.
+    """
     tensors = dict(model.named_parameters())
-    tangents = {name: value.to(tensors[name].dtype) for name, value in selection.split(v).items()}
+    with torch.inference_mode(False), torch.no_grad():
+        return {
+            name: torch.empty(part.shape, dtype=tensors[name].dtype, device=part.device).copy_(part)
+            for name, part in selection.split(v).items()
+        }
+
+
+def pushed(
+    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], forward_mode: bool, plain: bool
+) -> tuple[Tensor, Tensor]:
+    """Return f (B, [T,] C) and J v for all tangents v, (K, B, [T,] C), by one pass of vectorised forward mode.
+
+    By two backward passes where an operation lacks it.
+    """
     if forward_mode:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # an attention kernel without a forward rule
+        try:
             return _forward_mode(model, inputs, tangents)
-    return _double_backward(model, inputs, tangents, len(v), plain)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError):  # an operation without a forward rule, such as attention kernels
+            pass
+    return _double_backward(model, inputs, tangents, plain)
 
 
 def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
@@ -138,23 +159,31 @@ def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: 
     return selection.picked(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
 
 
-def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor]) -> Tensor:
+def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     tensors = {name: p.detach() for name, p in model.named_parameters() if name in tangents}
 
     def f(values: dict[str, Tensor]) -> Tensor:
         return shaped(raw_output(model, inputs, values))
 
     with FORWARD_MODE, torch.inference_mode(False), torch.no_grad(), quiet, math_attention:
-        out: Tensor = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,))[1])(tangents)
-    return out
+        outputs, products = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,)))(tangents)
+    return outputs[0], products
 
 
-def _double_backward(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], count: int, plain: bool) -> Tensor:
-    """Return J v: Jᵀ u is linear in u, so its derivative in u along v is J v."""
+def _double_backward(
+    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], plain: bool
+) -> tuple[Tensor, Tensor]:
+    """Return f and J v: Jᵀ u is linear in u, so its derivative in u along v is J v.
+
+    Raises:
+        NotImplementedError: If an operation has no second derivative, or may have a wrong one.
+    """
     tensors = dict(model.named_parameters())
-    chosen = [tensors[name] for name in tangents]
+    chosen, count = [tensors[name] for name in tangents], len(next(iter(tangents.values())))
     with math_attention, recording(tensors, tangents, plain):
         raw = raw_output(model, inputs)
+        if _has_custom_function(raw):  # its gradient may be a constant to autograd, which says nothing of it
+            raise NotImplementedError("a custom autograd.Function without a forward rule")
         u = torch.zeros_like(raw, requires_grad=True)
         back = torch.autograd.grad(raw, chosen, u, create_graph=True, allow_unused=True, materialize_grads=True)
         live = [(g, name) for g, name in zip(back, tangents, strict=True) if g.requires_grad]
@@ -162,4 +191,18 @@ def _double_backward(model: nn.Module, inputs: Inputs, tangents: dict[str, Tenso
             torch.autograd.grad([g for g, _ in live], u, [tangents[name][k] for _, name in live], retain_graph=True)[0]
             for k in range(count)
         ]
-    return torch.stack([shaped(row.detach()) for row in each])
+    return shaped(raw.detach()), torch.stack([shaped(row.detach()) for row in each])
+
+
+def _has_custom_function(raw: Tensor) -> bool:
+    """Return whether a ``torch.autograd.Function`` of Python is in the graph, such as reentrant checkpointing."""
+    seen, waiting = set(), [raw.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction):
+            return True
+        seen.add(node)
+        waiting += [child for child, _ in node.next_functions]
+    return False

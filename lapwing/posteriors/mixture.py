@@ -18,9 +18,11 @@ from lapwing.core.state import Part, State, Unread, saved
 from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import (
+    HasDeviations,
     HasFunctionSamples,
     HasVarianceOf,
     HasWeightSamples,
@@ -186,7 +188,17 @@ class MixturePosterior(Posterior):
         return type(components[0]).mixed(components, self.weights)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n functions, (n, B, [T,] C); each draws its cell first."""
+        """Return n functions, (n, B, [T,] C); each draws its cell first. One pass of the network for all of them."""
+        if self._one_tangent_model:
+            none = torch.zeros_like(self.members[0].theta)
+            steps = self._drawn(
+                n, generator, lambda each, count: each.deviations(count, generator), lambda _: none, none
+            )
+            moving = steps.any(1)  # not those of the plain network
+            f, products = outputs_along(self.problem.network, x, steps[moving])
+            out = f.repeat(n, *[1] * f.ndim)
+            out[moving] += products
+            return out
         centre = lambda each: beliefs_at([each], x)[0].mean
         return self._drawn(
             n, generator, lambda each, count: each.function_samples(x, count, generator),
@@ -199,6 +211,12 @@ class MixturePosterior(Posterior):
             n, generator, lambda each, count: each.weight_samples(count, generator),
             lambda each: each.theta, self._all_with(HasWeightSamples, "weight samples")[0].theta,
         )  # fmt: skip
+
+    @property
+    def _one_tangent_model(self) -> bool:
+        """Whether all beliefs are about the weights of the same tangent model."""
+        network = self.problem.network
+        return all(isinstance(each, HasDeviations) and each.problem.network is network for each in self.members)
 
     def _all_with(self, capability: Any, what: str) -> tuple[Any, ...]:
         """Return the posterior of each belief; raise if a base has not this capability."""

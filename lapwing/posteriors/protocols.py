@@ -150,6 +150,13 @@ class HasWeightSamples(Protocol):
 
 
 @runtime_checkable
+class HasDeviations(Protocol):
+    """A posterior that draws weights of the tangent model as steps from their mean: (n, P)."""
+
+    def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+
+
+@runtime_checkable
 class HasFunctionSamples(Protocol):
     """A posterior that draws functions, evaluated at x: (n, B, [T,] C). Each draw is one function at all inputs."""
 

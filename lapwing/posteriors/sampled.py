@@ -19,6 +19,7 @@ from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.operators import Solution
+from lapwing.networks.directional import outputs_along
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
@@ -100,7 +101,7 @@ class SampledPosterior(Linearised):
         return replace(self, problem=self.problem.with_likelihood(self.problem.likelihood.with_dispersion(noise)))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        f, deviations = self._deviations(x)
+        f, deviations = outputs_along(self.problem.network, x, self.samples)
         belief = FunctionGaussian.of_deviations(f, deviations, len(deviations), joint)
         if joint:
             return belief
@@ -113,31 +114,19 @@ class SampledPosterior(Linearised):
         deviations = jacobian.jvp(self.samples).unflatten(-1, (jacobian.tokens, -1))
         return torch.einsum("nbsc,nbsd->bscd", deviations, deviations) / len(deviations)
 
-    def _deviations(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Return f (B, [T,] C) and J z for every sample, (K, B, [T,] C).
-
-        By the cheaper way: forward mode takes two passes per sample, layer factors one per output.
-        """
-        network, samples = self.problem.network, self.samples
-        outputs, deviations = [], []
-        for _, tangent in network.tangents(x):
-            f = tangent.f.to(network.dtype)
-            forward_mode = len(samples) <= f[0].numel() + 1
-            product = network.jvp(tangent.inputs, samples) if forward_mode else tangent.jacobians().jvp(samples)
-            outputs.append(f)
-            deviations.append(product.to(f.dtype).reshape(len(samples), *f.shape))
-        return torch.cat(outputs), torch.cat(deviations, 1)
+    def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return the first n of the K stored samples, (n, P), around zero; the generator is not used."""
+        self._refuse_more(n)
+        return self.samples[:n]
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the first n of the K stored samples, around w̃; the generator is not used."""
-        self._refuse_more(n)
-        return self.theta + self.samples[:n]
+        return self.theta + self.deviations(n)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the functions of the first n stored samples, (n, B, [T,] C): the same ones at all inputs."""
-        self._refuse_more(n)
-        f, deviations = self._deviations(x)
-        return f + deviations[:n]
+        f, products = outputs_along(self.problem.network, x, self.deviations(n))
+        return f + products
 
     @outside_inference
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:

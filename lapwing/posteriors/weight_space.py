@@ -26,6 +26,7 @@ from lapwing.curvature.protocols import (
 )
 from lapwing.curvature.sweep import PerOutputCurvature
 from lapwing.errors import FileError
+from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import Linearised
@@ -269,9 +270,10 @@ class WeightPosterior(Linearised):
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P)."""
-        return self.theta + self._deviations(n, generator)
+        return self.theta + self.deviations(n, generator)
 
-    def _deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
+    def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of the weights as steps from their mean, (n, P)."""
         eps = normal((n, len(self.theta)), generator, self.theta)
         with torch.no_grad():
             return self.precision.sample(eps).to(self.theta)
@@ -283,13 +285,8 @@ class WeightPosterior(Linearised):
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions of the tangent model, (n, B, [T,] C): one draw of the weights for all inputs."""
-        network = self.problem.network
-        deviations = self._deviations(n, generator)
-        parts = []
-        for _, tangent in network.tangents(x):
-            f = tangent.f.to(network.dtype)
-            parts.append(f + tangent.jacobians().jvp(deviations).reshape(n, *f.shape))
-        return torch.cat(parts, 1)
+        f, products = outputs_along(self.problem.network, x, self.deviations(n, generator))
+        return f + products
 
     def state(self) -> State:
         tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
