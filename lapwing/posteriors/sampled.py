@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.schema import Array, Maybe, Real, Whole
@@ -100,7 +101,13 @@ class SampledPosterior(Linearised):
         return replace(self, problem=self.problem.with_likelihood(self.problem.likelihood.with_dispersion(noise)))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        f, deviations = self._deviations(x)
+        return self._belief(x, joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return self._belief(x, joint, outputs)
+
+    def _belief(self, x: Inputs, joint: bool, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+        f, deviations = self._deviations(x, outputs)
         belief = FunctionGaussian.of_deviations(f, deviations, len(deviations), joint)
         if joint:
             return belief
@@ -113,20 +120,27 @@ class SampledPosterior(Linearised):
         deviations = jacobian.jvp(self.samples).unflatten(-1, (jacobian.tokens, -1))
         return torch.einsum("nbsc,nbsd->bscd", deviations, deviations) / len(deviations)
 
-    def _deviations(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Return f (B, [T,] C) and J z for every sample, (K, B, [T,] C).
+    def cross(self, jacobian: LayerJacobians) -> Tensor:
+        flat = jacobian.jvp(self.samples).flatten(1)
+        return flat.mT @ flat / len(flat)
+
+    def _deviations(self, x: Inputs, outputs: ChosenOutputs | None = None) -> tuple[Tensor, Tensor]:
+        """Return f (B, [T,] C) and J z for every sample, (K, B, [T,] C), of all or some outputs.
 
         By the cheaper way: forward mode takes two passes per sample, layer factors one per output.
         """
         network, samples = self.problem.network, self.samples
-        outputs, deviations = [], []
-        for _, tangent in network.tangents(x):
+        means, deviations = [], []
+        for _, tangent in network.tangents(x, chosen=outputs):
             f = tangent.f.to(network.dtype)
             forward_mode = len(samples) <= f[0].numel() + 1
-            product = network.jvp(tangent.inputs, samples) if forward_mode else tangent.jacobians().jvp(samples)
-            outputs.append(f)
+            if forward_mode:
+                product = tangent.wanted(network.jvp(tangent.inputs, samples))
+            else:
+                product = tangent.jacobians().jvp(samples)
+            means.append(f)
             deviations.append(product.to(f.dtype).reshape(len(samples), *f.shape))
-        return torch.cat(outputs), torch.cat(deviations, 1)
+        return torch.cat(means), torch.cat(deviations, 1)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the first n of the K stored samples, around w̃; the generator is not used."""
