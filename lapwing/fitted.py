@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing import files
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite, moved
@@ -107,22 +108,33 @@ class Fitted:
         return self.predict(x)
 
     @outside_autocast
-    def functions(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+    def functions(self, x: Inputs, joint: bool = False, outputs: Any = None, tokens: Any = None) -> FunctionGaussian:
         """Return the Gaussian belief about the network's output f(x), without observation noise.
 
         Args:
             x: A batch of inputs, as the model takes them.
             joint: Whether to include the covariance between inputs. Memory then grows with the square of the batch.
+            outputs: The numbers of some outputs, in the order wanted: (k,) for all inputs, or (B, k) for each, such as
+                its top classes; (B, T, k) for token-level outputs. None means all. The answer is that for all
+                outputs at these numbers, and costs the backward passes of these alone.
+            tokens: For token-level outputs, the numbers of some tokens: (S,) for all inputs, or (B, S) for each.
 
         Returns:
-            A ``FunctionGaussian``: ``mean`` and ``std`` (B, C), ``cov`` (B, C, C), or (B, C, B, C) if joint.
+            A ``FunctionGaussian``: ``mean`` and ``std`` (B, C), ``cov`` (B, C, C), or (B, C, B, C) if joint; with k in
+            place of C if outputs are chosen.
 
         Raises:
             ModelError: If the model's weights have changed since the fit.
-            DataError: If inputs are empty or not finite.
+            DataError: If inputs are empty or not finite, or chosen numbers do not exist.
         """
         FLAG.check("joint", joint)
-        belief = self.posterior(self._checked(x), joint)
+        x = self._checked(x)
+        chosen = ChosenOutputs.given(outputs, tokens, self.network.output_shape, self.network.device)
+        if chosen is None:
+            belief = self.posterior(x, joint)
+        else:
+            chosen.refuse_other(self.network.count(x))
+            belief = self.posterior.chosen(x, chosen, joint)
         check_finite(belief.mean, "outputs of the network")
         return belief
 

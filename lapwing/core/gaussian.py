@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.random import normal
 from lapwing.core.settings import require_integer, seen
 from lapwing.core.spectra import eigh
@@ -124,6 +125,17 @@ class FunctionGaussian:
         rows = cov.mean(-1)
         centred = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
         return _without_negative_rounding(centred)
+
+    def chosen(self, outputs: ChosenOutputs) -> FunctionGaussian:
+        """Return the belief about some of the outputs, in their order."""
+        mean, covariance = outputs.of(self.mean), self.covariance
+        if self.joint:
+            size = self.mean.numel()
+            return FunctionGaussian.across(mean, outputs.across(self.cov.reshape(size, size), self.mean.shape))
+        if isinstance(covariance, Tensor):
+            return FunctionGaussian(mean, outputs.blocks(covariance))
+        deferred = Deferred(lambda: outputs.of(covariance.variance()), lambda: outputs.blocks(covariance.cov()))
+        return FunctionGaussian(mean, deferred)
 
     def scaled(self, factor: float) -> FunctionGaussian:
         """Return the belief about ``factor`` times the outputs."""

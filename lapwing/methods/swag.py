@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Batch, Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
@@ -320,6 +321,9 @@ class DrawnPosterior(Posterior):
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         return spread(self.draws(x).to(self.theta.dtype), joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return spread(outputs.of(self.draws(x).to(self.theta.dtype)), joint)
 
     def plain(self) -> PointPosterior:
         return PointPosterior(self.problem, self.statistics, self.theta)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs
 from lapwing.networks import passes
 from lapwing.networks.budget import temporary
@@ -26,20 +27,24 @@ CHEAPER = 0.5
 TOGETHER = {"cpu": 16, "cuda": 64}  # directions of one pass; more leave a CPU's caches and gain nothing
 
 
-def outputs_along(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
+def outputs_along(
+    network: Network, inputs: Inputs, v: Tensor, chosen: ChosenOutputs | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the outputs f (B, [T,] C) of the tangent model, and J v for every row of v (K, P): (K, B, [T,] C).
 
-    By the cheaper way. Cost: 1 + 2 K forward passes, or one forward and C backward passes; in chunks that fit the
+    Of all outputs, or of the chosen ones. By the cheaper way. Cost: 1 + 2 K forward passes, or one forward and C backward passes; in chunks that fit the
     byte budget.
     """
+    wanted = chosen.of if chosen is not None else lambda values: values
     if not len(v):
-        f = network(inputs).to(network.dtype)
+        f = wanted(network(inputs).to(network.dtype))
         return f, f.new_zeros(0, *f.shape)
-    n_outputs = torch.Size(network.output_shape).numel()
+    n_outputs = torch.Size(network.output_shape if chosen is None else chosen.shape(network.output_shape)).numel()
     if len(v) > CHEAPER * n_outputs:
-        return _by_jacobians(network, inputs, v, n_outputs)
+        return _by_jacobians(network, inputs, v, chosen)
     shift = network.shift
     f, products = forward_products(network, inputs, v if shift is None else torch.cat([shift[None].to(v), v]))
+    f, products = wanted(f), wanted(products)
     return (f, products) if shift is None else (f + products[0], products[1:])
 
 
@@ -72,9 +77,9 @@ def _pushed(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Te
         return f, tangent.jacobians().jvp(v).reshape(len(v), *f.shape)
 
 
-def _by_jacobians(network: Network, inputs: Inputs, v: Tensor, n_outputs: int) -> tuple[Tensor, Tensor]:
+def _by_jacobians(network: Network, inputs: Inputs, v: Tensor, chosen: ChosenOutputs | None) -> tuple[Tensor, Tensor]:
     outputs, products = [], []
-    for _, tangent in network.tangents(inputs, n_outputs):
+    for _, tangent in network.tangents(inputs, chosen=chosen):
         f = tangent.f.to(network.dtype)
         outputs.append(f)
         products.append(tangent.jacobians().jvp(v).reshape(len(v), *f.shape))

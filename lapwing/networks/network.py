@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, placed, take
 from lapwing.core.schema import Array, Flag, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
 from lapwing.core.state import State, saved
@@ -223,14 +224,23 @@ class Network:
         return Tangent(self, inputs, raw, graph, differentiable)
 
     def tangents(
-        self, inputs: Inputs, seeds: int | None = None, most: int | None = None
+        self,
+        inputs: Inputs,
+        seeds: int | None = None,
+        most: int | None = None,
+        chosen: ChosenOutputs | None = None,
     ) -> Iterator[tuple[slice, Tangent]]:
-        """Yield the batch linearised in chunks that fit the byte budget, of at most ``most`` samples each."""
+        """Yield the batch linearised in chunks that fit the byte budget, of at most ``most`` samples each.
+
+        With ``chosen``, the tangents are those of some outputs.
+        """
         batch = self.count(inputs)
-        seeds = torch.Size(self.output_shape).numel() if seeds is None else seeds
+        shape = self.output_shape if chosen is None else chosen.shape(self.output_shape)
+        seeds = torch.Size(shape).numel() if seeds is None else seeds
         for part in self.footprint.chunks(batch, seeds, self.dtype, self.device, most):
             whole = part == slice(0, batch)
-            yield part, self.linearise(inputs if whole else self.take(inputs, part))
+            tangent = self.linearise(inputs if whole else self.take(inputs, part))
+            yield part, tangent if chosen is None else replace(tangent, chosen=chosen.samples(part))
 
     def count(self, inputs: Inputs) -> int:
         """Return how many samples a batch has; the model runs only where the tensors do not tell."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs
 from lapwing.errors import ModelError
 from lapwing.networks.dense_jacobian import DenseJacobian
@@ -36,6 +37,7 @@ class Tangent:
     raw: Tensor  # the outputs as the model returned them, with their graph
     graph: Graph
     differentiable: bool = False  # whether the Jacobians carry a graph back to the inputs
+    chosen: ChosenOutputs | None = None  # the outputs that are wanted; None means all
 
     @property
     def network_output(self) -> Tensor:
@@ -44,19 +46,25 @@ class Tangent:
 
     @cached_property
     def f(self) -> Tensor:
-        """The output of the tangent model, (B, [T,] C): J (theta - w̃) is added where theta is not w̃."""
+        """The wanted outputs of the tangent model, (B, [T,] C): J (theta - w̃) is added where theta is not w̃."""
         f, shift = self.network_output, self.network.shift
-        return f if shift is None else f + self.network.jvp(self.inputs, shift[None])[0].to(self.raw)
+        return self.wanted(f if shift is None else f + self.network.jvp(self.inputs, shift[None])[0].to(self.raw))
+
+    def wanted(self, values: Tensor) -> Tensor:
+        """Return the values (..., B, [T,] C) of the wanted outputs."""
+        return values if self.chosen is None else self.chosen.of(values)
 
     def jacobians(self, seeds: Tensor | None = None) -> LayerJacobians:
-        """Return the Jacobian of seeds · f. Seeds (K, B, [T,] C); None means every output of every token.
+        """Return the Jacobian of seeds · f. Seeds (K, B, [T,] C) of all outputs; None means every wanted output.
 
         One backward pass for all seeds to the recorded products; no weight gradient is formed. Parameters without a
         rule take one more pass together, when the first of them is needed.
         """
         network, f = self.network, self.network_output
         tokens = 1
-        if seeds is None:
+        if seeds is None and self.chosen is not None:
+            seeds, tokens = self.chosen.seeds(f), self.f.shape[1] if f.ndim == 3 else 1
+        elif seeds is None:
             size, tokens = f[0].numel(), f.shape[1] if f.ndim == 3 else 1
             eye = torch.eye(size, dtype=f.dtype, device=f.device)
             seeds = eye.view(size, 1, *f.shape[1:]).expand(size, *f.shape)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.schema import Array
@@ -49,6 +50,9 @@ class MembersPosterior(Posterior):
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         return spread(self._outputs(x), joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return spread(outputs.of(self._outputs(x)), joint)
 
     def plain(self) -> PointPosterior:
         return PointPosterior(self.problem, self.statistics, self.theta)

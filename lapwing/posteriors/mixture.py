@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.random import uniform
@@ -126,7 +127,16 @@ class MixturePosterior(Posterior):
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """Return the mean and covariance of the mixture of beliefs: Σ w V, if they all have the mean f(x)."""
-        beliefs = [each(x, joint=True) for each in self.members] if joint else beliefs_at(self.members, x)
+        return self._mixed([each(x, joint=True) for each in self.members] if joint else beliefs_at(self.members, x))
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        """Return the same for some outputs at x, by one Jacobian of these for all beliefs."""
+        together = [each.chosen(x, outputs, True) for each in self.members] if joint else None
+        return self._mixed(beliefs_at(self.members, x, outputs) if together is None else together)
+
+    def _mixed(self, beliefs: Sequence[FunctionGaussian]) -> FunctionGaussian:
+        """Return the mean and covariance of the mixture of these beliefs."""
+        joint = beliefs[0].joint
         spreads, shares = self._spreads.to(beliefs[0].mean), self._shares.to(beliefs[0].mean)
         total = lambda weights, parts: torch.einsum("k,k...->...", weights, torch.stack(list(parts)))
         mean = total(shares, (belief.mean for belief in beliefs))
@@ -332,25 +342,28 @@ def member(bases: Sequence[Any], belief: Belief) -> Any:
     return base.with_problem(base.problem.with_precisions(belief.precisions))
 
 
-def beliefs_at(members: Sequence[Any], x: Inputs) -> list[FunctionGaussian]:
-    """Return the belief of every posterior about the outputs at x, by one pass of the network for all of them.
+def beliefs_at(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None = None) -> list[FunctionGaussian]:
+    """Return the belief of every posterior about all or some outputs at x, by one pass of the network for all of them.
 
     With many outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
     """
     network = members[0].problem.network
-    if network.output_shape[-1] > WIDE:
-        return [each(x) for each in members]
+    alone = lambda each: each(x) if outputs is None else each.chosen(x, outputs)
+    shape = network.output_shape if outputs is None else outputs.shape(network.output_shape)
+    if shape[-1] > WIDE:
+        return [alone(each) for each in members]
     linearised = [each for each in members if each.linearised]
     means: list[Tensor] = []
     covs: list[list[Tensor]] = []
     if linearised:
-        for _, tangent in network.tangents(x):
+        for _, tangent in network.tangents(x, chosen=outputs):
             f = tangent.f.to(network.dtype)
             means.append(f)
             covs.append(covariances(linearised, f, tangent.jacobians()))
     joined = iter(zip(*covs, strict=True))
     return [
-        FunctionGaussian(torch.cat(means), torch.cat(next(joined))) if each.linearised else each(x) for each in members
+        FunctionGaussian(torch.cat(means), torch.cat(next(joined))) if each.linearised else alone(each)
+        for each in members
     ]
 
 

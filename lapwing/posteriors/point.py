@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.schema import Array
@@ -30,12 +31,14 @@ class PointPosterior(Posterior, Reweightable):
         return replace(self, problem=problem)
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        return _certain(self._f(x), joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return _certain(outputs.of(self._f(x)), joint)
+
+    def _f(self, x: Inputs) -> Tensor:
         network = self.problem.network
-        f = network(x).to(network.dtype)
-        if joint:
-            return FunctionGaussian.across(f, f.new_zeros(f.numel(), f.numel()))
-        none = lambda: torch.zeros_like(f)
-        return FunctionGaussian(f, Deferred(none, lambda: f.new_zeros(*f.shape, f.shape[-1]), none))
+        return network(x).to(network.dtype)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self.theta.expand(n, -1).clone()
@@ -50,3 +53,11 @@ class PointPosterior(Posterior, Reweightable):
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> PointPosterior:
         return cls(problem, **state.read(statistics=STATISTICS, theta=Array(("P",), dtype=problem.network.dtype)))
+
+
+def _certain(f: Tensor, joint: bool) -> FunctionGaussian:
+    """Return the belief in f (B, [T,] C) without spread."""
+    if joint:
+        return FunctionGaussian.across(f, f.new_zeros(f.numel(), f.numel()))
+    none = lambda: torch.zeros_like(f)
+    return FunctionGaussian(f, Deferred(none, lambda: f.new_zeros(*f.shape, f.shape[-1]), none))

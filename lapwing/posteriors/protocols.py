@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.trace import Trace
@@ -34,6 +36,10 @@ class Posterior(Protocol):
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """Return the belief about the outputs at x, with the covariance between inputs if joint."""
         ...
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        """Return the belief about some outputs at x; taken from that about all, unless a class has a cheaper way."""
+        return self(x, joint).chosen(outputs)
 
     @property
     def base(self) -> Posterior:
@@ -104,6 +110,22 @@ class Linearised(Posterior, Reweightable, Protocol):
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
         ...
+
+    def cross(self, jacobian: LayerJacobians) -> Tensor:
+        """Return the covariance between all inputs and outputs that the Jacobian belongs to, (B K, B K)."""
+        ...
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        """Return the belief about some outputs at x, by backward passes for these alone."""
+        network = self.problem.network
+        if joint:
+            tangent = replace(network.linearise(x), chosen=outputs)
+            return FunctionGaussian.across(tangent.f.to(network.dtype), self.cross(tangent.jacobians()))
+        means, covs = [], []
+        for _, tangent in network.tangents(x, chosen=outputs):
+            means.append(tangent.f.to(network.dtype))
+            covs.append(self.covariance(tangent.jacobians()).reshape(*means[-1].shape, -1))
+        return FunctionGaussian(torch.cat(means), torch.cat(covs))
 
     @property
     def shared(self) -> object:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.schema import Array, Maybe, Real, Whole
@@ -101,7 +102,13 @@ class SampledPosterior(Linearised):
         return replace(self, problem=self.problem.with_likelihood(self.problem.likelihood.with_dispersion(noise)))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        f, deviations = outputs_along(self.problem.network, x, self.samples)
+        return self._belief(x, joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return self._belief(x, joint, outputs)
+
+    def _belief(self, x: Inputs, joint: bool, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+        f, deviations = outputs_along(self.problem.network, x, self.samples, outputs)
         belief = FunctionGaussian.of_deviations(f, deviations, len(deviations), joint)
         if joint:
             return belief
@@ -118,6 +125,10 @@ class SampledPosterior(Linearised):
         """Return the first n of the K stored samples, (n, P), around zero; the generator is not used."""
         self._refuse_more(n)
         return self.samples[:n]
+
+    def cross(self, jacobian: LayerJacobians) -> Tensor:
+        flat = jacobian.jvp(self.samples).flatten(1)
+        return flat.mT @ flat / len(flat)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the first n of the K stored samples, around w̃; the generator is not used."""

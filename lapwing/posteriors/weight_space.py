@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.random import normal
@@ -141,22 +142,32 @@ class WeightPosterior(Linearised):
         network = self.problem.network
         if joint:
             tangent = network.linearise(x)
-            cov = self.precision.cross(tangent.jacobians())
-            return FunctionGaussian.across(tangent.f.to(network.dtype), cov)
+            return FunctionGaussian.across(tangent.f.to(network.dtype), self.cross(tangent.jacobians()))
         if network.output_shape[-1] <= WIDE:
             return FunctionGaussian(*self._quadratic(x, full=True))
-        covariance = Deferred(
-            lambda: self._quadratic(x, full=False)[1],
-            lambda: self._quadratic(x, full=True)[1],
-            lambda: self._quadratic(x, full=False, centred=True)[1],
-        )
-        return FunctionGaussian(network(x).to(network.dtype), covariance)
+        return FunctionGaussian(network(x).to(network.dtype), self._deferred(x))
 
-    def _quadratic(self, x: Inputs, full: bool, centred: bool = False) -> tuple[Tensor, Tensor]:
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        network = self.problem.network
+        if joint or outputs.shape(network.output_shape)[-1] <= WIDE:
+            return super().chosen(x, outputs, joint)
+        return FunctionGaussian(outputs.of(network(x).to(network.dtype)), self._deferred(x, outputs))
+
+    def _deferred(self, x: Inputs, outputs: ChosenOutputs | None = None) -> Deferred:
+        """Return the covariance of all or some outputs at x, computed when it is needed."""
+        return Deferred(
+            lambda: self._quadratic(x, False, outputs=outputs)[1],
+            lambda: self._quadratic(x, True, outputs=outputs)[1],
+            None if outputs is not None else lambda: self._quadratic(x, full=False, centred=True)[1],
+        )
+
+    def _quadratic(
+        self, x: Inputs, full: bool, centred: bool = False, outputs: ChosenOutputs | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the outputs and their covariances, or variances; ``centred`` takes the mean over outputs off first."""
         network, precision = self.problem.network, self.precision
         means, covs = [], []
-        for _, tangent in network.tangents(x):
+        for _, tangent in network.tangents(x, chosen=outputs):
             f = tangent.f.to(network.dtype)
             cov = precision.quadratic(tangent.jacobians(_centring(f) if centred else None), full)
             means.append(f)
@@ -166,6 +177,9 @@ class WeightPosterior(Linearised):
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
         return self.precision.quadratic(jacobian, True)
+
+    def cross(self, jacobian: LayerJacobians) -> Tensor:
+        return self.precision.cross(jacobian)
 
     @property
     def shared(self) -> object:

@@ -108,6 +108,18 @@ def test_shapes(name: str) -> None:
         assert not result.requires_grad
 
 
+@pytest.mark.parametrize("chosen", [[2, 0], [1], [[0, 1], [2, 0], [1, 1], [2, 1], [0, 0]]])
+def test_chosen_outputs_are_those_of_the_whole_answer(name: str, chosen: list[Any]) -> None:
+    posterior, numbers, rows = standard(name), torch.tensor(chosen).expand(5, -1), torch.arange(5)[:, None]
+    whole, some = posterior.functions(NEW), posterior.functions(NEW, outputs=chosen)
+    assert_close(some.mean, whole.mean[rows, numbers])
+    assert_close(some.variance, whole.variance[rows, numbers], SOLVED)
+    assert_close(some.cov, whole.cov[rows[:, :, None], numbers[:, :, None], numbers[:, None, :]], SOLVED)
+    joint, together = posterior.functions(NEW, joint=True, outputs=chosen), posterior.functions(NEW, joint=True)
+    assert_close(joint.mean, some.mean)
+    assert_close(joint.cov, together.cov[rows, numbers][:, :, rows, numbers], SOLVED)
+
+
 def test_predictions_do_not_depend_on_the_batch_they_are_asked_in(name: str) -> None:
     posterior = standard(name)
     together = posterior.functions(NEW)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.schema import ROUNDING, Array, Either, Maybe, Text
@@ -128,11 +129,17 @@ class FunctionPosterior(Posterior):
                 flat = rows.flatten(0, 1)
                 cov = self.kernel.joint(u) - (flat @ flat.mT).reshape(*f.shape, *f.shape)
                 return FunctionGaussian.across(mean, cov)
-            whole = lambda: (self.kernel.marginal(u) - rows @ rows.mT).to(mean)
-            if f.shape[-1] <= WIDE:
-                return FunctionGaussian(mean, whole())
-            prior = lambda: self.kernel.marginal(u).diagonal(dim1=-2, dim2=-1)
-            return FunctionGaussian(mean, Deferred(lambda: (prior() - rows.square().sum(-1)).to(mean), whole))
+            return _reduced(mean, self.kernel.marginal(u), rows)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        if joint:
+            return super().chosen(x, outputs, joint)
+        with torch.no_grad():
+            u, f = self.sight(x)
+            rows = self.kernel.between(u, self.points, self.numbers) @ self.mix
+            rows = outputs.of(rows.movedim(-1, 0)).movedim(0, -1)
+            mean = outputs.of(f.to(self.problem.network.dtype))
+            return _reduced(mean, outputs.blocks(self.kernel.marginal(u)), rows)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n functions at x, (n, B, C), consistent between the inputs of one call."""
@@ -163,6 +170,15 @@ class FunctionPosterior(Posterior):
         kernel = FreeKernel(fields.pop("kernel"), fields.pop("log_lengths"), fields.pop("mixing"))
         _refuse_impossible(kernel, fields, last := fields.pop("last"))
         return cls(problem, Sight(network, last), kernel, **fields)
+
+
+def _reduced(mean: Tensor, prior: Tensor, rows: Tensor) -> FunctionGaussian:
+    """Return the belief with the covariance prior (B, C, C) less rows rowsᵀ, rows (B, C, r)."""
+    whole = lambda: (prior - rows @ rows.mT).to(mean)
+    if mean.shape[-1] <= WIDE:
+        return FunctionGaussian(mean, whole())
+    variance = lambda: (prior.diagonal(dim1=-2, dim2=-1) - rows.square().sum(-1)).to(mean)
+    return FunctionGaussian(mean, Deferred(variance, whole))
 
 
 def _refuse_impossible(kernel: FreeKernel, fields: dict[str, Any], last: Network | None) -> None:

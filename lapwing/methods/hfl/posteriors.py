@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.state import State
@@ -54,9 +55,16 @@ class ResponsePosterior(Posterior):
         raise UnsupportedError(NO_FILE)
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        return self._belief(x, joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return self._belief(x, joint, outputs)
+
+    def _belief(self, x: Inputs, joint: bool, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
         network = self.problem.network
         f = network(x).to(network.dtype)
-        cov = self.respond(x, joint).checked(self.responder.tolerance, self.drift).cov
+        f = f if outputs is None else outputs.of(f)
+        cov = self.respond(x, joint, outputs).checked(self.responder.tolerance, self.drift).cov
         if joint:
             cov = cov.reshape(f.numel(), f.numel())
             return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
@@ -65,25 +73,27 @@ class ResponsePosterior(Posterior):
         return FunctionGaussian(f, _per_token(0.5 * (cov + cov.mT), f).to(f))
 
     @outside_inference
-    def respond(self, x: Inputs, joint: bool = False) -> Response:
-        """Push every output at every input and return the responses of the outputs there, or at all inputs if joint.
+    def respond(self, x: Inputs, joint: bool = False, outputs: ChosenOutputs | None = None) -> Response:
+        """Push all or some outputs at every input and return the responses of the outputs there, or at all if joint.
 
         Shapes: the covariances are (B C, C), or (B C, B C) if joint; C counts all tokens.
         """
-        objective = self.responder.objective
+        objective, network = self.responder.objective, self.problem.network
         x = objective.cast(x)
-        network = self.problem.network
-        size, outputs = network.count(x), torch.Size(network.output_shape).numel()
-        index = torch.arange(size, device=objective.centre.device).repeat_interleave(outputs)
+        size, shape, device = network.count(x), network.output_shape, objective.centre.device
+        chosen = ChosenOutputs(None, None, len(shape) == 2) if outputs is None else outputs
+        places = chosen.numbers(shape, device).flatten(1).expand(size, -1)  # (B, C)
+        index = torch.arange(size, device=device).repeat_interleave(places.shape[1])
         inputs = network.take(x, index)
-        eye = torch.eye(outputs).to(objective.centre)
-        seeds = eye.repeat(size, 1).reshape(-1, *network.output_shape)
+        eye = torch.eye(torch.Size(shape).numel()).to(objective.centre)
+        seeds = eye[places.flatten()].reshape(-1, *shape)
         push = lambda d: objective.slopes(d, inputs, seeds)
         if joint:
-            read_all = lambda d: objective.outputs(d, x).flatten(1)
+            read_all = lambda d: chosen.of(objective.outputs(d, x)).flatten(1)
             return self.responder.respond(push, read_all, len(index), self.strength, torch.diagonal)
-        read = lambda d: objective.each_output(d.expand(len(index), -1), inputs).flatten(1)
-        value = lambda reading: (seeds.flatten(1) * reading).sum(1)
+        columns, own = places[index], torch.eye(places.shape[1]).to(objective.centre).repeat(size, 1)
+        read = lambda d: objective.each_output(d.expand(len(index), -1), inputs).flatten(1).gather(1, columns)
+        value = lambda reading: (own * reading).sum(1)
         return self.responder.respond(push, read, len(index), self.strength, value)
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
@@ -179,15 +189,17 @@ class LinearisedResponse(Linearised):
         network = self.problem.network
         if joint:
             tangent = network.linearise(x)
-            f = tangent.f.to(network.dtype)
-            rows = _flat(tangent.jacobians())
-            cov = torch.cat([self.solved(part).x for part in rows.split(ROWS)]) @ rows.mT
-            return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
+            return FunctionGaussian.across(tangent.f.to(network.dtype), self.cross(tangent.jacobians()))
         means, covs = [], []
         for _, tangent in network.tangents(x):
             means.append(tangent.f.to(network.dtype))
             covs.append(self.covariance(tangent.jacobians()).reshape(*means[-1].shape, -1))
         return FunctionGaussian(torch.cat(means), torch.cat(covs))
+
+    def cross(self, jacobian: LayerJacobians) -> Tensor:
+        rows = jacobian.whole().double().flatten(0, 1)
+        cov = torch.cat([self.solved(part).x for part in rows.split(ROWS)]) @ rows.mT
+        return 0.5 * (cov + cov.mT)
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C); only rows that are solved for together are in memory."""
@@ -207,8 +219,3 @@ class LinearisedResponse(Linearised):
         """Return the variance of a scalar function of the weights by name, or of the outputs at x, to first order."""
         slope = weight_slope(self.problem.network, function, x).double()
         return self.solved(slope.unsqueeze(0)).x[0] @ slope
-
-
-def _flat(jacobians: LayerJacobians) -> Tensor:
-    """Return the Jacobian with one row for each output, (B [T] C, P), in float64."""
-    return jacobians.whole().double().flatten(0, 1)
