@@ -18,6 +18,7 @@ from lapwing.core.state import State, saved
 from lapwing.curvature.protocols import floored, row_products, weighted_sum
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.gram import Gram
+from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
@@ -61,8 +62,8 @@ class BlockPrecision(Protocol):
 class BlockSum(Protocol):
     """The sum of the curvature of one block over a pass."""
 
-    def add(self, jacobian: BlockJacobian) -> None:
-        """Add one chunk of data."""
+    def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
+        """Add one chunk of data, for a run of seeds; ``first`` says whether these data are new."""
         ...
 
     def value(self) -> BlockCurvature: ...
@@ -166,8 +167,8 @@ class DiagonalSum:
         self._squares = torch.zeros(block.form, dtype=torch.float64, device=network.device)
         self._dtype = network.dtype
 
-    def add(self, jacobian: BlockJacobian) -> None:
-        self._squares += jacobian.squares().reshape(self._squares.shape)
+    def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
+        self._squares += part.squares().reshape(self._squares.shape)
 
     def value(self) -> DiagonalBlock:
         return DiagonalBlock(self._squares.to(self._dtype))
@@ -254,8 +255,9 @@ class FullSum:
     def __init__(self, block: Block, network: Network) -> None:
         self._gram = Gram(block.size, torch.float64, network.device)
 
-    def add(self, jacobian: BlockJacobian) -> None:
-        self._gram.add(jacobian.whole().flatten(0, 1).double())
+    def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
+        assert not isinstance(part, ClosedForm), "the last linear layer is kept in factors"
+        self._gram.add(part.whole().flatten(0, 1).double())
 
     def value(self) -> FullBlock:
         return FullBlock(self._gram.value())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision
+from lapwing.curvature.sweep import Sweep
 from lapwing.errors import UnsupportedError
 from lapwing.networks.jacobians import Block, LayerJacobians, in_order
 from lapwing.networks.network import Network
@@ -154,12 +155,11 @@ class BlockwiseCurvature:
         return [type(block).__name__ for block in self.blocks]
 
 
-def blockwise_sum(sweep: Iterable[LayerJacobians], network: Network, sums: Sequence[BlockSum]) -> BlockwiseCurvature:
+def blockwise_sum(sweep: Sweep, network: Network, sums: Sequence[BlockSum]) -> BlockwiseCurvature:
     """Return the sums of all blocks over a pass; ``sums`` has an empty one for each block of the network."""
-    for jacobians in sweep:
-        for total, (_, part) in zip(sums, jacobians, strict=True):
-            total.add(part)
-        del jacobians, part  # before the next chunk is computed
+    for number, part, first in sweep.blocks():
+        sums[number].add(part, first)
+        del part  # before the next one is computed
     return BlockwiseCurvature(tuple(total.value() for total in sums), network.layout, network.selection)
 
 

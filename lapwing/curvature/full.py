@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import ClassVar
@@ -14,10 +14,12 @@ from lapwing.core.schema import Array, Flag, semidefinite, symmetric
 from lapwing.core.spectra import eigvalsh
 from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.protocols import floored_by_layer, row_products, weighted_sum
+from lapwing.curvature.sweep import Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram
 from lapwing.networks.budget import temporary
+from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
@@ -179,21 +181,23 @@ def single_map(jacobian: LayerJacobians) -> LinearJacobian | None:
     return jacobian.parts[0]().single_map()
 
 
-def full_curvature(sweep: Iterable[LayerJacobians], network: Network) -> FullCurvature:
+def full_curvature(sweep: Sweep, network: Network) -> FullCurvature:
     """Return Σ JᵀJ over a pass, summed in float64, so that a prior far below the largest eigenvalue is not lost.
 
-    A single linear map uses the outer products of its inputs instead. Memory: 8 P² bytes and the Jacobian of one chunk;
-    nearly twice that for a single linear map, whose pairs are put in order at the end.
+    A single linear map uses the outer products of its inputs instead, and needs no seeds if it is the last layer and
+    they are not drawn. Memory: 8 P² bytes and the Jacobian of one chunk; nearly twice that for a single linear map,
+    whose pairs are put in order at the end.
     """
     size = network.selection.size
     gram: Gram | None = None
     pairs: _PairSums | None = None
-    for jacobians in sweep:
-        part = single_map(jacobians)
+    for jacobians in sweep.runs(2 * size):
+        part = jacobians if isinstance(jacobians, ClosedForm) else single_map(jacobians)
         if part is not None:
             pairs = pairs or _PairSums()
             pairs.add(part)
             continue
+        assert not isinstance(jacobians, ClosedForm)
         gram = gram or Gram(size, torch.float64, network.device)
         for rows in jacobians.whole().flatten(0, 1).split(max(1, temporary(network.device) // (8 * size))):
             gram.add(rows.double())
@@ -218,13 +222,22 @@ class _PairSums:
         self._weights: list[Tensor] = []
         self._strips: list[Tensor] = []  # (pairs, strip, d_in - start)
 
-    def add(self, part: LinearJacobian) -> None:
-        a, g = part.a[0, :, 0].double(), part.g[0, :, :, 0].transpose(0, 1).double()  # (B, d_in), (B, K, d_out)
-        first, second = torch.triu_indices(g.shape[-1], g.shape[-1], device=a.device)
-        self._inputs.append(a)
-        self._weights.append(torch.bmm(g.mT, g)[:, first, second])
-        if sum(len(x) for x in self._inputs) >= self.ROWS:
-            self._flush()
+    def add(self, part: LinearJacobian | ClosedForm) -> None:
+        a = part.a[0].flatten(0, 1).double()
+        d_out = part.diagonal.shape[-1] if isinstance(part, ClosedForm) else part.g.shape[-1]
+        first, second = torch.triu_indices(d_out, d_out, device=a.device)
+        most = min(self.ROWS, max(1, temporary(a.device) // (3 * a.element_size() * d_out**2)))
+        for start in range(0, len(a), most):
+            rows = slice(start, start + most)
+            if isinstance(part, ClosedForm):
+                weights = part.pairs(rows, first, second)
+            else:
+                g = part.g[0, :, rows, 0].transpose(0, 1).double()  # (rows, K, d_out)
+                weights = torch.bmm(g.mT, g)[:, first, second]
+            self._inputs.append(a[rows])
+            self._weights.append(weights)
+            if sum(len(x) for x in self._inputs) >= most:
+                self._flush()
 
     def _flush(self) -> None:
         if not self._inputs:

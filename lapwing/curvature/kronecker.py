@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -17,10 +17,12 @@ from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockSum, DiagonalSum, FullSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.protocols import floored, weighted_sum
-from lapwing.curvature.sweep import checked_curvature
+from lapwing.curvature.seeds import checked_curvature
+from lapwing.curvature.sweep import Sweep
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.gram import Gram, survives
-from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
+from lapwing.networks.closed_form import ClosedForm
+from lapwing.networks.jacobians import Block, BlockJacobian, KroneckerRows
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
@@ -33,9 +35,7 @@ def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
     require_integer("full_limit", full_limit, least=0)
 
 
-def kronecker_curvature(
-    sweep: Iterable[LayerJacobians], network: Network, sharing: str, full_limit: int
-) -> BlockwiseCurvature:
+def kronecker_curvature(sweep: Sweep, network: Network, sharing: str, full_limit: int) -> BlockwiseCurvature:
     """Return Kronecker factors for linear blocks and full or diagonal blocks for the rest, by one pass."""
     if network.selection.index is not None:
         raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
@@ -52,39 +52,59 @@ class _KroneckerSum:
     def __init__(self, block: Block, sharing: str, network: Network) -> None:
         self._block, self._reduce, self._dtype = block, sharing == "reduce", network.dtype
         self._options = (torch.float64, network.device)  # rounding of a large direction would drown the small ones
-        self._out = Gram(block.d_out, *self._options, block.groups)
+        self._out: Gram | None = None
+        self._less: Gram | None = None  # what a closed form subtracts off the diagonal
+        self._diagonal = torch.zeros((), dtype=torch.float64, device=network.device)
         self._inp: Gram | None = None  # a lookup has counts instead of this (d_in, d_in) matrix
         self._counts = torch.zeros((), dtype=torch.float64, device=network.device)
         self._rows = 0
 
-    def add(self, jacobian: BlockJacobian) -> None:
-        rows = jacobian.kronecker_rows(self._reduce)
+    def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
+        rows = part.kronecker_rows(self._reduce)
+        if first:
+            self._add_inputs(rows)
+        if rows.diagonal is not None:
+            self._diagonal = self._diagonal + rows.diagonal
+            self._less = self._added(self._less, rows)
+        else:
+            self._out = self._added(self._out, rows)
+
+    def _add_inputs(self, rows: KroneckerRows) -> None:
+        self._rows += rows.number
         if rows.counts is not None:
             self._counts = self._counts + rows.counts.to(self._counts)
         if rows.inputs is not None:
             if self._inp is None:
                 self._inp = Gram(self._block.d_in, *self._options, self._block.groups)
             self._inp.add(rows.inputs)
-        add = self._out.add_runs if rows.by_runs else self._out.add
-        add(rows.outputs)
-        self._rows += rows.number
+
+    def _added(self, total: Gram | None, rows: KroneckerRows) -> Gram:
+        """Return the sum with the products of the outputs."""
+        total = Gram(self._block.d_out, *self._options, self._block.groups) if total is None else total
+        if rows.outputs is not None:
+            (total.add_runs if rows.by_runs else total.add)(rows.outputs)
+        return total
 
     def value(self) -> KroneckerBlock:
         d_in, d_out = self._block.d_in, self._block.d_out
         inp = self._counts.unsqueeze(0) if self._inp is None else self._inp.value().reshape(-1, d_in, d_in)
-        return KroneckerBlock(inp, self._out.value().reshape(-1, d_out, d_out), self._rows, self._dtype)
+        parts = [] if self._out is None else [self._out.value().reshape(-1, d_out, d_out)]
+        if self._less is not None:
+            less = self._less.value().reshape(-1, d_out, d_out).neg_()
+            less.diagonal(dim1=-2, dim2=-1).copy_(self._diagonal)
+            parts.append(less)
+        return KroneckerBlock(inp, reduce(Tensor.add_, parts), self._rows, self._dtype)
 
 
-def eigen_corrected(sweep: Iterable[LayerJacobians], kron: BlockwiseCurvature) -> BlockwiseCurvature:
+def eigen_corrected(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurvature:
     """Return the exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass."""
     bases = {i: block.eigen for i, block in enumerate(kron.blocks) if isinstance(block, KroneckerBlock)}
     values: dict[int, Tensor] = {}
-    for jacobians in sweep:
-        for i, (_, part) in enumerate(jacobians):
-            if i in bases:
-                squares = part.rotated(bases[i].out, bases[i].inp).squares().double()
-                values[i] = values[i] + squares if i in values else squares
-        del jacobians, part  # before the next chunk is computed
+    for i, part, _ in sweep.blocks():
+        if i in bases:
+            squares = part.squares_in(bases[i].out, bases[i].inp).double()
+            values[i] = values[i] + squares if i in values else squares
+        del part  # before the next one is computed
     corrected: dict[int, BlockCurvature] = {
         i: EigenBlock(bases[i].out, bases[i].inp, values[i].to(bases[i].out)) for i in values
     }

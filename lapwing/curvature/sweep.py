@@ -11,77 +11,34 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.core.data import Data, merged
 from lapwing.core.inputs import check_finite
 from lapwing.core.random import independent_generator
 from lapwing.core.schema import SMALLEST, Array
-from lapwing.core.settings import one_of
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.protocols import Curvature
+from lapwing.curvature.seeds import Seeds
 from lapwing.errors import DataError, FileError, NumericalError
-from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.jacobians import LayerJacobians, in_order
+from lapwing.likelihoods.protocol import HasHessian, Likelihood
+from lapwing.networks.closed_form import ClosedForm
+from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, in_order
 from lapwing.networks.network import Network
+from lapwing.networks.tangent import Tangent
 from lapwing.problem import Problem, Statistics, checked_count, checked_targets
 
 S = TypeVar("S")
 
-CURVATURES = ("ggn", "fisher_mc")
-PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
-
-
-def checked_curvature(curvature: str, allowed: tuple[str, ...] = CURVATURES) -> str:
-    """Return the name of a curvature; raise if it is not one of those allowed."""
-    one_of(allowed).check("curvature", curvature)
-    return curvature
-
-
-@dataclass(frozen=True, eq=False)
-class Seeds:
-    """The vectors in output space that the backward passes of a sweep start from.
-
-    With "ggn" they are the columns of the likelihood's root, so that the sum of JᵀJ over the pass is the exact GGN at
-    unit dispersion. With "fisher_mc" there is one seed, the gradient of the loss at a label drawn from the model: an
-    unbiased estimate for one backward pass. With "jacobian" they are the unit vectors.
-
-    ``output`` takes the seed of one output alone, for a likelihood with a noise for each output.
-    """
-
-    curvature: str = "ggn"
-    generator: torch.Generator | None = None
-    output: int | None = None
-
-    def __post_init__(self) -> None:
-        checked_curvature(self.curvature, (*CURVATURES, PLAIN))
-
-    def count(self, output_shape: tuple[int, ...]) -> int:
-        """Return the number of seeds for each sample."""
-        if self.curvature == "fisher_mc":
-            return 1
-        return torch.Size(output_shape if self.output is None else output_shape[:-1]).numel()
-
-    def at(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-        """Return the seeds at outputs f (B, [T,] C): (K, B, [T,] C), different ones for each token."""
-        if self.curvature == "fisher_mc":
-            # Labels are drawn independently, so tokens may share a seed: their cross terms vanish on average.
-            gradient = likelihood.sampled_gradient(f, y, self.generator)
-            if self.output is not None:
-                gradient = gradient * F.one_hot(torch.tensor(self.output), f.shape[-1]).to(f)
-            return gradient.unsqueeze(0)
-        if self.curvature == PLAIN:
-            return root_seeds(torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
-        root = likelihood.root(f, y)
-        return root_seeds(root if self.output is None else root[..., self.output : self.output + 1])
+CLOSED = 8  # seeds of one number that a closed form takes as much memory as: a few tensors of the outputs in float64
 
 
 @dataclass(eq=False)
 class Sweep:
     """A pass over the data: iterate to get Jacobians, chunk by chunk; then ``statistics`` holds loss and counts.
 
-    ``max_samples`` limits the samples of a chunk; without it only memory does.
+    ``max_samples`` limits the samples of a chunk; without it only memory does. ``closed`` says whether ``blocks`` has
+    the last layer in closed form.
     """
 
     network: Network
@@ -90,16 +47,93 @@ class Sweep:
     seeds: Seeds = Seeds()
     label: str = "curvature"
     max_samples: int | None = None
+    closed: bool = True
     statistics: Statistics = field(init=False)  # only after the iteration
 
     def __iter__(self) -> Iterator[LayerJacobians]:
+        for tangent, f, targets in self._chunks(self._n_seeds):
+            jacobians = tangent.jacobians(self.seeds.at(self.likelihood, f, targets))
+            del tangent  # free the memory of one chunk before the next is computed
+            yield jacobians
+            del jacobians
+
+    def runs(self, width: int = 0) -> Iterator[LayerJacobians | ClosedForm]:
+        """Yield the Jacobians for sums of JᵀJ: where all seeds of a sample do not fit the byte budget, in runs of them.
+
+        If the last layer is the only block and the seeds are not drawn, yield its closed form. ``width`` counts the
+        numbers that the caller holds for each sample and seed, besides the gradients.
+        """
+        layout, every = self.network.layout, self.network.selection.index is None
+        closed = self._closed_alone and every and not self.seeds.sampled and layout[0].groups == 1
+        for tangent, f, targets in self._chunks(CLOSED if closed else self._n_seeds):
+            head = self._closed_form(tangent, f, targets) if closed else None
+            if head is not None:
+                yield head[1]
+            for seeds in self._seed_runs(f, targets, width) if head is None else ():
+                yield tangent.jacobians(seeds)
+            del tangent, head
+
+    def blocks(self) -> Iterator[tuple[int, BlockJacobian | ClosedForm, bool]]:
+        """Yield what the curvature of each block is a sum of: the number of the block, its Jacobian for a run of seeds,
+        and whether this is the first run for these samples.
+
+        For curvatures without coupling between blocks. The last linear layer comes in closed form, exact whatever the
+        seeds, if the likelihood has a Hessian of that form: no backward pass for it, and no seeds at all if it is the
+        only block.
+        """
+        closed = self.has_closed_form
+        for tangent, f, targets in self._chunks(CLOSED if self._closed_alone else self._n_seeds):
+            numbers = list(range(len(self.network.layout)))
+            head = self._closed_form(tangent, f, targets) if closed else None
+            if head is not None:
+                numbers.remove(head[0])
+                yield *head, True
+            del head
+            first = True
+            for seeds in self._seed_runs(f, targets) if numbers else ():
+                jacobians = tangent.jacobians(seeds)
+                for number in numbers:
+                    yield number, jacobians.parts[number](), first
+                first = False
+                del jacobians
+            del tangent
+
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether the last layer has a closed form."""
+        return self.closed and bool(self.network.head) and isinstance(self.likelihood, HasHessian)
+
+    @property
+    def _closed_alone(self) -> bool:
+        return self.has_closed_form and len(self.network.layout) == 1
+
+    @property
+    def _n_seeds(self) -> int:
+        return self.seeds.count(self.network.output_shape)
+
+    def _closed_form(self, tangent: Tangent, f: Tensor, targets: Tensor) -> tuple[int, ClosedForm] | None:
+        assert isinstance(self.likelihood, HasHessian)
+        hessian = self.likelihood.hessian(f, targets)
+        hessian = hessian if self.seeds.output is None else hessian.only(self.seeds.output)
+        return tangent.closed_form(hessian.diagonal, hessian.outer)
+
+    def _seed_runs(self, f: Tensor, targets: Tensor, width: int = 0) -> Iterator[Tensor]:
+        """Yield the seeds of a chunk in runs that fit the byte budget; usually all at once."""
+        network, count = self.network, self.seeds.count(tuple(f.shape[1:]))
+        most = network.footprint.at_once(len(f), network.dtype, network.device, width)
+        if count <= most:
+            yield self.seeds.at(self.likelihood, f, targets)
+        else:
+            yield from self.seeds.runs(self.likelihood, f, targets, most)
+
+    def _chunks(self, n_seeds: int) -> Iterator[tuple[Tangent, Tensor, Tensor]]:
+        """Yield the network linearised at a chunk of the data, its outputs and targets; sum up losses and counts."""
         network, likelihood = self.network, self.likelihood
         total = torch.zeros((), dtype=torch.float64, device=network.device)
         count: int | Tensor = 0
         # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
         torch.empty(31 * 2**20, dtype=torch.uint8)
-        n_seeds = self.seeds.count(network.output_shape)
         batches = self.data.batches(self.label)
         for batch in merged(batches, network.footprint.joined(n_seeds, network.dtype, network.device)):
             _, y = checked_targets(network, likelihood, batch)
@@ -111,10 +145,8 @@ class Sweep:
                     raise DataError(f"{len(targets)} inputs gave {f.shape[0]} outputs; expected one for each.")
                 total += likelihood.loss(f, targets).sum(dtype=torch.float64)
                 count = count + likelihood.count(f, targets)
-                jacobians = tangent.jacobians(self.seeds.at(likelihood, f, targets))
-                del tangent  # free the memory of one chunk before the next is computed
-                yield jacobians
-                del jacobians
+                yield tangent, f, targets
+                del tangent  # before the next chunk is computed
             if not math.isfinite(total - before):
                 check_finite(network(batch.inputs), "outputs of the network")
                 raise NumericalError(
@@ -201,17 +233,3 @@ class SquaredSum:
     def diagonal(self) -> Tensor:
         """Return the sum, (P,)."""
         return in_order(self._totals, self._network.layout, self._network.selection)
-
-
-def root_seeds(root: Tensor) -> Tensor:
-    """Return the columns of a root as seeds: R (B, C, K) as (K, B, C), and R (B, T, C, K) as (T K, B, T, C).
-
-    With tokens each seed is zero at all tokens but one.
-    """
-    if root.ndim == 3:
-        return root.permute(2, 0, 1)
-    batch, tokens, classes, columns = root.shape
-    seeds = root.new_zeros(tokens, columns, batch, tokens, classes)
-    index = torch.arange(tokens, device=root.device)
-    seeds[index, :, :, index] = root.permute(1, 3, 0, 2)
-    return seeds.reshape(tokens * columns, batch, tokens, classes)

@@ -16,6 +16,7 @@ from lapwing.core.schema import MOST, Either, Field, ListOf, Maybe, Real, Whole
 from lapwing.core.settings import INTEGER, NONE, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
+from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import (
     LogitLikelihood,
     check_logit_settings,
@@ -113,6 +114,10 @@ class Bernoulli(LogitLikelihood):
     def root(self, f: Tensor, y: Tensor) -> Tensor:
         p = f.sigmoid()
         return torch.diag_embed((p * (1 - p) * self._weight(y)).sqrt())
+
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        wide = f.double()
+        return OutputHessian(wide.sigmoid() * (-wide).sigmoid() * self._weight(y))
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         p = f.sigmoid()

@@ -16,6 +16,7 @@ from lapwing.core.schema import MEMBERS, MOST, Field, Flag, ListOf, Maybe, Real,
 from lapwing.core.settings import FLAG, INTEGER, Rule, integer, is_integer, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
+from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import (
     LogitLikelihood,
     check_logit_settings,
@@ -179,15 +180,30 @@ class Categorical(LogitLikelihood):
         Q is a Householder reflection that takes √p to the last axis, without its last column: closed form,
         no jitter, and R Rᵀ = diag(p) - p pᵀ to rounding.
         """
+        return self.root_columns(f, y, slice(None))
+
+    def root_columns(self, f: Tensor, y: Tensor, columns: slice) -> Tensor:
+        first, last, _ = columns.indices(f.shape[-1] - 1)
         root_p = (0.5 * F.log_softmax(f, -1)).exp()
         v = root_p.clone()
         v[..., -1] += 1
         scaled = v / (1 + root_p[..., -1:])  # 2 / vᵀv = 1 / (1 + √p_last)
-        q = -v.unsqueeze(-1) * scaled[..., :-1].unsqueeze(-2)
-        q.diagonal(dim1=-2, dim2=-1).add_(1)
+        q = -v.unsqueeze(-1) * scaled[..., first:last].unsqueeze(-2)
+        q[..., first:last, :].diagonal(dim1=-2, dim2=-1).add_(1)
         root = root_p.unsqueeze(-1) * q
         weight = self._weight(f, y)
         return root if weight is None else root * weight.sqrt()[..., None, None]
+
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        p = f.double().softmax(-1)
+        top = p.argmax(-1, keepdim=True)
+        others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)  # 1 - p of the largest, where nothing cancels
+        diagonal = (1 - p).mul_(p).scatter_(-1, top, p.gather(-1, top) * others)
+        weight = self._weight(f, y)
+        if weight is None:
+            return OutputHessian(diagonal, p)
+        weight = weight.double().unsqueeze(-1)
+        return OutputHessian(diagonal * weight, p * weight.sqrt())
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         p = f.softmax(-1)

@@ -14,6 +14,7 @@ from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Either, Flag, ListO
 from lapwing.core.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
+from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import Likelihood, matched, plain_numbers, refuse_other_loss
 from lapwing.predictives.normal import NormalPredictive
 from lapwing.predictives.student import StudentPredictive
@@ -125,6 +126,9 @@ class Gaussian(Likelihood):
     def root(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.diag(self._scale(f)).expand(*f.shape, f.shape[-1])
 
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        return OutputHessian(self._scale(f.double()).square().expand(f.shape))
+
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         return normal(tuple(f.shape), generator, f) * self._scale(f)
 
@@ -205,6 +209,10 @@ class HeteroscedasticGaussian(Likelihood):
     def root(self, f: Tensor, y: Tensor) -> Tensor:
         mean, log_variance = f.chunk(2, -1)
         return torch.diag_embed(torch.cat([(-0.5 * log_variance).exp(), torch.full_like(mean, math.sqrt(0.5))], -1))
+
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        mean, log_variance = f.double().chunk(2, -1)
+        return OutputHessian(torch.cat([(-log_variance).exp(), torch.full_like(mean, 0.5)], -1))
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         mean, log_variance = f.chunk(2, -1)

@@ -12,6 +12,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import poisson
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError
+from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import Likelihood, matched
 from lapwing.predictives.counts import CountPredictive
 
@@ -44,6 +45,9 @@ class Poisson(Likelihood):
 
     def root(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.diag_embed((0.5 * f).exp())
+
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        return OutputHessian(f.double().exp())
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         rate = f.exp()

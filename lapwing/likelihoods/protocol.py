@@ -15,6 +15,7 @@ from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Field, Text
 from lapwing.core.settings import NONE, NOT_NEGATIVE, NUMBER, one_of, require
 from lapwing.core.state import State
 from lapwing.errors import DataError, ModelError, UnsupportedError
+from lapwing.likelihoods.hessian import OutputHessian
 
 S = TypeVar("S", bound="LogitLikelihood")
 
@@ -162,6 +163,27 @@ class Likelihood(Protocol):
     def with_tails(self, degrees: float, scale: float) -> Likelihood:
         """Return the likelihood with Student tails, if it can have tails."""
         return self
+
+
+@runtime_checkable
+class HasHessian(Protocol):
+    """A likelihood whose Hessian in f is diagonal, or diagonal less an outer product; fits then need no root of it.
+
+    It equals ``root`` times its transpose. All likelihoods of the package have one.
+    """
+
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        """Return the Hessian of the loss of every datum, in float64; zero for ignored data."""
+        ...
+
+
+@runtime_checkable
+class HasRootColumns(Protocol):
+    """A likelihood that computes some columns of its root without the others, where C columns would not fit."""
+
+    def root_columns(self, f: Tensor, y: Tensor, columns: slice) -> Tensor:
+        """Return ``root(f, y)[..., columns]``."""
+        ...
 
 
 @runtime_checkable

@@ -10,7 +10,8 @@ import torch
 from lapwing.core.data import Data
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.blockwise import blockwise_sum
-from lapwing.curvature.sweep import checked_curvature, swept
+from lapwing.curvature.seeds import checked_curvature
+from lapwing.curvature.sweep import swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem

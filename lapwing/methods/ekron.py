@@ -10,7 +10,8 @@ import torch
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
 from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
-from lapwing.curvature.sweep import Seeds, Sweep
+from lapwing.curvature.seeds import Seeds
+from lapwing.curvature.sweep import Sweep
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem

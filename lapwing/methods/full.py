@@ -11,7 +11,8 @@ from lapwing.core.data import Data
 from lapwing.core.settings import require_integer
 from lapwing.curvature.full import full_curvature
 from lapwing.curvature.hessian import full_hessian
-from lapwing.curvature.sweep import CURVATURES, checked_curvature, swept
+from lapwing.curvature.seeds import CURVATURES, checked_curvature
+from lapwing.curvature.sweep import swept
 from lapwing.errors import UnsupportedError
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior

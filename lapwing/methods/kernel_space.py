@@ -12,7 +12,7 @@ from lapwing.core.data import Data
 from lapwing.core.settings import require_integer
 from lapwing.core.spectra import svd
 from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.sweep import checked_curvature
+from lapwing.curvature.seeds import checked_curvature
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior

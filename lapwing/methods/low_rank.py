@@ -12,7 +12,7 @@ from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import POSITIVE, require_integer
 from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.sweep import checked_curvature
+from lapwing.curvature.seeds import checked_curvature
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.krylov import leading_eigenpairs
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload

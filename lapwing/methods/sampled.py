@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import POSITIVE, is_real, one_of, require, require_integer
-from lapwing.curvature.sweep import checked_curvature
+from lapwing.curvature.seeds import checked_curvature
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import solve_samples
 from lapwing.linalg.design import gram_product

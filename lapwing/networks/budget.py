@@ -25,6 +25,14 @@ def near(device: torch.device) -> int:
     return JOINED.get(device.type, JOINED["cuda"])
 
 
+def _gradients(device: torch.device) -> int:
+    """Return the bytes that the gradients of one chunk may take."""
+    budget = BYTES.get(device.type, BYTES["cuda"])
+    if device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is usually free
+        budget = max(budget, torch.cuda.get_device_properties(device).total_memory // 10)
+    return budget
+
+
 @dataclass(frozen=True)
 class Footprint:
     """The memory that one sample takes, in numbers."""
@@ -41,17 +49,23 @@ class Footprint:
         self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device, most: int | None = None
     ) -> Iterator[slice]:
         """Yield runs of at most ``most`` samples whose gradients for this many seeds fit the byte budget."""
-        budget = BYTES.get(device.type, BYTES["cuda"])
-        if device.type == "cuda":  # few large chunks keep a GPU busy; a tenth of its memory is usually free
-            budget = max(budget, torch.cuda.get_device_properties(device).total_memory // 10)
         each = self._bytes(seeds, dtype, 2)  # a backward pass needs about the same memory again
-        step = max(1, budget // each)
+        step = max(1, _gradients(device) // each)
         if device.type == "cpu":
             step = min(step, max(16, CACHED // each))
         step = step if most is None else min(step, most)
         step = -(-batch // -(-batch // step))  # as many chunks, but of even size
         for start in range(0, batch, step):
             yield slice(start, min(batch, start + step))
+
+    def at_once(self, samples: int, dtype: torch.dtype, device: torch.device, width: int = 0) -> int:
+        """Return how many seeds fit the byte budget together for this many samples; at least one.
+
+        ``width`` counts further numbers for each sample and seed.
+        """
+        fixed = self._bytes(0, dtype, 0)
+        each = self._bytes(1, dtype, 2) - fixed + torch.finfo(dtype).bits // 8 * width
+        return max(1, (_gradients(device) - samples * fixed) // (samples * each))
 
     def _bytes(self, seeds: int, dtype: torch.dtype, copies: int) -> int:
         return torch.finfo(dtype).bits // 8 * (copies * max(1, seeds) * (self.width + self.whole) + self.patches)

@@ -44,6 +44,9 @@ class DenseJacobian:
     def squares(self) -> Tensor:
         return self.j.square().sum((0, 1))
 
+    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
+        return self.rotated(out, inp).squares()
+
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         rows, weights = self.j.reshape(len(self.j), tokens, -1, self.j.shape[-1]), weights.reshape(-1)
         return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
@@ -129,6 +132,9 @@ class LookupJacobian:
     def squares(self) -> Tensor:
         total = self.g.new_zeros(self.table, self.g.shape[-1])
         return total.index_add_(0, self.token, self.g.square().sum(0)).mT.unsqueeze(0)
+
+    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
+        return self.rotated(out, inp).squares()
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         scale = weights[0].mT[self.token]  # (U, d_out)

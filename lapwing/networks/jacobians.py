@@ -118,15 +118,17 @@ class Block:
 class KroneckerRows:
     """Rows whose Gram matrices are the Kronecker factors of a linear block.
 
-    Inputs are either rows (G, N, d_in), or, for an embedding, the number of times that each row of the table is used,
-    (d_in,): the Gram matrix of one-hot rows is the diagonal matrix of these counts.
+    A closed form has the diagonal of the output factor itself, and rows whose products are its other entries, with the
+    sign changed. Inputs are either rows (G, N, d_in), or, for an embedding, the number of times that each row of the
+    table is used, (d_in,): the Gram matrix of one-hot rows is the diagonal matrix of these counts.
     """
 
     inputs: Tensor | None
     counts: Tensor | None
-    outputs: Tensor  # ([G,] ..., d_out); by runs (G, M, T, d_out), where channels lie before pixels in memory
+    outputs: Tensor | None  # ([G,] ..., d_out); by runs (G, M, T, d_out), where channels lie before pixels in memory
     by_runs: bool
     number: int  # of positions in all samples together
+    diagonal: Tensor | None = None  # (G, d_out), of the output factor; its other entries are then less the products
 
 
 class BlockJacobian(Protocol):
@@ -156,6 +158,10 @@ class BlockJacobian(Protocol):
 
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
         """Return the rows of both Kronecker factors; ``reduce`` pools the positions of a sample. For factored forms."""
+        ...
+
+    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
+        """Return ``squares`` in these bases."""
         ...
 
     def single_map(self) -> LinearJacobian | None:

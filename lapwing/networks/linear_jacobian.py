@@ -104,6 +104,9 @@ class LinearJacobian:
             total += product.mul_(product).sum(0)
         return total.sum(1)
 
+    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
+        return self.rotated(out, inp).squares()
+
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         return self.weighted_each(weights.unsqueeze(0), tokens, full)[0]
 

@@ -34,6 +34,7 @@ from lapwing.networks.forward import (
     unwrapped,
 )
 from lapwing.networks.graph import Patterns, find_patterns, forward_differs, read, refuse_wrong_gradients
+from lapwing.networks.head import find_head
 from lapwing.networks.jacobians import KINDS, Block
 from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters
 from lapwing.networks.ops import operation
@@ -59,6 +60,7 @@ class Network:
     private: bool = True  # whether a private copy runs, see Replica
     known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows.known
     last_operation: str = ""  # the operation that made the output, such as "sigmoid"; not saved
+    head: str = ""  # the weight of the linear map that makes the outputs, if one does and it is selected; not saved
     _memory: _Memory = field(init=False, repr=False)
 
     @classmethod
@@ -111,7 +113,8 @@ class Network:
         follows = (operation(node).norm(node) and node.next_functions[0][0] for node in graph.nodes)
         normalised = any(follows) or any(isinstance(module, nn.RMSNorm) for module in model.modules())
         facts = tuple(f.shape[1:]), sizes, forward_mode, recurrent, normalised
-        learned = None, replica.private, rows.known, graph.last
+        head = find_head(graph, layout)
+        learned = None, replica.private, rows.known, graph.last, "" if head is None else head.use.name
         network = cls(model, selection, layout, *facts, *learned)
         network._memory.replica = replica
         return network

@@ -13,14 +13,16 @@ from torch import Tensor
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs
 from lapwing.errors import ModelError
+from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import plain_kernels, recording, shaped
 from lapwing.networks.graph import Graph, Patterns
+from lapwing.networks.head import find_head, is_local
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.passes import gradients
-from lapwing.networks.uses import Node, output_shape
+from lapwing.networks.uses import Node, Regular, output_shape
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network
@@ -75,6 +77,33 @@ class Tangent:
         opaque = cache(partial(self._fallback, seeds))
         parts = tuple(partial(self._block, block, seeds, grads, patterns, opaque) for block in network.layout)
         return LayerJacobians(parts, network.layout, network.selection, len(f), len(seeds), network.dtype, tokens)
+
+    def closed_form(self, diagonal: Tensor, outer: Tensor | None) -> tuple[int, ClosedForm] | None:
+        """Return the curvature of the last linear layer, and the number of its block, from H in the outputs.
+
+        H (B, [T,] C) has ``diagonal`` on its diagonal and -outer outerᵀ off it. No backward pass. None if the network
+        does not end in a linear map, or if its reshape takes the classes of a token apart.
+        """
+        network = self.network
+        head = find_head(self.graph, network.layout)
+        if head is None:
+            return None
+        with plain_kernels(network.plain):
+            pattern = network.patterns(self)[head.use.node]
+        if not isinstance(pattern, Regular):
+            return None
+        shape, block = diagonal.shape, network.layout[head.number]
+        tokens = torch.arange(shape[1] if len(shape) == 3 else 1, device=diagonal.device)
+        tokens = tokens.to(diagonal)[:, None].expand(shape if len(shape) == 3 else (shape[0], 1, shape[1]))
+        values = [diagonal, tokens.reshape(shape), *([] if outer is None else [outer])]
+        with torch.no_grad():
+            at_map = head.carried(torch.stack(values).reshape(len(values), *self.raw.shape))
+            part = head.use.jacobian(at_map, pattern, block.bias is not None)
+        assert isinstance(part, LinearJacobian)
+        if not is_local(part.g[:, 1, 0].transpose(0, 1).flatten(1), shape[-1]):
+            return None
+        a, g = part.a.to(network.dtype), part.g.flatten(2, 3)  # (G, values, B T, d_out)
+        return head.number, ClosedForm(a, g[:, 0], None if outer is None else _by_token(g[:, 2], g[:, 1]))
 
     def _pulled_back(self, seeds: Tensor) -> Gradients:
         """Return the gradients at all nodes that use a parameter."""
@@ -139,6 +168,15 @@ class Tangent:
                 network.replica, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2)
             )
         return {name: jacobian.to(network.dtype) for name, jacobian in jacobians.items()}
+
+
+def _by_token(outer: Tensor, tokens: Tensor) -> Tensor:
+    """Return the parts of outer (G, N, d_out) that belong to each of the M tokens of a position, (G, M, N, d_out)."""
+    place = tokens - tokens.amin((0, 2), keepdim=True)
+    count = int(place.max()) + 1
+    if count == 1:
+        return outer.unsqueeze(1)
+    return torch.stack([torch.where(place == number, outer, 0.0) for number in range(count)], 1)
 
 
 def _zero(block: Block, seeds: Tensor) -> BlockJacobian:

@@ -105,6 +105,7 @@ class Use:
     takes_bias: bool = False  # whether a bias that is added right after it may join its block
     whole: bool = True  # whether all of the parameter is used
     patch_size: int = 0  # the size of the unfolded input, where it is unfolded
+    own_rows: bool = False  # whether every output of the node belongs to one position, as in a product with a matrix
     remark: str = ""  # on how its Jacobian is kept, for reports
 
     @property
@@ -127,7 +128,10 @@ def matmul(node: Node, name: str, kind: str, rows: Factor, bias: str | None = No
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
         return LinearJacobian(pattern.split(a, 0)[None], g[None], pattern.lengths)
 
-    return Use(node, name, kind, output_shape(node)[0], jacobian, bias, takes_bias=part is None, whole=part is None)
+    all_rows = part is None
+    return Use(
+        node, name, kind, output_shape(node)[0], jacobian, bias, takes_bias=all_rows, whole=all_rows, own_rows=all_rows
+    )
 
 
 def convolution(node: Node, name: str, weight: Shape, bias: str | None) -> Use:
@@ -153,7 +157,7 @@ def convolution(node: Node, name: str, weight: Shape, bias: str | None) -> Use:
         return _merged(a.permute(0, 2, 3, 1), g, pattern)
 
     patch_size = math.prod(shape) // shape[1] * math.prod(weight[1:]) * groups
-    return Use(node, name, "rows", shape[0], jacobian, bias, groups, patch_size=patch_size)
+    return Use(node, name, "rows", shape[0], jacobian, bias, groups, patch_size=patch_size, own_rows=True)
 
 
 def transposed_convolution(node: Node, name: str, weight: Shape) -> Use:

@@ -13,7 +13,8 @@ from lapwing.core.data import Data
 from lapwing.core.inputs import tensors_in
 from lapwing.core.random import generator_or_default, normal
 from lapwing.curvature.protocols import floored_by_layer
-from lapwing.curvature.sweep import Seeds, SquaredSum, Sweep
+from lapwing.curvature.seeds import Seeds
+from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.design import forward_product, gram_product

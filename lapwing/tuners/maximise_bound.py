@@ -14,7 +14,7 @@ from torch import Tensor
 from lapwing.core.data import Data, as_data
 from lapwing.core.inputs import Inputs
 from lapwing.core.settings import DATA, FLAG, NONE, POSITIVE, Rule, require, require_integer
-from lapwing.curvature.sweep import root_seeds
+from lapwing.curvature.seeds import root_seeds
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode

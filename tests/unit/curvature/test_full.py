@@ -1,6 +1,7 @@
 """The whole matrix: sums and forms are float64 whatever the network is, and memory is that of the matrix."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_memory_of_the_matrix() -> None:
     size = network.selection.size
     assert size > 2 * STRIP
     matrix = 8 * size**2
-    sweep = [network.linearise(x).jacobians()]
+    sweep = SimpleNamespace(runs=lambda width: [network.linearise(x).jacobians()])
     assert matrix <= peak(lambda: full.full_curvature(sweep, network)) < 1.9 * matrix
     curvature = full.FullCurvature(torch.eye(size, dtype=torch.float64), network.selection)
     prior = isotropic(1.0).bound(network.selection, network.theta())

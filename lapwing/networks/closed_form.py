@@ -1,0 +1,55 @@
+"""The curvature of the last linear layer in closed form: its Jacobian is known, so it takes no backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.networks.jacobians import KroneckerRows
+
+
+@dataclass(frozen=True, eq=False)
+class ClosedForm:
+    """JᵀHJ of a linear map whose outputs are those of the network, Σ H_bt ⊗ a_bt a_btᵀ, without J.
+
+    H of every position is diagonal, or has -Σ_m outer_m outer_mᵀ off its diagonal: one term for each of the M data
+    that share a position, usually one. Memory: 1 + M numbers for each output, where C seeds have C.
+    """
+
+    a: Tensor  # (G, B, T, d_in)
+    diagonal: Tensor  # (G, B T, d_out), float64
+    outer: Tensor | None  # (G, M, B T, d_out), float64
+
+    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
+        """Return what the two Kronecker factors are sums of. A datum has one position, so ``reduce`` pools inputs."""
+        pooled = reduce and self.a.shape[2] > 1
+        a = self.a.mean(2) if pooled else self.a.flatten(1, 2)
+        outer = None if self.outer is None else self.outer.flatten(1, 2)
+        return KroneckerRows(a, None, outer, False, a.shape[1], self.diagonal.sum(1))
+
+    def squares(self) -> Tensor:
+        """Return the diagonal of JᵀHJ, (G, d_out, d_in)."""
+        a = self.a.flatten(1, 2)
+        return torch.bmm(self.diagonal.mT.to(a), a.square())
+
+    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
+        """Return the diagonal of JᵀHJ in the bases out (G, d_out, d_out) and inp (G, d_in, d_in)."""
+        out, total = out.double(), self.diagonal
+        a = self.a.flatten(1, 2)
+        if self.outer is not None:
+            total = total + self.outer.square().sum(1)
+        rotated = torch.bmm(total, out.square())
+        if self.outer is not None:
+            rotated -= torch.stack([torch.bmm(each, out).square_() for each in self.outer.unbind(1)]).sum(0)
+        a = a if inp is None else torch.bmm(a, inp)
+        return torch.bmm(rotated.clamp_min(0).mT, a.double().square())
+
+    def pairs(self, rows: slice, first: Tensor, second: Tensor) -> Tensor:
+        """Return the entries of H for pairs of outputs at some of the B T positions, (rows, pairs), for one group."""
+        diagonal = self.diagonal[0, rows]
+        if self.outer is None:
+            return torch.where(first == second, diagonal[:, first], 0.0)
+        outer = self.outer[0, :, rows]
+        return torch.where(first == second, diagonal[:, first], -(outer[..., first] * outer[..., second]).sum(0))
