@@ -32,8 +32,8 @@ def outputs_along(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs f (B, [T,] C) of the tangent model, and J v for every row of v (K, P): (K, B, [T,] C).
 
-    Of all outputs, or of the chosen ones. By the cheaper way. Cost: 1 + 2 K forward passes, or one forward and C backward passes; in chunks that fit the
-    byte budget.
+    Of all outputs, or of the chosen ones. By the cheaper way. Cost: 1 + 2 K forward passes, or one forward pass and a
+    backward pass for each output; in chunks that fit the byte budget.
     """
     wanted = chosen.of if chosen is not None else lambda values: values
     if not len(v):
