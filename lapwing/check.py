@@ -100,7 +100,7 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
         layers.append(Layer("+".join(block.names), block.size, jacobian.positions, block.handling))
         if block.linear:
             form = (block.groups, block.d_out, block.d_in)
-            blocks.append(BlockWork(block.size, jacobian.positions, form))
+            blocks.append(BlockWork(block.size, jacobian.positions, form, block.weight == network.head))
         else:
             blocks.append(BlockWork(block.size))
     count = network.count(inputs)

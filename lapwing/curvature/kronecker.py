@@ -17,7 +17,7 @@ from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockSum, DiagonalSum, FullSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.protocols import floored, weighted_sum
-from lapwing.curvature.seeds import checked_curvature
+from lapwing.curvature.seeds import check_estimate
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.gram import Gram, survives
@@ -28,9 +28,9 @@ from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
 
 
-def check_settings(curvature: str, sharing: str, full_limit: int) -> None:
+def check_settings(curvature: str | None, draws: int, sharing: str, full_limit: int) -> None:
     """Raise unless the settings that all methods with Kronecker factors share are valid."""
-    checked_curvature(curvature)
+    check_estimate(curvature, draws)
     one_of(("expand", "reduce")).check("sharing", sharing)
     require_integer("full_limit", full_limit, least=0)
 

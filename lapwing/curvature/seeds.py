@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.settings import one_of
+from lapwing.core.settings import NONE, one_of, require_integer
 from lapwing.likelihoods.protocol import HasHessian, HasRootColumns, Likelihood
 
 CURVATURES = ("ggn", "fisher_mc")
+MANY = 64  # outputs of a sample, C or T C, up to which the exact curvature is the default
+DRAWS = 4  # labels that are drawn for each datum above that
 PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
 
 
@@ -20,6 +22,12 @@ def checked_curvature(curvature: str, allowed: tuple[str, ...] = CURVATURES) -> 
     """Return the name of a curvature; raise if it is not one of those allowed."""
     one_of(allowed).check("curvature", curvature)
     return curvature
+
+
+def check_estimate(curvature: str | None, draws: int, allowed: tuple[str, ...] = CURVATURES) -> None:
+    """Raise unless the settings that all methods with a sampled curvature share are valid; None leaves the choice."""
+    (one_of(allowed) | NONE).check("curvature", curvature)
+    require_integer("draws", draws)
 
 
 @dataclass(frozen=True, eq=False)

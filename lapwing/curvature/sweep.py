@@ -18,8 +18,9 @@ from lapwing.core.inputs import check_finite
 from lapwing.core.random import independent_generator
 from lapwing.core.schema import SMALLEST, Array
 from lapwing.core.state import Part, State, saved
+from lapwing.curvature.draws import DrawError
 from lapwing.curvature.protocols import Curvature
-from lapwing.curvature.seeds import Seeds
+from lapwing.curvature.seeds import MANY, Seeds
 from lapwing.errors import DataError, FileError, NumericalError
 from lapwing.likelihoods.protocol import HasHessian, Likelihood
 from lapwing.networks.closed_form import ClosedForm
@@ -49,6 +50,8 @@ class Sweep:
     max_samples: int | None = None
     closed: bool = True
     statistics: Statistics = field(init=False)  # only after the iteration
+    error: DrawError = field(init=False, default_factory=DrawError)  # of a curvature by ``blocks``
+    _drew: bool = field(init=False, default=False)  # whether a label was drawn
 
     def __iter__(self) -> Iterator[LayerJacobians]:
         for tangent, f, targets in self._chunks(self._n_seeds):
@@ -93,15 +96,29 @@ class Sweep:
             for seeds in self._seed_runs(f, targets) if numbers else ():
                 jacobians = tangent.jacobians(seeds)
                 for number in numbers:
-                    yield number, jacobians.parts[number](), first
+                    part = jacobians.parts[number]()
+                    if self.seeds.sampled:
+                        self.error.add(number, part)
+                    yield number, part, first
+                    del part
                 first = False
                 del jacobians
             del tangent
 
     @property
+    def findings(self) -> tuple[str, ...]:
+        """A remark after the iteration if the curvature is an estimate, with its error."""
+        if not self._drew:
+            return ()
+        error, draws = self.error.relative(), self.seeds.draws
+        size = f", relative error about {100 * error:.2g} % for single units" if error else ""
+        labels = "one label" if draws == 1 else f"{draws} labels"
+        return (f"the curvature is estimated from {labels} drawn for each datum{size}; curvature='ggn' is exact.",)
+
+    @property
     def has_closed_form(self) -> bool:
         """Whether the last layer has a closed form."""
-        return self.closed and bool(self.network.head) and isinstance(self.likelihood, HasHessian)
+        return self.closed and has_closed_form(self.network, self.likelihood)
 
     @property
     def _closed_alone(self) -> bool:
@@ -120,6 +137,7 @@ class Sweep:
     def _seed_runs(self, f: Tensor, targets: Tensor, width: int = 0) -> Iterator[Tensor]:
         """Yield the seeds of a chunk in runs that fit the byte budget; usually all at once."""
         network, count = self.network, self.seeds.count(tuple(f.shape[1:]))
+        self._drew = self.seeds.sampled
         most = network.footprint.at_once(len(f), network.dtype, network.device, width)
         if count <= most:
             yield self.seeds.at(self.likelihood, f, targets)
@@ -195,27 +213,43 @@ class PerOutputCurvature:
 
 
 def swept(
-    compute: Callable[[Sweep], MixableCurvature],
-    problem: Problem,
-    data: Data,
-    curvature: str,
-    generator: torch.Generator | None,
-    label: str,
-) -> tuple[Curvature | PerOutputCurvature, Statistics]:
+    compute: Callable[[Sweep], MixableCurvature], problem: Problem, data: Data, seeds: Seeds, label: str
+) -> tuple[Curvature | PerOutputCurvature, Statistics, tuple[str, ...]]:
     """Return the curvature that ``compute`` sums over a pass, or one for each output if each output learns its noise.
 
-    Cost for each output: as many backward passes as one pass over all outputs, and C forward passes instead of one.
+    Also return the statistics of the pass, and remarks on it. Cost for each output: as many backward passes as one pass
+    over all outputs, and C forward passes instead of one.
     """
     likelihood = problem.likelihood
-    draws = independent_generator(generator) if curvature == "fisher_mc" else None
-    sweep = Sweep(problem.network, likelihood, data, Seeds(curvature, draws), label)
+    sweep = Sweep(problem.network, likelihood, data, seeds, label)
     if not likelihood.learns_ratios or likelihood.ratios is None:
-        return compute(sweep), sweep.statistics
-    sweeps = [replace(sweep, seeds=replace(sweep.seeds, output=c)) for c in range(len(likelihood.ratios))]
+        return compute(sweep), sweep.statistics, sweep.findings
+    sweeps = [replace(sweep, seeds=replace(seeds, output=c)) for c in range(len(likelihood.ratios))]
     parts = tuple(map(compute, sweeps))
     statistics = sweeps[0].statistics
     losses = tuple(0.5 * statistics.data * float(ratio) for ratio in likelihood.ratios)
-    return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses)
+    return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses), sweeps[0].findings
+
+
+def chosen_seeds(curvature: str | None, draws: int, problem: Problem, generator: torch.Generator | None) -> Seeds:
+    """Return the seeds of a curvature; without a name, the exact ones where that is affordable, else drawn ones.
+
+    Affordable are up to ``MANY`` seeds for a sample, and any number of outputs of a last layer with a closed form. A
+    noise for each output takes a pass for each output, with one seed for each of its tokens.
+    """
+    network, likelihood = problem.network, problem.likelihood
+    if curvature is None:
+        each = likelihood.learns_ratios and likelihood.ratios is not None
+        few = Seeds(output=0 if each else None).count(network.output_shape) <= MANY
+        curvature = "ggn" if few or has_closed_form(network, likelihood, alone=True) else "fisher_mc"
+    if curvature != "fisher_mc":
+        return Seeds(curvature)
+    return Seeds(curvature, independent_generator(generator), draws=draws)
+
+
+def has_closed_form(network: Network, likelihood: Likelihood, alone: bool = False) -> bool:
+    """Return whether the last layer has a closed form; with ``alone``, whether it is also all that is selected."""
+    return bool(network.head) and isinstance(likelihood, HasHessian) and not (alone and len(network.layout) > 1)
 
 
 class SquaredSum:

@@ -10,8 +10,8 @@ import torch
 from lapwing.core.data import Data
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.blockwise import blockwise_sum
-from lapwing.curvature.seeds import checked_curvature
-from lapwing.curvature.sweep import swept
+from lapwing.curvature.seeds import DRAWS, check_estimate
+from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
@@ -38,18 +38,21 @@ class Diagonal:
             [0.8165]])
     """
 
-    curvature: str = "ggn"
+    curvature: str | None = None
+    draws: int = DRAWS
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
 
     def __post_init__(self) -> None:
-        checked_curvature(self.curvature)
+        check_estimate(self.curvature, self.draws)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
         compute = lambda sweep: blockwise_sum(sweep, network, [DiagonalSum(block, network) for block in network.layout])
-        return WeightPosterior.fitted(problem, *swept(compute, problem, data, self.curvature, generator, "Diagonal"))
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
+        return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Diagonal"))
 
     def cost(self, workload: Workload) -> Cost:
+        workload = workload.with_curvature(self.curvature, self.draws)
         return workload.cost(workload.itemsize * workload.weights, workload.all_outputs + workload.squares)
 
     @classmethod

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.core.random import independent_generator
 from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
-from lapwing.curvature.seeds import Seeds
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.seeds import DRAWS
+from lapwing.curvature.sweep import Sweep, chosen_seeds
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
@@ -41,9 +40,10 @@ class EKron:
             [0.8165]])
     """
 
-    curvature: str = "ggn"
+    curvature: str | None = None
     sharing: str = "expand"
     full_limit: int = 1024
+    draws: int = DRAWS
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: EKron(), "linear", prior="layer"),
@@ -53,21 +53,21 @@ class EKron:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check_settings(self.curvature, self.sharing, self.full_limit)
+        check_settings(self.curvature, self.draws, self.sharing, self.full_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
-        generator = independent_generator(generator)
-        seeds = Seeds(self.curvature, generator)
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
         first = Sweep(network, likelihood, data, seeds, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
-        return WeightPosterior.fitted(problem, corrected, second.statistics)
+        return WeightPosterior.fitted(problem, corrected, second.statistics, second.findings)
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
-        factors = 2 * workload.factor_work + workload.outputs * workload.other_blocks(self.full_limit)
+        workload = workload.with_curvature(self.curvature, self.draws)
+        factors = 2 * workload.factor_work + workload.seeds * workload.other_blocks(self.full_limit)
         work = 2 * workload.all_outputs + factors + workload.squares
         return workload.cost(workload.itemsize * (workload.factors + workload.weights), work, "two passes")

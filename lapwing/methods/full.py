@@ -11,8 +11,8 @@ from lapwing.core.data import Data
 from lapwing.core.settings import require_integer
 from lapwing.curvature.full import full_curvature
 from lapwing.curvature.hessian import full_hessian
-from lapwing.curvature.seeds import CURVATURES, checked_curvature
-from lapwing.curvature.sweep import swept
+from lapwing.curvature.seeds import CURVATURES, DRAWS, checked_curvature
+from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.errors import UnsupportedError
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -45,11 +45,13 @@ class Full:
 
     curvature: str = "ggn"
     limit: int = 30_000
+    draws: int = DRAWS
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
 
     def __post_init__(self) -> None:
         require_integer("limit", self.limit)
         checked_curvature(self.curvature, (*CURVATURES, "hessian"))
+        require_integer("draws", self.draws)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
@@ -62,7 +64,8 @@ class Full:
         if self.curvature == "hessian":
             return WeightPosterior.fitted(problem, *full_hessian(network, problem.likelihood, data))
         compute = lambda sweep: full_curvature(sweep, network)
-        return WeightPosterior.fitted(problem, *swept(compute, problem, data, self.curvature, generator, "Full"))
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
+        return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Full"))
 
     def cost(self, workload: Workload) -> Cost:
         size, supported = workload.weights, workload.weights <= self.limit

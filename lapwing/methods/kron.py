@@ -9,7 +9,8 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
-from lapwing.curvature.sweep import swept
+from lapwing.curvature.seeds import DRAWS
+from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
@@ -43,9 +44,10 @@ class Kron:
             [0.8165]])
     """
 
-    curvature: str = "ggn"
+    curvature: str | None = None
     sharing: str = "expand"
     full_limit: int = 1024
+    draws: int = DRAWS
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: Kron(), "linear", prior="input"),
@@ -54,17 +56,19 @@ class Kron:
     )
 
     def __post_init__(self) -> None:
-        check_settings(self.curvature, self.sharing, self.full_limit)
+        check_settings(self.curvature, self.draws, self.sharing, self.full_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
-        return WeightPosterior.fitted(problem, *swept(compute, problem, data, self.curvature, generator, "Kron"))
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
+        return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Kron"))
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
+        workload = workload.with_curvature(self.curvature, self.draws)
         others = workload.other_blocks(self.full_limit)
-        work = workload.all_outputs + workload.factor_work + workload.outputs * others
+        work = workload.all_outputs + workload.factor_work + workload.seeds * others
         return workload.cost(8 * (workload.factors + others), work)
 
     @classmethod

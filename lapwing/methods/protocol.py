@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 
 from lapwing.core.data import Data
+from lapwing.curvature.seeds import MANY
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
 
@@ -58,6 +59,7 @@ class BlockWork:
     size: int
     positions: int = 1  # T: pixels, tokens or time steps that share the weight
     form: tuple[int, int, int] | None = None  # (groups, d_out, d_in) of a linear map; None for other parameters
+    closed: bool = False  # the last layer, whose curvature needs no seeds
 
     @property
     def product(self) -> int:
@@ -95,11 +97,23 @@ class Workload:
     width: int  # numbers that a backward pass holds for one datum and one output
     single: bool = False  # weights are chosen one by one, so they have no Kronecker structure
     dropout: bool = False  # the model has a dropout layer
+    drawn: int | None = None  # labels for each datum, if the curvature is estimated from them
 
     @property
     def outputs(self) -> int:
         """Numbers in the output for one input: C, or T C with an output for each token."""
         return torch.Size(self.output_shape).numel()
+
+    def with_curvature(self, curvature: str | None, draws: int) -> Workload:
+        """Return the workload of this curvature; None is the default, an estimate where there are many outputs."""
+        many = self.outputs > MANY and not all(block.closed for block in self.blocks)
+        estimated = curvature == "fisher_mc" or (curvature is None and many)
+        return replace(self, drawn=draws if estimated else None)
+
+    @property
+    def seeds(self) -> int:
+        """Backward passes for each datum: one for each output, or for each label that is drawn."""
+        return self.outputs if self.drawn is None else self.drawn
 
     @property
     def rows(self) -> int:
@@ -124,8 +138,8 @@ class Workload:
 
     @property
     def all_outputs(self) -> int:
-        """Work of a forward pass and a backward pass for each output, for one datum."""
-        return self.forward + self.outputs * self.backward
+        """Work of a forward pass and a backward pass for each output, or for each label drawn, for one datum."""
+        return self.forward + self.seeds * self.backward
 
     @property
     def gradient(self) -> int:
@@ -135,8 +149,9 @@ class Workload:
     @property
     def squares(self) -> int:
         """Work to sum the squared gradients of all outputs for one datum."""
-        once = lambda block: block.form is not None and block.positions == 1
-        return sum(block.size if once(block) else self.outputs * block.positions * block.size for block in self.blocks)
+        once = lambda block: block.form is not None and (block.positions == 1 or block.closed)
+        each = lambda block: block.positions * block.size
+        return sum(block.product if once(block) else self.seeds * each(block) for block in self.blocks)
 
     @property
     def factors(self) -> int:
@@ -146,8 +161,12 @@ class Workload:
     @property
     def factor_work(self) -> int:
         """Work of the Gram matrices of all linear maps for one datum."""
-        forms = [(block.positions, *block.form) for block in self.blocks if block.form is not None]
-        return sum(t * groups * (d_in**2 + self.outputs * d_out**2) for t, groups, d_out, d_in in forms)
+        forms = [
+            (1 if block.closed else self.seeds, block.positions, *block.form)
+            for block in self.blocks
+            if block.form is not None
+        ]
+        return sum(t * groups * (d_in**2 + seeds * d_out**2) for seeds, t, groups, d_out, d_in in forms)
 
     def other_blocks(self, full_limit: int) -> int:
         """Return the size of blocks that are no linear map: a matrix up to ``full_limit`` entries, a diagonal above."""

@@ -47,6 +47,9 @@ class DenseJacobian:
     def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
         return self.rotated(out, inp).squares()
 
+    def unit_squares(self) -> Tensor:
+        return self.j.square().transpose(0, 1)
+
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         rows, weights = self.j.reshape(len(self.j), tokens, -1, self.j.shape[-1]), weights.reshape(-1)
         return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
@@ -135,6 +138,10 @@ class LookupJacobian:
 
     def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
         return self.rotated(out, inp).squares()
+
+    def unit_squares(self) -> Tensor:
+        total = self.g.new_zeros(self.g.shape[0], self.batch, self.g.shape[-1])
+        return total.index_add_(1, self.owner, self.g.square())
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         scale = weights[0].mT[self.token]  # (U, d_out)

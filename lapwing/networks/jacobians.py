@@ -176,6 +176,13 @@ class BlockJacobian(Protocol):
         """Return the sum over samples and outputs of the squared Jacobian, (*form)."""
         ...
 
+    def unit_squares(self) -> Tensor:
+        """Return the squared gradients of each seed at the outputs of the block, summed over positions: (K, B, units).
+
+        Where the Jacobian is kept whole, its entries are the units.
+        """
+        ...
+
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         """Return Σ_ij J_kij weights_ij J_lij: (B, S, C, C) if full, otherwise its diagonal (B, S, C)."""
         ...

@@ -96,6 +96,12 @@ class LinearJacobian:
     def squares(self) -> Tensor:
         if self.positions == 1:
             return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
+        size = self.g.shape[0] * self.g.shape[-1] * self.a.shape[-1]
+        most = max(1, temporary(self.a.device) // (4 * self.a.element_size() * size))  # seeds at a time
+        return torch.stack([replace(self, g=g)._shared_squares() for g in self.g.split(most, 1)]).sum(0)
+
+    def _shared_squares(self) -> Tensor:
+        """Return ``squares`` where samples use the weight at several positions, from the Jacobians of a few samples."""
         groups, outputs, _, _, d_out = self.g.shape
         total = self.a.new_zeros(groups, outputs, d_out, self.a.shape[-1])
         # On a CPU take a few samples at a time, so that they are in the cache when they are squared.
@@ -106,6 +112,9 @@ class LinearJacobian:
 
     def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
         return self.rotated(out, inp).squares()
+
+    def unit_squares(self) -> Tensor:
+        return self.g.square().sum(3).permute(1, 2, 0, 3).flatten(2)
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         return self.weighted_each(weights.unsqueeze(0), tokens, full)[0]

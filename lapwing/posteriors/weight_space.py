@@ -73,14 +73,20 @@ class WeightPosterior(Linearised):
 
     @classmethod
     def fitted(
-        cls, problem: Problem, curvature: Curvature | PerOutputCurvature, statistics: Statistics
+        cls,
+        problem: Problem,
+        curvature: Curvature | PerOutputCurvature,
+        statistics: Statistics,
+        findings: tuple[str, ...] = (),
     ) -> WeightPosterior:
         """Return the posterior after the pass over the data, with noise and prior that depend on it filled in.
 
         A noise that is left open is the mean squared residual at w̃; a g-prior takes its scale from the curvature.
+        ``findings`` are remarks on the pass.
         """
         problem = problem.with_residual_noise(statistics)
-        posterior = cls(problem, curvature, statistics, problem.network.theta())
+        trace = Trace("", findings=findings) if findings else None
+        posterior = cls(problem, curvature, statistics, problem.network.theta(), trace=trace)
         return posterior.with_prior(problem.prior) if problem.prior.needs_curvature else posterior._with_prior_checked()
 
     def _with_prior_checked(self) -> WeightPosterior:

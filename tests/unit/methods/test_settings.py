@@ -18,10 +18,10 @@ NAMED = ["x", 3]
 CURVATURE = [*NAMED, "hessian"]
 
 BAD: dict[type, dict[str, list[Any]]] = {
-    lw.Full: {"limit": WHOLE, "curvature": NAMED},
-    lw.Diagonal: {"curvature": CURVATURE},
-    lw.Kron: {"curvature": CURVATURE, "sharing": NAMED, "full_limit": WHOLE[1:]},
-    lw.EKron: {"curvature": CURVATURE, "sharing": NAMED, "full_limit": WHOLE[1:]},
+    lw.Full: {"limit": WHOLE, "curvature": NAMED, "draws": WHOLE},
+    lw.Diagonal: {"curvature": CURVATURE, "draws": WHOLE},
+    lw.Kron: {"curvature": CURVATURE, "sharing": NAMED, "full_limit": WHOLE[1:], "draws": WHOLE},
+    lw.EKron: {"curvature": CURVATURE, "sharing": NAMED, "full_limit": WHOLE[1:], "draws": WHOLE},
     lw.LowRank: {"rank": WHOLE, "block": WHOLE, "tolerance": [*POSITIVE, math.inf], "curvature": CURVATURE},
     lw.KernelSpace: {"limit": WHOLE, "curvature": CURVATURE},
     lw.Sampled: {
