@@ -85,7 +85,8 @@ class Sweep:
         only block.
         """
         closed = self.has_closed_form
-        for tangent, f, targets in self._chunks(CLOSED if self._closed_alone else self._n_seeds):
+        n_seeds = CLOSED if self._closed_alone else max(self._n_seeds, CLOSED * closed)
+        for tangent, f, targets in self._chunks(n_seeds):
             numbers = list(range(len(self.network.layout)))
             head = self._closed_form(tangent, f, targets) if closed else None
             if head is not None:

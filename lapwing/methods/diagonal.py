@@ -22,12 +22,16 @@ class Diagonal:
     """The exact diagonal of the GGN: the smallest and fastest curvature, without correlations between weights.
 
     Args:
-        curvature: "ggn" (exact), or "fisher_mc" (gradients at sampled labels, one backward pass in all).
+        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), or None:
+            exact up to 64 outputs of a sample, C or T C, and estimated above. The last linear layer is always exact.
+        draws: The number of labels drawn for each datum where the curvature is estimated. The error falls as one over
+            the root of data times draws; ``posterior.findings`` states it.
 
     Raises:
-        UnsupportedError: If ``curvature`` is neither.
+        UnsupportedError: If a setting is not one of the above.
 
-    Cost: one forward pass and a backward pass for each of the C outputs; P numbers.
+    Cost: one forward pass and a backward pass for each of the C outputs, or for each draw; none for the last linear
+    layer. P numbers.
     Exact when: the GGN is diagonal, as in a network with one weight for each output.
 
     >>> from lapwing.api import fit

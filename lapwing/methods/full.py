@@ -24,9 +24,11 @@ class Full:
     """The exact (P, P) precision, for small networks, last layers and subnetworks; the reference for other methods.
 
     Args:
-        curvature: "ggn" (exact), "fisher_mc" (gradients at sampled labels), or "hessian" (the Hessian of the loss,
-            which need not be positive; a precision that is not positive definite raises ``NumericalError``).
+        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), or "hessian"
+            (the Hessian of the loss, which need not be positive; a precision that is not positive definite raises
+            ``NumericalError``).
         limit: The largest number of weights P that is accepted; the matrix takes 8 P² bytes.
+        draws: The number of labels drawn for each datum, for "fisher_mc".
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, if there are more weights than ``limit``.

@@ -24,16 +24,20 @@ class Kron:
     a diagonal above.
 
     Args:
-        curvature: "ggn" (exact), or "fisher_mc" (gradients at sampled labels, one backward pass in all).
+        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), or None:
+            exact up to 64 outputs of a sample, C or T C, and estimated above. The last linear layer is always exact.
         sharing: How to treat a weight that is used at many positions (pixels, tokens, time steps). "expand" treats
             positions as further data; "reduce" first sums the gradients and averages the inputs over them.
         full_limit: The number of entries up to which the block of such a parameter is a full matrix.
+        draws: The number of labels drawn for each datum where the curvature is estimated. The error falls as one over
+            the root of data times draws; ``posterior.findings`` states it.
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, for weights that are chosen one by one.
 
     Cost of the fit: one forward pass, a backward pass without weight gradients for each of the C outputs (C - 1 for
-    softmax; times T for token-level outputs), and the Gram matrices.
+    softmax; times T for token-level outputs) or for each draw, and the Gram matrices. The last linear layer takes no
+    backward pass.
     Exact when: one linear layer with a Gaussian likelihood; one datum within each block without sharing.
 
     >>> from lapwing.api import fit

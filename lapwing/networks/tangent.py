@@ -82,7 +82,7 @@ class Tangent:
         """Return the curvature of the last linear layer, and the number of its block, from H in the outputs.
 
         H (B, [T,] C) has ``diagonal`` on its diagonal and -outer outerᵀ off it. No backward pass. None if the network
-        does not end in a linear map, or if its reshape takes the classes of a token apart.
+        does not end in a linear map, or if its reshape takes outputs apart that H couples.
         """
         network = self.network
         head = find_head(self.graph, network.layout)
@@ -92,18 +92,15 @@ class Tangent:
             pattern = network.patterns(self)[head.use.node]
         if not isinstance(pattern, Regular):
             return None
-        shape, block = diagonal.shape, network.layout[head.number]
-        tokens = torch.arange(shape[1] if len(shape) == 3 else 1, device=diagonal.device)
-        tokens = tokens.to(diagonal)[:, None].expand(shape if len(shape) == 3 else (shape[0], 1, shape[1]))
-        values = [diagonal, tokens.reshape(shape), *([] if outer is None else [outer])]
+        values = [diagonal] if outer is None else [diagonal, outer, _token_numbers(outer)]
         with torch.no_grad():
             at_map = head.carried(torch.stack(values).reshape(len(values), *self.raw.shape))
-            part = head.use.jacobian(at_map, pattern, block.bias is not None)
+            part = head.use.jacobian(at_map, pattern, network.layout[head.number].bias is not None)
         assert isinstance(part, LinearJacobian)
-        if not is_local(part.g[:, 1, 0].transpose(0, 1).flatten(1), shape[-1]):
+        if outer is not None and not is_local(part.g[:, 2, 0].transpose(0, 1).flatten(1), outer.shape[-1]):
             return None
         a, g = part.a.to(network.dtype), part.g.flatten(2, 3)  # (G, values, B T, d_out)
-        return head.number, ClosedForm(a, g[:, 0], None if outer is None else _by_token(g[:, 2], g[:, 1]))
+        return head.number, ClosedForm(a, g[:, 0], None if outer is None else _by_token(g[:, 1], g[:, 2]))
 
     def _pulled_back(self, seeds: Tensor) -> Gradients:
         """Return the gradients at all nodes that use a parameter."""
@@ -168,6 +165,13 @@ class Tangent:
                 network.replica, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2)
             )
         return {name: jacobian.to(network.dtype) for name, jacobian in jacobians.items()}
+
+
+def _token_numbers(values: Tensor) -> Tensor:
+    """Return the number of the token of every output, in the shape of values (B, [T,] C); zero without tokens."""
+    if values.ndim == 2:
+        return torch.zeros_like(values)
+    return torch.arange(values.shape[1], device=values.device).to(values)[:, None].expand(values.shape)
 
 
 def _by_token(outer: Tensor, tokens: Tensor) -> Tensor:
