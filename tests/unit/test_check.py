@@ -244,3 +244,17 @@ def test_a_pair_is_inputs_and_targets_unless_the_model_needs_two() -> None:
         assert lw.check(Masked(), (x, targets)).weights == 8
     assert lw.check(Both(), (x, torch.ones(5, 2))).weights == 8
     assert lw.check(Both(), ((x, torch.ones(5, 2)), torch.randn(5, 1))).weights == 8
+
+
+@pytest.mark.parametrize(("outputs", "seeds"), [(64, 64), (65, 4)])
+def test_many_outputs_are_drawn_and_the_last_layer_takes_none(outputs: int, seeds: int) -> None:
+    """Counted by hand for 3-4-C: a backward pass through the last layer for each seed, and both factors."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
+    report = costs(model=model)
+    forward, backward = 4 * 4 + 5 * outputs, 5 * outputs
+    passes, epoch = forward + seeds * backward, 2 * forward + backward
+    factors = (4**2 + seeds * 4**2) + (5**2 + outputs**2)
+    assert report["Kron"].fit_epochs == pytest.approx((passes + factors) / epoch)
+    assert report["Diagonal"].fit_epochs == pytest.approx((passes + forward) / epoch)
+    last = costs(model=model, weights="last_layer")["Kron"]
+    assert last.fit_epochs == pytest.approx((5 * outputs + 5**2 + outputs**2) / (2 * 5 * outputs))

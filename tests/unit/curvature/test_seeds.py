@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.curvature.draws import DrawError
 from lapwing.curvature.seeds import PLAIN, Seeds, root_seeds
-from lapwing.networks.dense_jacobian import DenseJacobian
 from tests.tolerances import assert_close, assert_within
 
 D = torch.float64
@@ -99,32 +97,3 @@ def test_the_labels_do_not_depend_on_the_chunk() -> None:
     whole, parts = draw(), draw()
     pieces = [parts.at(chosen, f[rows], y[rows]) for rows in (slice(0, 1), slice(1, 3))]
     assert_close(torch.cat(pieces, 1), whole.at(chosen, f, y))
-
-
-@pytest.mark.parametrize("draws", [1, 2, 6])
-def test_the_stated_error_is_that_of_repetitions(draws: int) -> None:
-    """Against the spread of the sums over 800 repetitions, known to 2.5 %; for one draw it is a bound."""
-    chosen, f = LIKELIHOODS["softmax"], torch.randn(60, 5, generator=torch.Generator().manual_seed(1), dtype=D)
-    y = f.argmax(-1)
-    seeds = Seeds("fisher_mc", torch.Generator().manual_seed(5), draws=draws)
-    sums, stated = [], []
-    for _ in range(800):
-        drawn = seeds.at(chosen, f, y)
-        error = DrawError()
-        error.add(0, DenseJacobian(drawn.transpose(0, 1)))
-        sums.append(drawn.square().sum((0, 1)))
-        stated.append(error.relative() ** 2)
-    spread, mean = torch.stack(sums).var(0).sum(), torch.stack(sums).mean(0)
-    true = float(spread / mean.square().sum()) ** 0.5
-    seen = (sum(stated) / len(stated)) ** 0.5
-    if draws == 1:
-        assert 0.9 * true < seen < 4 * true
-    else:
-        assert seen == pytest.approx(true, rel=0.1)
-
-
-def test_an_error_without_draws_is_zero() -> None:
-    assert DrawError().relative() == 0.0
-    error = DrawError()
-    error.add(0, DenseJacobian(torch.zeros(2, 3, 4)))
-    assert error.relative() == 0.0
