@@ -97,8 +97,8 @@ class InputStream:
         what = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else seen(item)
         form = f" with the tensors {', '.join(sorted(self.places))}" if self.places else ""
         raise DataError(
-            f"batch {position} is a {what}; expected inputs{form}, or (inputs, targets), as in the fit. Other items are "
-            "unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, targets))."
+            f"batch {position} is a {what}; expected inputs{form}, or (inputs, targets), as in the fit. Other items "
+            "are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, targets))."
         )
 
     def _without_target(self, item: Mapping[Any, Any]) -> Inputs:
@@ -117,7 +117,7 @@ def is_loader(x: Any, places: frozenset[str]) -> bool:
     >>> is_loader([torch.zeros(3, 2), torch.zeros(3, 5)], frozenset({"inputs[0]", "inputs[1]"}))
     False
     """
-    if isinstance(x, LEAVES) or isinstance(x, Mapping | tuple) or not is_data(x):
+    if isinstance(x, (*LEAVES, Mapping, tuple)) or not is_data(x):
         return False
     if not isinstance(x, list):
         return True

@@ -249,9 +249,9 @@ class _Storing:
 
 def _refuse(outputs: int) -> Tensor:
     raise UnsupportedError(
-        f"the covariances between the {outputs} outputs of each row, which this needs, were not kept for all rows of the "
-        f"loader; they take more than {KEPT // 2**20} MiB, or there are more than {WIDE} outputs. Predict the batches "
-        "one by one."
+        f"this needs the covariances between the {outputs} outputs of each row, which were not kept for all rows of "
+        f"the loader: they take more than {KEPT // 2**20} MiB, or there are more than {WIDE} outputs. Predict the "
+        "batches one by one."
     )
 
 
