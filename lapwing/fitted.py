@@ -15,8 +15,9 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite, moved
-from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, seen
+from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, usable_device
 from lapwing.core.state import on_device
+from lapwing.core.streams import InputStream, is_loader
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -33,6 +34,7 @@ from lapwing.posteriors.protocols import (
     Reweightable,
     required,
 )
+from lapwing.predictives.joined import joined, joined_beliefs
 from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.registry import prior_given
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
@@ -108,28 +110,57 @@ class Fitted:
         return self.predict(x)
 
     @outside_autocast
-    def functions(self, x: Inputs, joint: bool = False, outputs: Any = None, tokens: Any = None) -> FunctionGaussian:
+    def functions(
+        self,
+        x: Inputs,
+        joint: bool = False,
+        outputs: Any = None,
+        tokens: Any = None,
+        *,
+        target_key: str | None = None,
+        progress: bool | None = None,
+        device: torch.device | str | None = None,
+    ) -> FunctionGaussian:
         """Return the Gaussian belief about the network's output f(x), without observation noise.
 
         Args:
-            x: A batch of inputs, as the model takes them.
+            x: A batch of inputs, as the model takes them, or a loader, as for ``predict``.
             joint: Whether to include the covariance between inputs. Memory then grows with the square of the batch.
             outputs: The numbers of some outputs, in the order wanted: (k,) for all inputs, or (B, k) for each, such as
                 its top classes; (B, T, k) for token-level outputs. None means all. The answer is that for all
                 outputs at these numbers, and costs the backward passes of these alone.
             tokens: For token-level outputs, the numbers of some tokens: (S,) for all inputs, or (B, S) for each.
+            target_key: As for ``predict``.
+            progress: As for ``predict``.
+            device: As for ``predict``.
 
         Returns:
             A ``FunctionGaussian``: ``mean`` and ``std`` (B, C), ``cov`` (B, C, C), or (B, C, B, C) if joint; with k in
-            place of C if outputs are chosen.
+            place of C if outputs are chosen. For a loader of more than 32 outputs it has variances alone.
 
         Raises:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite, or chosen numbers do not exist.
+            UnsupportedError: If ``joint`` is set for a loader.
         """
         FLAG.check("joint", joint)
-        x = self._checked(x)
         chosen = ChosenOutputs.given(outputs, tokens, self.network.output_shape, self.network.device)
+        batches, home = self._batches(x, target_key, progress, device)
+        if not isinstance(batches, InputStream):
+            belief = self._belief(x, joint, chosen)
+            if joint:
+                return replace(belief, mean=belief.mean.to(home), covariance=belief.cov.to(home))
+            return belief if batches is None else joined_beliefs([belief], home)
+        if joint or (chosen is not None and chosen.differ):
+            raise UnsupportedError(
+                "joint=True, or outputs for each input, and a loader were given; expected one batch of inputs for "
+                "these. Ask for the batches one by one, or choose the same outputs for all."
+            )
+        return joined_beliefs((self._belief(batch, False, chosen) for batch in batches), home)
+
+    def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None) -> FunctionGaussian:
+        """Return the belief about all or some outputs of one batch."""
+        x = self._checked(x)
         if chosen is None:
             belief = self.posterior(x, joint)
         else:
@@ -139,11 +170,23 @@ class Fitted:
         return belief
 
     @outside_autocast
-    def predict(self, x: Inputs) -> Any:
+    def predict(
+        self,
+        x: Inputs,
+        *,
+        target_key: str | None = None,
+        progress: bool | None = None,
+        device: torch.device | str | None = None,
+    ) -> Any:
         """Return the predictive distribution over targets y, observation noise included.
 
         Args:
-            x: A batch of inputs, as the model takes them.
+            x: A batch of inputs, as the model takes them, or a loader: a DataLoader, a Dataset, a list of batches, a
+                generator. It is read once; its batches are inputs, or hold targets, which are left out. The answer is
+                one predictive for all rows in their order. Memory: the answer, and that of one batch.
+            target_key: The key of the target in batches of a loader that are mappings, as for ``fit``.
+            progress: Whether to show a progress bar while a loader is read; None shows one on a terminal.
+            device: Where the answer is. None leaves it on the device of the model, and that for a loader on the CPU.
 
         Returns:
             For classification ``.probs`` (B, C); for regression ``.mean``, ``.std``, ``.interval(level)``; for all
@@ -153,7 +196,23 @@ class Fitted:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite.
         """
-        return self.posterior.predict(self._checked(x))
+        batches, home = self._batches(x, target_key, progress, device)
+        if batches is None:
+            return self.posterior.predict(self._checked(x))
+        return joined((self.posterior.predict(self._checked(batch)) for batch in batches), home)
+
+    def _batches(
+        self, x: Inputs, target_key: str | None, progress: bool | None, device: torch.device | str | None
+    ) -> tuple[Iterable[Inputs] | None, torch.device]:
+        """Return the batches of a loader, None for one batch that stays where it is, and the device of the answer."""
+        network, visible = self.network, shows_progress(progress)
+        home = network.device if device is None else usable_device(device)
+        if not is_loader(x, network.input_places):
+            return (None if device is None else [x]), home
+        seeds = torch.Size(network.output_shape).numel()
+        rows = network.footprint.joined(seeds, network.dtype, network.device)
+        stream = InputStream(x, network.device, network.input_places, target_key, visible, rows)
+        return stream, torch.device("cpu") if device is None else home
 
     @outside_autocast
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -374,14 +433,8 @@ class Fitted:
         Raises:
             UnsupportedError: If this machine has no such device.
         """
-        model = self.network.model
-        try:
-            target = torch.empty(0, device=device).device
-            if device is None or target.type == "meta":
-                raise RuntimeError("it holds no numbers")
-            model.to(target)
-        except (AssertionError, RuntimeError, TypeError) as error:
-            raise UnsupportedError(f"device is {seen(device)}; expected one that this machine has: {error}") from error
+        model, target = self.network.model, usable_device(device)
+        model.to(target)
         return replace(self, posterior=on_device(self.posterior, target, keep=model))
 
     @outside_autocast

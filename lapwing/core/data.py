@@ -46,6 +46,19 @@ class Batch:
         return len(self.targets) if self.targets.ndim else 1
 
 
+def read(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
+    """Yield what the source yields. Ctrl-C is raised at once while it is read, which may take any time."""
+    ended = object()
+    with drawing(), at_once():
+        items = iter(source)
+    while True:
+        with drawing(), at_once():
+            item = next(items, ended)
+        if item is ended:
+            return
+        yield item
+
+
 def shows_progress(progress: bool | None) -> bool:
     """Return whether to show progress bars; None means: only on a terminal."""
     (FLAG | NONE).check("progress", progress)
@@ -157,21 +170,10 @@ class Data:
             )
 
     def _read(self, source: Iterable[Any]) -> Iterator[Any]:
-        """Yield what the source yields. Ctrl-C is raised at once while it is read, which may take any time."""
-        ended = object()
-        drawing: Callable[[], AbstractContextManager[None]] = (
-            undisturbed if self.stream is None else self.stream.drawing
-        )
+        """Yield what the source yields, and draw its random numbers from the stream if there is one."""
         if self.in_memory:  # a list draws no random numbers
-            drawing = nullcontext
-        with drawing(), at_once():
-            items = iter(source)
-        while True:
-            with drawing(), at_once():
-                item = next(items, ended)
-            if item is ended:
-                return
-            yield item
+            return read(source, nullcontext)
+        return read(source, undisturbed if self.stream is None else self.stream.drawing)
 
     def look(self) -> tuple[Batch, Batch]:
         """Return the first batch, and the first batch with several samples, if one of the first three has several.

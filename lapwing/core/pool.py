@@ -27,6 +27,7 @@ from lapwing.core.inputs import (
 from lapwing.core.random import uniform
 from lapwing.errors import DataError
 
+PIECE = 2**16  # random keys that are drawn at a time
 KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from
 
 
@@ -46,15 +47,15 @@ class Pool:
     def drawn(cls, data: Data, most: int, generator: torch.Generator | None = None) -> Pool:
         """Draw at most ``most`` rows without replacement, and keep them in the order of the data.
 
-        Two passes over the data, none through the network. The rows do not depend on the batch size.
+        Two passes over the data, none through the network. The rows do not depend on the batch size. Memory: the rows
+        that are drawn, and those of one batch.
         """
         total = 0
         per_sample: tuple[bool, ...] = ()
         for batch in data.batches("counting"):
             per_sample = in_both(per_sample, row_per_sample(batch))
             total += batch.n_samples
-        order = uniform((total,), generator, torch.empty(0, dtype=torch.float64)).argsort()
-        chosen = order[:most].sort().values
+        chosen = drawn_numbers(total, most, generator)
         inputs: list[Inputs] = []
         targets: list[Tensor] = []
         start = 0
@@ -76,6 +77,23 @@ class Pool:
     def rows(self, index: Tensor) -> Inputs:
         """Return the inputs with these numbers, which may repeat."""
         return take(self.inputs, self.per_sample, index.to(self.targets.device))
+
+
+def drawn_numbers(total: int, most: int, generator: torch.Generator | None) -> Tensor:
+    """Draw at most ``most`` of the numbers below ``total`` without replacement, and return them in increasing order.
+
+    Every number gets a random key, and the smallest keys win. Keys are drawn in pieces, so memory does not grow with
+    ``total``.
+    """
+    keys, numbers = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.long)
+    for start in range(0, total, PIECE):
+        new = torch.arange(start, min(start + PIECE, total))
+        keys = torch.cat([keys, uniform((len(new),), generator, keys)])
+        numbers = torch.cat([numbers, new])
+        if len(keys) > most:
+            keys, kept = keys.topk(most, largest=False)
+            numbers = numbers[kept]
+    return numbers.sort().values
 
 
 def row_per_sample(batch: Batch) -> tuple[bool, ...]:

@@ -162,3 +162,14 @@ def require_integer(name: str, value: Any, least: int = 1) -> None:
         raise UnsupportedError(f"{name} is {seen(value)}; expected an integer.")
     if value < least:
         raise UnsupportedError(f"{name} is {value}; expected at least {least}.")
+
+
+def usable_device(device: Any) -> torch.device:
+    """Return the device; raise if this machine has no such device, or it holds no numbers."""
+    try:
+        target = torch.empty(0, device=device).device
+        if device is None or target.type == "meta":
+            raise RuntimeError("it holds no numbers")
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise UnsupportedError(f"device is {seen(device)}; expected one that this machine has: {error}") from error
+    return target

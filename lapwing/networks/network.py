@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.inputs import Inputs, SampleRows, check_finite, placed, take
+from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take
 from lapwing.core.schema import Array, Flag, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
 from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention
@@ -257,6 +257,11 @@ class Network:
         if self._memory.rows.is_open(inputs, batch):
             self._learn(inputs)
         return self._memory.rows.per_sample(inputs, batch)
+
+    @property
+    def input_places(self) -> frozenset[str]:
+        """The names of the places of the input tensors, where there are several; empty for one tensor."""
+        return frozenset(map(place_name, self._memory.rows.known))
 
     def take(self, inputs: Inputs, rows: slice | Tensor) -> Inputs:
         """Return some samples of a batch."""

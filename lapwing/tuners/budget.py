@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -131,25 +131,25 @@ def budget_weights(scores: Tensor, budget: float) -> Tensor:
     return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
 
 
-def standardised_residuals(base: Any, data: Data) -> Tensor:
-    """Return the residuals over their noise, flat, in float64, by one forward pass over the data."""
+def standardised_residuals(base: Any, data: Data) -> Iterator[Tensor]:
+    """Yield the residuals of each batch over their noise, flat, in float64, by one forward pass over the data."""
     network, likelihood = base.problem.network, base.problem.likelihood
-    parts = []
     for batch in data.batches("residuals"):
         _, y = checked_targets(network, likelihood, batch)
         f = network(batch.inputs).double()
-        parts.append(((f - y.double()) / likelihood.noise_variance.to(f).sqrt()).flatten().cpu())
-    return torch.cat(parts)
+        yield ((f - y.double()) / likelihood.noise_variance.to(f).sqrt()).flatten()
 
 
-def fitted_tails(z: Tensor) -> tuple[float, float]:
-    """Return degrees and scale of the Student distribution of largest likelihood; tails must be clearly better."""
-    best, best_score = (math.inf, 1.0), -math.inf
-    for degrees in DEGREES:
-        scales = [1.0] if degrees == math.inf else [0.4 + 0.025 * k for k in range(29)]
-        for scale in scales:
-            score = float(log_density(z / scale, degrees).sum()) - len(z) * math.log(scale)
-            score -= 0.0 if degrees == math.inf else GAIN
-            if score > best_score:
-                best, best_score = (degrees, scale), score
-    return best
+def fitted_tails(residuals: Iterable[Tensor]) -> tuple[float, float]:
+    """Return degrees and scale of the Student distribution of largest likelihood; tails must be clearly better.
+
+    The likelihood of every candidate is summed piece by piece, so that memory does not grow with the residuals.
+    """
+    candidates = [(math.inf, 1.0)]
+    candidates += [(degrees, 0.4 + 0.025 * k) for degrees in DEGREES if degrees < math.inf for k in range(29)]
+    totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0
+    for z in residuals:
+        totals += torch.stack([log_density(z / scale, degrees).sum() for degrees, scale in candidates]).to(totals)
+        count += len(z)
+    costs = [count * math.log(scale) + (0.0 if degrees == math.inf else GAIN) for degrees, scale in candidates]
+    return candidates[int((totals - torch.tensor(costs, dtype=torch.float64)).argmax())]

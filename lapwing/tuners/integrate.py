@@ -18,6 +18,7 @@ from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mi
 
 FOLDS = 5
 EDGE = 0.1  # weight of the first or last value of a grid from which it is worth a remark
+WORDS = 1024  # samples that are turned into words at a time
 REPEATED = 0.1  # share of validation inputs that are training inputs too
 
 
@@ -95,9 +96,16 @@ class Integrate:
         """Return a remark if validation inputs are among the training inputs."""
         if self.training is None:
             return ()
-        seen = {row for batch in self.training.batches("comparing data") for row in _rows(batch.inputs)}
-        rows = [row for batch in data.batches("comparing data") for row in _rows(batch.inputs)]
-        share = sum(row in seen for row in rows) / max(1, len(rows))
+        marks = [_marks(batch.inputs) for batch in data.batches("comparing data")]
+        rows, counts = torch.cat(marks).unique(return_counts=True)
+        if not len(rows):
+            return ()
+        repeated = torch.zeros_like(rows, dtype=torch.bool)
+        for batch in self.training.batches("comparing data"):
+            own = _marks(batch.inputs)
+            place = torch.searchsorted(rows, own).clamp_max(len(rows) - 1)
+            repeated[place[rows[place] == own]] = True
+        share = float(counts[repeated].sum() / counts.sum())
         if share < REPEATED:
             return ()
         return (
@@ -160,15 +168,21 @@ def _edges(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
     return tuple(findings)
 
 
-def _rows(inputs: Any) -> list[bytes]:
-    """Return the bytes of every sample of the inputs; none where samples are not rows of tensors."""
-    if not all(isinstance(leaf, Tensor) for _, leaf in placed(inputs)):
-        return []
-    tensors = [tensor.detach().cpu() for tensor in tensors_in(inputs) if tensor.ndim]
-    if not tensors:
-        return []
-    size = len(tensors[0])
-    flat = [
-        tensor.reshape(size, -1).contiguous().view(torch.uint8).numpy() for tensor in tensors if len(tensor) == size
-    ]
-    return [b"".join(row.tobytes() for row in rows) for rows in zip(*flat, strict=True)]
+def _marks(inputs: Any) -> Tensor:
+    """Return a number for every sample of the inputs, the same for the same bytes; none where samples are no rows.
+
+    It is the product of the words of a sample with fixed random numbers, modulo 2⁶⁴: two different samples have the
+    same number with a probability below one in a billion.
+    """
+    tensors = [tensor.detach() for tensor in tensors_in(inputs) if tensor.ndim]
+    if not tensors or not all(isinstance(leaf, Tensor) for _, leaf in placed(inputs)):
+        return torch.empty(0, dtype=torch.long)
+    size, total = len(tensors[0]), torch.zeros(len(tensors[0]), dtype=torch.long)
+    for number, tensor in enumerate(tensor for tensor in tensors if len(tensor) == size and tensor.numel()):
+        words = tensor.reshape(size, -1).contiguous().view(torch.uint8).cpu()
+        words = words.view(torch.int32) if words.shape[1] % 4 == 0 else words
+        generator = torch.Generator().manual_seed(number)
+        pattern = torch.randint(-(2**63), 2**63 - 1, (words.shape[1],), generator=generator) | 1
+        for rows, part in zip(total.split(WORDS), words.split(WORDS), strict=True):
+            rows += (part.long() * pattern).sum(1)
+    return total

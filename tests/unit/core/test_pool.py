@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
+import lapwing.core.pool
 from lapwing.core.data import Batch, Data
-from lapwing.core.pool import Pool, joined, shuffled
+from lapwing.core.pool import Pool, drawn_numbers, joined, shuffled
 from tests import problems
 
 CPU = torch.device("cpu")
@@ -53,6 +54,16 @@ def test_the_generator_decides_and_every_row_has_its_chance() -> None:
         counts[drawn(7, seed=seed).targets] += 1
     share = 7 / N
     assert float((counts / 300 - share).abs().max()) < 5 * (share * (1 - share) / 300) ** 0.5
+
+
+def test_pieces_do_not_matter_and_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = drawn_numbers(1000, 20, torch.Generator().manual_seed(5))
+    sizes: list[int] = []
+    plain = torch.cat
+    monkeypatch.setattr(lapwing.core.pool, "PIECE", 64)
+    monkeypatch.setattr(torch, "cat", lambda parts: (sizes.append(sum(map(len, parts))), plain(parts))[1])
+    assert torch.equal(drawn_numbers(1000, 20, torch.Generator().manual_seed(5)), whole)
+    assert max(sizes) <= 20 + 64
 
 
 def test_nested_inputs() -> None:

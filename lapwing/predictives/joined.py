@@ -1,0 +1,278 @@
+"""The predictive of all rows of a loader: predictives of its batches, one after another.
+
+Every member is computed batch by batch, so that a temporary is as large as for one batch. The numbers that all members
+follow from are kept: (N, C) log-probabilities of classes, and means and variances of everything else. Covariances
+between outputs are kept as well while they take at most ``KEPT`` bytes; without them what needs them is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from lapwing.core.gaussian import Deferred, FunctionGaussian
+from lapwing.core.inputs import rebuilt
+from lapwing.errors import DataError, UnsupportedError
+from lapwing.predictives.mixture import MixtureDistribution
+from lapwing.predictives.protocol import ClassPredictive, MultilabelPredictive, NumberPredictive, checked_numbers
+
+KEPT = 2**28  # bytes of covariances that are kept
+WIDE = 32  # outputs above which no covariance between them is kept
+
+
+class Joined(Protocol):
+    """Predictives of consecutive batches as one."""
+
+    parts: tuple[Any, ...]
+
+    def rows(self, member: Callable[[Any], Tensor], dim: int = 0) -> Tensor:
+        """Return a member of all parts, joined along the rows."""
+        return joined_rows([member(part) for part in self.parts], dim)
+
+    def split(self, y: Tensor) -> Sequence[Tensor]:
+        """Return targets of all rows, cut as the parts are."""
+        return y.split([len(part.mean) for part in self.parts])
+
+    def scored(self, y: Tensor) -> Tensor:
+        """Return the log-probabilities of targets (N, [T,] C) that were checked, (N, [T])."""
+        pairs = zip(self.parts, self.split(y), strict=True)
+        return torch.cat([part.log_prob(own) for part, own in pairs])
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedClasses(ClassPredictive):
+    """The predictive of the class of each row of a loader.
+
+    Args:
+        logs: Log-probabilities (N, C).
+        parts: The predictives of the batches, for ``epistemic`` and ``aleatoric``; none if they were too large.
+    """
+
+    logs: Tensor
+    parts: tuple[Any, ...]
+
+    @property
+    def log_probs(self) -> Tensor:
+        return self.logs
+
+    @cached_property
+    def integrated_probs(self) -> Tensor:
+        return self._rows(lambda part: part.integrated_probs)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        return self._rows(lambda part: part.aleatoric)
+
+    def _rows(self, member: Callable[[Any], Tensor]) -> Tensor:
+        if not self.parts:
+            _refuse(self.logs.shape[-1])
+        return torch.cat([member(part) for part in self.parts])
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedLabels(Joined, MultilabelPredictive):
+    """The predictive of the binary labels of each row of a loader."""
+
+    parts: tuple[Any, ...]
+
+    @cached_property
+    def probs(self) -> Tensor:
+        return self.rows(lambda part: part.probs)
+
+    @cached_property
+    def integrated_probs(self) -> Tensor:
+        return self.rows(lambda part: part.integrated_probs)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        return self.rows(lambda part: part.aleatoric)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.scored(checked_numbers(y, self.probs, one=False, within=(0, 1)))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.rows(lambda part: part.sample(n, generator), dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedNumbers(Joined, NumberPredictive):
+    """The predictive of the numbers of each row of a loader."""
+
+    parts: tuple[Any, ...]
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self.rows(lambda part: part.mean)
+
+    @cached_property
+    def epistemic_variance(self) -> Tensor:
+        return self.rows(lambda part: part.epistemic_variance)
+
+    @cached_property
+    def aleatoric_variance(self) -> Tensor:
+        return self.rows(lambda part: part.aleatoric_variance)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        return self.rows(lambda part: part.entropy)
+
+    @cached_property
+    def known_entropy(self) -> Tensor:
+        return self.rows(lambda part: part.known_entropy)
+
+    @property
+    def distribution(self) -> Distribution:
+        return MixtureDistribution(self)
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        numbers = checked_numbers(y, self.mean)
+        each = self.split(numbers) if numbers.ndim else [numbers] * len(self.parts)
+        return torch.cat([part.cdf(own) for part, own in zip(self.parts, each, strict=True)])
+
+    def quantile(self, level: float) -> Tensor:
+        return self.rows(lambda part: part.quantile(level))
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.scored(checked_numbers(y, self.mean, one=False))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.rows(lambda part: part.sample(n, generator), dim=1)
+
+
+def joined(predictives: Iterable[Any], device: torch.device) -> Any:
+    """Return the predictives of consecutive batches as one, on the device. Each is dropped once its numbers are kept.
+
+    Raises:
+        UnsupportedError: If the predictives have neither ``log_probs``, ``probs`` nor ``quantile``.
+        DataError: If outputs of several batches have different shapes.
+    """
+    gathered = _Gathered(device)
+    for predictive in predictives:
+        gathered.add(predictive)
+    return gathered.value()
+
+
+def joined_beliefs(beliefs: Iterable[FunctionGaussian], device: torch.device) -> FunctionGaussian:
+    """Return the beliefs about consecutive batches as one, on the device; above 32 outputs with variances alone."""
+    means: list[Tensor] = []
+    spreads: list[Tensor] = []
+    for belief in beliefs:
+        means.append(belief.mean.to(device))
+        wide = belief.mean.shape[-1] > WIDE
+        spreads.append((belief.variance if wide else belief.cov).to(device))
+    mean, spread = joined_rows(means), joined_rows(spreads)
+    if spread.ndim > mean.ndim:
+        return FunctionGaussian(mean, spread)
+    return FunctionGaussian(mean, Deferred(lambda: spread, lambda: _refuse(mean.shape[-1])))
+
+
+class _Gathered:
+    """The numbers of predictives of consecutive batches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._kind, self._kept = device, "", 0
+        self._logs: list[Tensor] = []
+        self._parts: list[Any] = []
+
+    def add(self, predictive: Any) -> None:
+        self._kind = _kind(predictive)
+        if self._kind == "classes":
+            self._logs.append(predictive.log_probs.to(self._device))
+        whole = self._kept <= KEPT and self._kind != "labels"
+        if predictive.mean.shape[-1] > WIDE:
+            whole, self._kept = False, KEPT + 1
+        if whole or self._kind != "classes":
+            storing = _Storing(self._device, whole)
+            self._parts.append(storing(predictive))
+            self._kept += storing.nbytes if whole else 0
+        if whole and self._kept > KEPT:  # no covariance is kept from now on
+            self._parts = [] if self._logs else [_Storing(self._device, False)(part) for part in self._parts]
+
+    def value(self) -> Any:
+        if self._kind == "classes":
+            return JoinedClasses(joined_rows(self._logs), tuple(self._parts))
+        return (JoinedLabels if self._kind == "labels" else JoinedNumbers)(tuple(self._parts))
+
+
+def _kind(predictive: Any) -> str:
+    """Return what a predictive is about, by the members of its contract."""
+    for member, kind in (("log_probs", "classes"), ("probs", "labels"), ("quantile", "numbers")):
+        if hasattr(type(predictive), member):
+            return kind
+    raise UnsupportedError(
+        f"{type(predictive).__name__} has neither log_probs, probs nor quantile, which the predictive of a loader "
+        "needs; expected a class that inherits from one of the contracts. Predict the batches one by one."
+    )
+
+
+class _Storing:
+    """A walk through a predictive that moves its tensors and leaves out results that can be computed again.
+
+    Beliefs that compute their covariance later get it now, or, unless ``whole``, the variances alone.
+    """
+
+    def __init__(self, device: torch.device, whole: bool) -> None:
+        self._device, self._whole, self.nbytes = device, whole, 0
+        self._done: dict[int, tuple[Any, Any]] = {}  # with the values, so that no address is used twice
+
+    def __call__(self, value: Any) -> Any:
+        if id(value) not in self._done:
+            self._done[id(value)] = (value, self._stored(value))
+        return self._done[id(value)][1]
+
+    def _stored(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            moved = value.to(self._device)
+            self.nbytes += moved.nbytes
+            return moved
+        if isinstance(value, FunctionGaussian):
+            return self._belief(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            result = object.__new__(type(value))
+            result.__dict__.update({each.name: self(getattr(value, each.name)) for each in fields(value)})
+            return result
+        return rebuilt(value, [self(part) for part in value]) if isinstance(value, tuple | list) else value
+
+    def _belief(self, belief: FunctionGaussian) -> FunctionGaussian:
+        mean = self(belief.mean)
+        if self._whole:
+            return FunctionGaussian(mean, self(belief.cov))
+        variance, outputs = self(belief.variance), mean.shape[-1]
+        return FunctionGaussian(mean, Deferred(lambda: variance, lambda: _refuse(outputs)))
+
+
+def _refuse(outputs: int) -> Tensor:
+    raise UnsupportedError(
+        f"this needs the covariances between the {outputs} outputs of each row, which were not kept for all rows of "
+        f"the loader: they take more than {KEPT // 2**20} MiB, or there are more than {WIDE} outputs. Predict the "
+        "batches one by one."
+    )
+
+
+def joined_rows(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """Return tensors joined along a dimension; the list is emptied, so that the parts are not held twice."""
+    first = parts[0]
+    shape = lambda t: (*t.shape[:dim], *t.shape[dim + 1 :])
+    for part in parts:
+        if shape(part) != shape(first):
+            raise DataError(
+                f"outputs of shapes {tuple(first.shape)} and {tuple(part.shape)} in two batches; expected one shape "
+                "without the rows. Predict the batches one by one, or pad all inputs alike."
+            )
+    if len(parts) == 1:
+        return parts.pop()
+    out = first.new_empty(*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
+    del first
+    parts.reverse()
+    start = 0
+    while parts:
+        part = parts.pop()
+        out.narrow(dim, start, part.shape[dim]).copy_(part)
+        start += part.shape[dim]
+    return out
