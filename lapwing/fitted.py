@@ -23,6 +23,7 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
+from lapwing.posteriors.draws import SAMPLES_RULE
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
 from lapwing.posteriors.protocols import (
     HasEvidence,
@@ -127,21 +128,30 @@ class Fitted:
         return belief
 
     @outside_autocast
-    def predict(self, x: Inputs) -> Any:
+    def predict(self, x: Inputs, samples: int | None = None) -> Any:
         """Return the predictive distribution over targets y, observation noise included.
+
+        Cost: one forward pass and the work of a backward pass for each output; for more than 256 classes (times
+        tokens) some 33 forward passes, however many they are.
 
         Args:
             x: A batch of inputs, as the model takes them.
+            samples: How many functions, drawn in pairs around the network's output, to predict from; an odd number is
+                rounded up. They are the same at every call. Zero computes the variances of all outputs instead. None
+                takes 32 functions if classes times tokens are more than 256, and variances otherwise.
 
         Returns:
-            For classification ``.probs`` (B, C); for regression ``.mean``, ``.std``, ``.interval(level)``; for all
-            ``.log_prob(y)``, ``.sample(n)`` and ``.distribution``.
+            For classification ``.probs`` (B, C) and their ``.standard_error``, zero unless functions were drawn; for
+            regression ``.mean``, ``.std``, ``.interval(level)``; for all ``.log_prob(y)``, ``.sample(n)`` and
+            ``.distribution``.
 
         Raises:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite.
+            UnsupportedError: If functions are asked for and the method has no draws of weights, or fewer.
         """
-        return self.posterior.predict(self._checked(x))
+        SAMPLES_RULE.check("samples", samples)
+        return self.posterior.predict(self._checked(x), samples)
 
     @outside_autocast
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -119,6 +119,13 @@ class SampledPosterior(Linearised):
         self._refuse_more(n)
         return self.samples[:n]
 
+    def n_stored(self) -> int:
+        return len(self.samples)
+
+    def numbered(self, numbers: range) -> Tensor:
+        """Return stored samples, (n, P): number k stands for sample k mod K."""
+        return self.samples[[k % self.n_stored() for k in numbers]]
+
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the first n of the K stored samples, around w̃; the generator is not used."""
         return self.theta + self.deviations(n)
