@@ -25,6 +25,7 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
+from lapwing.posteriors.draws import SAMPLES_RULE
 from lapwing.posteriors.effective import EffectiveParameters, HasGammas, effective_parameters
 from lapwing.posteriors.protocols import (
     HasEvidence,
@@ -173,6 +174,7 @@ class Fitted:
     def predict(
         self,
         x: Inputs,
+        samples: int | None = None,
         *,
         target_key: str | None = None,
         progress: bool | None = None,
@@ -180,26 +182,35 @@ class Fitted:
     ) -> Any:
         """Return the predictive distribution over targets y, observation noise included.
 
+        Cost: one forward pass and the work of a backward pass for each output; for more than 256 classes (times
+        tokens) some 33 forward passes, however many they are.
+
         Args:
             x: A batch of inputs, as the model takes them, or a loader: a DataLoader, a Dataset, a list of batches, a
                 generator. It is read once; its batches are inputs, or hold targets, which are left out. The answer is
                 one predictive for all rows in their order. Memory: the answer, and that of one batch.
+            samples: How many functions, drawn in pairs around the network's output, to predict from; an odd number is
+                rounded up. They are the same at every call. Zero computes the variances of all outputs instead. None
+                takes 32 functions if classes times tokens are more than 256, and variances otherwise.
             target_key: The key of the target in batches of a loader that are mappings, as for ``fit``.
             progress: Whether to show a progress bar while a loader is read; None shows one on a terminal.
             device: Where the answer is. None leaves it on the device of the model, and that for a loader on the CPU.
 
         Returns:
-            For classification ``.probs`` (B, C); for regression ``.mean``, ``.std``, ``.interval(level)``; for all
-            ``.log_prob(y)``, ``.sample(n)`` and ``.distribution``.
+            For classification ``.probs`` (B, C) and their ``.standard_error``, zero unless functions were drawn; for
+            regression ``.mean``, ``.std``, ``.interval(level)``; for all ``.log_prob(y)``, ``.sample(n)`` and
+            ``.distribution``.
 
         Raises:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite.
+            UnsupportedError: If functions are asked for and the method has no draws of weights, or fewer.
         """
+        SAMPLES_RULE.check("samples", samples)
         batches, home = self._batches(x, target_key, progress, device)
         if batches is None:
-            return self.posterior.predict(self._checked(x))
-        return joined((self.posterior.predict(self._checked(batch)) for batch in batches), home)
+            return self.posterior.predict(self._checked(x), samples)
+        return joined((self.posterior.predict(self._checked(batch), samples) for batch in batches), home)
 
     def _batches(
         self, x: Inputs, target_key: str | None, progress: bool | None, device: torch.device | str | None

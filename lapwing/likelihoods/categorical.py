@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
 from lapwing.core.schema import MEMBERS, MOST, Field, Flag, ListOf, Maybe, Real, Whole
@@ -25,7 +26,10 @@ from lapwing.likelihoods.protocol import (
     refuse_unused,
     same_loss,
 )
+from lapwing.predictives.sampled import SoftmaxSamples
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
+
+AVERAGED = ("pairwise", "mc")  # links that stand for the average softmax; the others were chosen for their formula
 
 CLASS_DIM = Rule(
     "-1: classes are the last dimension of outputs (B, T, C). Wrap a model that returns (B, C, T) in a module whose "
@@ -227,6 +231,13 @@ class Categorical(LogitLikelihood):
     def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
         belief = belief.marginal.scaled(1 / self.link_temperature)
         return SoftmaxPredictive(belief, self.link, self.samples, self.seed)
+
+    def predict_samples(self, samples: FunctionSamples) -> SoftmaxSamples:
+        return SoftmaxSamples((samples.scaled(1 / self.link_temperature),))
+
+    @property
+    def prefers_samples(self) -> bool:
+        return self.link in AVERAGED
 
     def state(self) -> State:
         """Return settings and tensors for a file."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Field, Text
 from lapwing.core.settings import NONE, NOT_NEGATIVE, NUMBER, one_of, require
@@ -47,6 +48,15 @@ class Likelihood(Protocol):
     def predict(self, belief: FunctionGaussian) -> Any:
         """Return the predictive distribution of y, for each input by itself."""
         ...
+
+    def predict_samples(self, samples: FunctionSamples) -> Any:
+        """Return the predictive distribution of y from drawn functions; by default from their mean and covariance."""
+        return self.predict(samples.gaussian)
+
+    @property
+    def prefers_samples(self) -> bool:
+        """Whether, with many outputs, predictions are better made from drawn functions than from all variances."""
+        return False
 
     @property
     def dispersion(self) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
+from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.random import uniform
@@ -22,6 +23,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.draws import drawn_predictive, numbers_of
 from lapwing.posteriors.protocols import (
     HasDeviations,
     HasFunctionSamples,
@@ -57,8 +59,10 @@ class Cell:
     likelihood: Likelihood
     scale: float = 1.0
 
-    def predict(self, belief: FunctionGaussian) -> Any:
+    def predict(self, belief: FunctionGaussian | FunctionSamples) -> Any:
         """Return the predictive distribution of y under this cell."""
+        if isinstance(belief, FunctionSamples):
+            return self.likelihood.predict_samples(belief.widened(self.scale))
         return self.likelihood.predict(belief.widened(self.scale))
 
     @property
@@ -185,10 +189,21 @@ class MixturePosterior(Posterior):
         weighted = self.weights.cpu() * torch.tensor(values, dtype=torch.float64)
         return torch.zeros(len(self.beliefs), dtype=torch.float64).index_add(0, number, weighted)
 
-    def predict(self, x: Inputs) -> Any:
-        """Return the predictive over targets: probabilities or densities of all cells, averaged."""
+    def predict(self, x: Inputs, samples: int | None = None) -> Any:
+        """Return the predictive over targets: probabilities or densities of all cells, averaged.
+
+        Functions are drawn from the beliefs by the weights of their cells; cells with the same belief share them.
+        """
+        wide = self._by_belief([float(cell.scale > 0) for cell in self.cells]).tolist()
+        numbers = numbers_of(self.members, self.problem.likelihood, wide, samples)
+        if numbers:
+            return drawn_predictive(self.members, x, numbers, self.kept_draws, self._averaged)
         beliefs = beliefs_at(self.members, x)
         check_finite(beliefs[0].mean, "outputs of the network")
+        return self._averaged(beliefs)
+
+    def _averaged(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Any:
+        """Return the average of the predictives of all cells, given the belief of each posterior."""
         components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
         if not isinstance(components[0], Mixable):
             raise UnsupportedError(

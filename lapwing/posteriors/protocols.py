@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
+from lapwing.core.state import Latest
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.draws import Kept, drawn_predictive, numbers_of
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
 
@@ -55,11 +58,21 @@ class Posterior(Protocol):
         """Return a posterior whose mean is the output of the network; this one, except for the mean of an ensemble."""
         return self
 
-    def predict(self, x: Inputs) -> Any:
-        """Return the predictive of the targets at x."""
+    @cached_property
+    def kept_draws(self) -> Kept:
+        """The draws of the weights that predictions from functions use."""
+        return Latest()
+
+    def predict(self, x: Inputs, samples: int | None = None) -> Any:
+        """Return the predictive of the targets at x, from this many functions, or from variances if it is zero."""
+        likelihood = self.problem.likelihood
+        numbers = numbers_of([self], likelihood, [float(self.has_spread)], samples)
+        if numbers:
+            predict = lambda beliefs: likelihood.predict_samples(beliefs[0])
+            return drawn_predictive([self], x, numbers, self.kept_draws, predict)
         belief = self(x)
         check_finite(belief.mean, "outputs of the network")
-        return self.problem.likelihood.predict(belief)
+        return likelihood.predict(belief)
 
     def with_trace(self, trace: Trace) -> Posterior:
         """Return the posterior with this record; the same one where it has no place for a record."""

@@ -130,6 +130,13 @@ class SampledPosterior(Linearised):
         flat = jacobian.jvp(self.samples).flatten(1)
         return flat.mT @ flat / len(flat)
 
+    def n_stored(self) -> int:
+        return len(self.samples)
+
+    def numbered(self, numbers: range) -> Tensor:
+        """Return stored samples, (n, P): number k stands for sample k mod K."""
+        return self.samples[[k % self.n_stored() for k in numbers]]
+
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the first n of the K stored samples, around w̃; the generator is not used."""
         return self.theta + self.deviations(n)

@@ -30,6 +30,7 @@ from lapwing.errors import FileError
 from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.draws import numbered_normals
 from lapwing.posteriors.protocols import Linearised
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
@@ -294,7 +295,16 @@ class WeightPosterior(Linearised):
 
     def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights as steps from their mean, (n, P)."""
-        eps = normal((n, len(self.theta)), generator, self.theta)
+        return self._mapped(normal((n, len(self.theta)), generator, self.theta))
+
+    def n_stored(self) -> None:
+        return None
+
+    def numbered(self, numbers: range) -> Tensor:
+        return self._mapped(numbered_normals(numbers, self.theta))
+
+    def _mapped(self, eps: Tensor) -> Tensor:
+        """Return the steps Λ^-½ eps for standard normal numbers (n, P)."""
         with torch.no_grad():
             return self.precision.sample(eps).to(self.theta)
 

@@ -122,14 +122,12 @@ class ClassPredictive(LabelPredictive, Protocol):
         Raises:
             DataError: A label is not one of the classes.
         """
-        shape, count, y = self.log_probs.shape[:-1], self.log_probs.shape[-1], _tensor(y)
-        whole = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex()
-        if not whole or y.shape not in (shape, (*shape, 1)):
-            raise DataError(f"y is {seen(y)}; expected whole class numbers of the shape {tuple(shape)}.")
-        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < count:
-            raise DataError(f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{count - 1}.")
-        y = y.to(self.log_probs.device).long().reshape(*shape, 1)
-        return self.log_probs.gather(-1, y).squeeze(-1)
+        return self.log_probs.gather(-1, checked_labels(y, self.log_probs)).squeeze(-1)
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The standard error of ``probs``, (B, C): zero unless they are averages over drawn functions."""
+        return torch.zeros_like(self.probs)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         require_integer("n", n)
@@ -225,6 +223,18 @@ class NumberPredictive(Predictive, Protocol):
     def mutual_information(self) -> Tensor:
         """The mutual information of y and f in nats, (B,): entropy minus that expected at a known f."""
         return (self.entropy - self.known_entropy.to(self.mean)).clamp_min(0)
+
+
+def checked_labels(y: Any, like: Tensor) -> Tensor:
+    """Return class numbers as (..., 1) for logits or probabilities ``like`` (..., C); raise unless they are such."""
+    shape, count, y = like.shape[:-1], like.shape[-1], _tensor(y)
+    whole = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex()
+    if not whole or y.shape not in (shape, (*shape, 1)):
+        raise DataError(f"y is {seen(y)}; expected whole class numbers of the shape {tuple(shape)}.")
+    if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < count:
+        raise DataError(f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{count - 1}.")
+    numbers: Tensor = y.to(like.device).long().reshape(*shape, 1)
+    return numbers
 
 
 def checked_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float, float] | None = None) -> Tensor:

@@ -1,0 +1,183 @@
+"""Predictives from drawn functions: which draws, how many of each belief, and when they take the place of variances.
+
+Draws are numbered, and each number is the same draw at every call: predictions do not depend on how inputs are split
+into batches, and equal calls give equal numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lapwing.core.function_samples import FunctionSamples
+from lapwing.core.inputs import Inputs, check_finite
+from lapwing.core.random import derived_generator, normal
+from lapwing.core.settings import NONE, integer
+from lapwing.core.state import Latest
+from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.budget import temporary
+from lapwing.networks.directional import outputs_along
+from lapwing.networks.network import Network
+from lapwing.predictives.sampled import AveragedClasses, SoftmaxSamples
+
+# Outputs of an input (classes times tokens) above which classes are predicted from drawn functions. Variances take a
+# backward pass for each output, 32 functions in pairs 33 forward passes, so that from some dozens of outputs on the
+# functions are cheaper (``python -m benchmarks.scale_outputs``). Up to 256 the pairwise link stays nevertheless: it
+# has no sampling error and knows the covariance of every two logits. Above, it does not: see ``links.PAIRED``.
+MANY = 256
+SAMPLES = 32  # functions of a prediction, over all beliefs of a mixture
+COPIES = 3  # of the functions at some inputs: as they are computed, as they are, and what each adds to a sum
+LEAST = 2  # pairs of a belief, so that their spread gives a standard error
+SAMPLES_RULE = integer(0) | NONE
+
+Kept = Latest[tuple[range, ...], list[Tensor]]
+
+
+@runtime_checkable
+class HasNumberedDraws(Protocol):
+    """A belief about the weights of the tangent model with numbered draws, the same ones at every call."""
+
+    def n_stored(self) -> int | None:
+        """Return how many draws there are; None if there is one for every number."""
+        ...
+
+    def numbered(self, numbers: range) -> Tensor:
+        """Return the draws with these numbers as steps from the mean of the weights, (n, P)."""
+        ...
+
+
+def numbered_normals(numbers: range, like: Tensor) -> Tensor:
+    """Return standard normal numbers (n, P) in the form of ``like`` (P,); each row depends on its number alone."""
+    seeded = [derived_generator(torch.Generator().manual_seed(k), torch.empty(0)) for k in numbers]
+    return torch.stack([normal(tuple(like.shape), generator, like) for generator in seeded])
+
+
+def prefers_draws(members: Sequence[Any], network: Network, likelihood: Likelihood) -> bool:
+    """Return whether predictions are made from drawn functions of these posteriors unless the user asks otherwise."""
+    many = torch.Size(network.output_shape).numel() > MANY
+    return many and likelihood.prefers_samples and all(isinstance(each, HasNumberedDraws) for each in members)
+
+
+def numbers_of(
+    members: Sequence[Any], likelihood: Likelihood, shares: Sequence[float], samples: int | None
+) -> tuple[range, ...]:
+    """Return the numbers of the pairs of functions that each belief draws; no ranges where variances are computed.
+
+    Args:
+        members: The posterior of each belief.
+        likelihood: The likelihood that predicts.
+        shares: The weights of the beliefs, without that of cells that have no spread.
+        samples: The number of functions that the user asked for; zero asks for variances, None chooses.
+    """
+    drawing = [number for number, share in enumerate(shares) if share > 0]
+    count = samples
+    if samples is None:
+        network = members[0].problem.network
+        count = SAMPLES if prefers_draws([members[number] for number in drawing], network, likelihood) else 0
+    if not count:
+        return ()
+    counts = dict(zip(drawing, allotted([shares[number] for number in drawing], -(-count // 2)), strict=True))
+    numbers, first = [], 0
+    for number, each in enumerate(members):
+        n = counts.get(number, 0)
+        if n and not isinstance(each, HasNumberedDraws):
+            raise UnsupportedError(
+                f"samples is {samples}, and {type(each).__name__} has no draws of the weights of the tangent model; "
+                "expected None or 0, for the prediction that it has."
+            )
+        stored = each.n_stored() if n else None
+        if stored is not None and n > stored:
+            if samples is not None:
+                raise UnsupportedError(
+                    f"samples is {samples}, for which a posterior draws {n} pairs; it has {stored}. Ask for fewer, or "
+                    "fit with Sampled(num_samples=...) for more."
+                )
+            n = stored
+        numbers.append(range(first, first + n))
+        first += n
+    return tuple(numbers)
+
+
+def allotted(shares: Sequence[float], total: int) -> list[int]:
+    """Return how many pairs each share gets: ``total`` in proportion, but two at least, or one if two are too many.
+
+    >>> allotted([0.7, 0.28, 0.02], 16)
+    [10, 4, 2]
+    """
+    least = LEAST if total >= LEAST * len(shares) else 1
+    rest = max(0, total - least * len(shares))
+    wanted = [max(0.0, total * share / sum(shares) - least) for share in shares]
+    parts = [rest * each / (sum(wanted) or 1.0) for each in wanted]
+    counts = [least + int(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: int(parts[i]) - parts[i])
+    for i in by_remainder[: max(0, total - sum(counts))]:
+        counts[i] += 1
+    return counts
+
+
+def drawn_beliefs(members: Sequence[Any], x: Inputs, numbers: Sequence[range], kept: Kept) -> Iterator[FunctionSamples]:
+    """Yield the belief of every posterior about the outputs at x, made of the functions with these numbers.
+
+    Cost: 1 + 2 n forward passes for n pairs. Draws that fit the budget together are kept for the next call.
+    """
+    network: Network = members[0].problem.network
+    most = max(1, temporary(network.device) // (network.selection.size * torch.finfo(network.dtype).bits // 8))
+    pairs = list(zip(members, numbers, strict=True))
+    all_steps = None
+    if sum(map(len, numbers)) <= most:
+        all_steps = kept.at(tuple(numbers), lambda: [_steps(each, part) for each, part in pairs])
+    for i, (each, part) in enumerate(pairs):
+        runs = [part[start : start + most] for start in range(0, len(part), most)] or [part]
+        drawn = (_steps(each, run) for run in runs) if all_steps is None else [all_steps[i]]
+        at_x = [outputs_along(each.problem.network, x, steps) for steps in drawn]
+        yield FunctionSamples(at_x[0][0], torch.cat([products for _, products in at_x]))
+
+
+def _steps(posterior: Any, numbers: range) -> Tensor:
+    """Return the draws with these numbers, (n, P); a posterior of which none is wanted need not have any."""
+    network: Network = posterior.problem.network
+    if not len(numbers):
+        return torch.zeros(0, network.selection.size, dtype=network.dtype, device=network.device)
+    steps: Tensor = posterior.numbered(numbers)
+    return steps
+
+
+def drawn_predictive(
+    members: Sequence[Any],
+    x: Inputs,
+    numbers: Sequence[range],
+    kept: Kept,
+    predict: Callable[[list[FunctionSamples]], Any],
+) -> Any:
+    """Return the predictive that ``predict`` makes of the beliefs of all posteriors at x.
+
+    Probabilities of classes are averaged a few inputs at a time, so that no more functions than fit the budget are in
+    memory; other predictives keep the functions.
+    """
+    parts = _by_parts(members, x, numbers, kept)
+    first = next(parts)
+    predictive = predict(first)
+    if not isinstance(predictive, SoftmaxSamples):
+        return predict([FunctionSamples.joined(each) for each in zip(first, *parts, strict=True)])
+    return AveragedClasses.joined([predictive.averaged, *(predict(beliefs).averaged for beliefs in parts)])
+
+
+def _by_parts(
+    members: Sequence[Any], x: Inputs, numbers: Sequence[range], kept: Kept
+) -> Iterator[list[FunctionSamples]]:
+    """Yield the beliefs about a few inputs after another, as many as fit the budget with all their functions."""
+    network: Network = members[0].problem.network
+    batch, outputs = network.count(x), torch.Size(network.output_shape).numel()
+    each = COPIES * (1 + sum(map(len, numbers))) * outputs * torch.finfo(network.dtype).bits // 8
+    step = max(1, temporary(network.device) // each)
+    for start in range(0, batch, step):
+        whole = step >= batch
+        beliefs = list(
+            drawn_beliefs(members, x if whole else network.take(x, slice(start, start + step)), numbers, kept)
+        )
+        check_finite(beliefs[0].mean, "outputs of the network")
+        yield beliefs
