@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ class Corpus:
 def _part(text: np.ndarray, offsets: np.ndarray, labels: np.ndarray) -> Labelled:
     """Return sentences from their bytes, one after another, and the offsets between them."""
     whole, ends = text.tobytes(), offsets.tolist()
-    sentences = (whole[a:b].decode().split() for a, b in zip(ends, ends[1:], strict=False))
+    sentences = (whole[a:b].decode().split() for a, b in pairwise(ends))
     return Labelled(tuple(tuple(words) for words in sentences), tuple(int(y) for y in labels))
 
 
