@@ -19,7 +19,7 @@ from lapwing.demo.result import Result, Row, plain
 from lapwing.methods.protocol import Method
 
 TEMPERATURES = (0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 2.0)
-RATIOS = (1.0, 10.0, 100.0, 1000.0)  # of the precision to the evidence's
+RATIOS = tuple(10.0**k for k in range(6))  # of the precision to the evidence's
 TOGETHER = 8  # sentences of a batch for predictions: K functions have K x B x T x V numbers there
 WRITTEN = {"written, most probable words": 0.0, "written, temperature 1": 1.0}
 SHOWN = 3  # of the written sentences, in the notes
@@ -100,7 +100,7 @@ class WordScores:
     @property
     def nll(self) -> float:
         """The mean negative log-probability of a word."""
-        return -float(self.sums.sum() / self.words.sum())
+        return float(-self.sums.sum() / self.words.sum()) + 0.0  # no negative zero
 
     @property
     def error(self) -> float:

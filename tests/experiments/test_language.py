@@ -60,7 +60,7 @@ def settings(tmp_path: Path) -> Language:
     np.savez(tmp_path / "sst2.npz", **arrays)
     return Language(
         tmp_path, words=9, longest=8, shape=SHAPE, data=48, sentences=24, test_tokens=6, validation_tokens=4,
-        written=3, training=BRIEF, adapting=BRIEF, modelling=BRIEF, rank=2, samples=3, batch_size=16,
+        written=3, training=BRIEF, adapting=BRIEF, modelling=BRIEF, rank=2, samples=3, batch_size=48,
     )  # fmt: skip
 
 
