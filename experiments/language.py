@@ -19,11 +19,13 @@ import lapwing as lw
 from experiments import language_tokens
 from experiments.data import data_folder
 from experiments.language_data import Batch, inputs_of
+from experiments.language_models import passes
 from experiments.language_task import Language, Task, from_scratch, with_adapters
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.methods.protocol import Method
 
+PARTS = ("classes", "words")  # of sentences; next words and whole sequences
 RESAMPLES = 200  # of the bootstrap for the error of the ECE
 Make = Callable[[], Method]
 
@@ -49,7 +51,7 @@ FITS: dict[str, dict[str, Fit]] = {  # for each network, the methods in the orde
         "Kron": Fit(lw.Kron),
         "EKron": Fit(lw.EKron),
         "Diagonal": Fit(lw.Diagonal),
-        "MC dropout": Fit(lw.baselines.MCDropout),
+        "MC dropout": Fit(lambda: lw.baselines.MCDropout(16)),
         "FMGP": Fit(lambda: lw.FMGP(100, kernel="features")),
         "LowRank": Fit(lambda: lw.LowRank(20), slow=True),
         "Sampled": Fit(lw.Sampled, slow=True),
@@ -62,12 +64,12 @@ FITS: dict[str, dict[str, Fit]] = {  # for each network, the methods in the orde
         "Kron": Fit(lw.Kron, lw.named("lora")),
         "EKron": Fit(lw.EKron, lw.named("lora")),
         "Diagonal": Fit(lw.Diagonal, lw.named("lora")),
-        "Full": Fit(lw.Full, lw.named("lora")),
+        "Full": Fit(lw.Full, lw.named("lora"), slow=True),
         "LowRank": Fit(lambda: lw.LowRank(20), lw.named("lora")),
         "Sampled": Fit(lw.Sampled, lw.named("lora")),
         "ELLA": Fit(lambda: lw.ELLA(500, 20), lw.named("lora"), padded=True),
         "VaLLA": Fit(lambda: lw.VaLLA(50, optimiser="none"), lw.named("lora"), padded=True),
-        "MC dropout": Fit(lw.baselines.MCDropout),
+        "MC dropout": Fit(lambda: lw.baselines.MCDropout(16)),
     },
 }
 METHODS = tuple(dict.fromkeys(name for fits in FITS.values() for name in fits))
@@ -77,8 +79,9 @@ NETWORKS: dict[str, Callable[[Language], Task]] = {"trained from scratch": from_
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this experiment."""
     add_data_dir(parser, "sst2.npz")
-    parser.add_argument("--data", type=positive, help="training phrases of the classifier (10,000)")
-    parser.add_argument("--sentences", type=positive, help="training sentences of the language model (6,000)")
+    parser.add_argument("--data", type=positive, help="training phrases of the classifier (5,000)")
+    parser.add_argument("--sentences", type=positive, help="training sentences of the language model (4,000)")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"{' and '.join(PARTS)}; both by default")
     parser.add_argument("--full", action="store_true", help="all training phrases and sentences, and 8,000 words")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="methods to compare; the fast ones by default")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -96,7 +99,8 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         device=arguments.device,
         seed=arguments.seed,
     )
-    results = run(settings, progress), language_tokens.run(settings, progress)
+    runs = {"classes": run, "words": language_tokens.run}
+    results = tuple(runs[part](settings, progress) for part in chosen(arguments.parts, PARTS, "--parts"))
     return Report(arguments.out / "language.json", results)
 
 
@@ -109,16 +113,22 @@ def run(settings: Language, progress: Progress = silent) -> Result:
         begin = time.perf_counter()
         task = train(settings)
         seconds[f"training, {group}"] = time.perf_counter() - begin
+        seconds |= {f"{name}, {group}": value for name, value in passes(task.model, task.train, task.test).items()}
         progress(f"{group}: trained after {seconds[f'training, {group}']:.0f} s")
         scored: dict[str, Scored] = {}
-        for name, fit in FITS[group].items():
-            if name == "plain" or (name in settings.methods if settings.methods else not fit.slow):
-                scored |= _both_ways(name, fit, task, settings)
-                progress(f"{group}, {name}: done after {time.perf_counter() - start:.0f} s")
+        for name, fit in asked(FITS[group], settings.methods).items():
+            scored |= _both_ways(name, fit, task, settings)
+            progress(f"{group}, {name}: done after {time.perf_counter() - start:.0f} s")
         base = scored["temperature"]
         rows += [Row(name, each.scores(base), group) for name, each in scored.items()]
     seconds["total"] = time.perf_counter() - start
     return Result("language", plain(settings), settings.seed, tuple(rows), seconds)
+
+
+def asked(fits: Mapping[str, Fit], methods: tuple[str, ...]) -> dict[str, Fit]:
+    """Return the methods with these names and the plain network; without names all that are not slow."""
+    wanted = lambda name, fit: name == "plain" or (name in methods if methods else not fit.slow)
+    return {name: fit for name, fit in fits.items() if wanted(name, fit)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.language_data import IGNORED, PAD, Batch, inputs_of
+from lapwing.demo.training import best_seconds
 
 
 @dataclass(frozen=True)
@@ -169,3 +170,20 @@ def optimise(model: nn.Module, data: Sequence[Batch], training: Training, seed: 
                 falling.step()
     optimiser.zero_grad()
     model.eval()
+
+
+def passes(model: nn.Module, train: Sequence[Batch], test: Sequence[Batch]) -> dict[str, float]:
+    """Return the seconds of an epoch without the optimiser, and of a forward pass over the test data."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def epoch() -> None:
+        for batch in train:
+            f = model(**inputs_of(batch)).flatten(0, -2)
+            torch.autograd.grad(F.cross_entropy(f, batch["labels"].flatten(), ignore_index=IGNORED), parameters)
+
+    @torch.no_grad()
+    def forward() -> None:
+        for batch in test:
+            model(**inputs_of(batch))
+
+    return {"epoch": best_seconds(epoch, repeats=1)[0], "forward pass": best_seconds(forward)[0]}

@@ -26,18 +26,18 @@ class Language:
     """
 
     data_dir: Path
-    words: int = 4000
+    words: int = 2000
     longest: int = 40  # words of a sentence that are read
     shape: Shape = Shape()
-    data: int | None = 10_000  # training phrases of the classifier; None takes all
-    sentences: int | None = 6_000  # training sentences of the language model
+    data: int | None = 5_000  # training phrases of the classifier; None takes all
+    sentences: int | None = 4_000  # training sentences of the language model
     test: int | None = None  # scored sentences of the classifier
-    validation_tokens: int = 60  # validation sentences of the language model
-    test_tokens: int = 300  # its scored sentences
-    written: int = 100  # sentences that it writes in each way
+    validation_tokens: int = 40  # validation sentences of the language model
+    test_tokens: int = 200  # its scored sentences
+    written: int = 40  # sentences that it writes in each way
     training: Training = Training(10)
     adapting: Training = Training(8, learning_rate=3e-3)
-    modelling: Training = Training(6, learning_rate=2e-3, batch_size=32)
+    modelling: Training = Training(8, learning_rate=2e-3, batch_size=32)
     rank: int = 8  # of the adapters
     methods: tuple[str, ...] = ()
     samples: int = 16  # functions drawn from the posterior of the language model

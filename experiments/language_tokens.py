@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from experiments.language_data import Batch, Sentence, inputs_of
+from experiments.language_data import IGNORED, Batch, Sentence, inputs_of
+from experiments.language_models import passes
 from experiments.language_sequences import Scores, detection, shuffled, target_log_probs, with_unusual_words, written
 from experiments.language_task import Language, language_model, parts_of, token_batches
 from experiments.options import Progress, silent
@@ -24,6 +25,7 @@ TOGETHER = 8  # sentences of a batch for predictions: K functions have K x B x T
 WRITTEN = {"written, most probable words": 0.0, "written, temperature 1": 1.0}
 SHOWN = 3  # of the written sentences, in the notes
 Logits = Callable[[Batch], Tensor]  # a batch -> logits of K functions, (K, B, T, V)
+LogProbs = Callable[[Batch], Tensor]  # a batch -> log-probabilities of its targets, (B, T)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def run(settings: Language, progress: Progress = silent) -> Result:
     """Score the next word, then sequences: as they are, with unusual or shuffled words, and written by the model."""
     start = time.perf_counter()
     task = Tokens.of(settings)
-    seconds = {"training": time.perf_counter() - start}
+    seconds = {"training": time.perf_counter() - start, **passes(task.model, task.train, task.test)}
     progress(f"language model: trained after {seconds['training']:.0f} s")
     rows, posteriors = _next_words(task, progress)
     more, notes = _sequences(task, posteriors[SEQUENCES])
@@ -85,17 +87,14 @@ class WordScores:
     words: Tensor
 
     @classmethod
-    def of(cls, logits: Logits, data: Sequence[Batch], temperatures: Sequence[float]) -> list[WordScores]:
-        """Return the scores of the mean softmax over the functions, for each temperature."""
-        sums: list[list[Tensor]] = [[] for _ in temperatures]
-        words = []
+    def of(cls, log_probs: LogProbs, data: Sequence[Batch]) -> WordScores:
+        """Return the scores, from the log-probability of every target; ignored ones do not count."""
+        sums, words = [], []
         for batch in data:
-            f, y = logits(batch), batch["labels"]
-            for place, temperature in zip(sums, temperatures, strict=True):
-                drawn = target_log_probs(f, y, temperature).double()
-                place.append((torch.logsumexp(drawn, 0) - math.log(len(f))).sum(-1).cpu())
-            words.append((y >= 0).sum(-1).double().cpu())
-        return [cls(torch.cat(each), torch.cat(words)) for each in sums]
+            known = batch["labels"] != IGNORED
+            sums.append((log_probs(batch) * known).sum(-1).double().cpu())
+            words.append(known.sum(-1).double().cpu())
+        return cls(torch.cat(sums), torch.cat(words))
 
     @property
     def nll(self) -> float:
@@ -119,18 +118,15 @@ class WordScores:
 
 def _next_words(task: Tokens, progress: Progress) -> tuple[list[Row], dict[str, lw.Fitted]]:
     """Return the rows of the next word, and the posterior of each method, its precision chosen by validation data."""
-
-    @torch.no_grad()
-    def alone(batch: Batch) -> Tensor:
-        f: Tensor = task.model(**inputs_of(batch))
-        return f[None]
-
     group, posteriors = "next word", {}
-    best = _best_temperature(WordScores.of(alone, task.validation, TEMPERATURES))[1]
-    network, base = WordScores.of(alone, task.test, (1.0, best))
+    start = time.perf_counter()
+    network = lw.fit(task.model, task.train, lw.Categorical(), method=lw.baselines.MapOnly(), progress=False)
+    seconds = time.perf_counter() - start
+    scaled = network.tuned(lw.tuners.Integrate(task.validation))
+    base = WordScores.of(predicted(scaled), task.test)
     rows = [
-        Row("plain", network.scores(base), group),
-        Row("temperature", {**base.scores(base), "temperature": best}, group),
+        Row("plain", _scored(task, predicted(network), base, seconds), group),
+        Row("temperature", _scored(task, predicted(scaled), base, time.perf_counter() - start), group),
     ]
     for name, fit in FITS.items():
         start = time.perf_counter()
@@ -139,18 +135,20 @@ def _next_words(task: Tokens, progress: Progress) -> tuple[list[Row], dict[str, 
             generator=torch.Generator().manual_seed(task.settings.seed), progress=False,
         ).tuned(lw.tuners.MaximiseEvidence())  # fmt: skip
         seconds = time.perf_counter() - start
-        rows.append(Row(f"{name}, evidence", _scored(task, posterior, 1.0, base, seconds), group))
+        samples = task.settings.samples
+        rows.append(Row(f"{name}, evidence", _scored(task, averaged(posterior, samples), base, seconds), group))
         posteriors[name], temperature = _validated(task, posterior)
         seconds = time.perf_counter() - start
-        row = _scored(task, posteriors[name], temperature, base, seconds)
-        rows.append(Row(f"{name}, validation", row, group))
+        chosen = {"ratio": float(posteriors[name].prior.values / posterior.prior.values), "temperature": temperature}
+        scores = _scored(task, averaged(posteriors[name], samples, temperature), base, seconds)
+        rows.append(Row(f"{name}, validation", {**scores, **chosen}, group))
         progress(f"{name}: done after {time.perf_counter() - start:.0f} s")
     return rows, posteriors
 
 
-def _best_temperature(scores: Sequence[WordScores]) -> tuple[float, float]:
-    """Return the lowest NLL and its temperature."""
-    return min((each.nll, temperature) for each, temperature in zip(scores, TEMPERATURES, strict=True))
+def predicted(posterior: lw.Fitted) -> LogProbs:
+    """Return the log-probability of every target by the predictive of the posterior."""
+    return lambda batch: posterior.predict(inputs_of(batch)).log_prob(batch["labels"].clamp_min(0))
 
 
 def drawn(posterior: lw.Fitted, samples: int) -> Logits:
@@ -158,27 +156,37 @@ def drawn(posterior: lw.Fitted, samples: int) -> Logits:
     return lambda batch: posterior.function_samples(inputs_of(batch), samples, torch.Generator().manual_seed(0))
 
 
+def averaged(posterior: lw.Fitted, samples: int, temperature: float = 1.0) -> LogProbs:
+    """Return the log-probability of every target by the mean softmax of some functions."""
+    logits = drawn(posterior, samples)
+    return lambda batch: mean_softmax(logits(batch), batch["labels"], temperature)
+
+
+def mean_softmax(f: Tensor, y: Tensor, temperature: float) -> Tensor:
+    """Return the log-probability of every target (B, T) by the mean softmax of K logits (K, B, T, V)."""
+    return target_log_probs(f, y, temperature).double().logsumexp(0) - math.log(len(f))
+
+
 def _validated(task: Tokens, posterior: lw.Fitted) -> tuple[lw.Fitted, float]:
     """Return the posterior under the precision, and the temperature, that predict validation sentences best."""
-    precision = float(posterior.prior.values)
-    candidates = [posterior.with_prior(precision * ratio) for ratio in RATIOS]
-    found = [
-        _best_temperature(WordScores.of(drawn(each, task.settings.samples), task.validation, TEMPERATURES))
-        for each in candidates
-    ]
-    best = min(range(len(found)), key=lambda i: found[i][0])
-    return candidates[best], found[best][1]
+    precision, found = float(posterior.prior.values), []
+    for ratio in RATIOS:
+        candidate = posterior.with_prior(precision * ratio)
+        logits = drawn(candidate, task.settings.samples)
+        totals = [0.0] * len(TEMPERATURES)
+        for batch in task.validation:
+            f, y = logits(batch), batch["labels"]
+            for i, temperature in enumerate(TEMPERATURES):
+                totals[i] -= float((mean_softmax(f, y, temperature) * (y != IGNORED)).sum())
+        found += [(total, candidate, temperature) for total, temperature in zip(totals, TEMPERATURES, strict=True)]
+    return min(found, key=lambda each: each[0])[1:]
 
 
-def _scored(
-    task: Tokens, posterior: lw.Fitted, temperature: float, base: WordScores, seconds: float
-) -> dict[str, float]:
+def _scored(task: Tokens, log_probs: LogProbs, base: WordScores, seconds: float) -> dict[str, float]:
     start = time.perf_counter()
-    (scores,) = WordScores.of(drawn(posterior, task.settings.samples), task.test, (temperature,))
-    return {
-        **scores.scores(base), "temperature": temperature, "precision": float(posterior.prior.values),
-        "fit s": seconds, "predict s": time.perf_counter() - start,
-    }  # fmt: skip
+    scores = WordScores.of(log_probs, task.test)
+    taken = time.perf_counter() - start
+    return {**scores.scores(base), "fit s": seconds, "predict s": taken}
 
 
 def _sequences(task: Tokens, posterior: lw.Fitted) -> tuple[list[Row], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import lapwing as lw
 from experiments import language, language_tokens
+from experiments.__main__ import main
 from experiments.language_data import (
     END,
     IGNORED,
@@ -86,9 +88,20 @@ def test_methods_are_scored_on_both_classifiers_without_and_with_validation(
 
 
 def test_slow_methods_run_only_on_request() -> None:
-    slow = {(group, name) for group, fits in language.FITS.items() for name, fit in fits.items() if fit.slow}
-    assert slow
-    assert all(group == "trained from scratch" for group, _ in slow)
+    fits = language.FITS["trained from scratch"]
+    assert "Kron" in language.asked(fits, ())
+    assert "Sampled" not in language.asked(fits, ())
+    assert list(language.asked(fits, ("Sampled",))) == ["plain", "Sampled"]
+
+
+def test_parts_of_the_experiment_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = lambda name: lambda settings, progress: Result(name, {}, 0, (), {})
+    monkeypatch.setattr(language, "run", made("language"))
+    monkeypatch.setattr(language_tokens, "run", made("language_tokens"))
+    command = ["language", "--out", str(tmp_path), "--data-dir", str(tmp_path), "--parts"]
+    assert main([*command, "words"]) == 0
+    assert list(json.loads((tmp_path / "language.json").read_text())) == ["language_tokens"]
+    assert main([*command, "letters"]) == 1
 
 
 def test_the_next_word_and_sequences_are_scored(settings: Language, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +125,7 @@ def test_scores_of_words_are_means_over_words_and_errors_over_sentences() -> Non
     generator = torch.Generator().manual_seed(0)
     f = torch.randn(2, 3, 3, 5, generator=generator, dtype=torch.float64)
     y = torch.tensor([[1, IGNORED, IGNORED], [4, 0, IGNORED], [2, 2, 3]])
-    (scores,) = language_tokens.WordScores.of(lambda batch: f, [{"labels": y}], (2.0,))
+    scores = language_tokens.WordScores.of(lambda batch: language_tokens.mean_softmax(f, y, 2.0), [{"labels": y}])
     probs = (f / 2).softmax(-1).mean(0)
     logs = [[math.log(probs[b, t, y[b, t]]) for t in range(3) if y[b, t] != IGNORED] for b in range(3)]
     mean = -sum(map(sum, logs)) / 6
