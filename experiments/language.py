@@ -20,12 +20,13 @@ from experiments import language_tokens
 from experiments.data import data_folder
 from experiments.language_data import Batch, inputs_of
 from experiments.language_models import passes
-from experiments.language_task import Language, Task, from_scratch, with_adapters
+from experiments.language_task import ADAPTERS, SCRATCH, Language, Task, from_scratch, with_adapters
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.methods.protocol import Method
 
-PARTS = ("classes", "words")  # of sentences; next words and whole sequences
+NETWORKS = {"classes": SCRATCH, "adapters": ADAPTERS}  # by the names of parts
+PARTS = (*NETWORKS, "words")
 RESAMPLES = 200  # of the bootstrap for the error of the ECE
 Make = Callable[[], Method]
 
@@ -44,7 +45,7 @@ class Fit:
 
 
 FITS: dict[str, dict[str, Fit]] = {  # for each network, the methods in the order of the table
-    "trained from scratch": {
+    SCRATCH: {
         "plain": Fit(lw.baselines.MapOnly),
         "last layer, Kron": Fit(lw.Kron, lw.last_layer),
         "last layer, Full": Fit(lw.Full, lw.last_layer),
@@ -58,7 +59,7 @@ FITS: dict[str, dict[str, Fit]] = {  # for each network, the methods in the orde
         "ELLA": Fit(lambda: lw.ELLA(500, 20), padded=True, slow=True),
         "VaLLA": Fit(lambda: lw.VaLLA(50, optimiser="none"), padded=True, slow=True),
     },
-    "LoRA adapters": {
+    ADAPTERS: {
         "plain": Fit(lw.baselines.MapOnly),
         "last layer, Kron": Fit(lw.Kron, lw.last_layer),
         "Kron": Fit(lw.Kron, lw.named("lora")),
@@ -73,35 +74,37 @@ FITS: dict[str, dict[str, Fit]] = {  # for each network, the methods in the orde
     },
 }
 METHODS = tuple(dict.fromkeys(name for fits in FITS.values() for name in fits))
-NETWORKS: dict[str, Callable[[Language], Task]] = {"trained from scratch": from_scratch, "LoRA adapters": with_adapters}
+TASKS: dict[str, Callable[[Language], Task]] = {SCRATCH: from_scratch, ADAPTERS: with_adapters}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this experiment."""
     add_data_dir(parser, "sst2.npz")
-    parser.add_argument("--data", type=positive, help="training phrases of the classifier (5,000)")
+    parser.add_argument("--data", type=positive, help="training phrases of the classifier (4,000)")
     parser.add_argument("--sentences", type=positive, help="training sentences of the language model (4,000)")
-    parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"{' and '.join(PARTS)}; both by default")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--full", action="store_true", help="all training phrases and sentences, and 8,000 words")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="methods to compare; the fast ones by default")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
 
 
 def command(arguments: argparse.Namespace, progress: Progress) -> Report:
-    """Run both parts of the experiment with the options given."""
-    default = Language(data_folder(arguments.data_dir))
+    """Run the parts of the experiment with the options given."""
+    default, parts = Language(data_folder(arguments.data_dir)), chosen(arguments.parts, PARTS, "--parts")
     settings = Language(
         data_dir=default.data_dir,
         words=8000 if arguments.full else default.words,
         data=arguments.data or (None if arguments.full else default.data),
         sentences=arguments.sentences or (None if arguments.full else default.sentences),
+        test=None if arguments.full else default.test,
+        networks=tuple(NETWORKS[part] for part in PARTS if part in parts and part in NETWORKS),
         methods=chosen(arguments.methods, METHODS, "--methods") if arguments.methods else (),
         device=arguments.device,
         seed=arguments.seed,
     )
-    runs = {"classes": run, "words": language_tokens.run}
-    results = tuple(runs[part](settings, progress) for part in chosen(arguments.parts, PARTS, "--parts"))
-    return Report(arguments.out / "language.json", results)
+    results = [run(settings, progress)] if settings.networks else []
+    results += [language_tokens.run(settings, progress)] if "words" in parts else []
+    return Report(arguments.out / "language.json", tuple(results))
 
 
 def run(settings: Language, progress: Progress = silent) -> Result:
@@ -109,9 +112,9 @@ def run(settings: Language, progress: Progress = silent) -> Result:
     start = time.perf_counter()
     rows: list[Row] = []
     seconds: dict[str, float] = {}
-    for group, train in NETWORKS.items():
+    for group in settings.networks:
         begin = time.perf_counter()
-        task = train(settings)
+        task = TASKS[group](settings)
         seconds[f"training, {group}"] = time.perf_counter() - begin
         seconds |= {f"{name}, {group}": value for name, value in passes(task.model, task.train, task.test).items()}
         progress(f"{group}: trained after {seconds[f'training, {group}']:.0f} s")

@@ -13,6 +13,7 @@ from torch import nn
 from experiments.language_data import Batch, Corpus, Labelled, Sentence, Vocabulary, class_batch, token_batch
 from experiments.language_models import Body, Classifier, LanguageModel, Shape, Training, adapted, optimise, seeded
 
+SCRATCH, ADAPTERS = "trained from scratch", "LoRA adapters"  # the two classifiers
 FEWEST = 8  # words of a training phrase from which on it counts as a sentence, if it ends in a full stop
 
 
@@ -29,9 +30,9 @@ class Language:
     words: int = 2000
     longest: int = 40  # words of a sentence that are read
     shape: Shape = Shape()
-    data: int | None = 5_000  # training phrases of the classifier; None takes all
+    data: int | None = 4_000  # training phrases of the classifier; None takes all
     sentences: int | None = 4_000  # training sentences of the language model
-    test: int | None = None  # scored sentences of the classifier
+    test: int | None = 1_000  # scored sentences of the classifier; None takes all
     validation_tokens: int = 40  # validation sentences of the language model
     test_tokens: int = 200  # its scored sentences
     written: int = 40  # sentences that it writes in each way
@@ -39,7 +40,8 @@ class Language:
     adapting: Training = Training(8, learning_rate=3e-3)
     modelling: Training = Training(8, learning_rate=2e-3, batch_size=32)
     rank: int = 8  # of the adapters
-    methods: tuple[str, ...] = ()
+    networks: tuple[str, ...] = (SCRATCH, ADAPTERS)
+    methods: tuple[str, ...] = ()  # none stands for all that are not slow
     samples: int = 16  # functions drawn from the posterior of the language model
     batch_size: int = 64
     device: str = "cpu"
