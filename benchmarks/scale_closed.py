@@ -75,9 +75,8 @@ def heads(full: bool) -> Iterator[str]:
         closed = best_of(3, partial(computed, method, ROWS, True))
         rows = ROWS if full else FEW
         seeds = best_of(1, partial(computed, method, rows, False)) * ROWS / rows
-        whole = best_of(3, lambda setting=setting: lw.fit(
-            model, batches, "classification", method=setting, weights="last_layer", prior=1.0, progress=False
-        ))  # fmt: skip
+        options: dict[str, Any] = {"method": setting, "weights": "last_layer", "prior": 1.0, "progress": False}
+        whole = best_of(3, partial(lw.fit, model, batches, "classification", **options))
         said = "" if full else f" (from {rows} rows)"
         yield (
             f"last layer, {CLASSES:,} classes, {ROWS} rows, {method}: closed form {closed:.3f} s, "
@@ -163,11 +162,11 @@ def draws(full: bool) -> Iterator[str]:
         data = list(zip(x.split(250), y.split(250), strict=True))
         fit = partial(lw.fit, model, data, "classification", tuner=lw.tuners.MaximiseEvidence(), progress=False)
         for make in (lw.Kron, lw.Diagonal, lw.EKron) if full else (lw.Kron, lw.Diagonal):
-            start = quiet(lambda fit=fit, make=make: fit(method=make("ggn")))
+            start = quiet(partial(fit, method=make("ggn")))
             prior = float(start.prior.values)
             at_prior = partial(lw.fit, model, data, "classification", prior=prior, progress=False)
             reference = at_prior(method=make("ggn"))
-            seconds = best_of(2, lambda at_prior=at_prior, make=make: at_prior(method=make("ggn")))
+            seconds = best_of(2, partial(at_prior, method=make("ggn")))
             variance, probs = reference.functions(inputs).variance, reference.predict(inputs).probs
             yield (
                 f"draws, 200 classes, n = {rows}, {make.__name__}: exact fit {seconds:.2f} s, precision {prior:.3g}, "
@@ -182,7 +181,7 @@ def draws(full: bool) -> Iterator[str]:
                     evidence.append(float(estimate.log_evidence() - reference.log_evidence()))
                     learned.append(float(quiet(estimate.tuned).prior.values) / prior)
                 rms, bias, distance = torch.tensor(errors).mean(0).tolist()
-                cost = best_of(2, lambda at_prior=at_prior, method=method: at_prior(method=method)) / seconds
+                cost = best_of(2, partial(at_prior, method=method)) / seconds
                 stated = estimate.findings[0].partition("about ")[2].partition(" %")[0]
                 yield (
                     f"  {count:2d} draws: {cost:.3f} of the time; stated {stated:>4s} %; variances {100 * rms:.1f} % "

@@ -21,6 +21,7 @@ EXPERIMENTS = {  # the name of a module in this folder, and its help
     "sampling": "digits: noise of the gradients of samples, and γ from one sample",
     "inducing": "functions of one input: inducing points against the exact posterior",
     "images": "one network for images, every method: likelihood, calibration, OOD",
+    "language": "sentences: transformers and adapters, next words and whole sequences, every method",
     "response": "error bars by pushing: two tasks, sensitivity, tables",
     "pushed": "a convolutional network at its minimum, pushed: Fashion-MNIST",
 }

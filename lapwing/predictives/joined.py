@@ -23,6 +23,8 @@ from lapwing.predictives.mixture import MixtureDistribution
 from lapwing.predictives.protocol import ClassPredictive, MultilabelPredictive, NumberPredictive, checked_numbers
 
 KEPT = 2**28  # bytes of covariances that are kept
+SLAB = 2**25 + 2**16  # bytes; the C library takes pieces of more than 32 MiB from the system, and gives them back
+ALIGNED = 64  # bytes
 WIDE = 32  # outputs above which no covariance between them is kept
 
 
@@ -176,23 +178,23 @@ class _Gathered:
     """The numbers of predictives of consecutive batches."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._kind, self._kept = device, "", 0
+        self._slabs, self._kind, self._kept = _Slabs(device), "", 0
         self._logs: list[Tensor] = []
         self._parts: list[Any] = []
 
     def add(self, predictive: Any) -> None:
         self._kind = _kind(predictive)
         if self._kind == "classes":
-            self._logs.append(predictive.log_probs.to(self._device))
+            self._logs.append(self._slabs.kept(predictive.log_probs))
         whole = self._kept <= KEPT and self._kind != "labels"
         if predictive.mean.shape[-1] > WIDE:
             whole, self._kept = False, KEPT + 1
         if whole or self._kind != "classes":
-            storing = _Storing(self._device, whole)
+            storing = _Storing(self._slabs, whole)
             self._parts.append(storing(predictive))
             self._kept += storing.nbytes if whole else 0
         if whole and self._kept > KEPT:  # no covariance is kept from now on
-            self._parts = [] if self._logs else [_Storing(self._device, False)(part) for part in self._parts]
+            self._parts = [] if self._logs else [_Storing(self._slabs, False)(part) for part in self._parts]
 
     def value(self) -> Any:
         if self._kind == "classes":
@@ -211,14 +213,38 @@ def _kind(predictive: Any) -> str:
     )
 
 
+class _Slabs:
+    """Memory for numbers that are kept, in large pieces on the CPU.
+
+    Small tensors that stay between large temporary ones that go would leave the C library with memory in fragments, ten
+    times as much as the numbers take.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._slab, self._used = device, torch.empty(0, dtype=torch.uint8), 0
+
+    def kept(self, t: Tensor) -> Tensor:
+        """Return the tensor on the device, in a slab if it is small."""
+        t = t.detach()
+        size = -(-t.nbytes // ALIGNED) * ALIGNED
+        if self._device.type != "cpu" or size > SLAB // 8:
+            return t.to(self._device)
+        if self._used + size > len(self._slab):  # a few numbers take a small one
+            room = min(SLAB, max(2 * len(self._slab), 16 * size))
+            self._slab, self._used = torch.empty(room, dtype=torch.uint8), 0
+        place = self._slab[self._used : self._used + t.nbytes].view(t.dtype).view(t.shape)
+        self._used += size
+        return place.copy_(t)
+
+
 class _Storing:
     """A walk through a predictive that moves its tensors and leaves out results that can be computed again.
 
     Beliefs that compute their covariance later get it now, or, unless ``whole``, the variances alone.
     """
 
-    def __init__(self, device: torch.device, whole: bool) -> None:
-        self._device, self._whole, self.nbytes = device, whole, 0
+    def __init__(self, slabs: _Slabs, whole: bool) -> None:
+        self._slabs, self._whole, self.nbytes = slabs, whole, 0
         self._done: dict[int, tuple[Any, Any]] = {}  # with the values, so that no address is used twice
 
     def __call__(self, value: Any) -> Any:
@@ -228,9 +254,8 @@ class _Storing:
 
     def _stored(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            moved = value.to(self._device)
-            self.nbytes += moved.nbytes
-            return moved
+            self.nbytes += value.nbytes
+            return self._slabs.kept(value)
         if isinstance(value, FunctionGaussian):
             return self._belief(value)
         if is_dataclass(value) and not isinstance(value, type):

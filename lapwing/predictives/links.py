@@ -38,6 +38,8 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
         own = cov.diagonal(dim1=-2, dim2=-1)
     else:
         cov, own = None, belief.centred_variance.reshape(-1, outputs)
+        if not bool((own > 0).any()):  # the plain network: l is log softmax(m), which takes no pairs
+            return mean.log_softmax(-1)
     rows = max(1, ENTRIES // outputs**2)
     logits = []
     for start in range(0, len(flat), rows):

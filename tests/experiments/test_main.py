@@ -27,7 +27,10 @@ def test_uci_prints_a_table_for_the_sets_asked_for(tmp_path: Path, capsys: pytes
     assert [row.name for row in result.rows if row.group == "wine"] == ["plain", "default"]
 
 
-RESULTS = {"inducing": ("inducing", "inducing_targets")}  # of experiments with more than one
+RESULTS = {
+    "inducing": ("inducing", "inducing_targets"),
+    "language": ("language", "language_tokens"),
+}  # of experiments with more than one
 FILES = {  # that each experiment writes
     "calibration": ("calibration.json",),
     "cifar": ("cifar.json",),
@@ -38,6 +41,7 @@ FILES = {  # that each experiment writes
     "sampling": ("sampling.png", "sampling.json"),
     "inducing": ("inducing.png", "inducing_targets.png", "inducing.json"),
     "images": ("images_mlp.json",),
+    "language": ("language.json",),
     "response": ("response.png", "response.json"),
     "pushed": ("pushed.json",),
 }

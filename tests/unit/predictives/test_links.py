@@ -55,6 +55,16 @@ def test_pairwise_ignores_a_shift_that_all_logits_share(classes: int) -> None:
     assert_close(pairwise(shifted), pairwise(b))
 
 
+def test_many_classes_without_variance_take_no_pairs() -> None:
+    """The plain network of a large vocabulary: the softmax itself, and not the same numbers from C² differences."""
+    mean = 3 * torch.randn(B, 300, dtype=D)
+    none = lambda: torch.zeros_like(mean)
+    certain = lw.FunctionGaussian(mean, Deferred(none, none, none))
+    assert torch.equal(pairwise(certain), mean.log_softmax(-1))
+    nearly = lw.FunctionGaussian(mean, Deferred(none, none, lambda: torch.full_like(mean, 1e-12)))
+    assert_close(pairwise(nearly), pairwise(certain))
+
+
 def test_many_classes_need_no_covariance() -> None:
     classes = 300
     variance = 4 * torch.rand(B, classes, dtype=D)
