@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
+from lapwing.core.memory import gathered
 from lapwing.core.random import normal
 from lapwing.core.schema import Array, Maybe, Real
 from lapwing.core.state import Part, State, saved
@@ -30,6 +31,7 @@ from lapwing.errors import FileError
 from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors import pushforward
 from lapwing.posteriors.protocols import Linearised
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
@@ -141,8 +143,7 @@ class WeightPosterior(Linearised):
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
         if joint:
-            tangent = network.linearise(x)
-            return FunctionGaussian.across(tangent.f.to(network.dtype), self.cross(tangent.jacobians()))
+            return FunctionGaussian.across(*pushforward.joint(self.precision, network, x))
         if network.output_shape[-1] <= WIDE:
             return FunctionGaussian(*self._quadratic(x, full=True))
         return FunctionGaussian(network(x).to(network.dtype), self._deferred(x))
@@ -165,14 +166,18 @@ class WeightPosterior(Linearised):
         self, x: Inputs, full: bool, centred: bool = False, outputs: ChosenOutputs | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs and their covariances, or variances; ``centred`` takes the mean over outputs off first."""
-        network, precision = self.problem.network, self.precision
-        means, covs = [], []
-        for _, tangent in network.tangents(x, chosen=outputs):
-            f = tangent.f.to(network.dtype)
-            cov = precision.quadratic(tangent.jacobians(_centring(f) if centred else None), full)
-            means.append(f)
-            covs.append(cov.reshape(*f.shape, f.shape[-1]) if full else cov.reshape(f.shape))
-        return _joined(means), _joined(covs)
+        network, means = self.problem.network, []
+
+        def parts() -> Iterator[Tensor]:
+            for _, tangent in network.tangents(x, chosen=outputs):
+                means.append(tangent.f.to(network.dtype))
+                if full:
+                    yield pushforward.covariances(self.precision, tangent)
+                else:
+                    yield pushforward.variances(self.precision, tangent, centred)
+
+        cov = gathered(parts(), network.count(x))
+        return gathered(means, len(cov)), cov
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
@@ -323,15 +328,3 @@ class WeightPosterior(Linearised):
         if each and problem.likelihood.ratios is None:
             raise FileError("one curvature for each output and one noise for all; expected a noise for each")
         return cls(problem, **fields, mode=mode)
-
-
-def _centring(f: Tensor) -> Tensor:
-    """Return seeds (S C, B, [T,] C) of the outputs minus their mean over the outputs of the same datum."""
-    outputs, tokens = f.shape[-1], f[0].numel() // f.shape[-1]
-    centred = torch.eye(outputs, dtype=f.dtype, device=f.device) - 1 / outputs
-    whole = torch.block_diag(*[centred] * tokens)
-    return whole.reshape(len(whole), 1, *f.shape[1:]).expand(-1, *f.shape)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)  # without a copy of a single part
