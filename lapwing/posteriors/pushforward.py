@@ -7,10 +7,13 @@ output by itself, a covariance every two runs together. The numbers are the same
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs
 from lapwing.core.memory import gathered
 from lapwing.curvature.protocols import Precision
@@ -19,6 +22,12 @@ from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
 
 Piece = tuple[slice, slice]  # samples, and outputs of each of them
+
+
+class Cross(Protocol):
+    """The covariance between all inputs and outputs of two Jacobians, (B K, B' K'), or of one with itself."""
+
+    def __call__(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor: ...
 
 
 def variances(precision: Precision, tangent: Tangent, centred: bool = False) -> Tensor:
@@ -63,38 +72,47 @@ def _of_token(precision: Precision, tangent: Tangent, start: int, pieces: list[s
     return total.unsqueeze(1)
 
 
-def joint(precision: Precision, network: Network, x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the outputs (B, [T,] C), and the covariance between all outputs at all inputs, (B [T] C, B [T] C).
+def joint(cross: Cross, network: Network, x: Inputs, chosen: ChosenOutputs | None = None) -> tuple[Tensor, Tensor]:
+    """Return all or some outputs (B, [T,] C), and the covariance between them at all inputs, (B [T] C, B [T] C).
 
     Cost: one backward pass for each output; where inputs and outputs take R pieces, R / 2 times as many.
     """
-    f = network(x).to(network.dtype)
+    f, pieces = outputs_in_pieces(network, x, chosen)
+    if len(pieces) == 1:
+        return f, cross(replace(network.linearise(x), chosen=chosen).jacobians())
     count, size = len(f), f[0].numel()
-    chunks = list(network.footprint.largest(count, 2 * size, network.dtype, network.device))  # two at once
-    longest = chunks[0].stop - chunks[0].start
-    runs = list(network.footprint.seed_runs(size, 2 * longest, network.dtype, network.device))
-    if len(chunks) == len(runs) == 1:
-        return f, precision.cross(network.linearise(x).jacobians())
     total = f.new_empty(count, size, count, size)
-    pieces = [(chunk, run) for chunk in chunks for run in runs]
     for number in range(len(pieces)):
-        others = _jacobians(network, x, pieces[number:])
+        others = jacobian_pieces(network, x, pieces[number:], chosen)
         here, rows = next(others)
-        total[here[0], here[1], here[0], here[1]] = _spread(precision.cross(rows), rows, rows)
+        total[here[0], here[1], here[0], here[1]] = _spread(cross(rows), rows, rows)
         for there, columns in others:
-            block = _spread(precision.cross(rows, columns), rows, columns)
+            block = _spread(cross(rows, columns), rows, columns)
             total[here[0], here[1], there[0], there[1]] = block
             total[there[0], there[1], here[0], here[1]] = block.permute(2, 3, 0, 1)
     return f, total.flatten(2).flatten(0, 1)
 
 
-def _jacobians(network: Network, x: Inputs, pieces: list[Piece]) -> Iterator[tuple[Piece, LayerJacobians]]:
+def outputs_in_pieces(network: Network, x: Inputs, chosen: ChosenOutputs | None) -> tuple[Tensor, list[Piece]]:
+    """Return all or some outputs at x, and pieces of them; the Jacobians of two pieces fit the byte budget together."""
+    f = network(x).to(network.dtype)
+    f = f if chosen is None else chosen.of(f)
+    size, options = f[0].numel(), (network.dtype, network.device)
+    chunks = list(network.footprint.largest(len(f), 2 * size, *options))
+    runs = list(network.footprint.seed_runs(size, 2 * (chunks[0].stop - chunks[0].start), *options))
+    return f, [(chunk, run) for chunk in chunks for run in runs]
+
+
+def jacobian_pieces(
+    network: Network, x: Inputs, pieces: list[Piece], chosen: ChosenOutputs | None
+) -> Iterator[tuple[Piece, LayerJacobians]]:
     """Yield the Jacobian of each piece; a chunk of samples runs once for all pieces of it in a row."""
     chunk: slice | None = None
     for piece in pieces:
         if piece[0] != chunk:
             chunk = piece[0]
-            tangent = network.linearise(network.take(x, chunk))
+            some = None if chosen is None else chosen.samples(chunk)
+            tangent = replace(network.linearise(network.take(x, chunk)), chosen=some)
         yield piece, tangent.jacobians(tangent.seeds(piece[1]))
 
 

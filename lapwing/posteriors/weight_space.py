@@ -12,9 +12,10 @@ from torch import Tensor
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
-from lapwing.core.memory import gathered
-from lapwing.core.random import normal
+from lapwing.core.memory import PIECE, budget, evenly, gathered
+from lapwing.core.random import normal_rows
 from lapwing.core.schema import Array, Maybe, Real
+from lapwing.core.settings import require_integer
 from lapwing.core.state import Part, State, saved
 from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.curvature.protocols import (
@@ -143,7 +144,7 @@ class WeightPosterior(Linearised):
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
         if joint:
-            return FunctionGaussian.across(*pushforward.joint(self.precision, network, x))
+            return FunctionGaussian.across(*pushforward.joint(self.precision.cross, network, x))
         if network.output_shape[-1] <= WIDE:
             return FunctionGaussian(*self._quadratic(x, full=True))
         return FunctionGaussian(network(x).to(network.dtype), self._deferred(x))
@@ -183,8 +184,8 @@ class WeightPosterior(Linearised):
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
         return self.precision.quadratic(jacobian, True)
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        return self.precision.cross(jacobian)
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        return self.precision.cross(jacobian, other)
 
     @property
     def shared(self) -> object:
@@ -293,9 +294,18 @@ class WeightPosterior(Linearised):
 
     def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights as steps from their mean, (n, P)."""
-        eps = normal((n, len(self.theta)), generator, self.theta)
-        with torch.no_grad():
-            return self.precision.sample(eps).to(self.theta)
+
+        def drawn(run: slice) -> Tensor:
+            eps = normal_rows(run.stop - run.start, len(self.theta), generator, self.theta)
+            with torch.no_grad():
+                return self.precision.sample(eps).to(self.theta)
+
+        return gathered(map(drawn, self._draw_runs(n)), n)
+
+    def _draw_runs(self, n: int) -> Iterator[slice]:
+        """Yield runs of draws of the weights that fit the byte budget: of one there are four copies for a while."""
+        most = int(PIECE * budget(self.theta.device)) // (4 * self.theta.nbytes)
+        return evenly(n, most)
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights, or of the outputs at x: ∇gᵀ Λ⁻¹ ∇g."""
@@ -304,8 +314,13 @@ class WeightPosterior(Linearised):
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions of the tangent model, (n, B, [T,] C): one draw of the weights for all inputs."""
-        f, products = outputs_along(self.problem.network, x, self.deviations(n, generator))
-        return f + products
+        require_integer("n", n)
+
+        def drawn(run: slice) -> Tensor:
+            f, products = outputs_along(self.problem.network, x, self.deviations(run.stop - run.start, generator))
+            return products.add_(f)
+
+        return gathered(map(drawn, self._draw_runs(n)), n)
 
     def state(self) -> State:
         tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
