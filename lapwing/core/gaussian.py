@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
+from lapwing.core.memory import gathered, runs
 from lapwing.core.random import normal
 from lapwing.core.settings import require_integer, seen
 from lapwing.core.spectra import eigh
@@ -92,7 +93,8 @@ class FunctionGaussian:
     @classmethod
     def stacked(cls, beliefs: Sequence[FunctionGaussian]) -> FunctionGaussian:
         """Return the beliefs along a new first dimension."""
-        stack = lambda part: lambda: torch.stack([part(belief) for belief in beliefs])
+        join = lambda parts: parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+        stack = lambda part: lambda: join([part(belief) for belief in beliefs])
         deferred = Deferred(stack(lambda b: b.variance), stack(lambda b: b.cov), stack(lambda b: b.centred_variance))
         return cls(torch.stack([belief.mean for belief in beliefs]), deferred)
 
@@ -215,11 +217,21 @@ def _rule(count: int) -> tuple[Tensor, Tensor]:
     return nodes, weights / weights.sum()
 
 
-def normal_nodes(belief: FunctionGaussian, count: int = 512) -> tuple[Tensor, Tensor]:
-    """Return values of f (B, C, count) and their weights (count,), which sum to one.
+NODES = 512  # they integrate a sigmoid of logits with a standard deviation of up to 30 to about 1e-9
 
-    512 nodes integrate a sigmoid of logits with a standard deviation of up to 30 to about 1e-9.
-    """
+
+def normal_nodes(belief: FunctionGaussian, rows: slice = slice(None), count: int = NODES) -> tuple[Tensor, Tensor]:
+    """Return values of f (B, C, count) at some of the inputs, and their weights (count,), which sum to one."""
     nodes, weights = _rule(count)
     nodes, weights = nodes.to(belief.mean), weights.to(belief.mean)
-    return belief.mean.unsqueeze(-1) + belief.std.unsqueeze(-1) * nodes, weights
+    return belief.mean[rows].unsqueeze(-1) + belief.std[rows].unsqueeze(-1) * nodes, weights
+
+
+def by_inputs(belief: FunctionGaussian, compute: Callable[[slice], Tensor], numbers: int = 4 * NODES) -> Tensor:
+    """Return what ``compute`` returns for all inputs, (B, ...), a few at a time.
+
+    It takes ``numbers`` for each output of an input.
+    """
+    mean = belief.mean
+    each = mean.element_size() * numbers * mean[:1].numel()
+    return gathered((compute(rows) for rows in runs(len(mean), each, mean.device)), len(mean))

@@ -21,6 +21,21 @@ def normal(shape: tuple[int, ...], generator: torch.Generator | None, like: Tens
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=_home(generator, like)).to(like.device)
 
 
+def normal_rows(rows: int, size: int, generator: torch.Generator | None, like: Tensor) -> Tensor:
+    """Return standard normal numbers (rows, size), drawn row by row: the same rows, however many are drawn at once."""
+    return torch.stack([normal((size,), generator, like) for _ in range(rows)])
+
+
+def sequential_normal(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
+    """Return standard normal numbers, the same ones, however many are drawn at once.
+
+    ``torch.randn`` fills blocks of numbers together, and the last block of a call in another way; uniform numbers come
+    one by one.
+    """
+    draws = uniform(shape, generator, torch.empty(0, dtype=torch.float64, device=like.device))
+    return torch.special.ndtri(draws + 2.0**-54).to(like)
+
+
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
     """Return uniform numbers in [0, 1) in the dtype and on the device of ``like``."""
     return torch.rand(shape, generator=generator, dtype=like.dtype, device=_home(generator, like)).to(like.device)

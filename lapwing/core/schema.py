@@ -140,7 +140,10 @@ class MapOf:
 
 
 class Record:
-    """A mapping with these keys and no others; ``build`` makes the result from the values."""
+    """A mapping with these keys and no others; ``build`` makes the result from the values.
+
+    A field that is ``Later`` may be absent: then ``build`` gives it its default.
+    """
 
     place: ClassVar[str] = "settings"
 
@@ -148,9 +151,11 @@ class Record:
         self.build, self.fields = build, fields
 
     def checked(self, value: Any, sizes: Sizes) -> Any:
-        if not isinstance(value, Mapping) or set(value) != set(self.fields):
+        needed = {name for name, field in self.fields.items() if not isinstance(field, Later)}
+        if not isinstance(value, Mapping) or not needed <= set(value) <= set(self.fields):
             raise refused(value, f"exactly the keys {', '.join(self.fields)}")
-        return self.build(**{name: _named(name, field, value[name], sizes) for name, field in self.fields.items()})
+        present = {name: field for name, field in self.fields.items() if name in value}
+        return self.build(**{name: _named(name, field, value[name], sizes) for name, field in present.items()})
 
 
 @dataclass(frozen=True)
@@ -219,6 +224,16 @@ class Maybe:
 
     def checked(self, value: Any, sizes: Sizes) -> Any:
         return None if value is None else self.field.checked(value, sizes)
+
+
+class Later:
+    """A value of a record that files of earlier versions do not have."""
+
+    def __init__(self, field: Field) -> None:
+        self.field, self.place = field, field.place
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        return self.field.checked(value, sizes)
 
 
 class Either:

@@ -42,8 +42,8 @@ class BlockPrecision(Protocol):
         """Return J Λ⁻¹ Jᵀ of all precisions of one curvature, (B, S, C, C) each; a shared basis is applied once."""
         ...
 
-    def cross(self, jacobian: BlockJacobian) -> Tensor:
-        """Return J Λ⁻¹ Jᵀ between all samples and outputs, (B K, B K)."""
+    def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
+        """Return J Λ⁻¹ J'ᵀ between all samples and outputs of two batches, (B K, B' K'), or of one with itself."""
         ...
 
     def sample(self, eps: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ class DiagonalPrecision:
     def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
         return [each.quadratic(jacobian, tokens, True) for each in precisions]
 
-    def cross(self, jacobian: BlockJacobian) -> Tensor:
-        return jacobian.between(jacobian, self.inverse)
+    def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
+        return jacobian.between(jacobian if other is None else other, self.inverse)
 
     def sample(self, eps: Tensor) -> Tensor:
         return eps * self.inverse.sqrt().to(eps)
@@ -191,16 +191,20 @@ class CholeskyPrecision:
         return torch.linalg.solve_triangular(self.factor, eye, upper=False)
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
+        rows = self._whitened(jacobian)
+        return row_products(rows.reshape(rows.shape[0], tokens, -1, rows.shape[-1]), full)
+
+    def _whitened(self, jacobian: BlockJacobian) -> Tensor:
+        """Return J L⁻ᵀ, (B, K, p)."""
         j = jacobian.whole().flatten(2)
-        rows = j @ self._inverse_factor.to(j.dtype).mT
-        return row_products(rows.reshape(j.shape[0], tokens, -1, j.shape[-1]), full)
+        return j @ self._inverse_factor.to(j.dtype).mT
 
     def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
         return [each.quadratic(jacobian, tokens, True) for each in precisions]
 
-    def cross(self, jacobian: BlockJacobian) -> Tensor:
-        j = jacobian.whole().flatten(2).flatten(0, 1)
-        return row_products(j @ self._inverse_factor.to(j.dtype).mT)
+    def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
+        rows = self._whitened(jacobian).flatten(0, 1)
+        return rows @ (rows if other is None else self._whitened(other).flatten(0, 1)).mT
 
     def sample(self, eps: Tensor) -> Tensor:
         flat = eps.reshape(eps.shape[0], -1)
@@ -257,7 +261,7 @@ class FullSum:
 
     def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
         assert not isinstance(part, ClosedForm), "the last linear layer is kept in factors"
-        self._gram.add(part.whole().flatten(0, 1).double())
+        self._gram.add(part.whole().flatten(0, 1), exact=True)
 
     def value(self) -> FullBlock:
         return FullBlock(self._gram.value())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class BlockwisePrecision:
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
         pairs = zip(self.blocks, jacobian, strict=True)
-        return reduce(add, (precision.quadratic(part, jacobian.tokens, full) for precision, (_, part) in pairs))
+        return reduce(_added, (precision.quadratic(part, jacobian.tokens, full) for precision, (_, part) in pairs))
 
     def quadratics(self, precisions: Sequence[BlockwisePrecision], jacobian: LayerJacobians) -> list[Tensor]:
         """Return ``quadratic`` of all precisions; every block is formed, and rotated into its basis, once."""
@@ -42,13 +41,16 @@ class BlockwisePrecision:
         for i, (_, part) in enumerate(jacobian):
             blocks = [precision.blocks[i] for precision in precisions]
             covariances = blocks[0].quadratics(blocks, part, jacobian.tokens)
-            totals = covariances if totals is None else [a + b for a, b in zip(totals, covariances, strict=True)]
+            totals = covariances if totals is None else [*map(_added, totals, covariances)]
         assert totals is not None
         return totals
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        parts = [precision.cross(part) for precision, (_, part) in zip(self.blocks, jacobian, strict=True)]
-        return torch.stack(parts).sum(0)
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        if other is None:
+            pairs = zip(self.blocks, jacobian, strict=True)
+            return reduce(_added, (precision.cross(part) for precision, (_, part) in pairs))
+        triples = zip(self.blocks, jacobian, other, strict=True)
+        return reduce(_added, (precision.cross(part, second) for precision, (_, part), (_, second) in triples))
 
     def sample(self, eps: Tensor) -> Tensor:
         return self._by_block(eps, lambda precision, part: precision.sample(part))
@@ -153,6 +155,11 @@ class BlockwiseCurvature:
     def structures(self) -> list[str]:
         """Return the name of the structure of every block, in the order of the network's layout."""
         return [type(block).__name__ for block in self.blocks]
+
+
+def _added(total: Tensor, part: Tensor) -> Tensor:
+    """Return the sum of two results, in the memory of the first where no gradient needs it."""
+    return total + part if total.requires_grad or part.requires_grad else total.add_(part)
 
 
 def blockwise_sum(sweep: Sweep, network: Network, sums: Sequence[BlockSum]) -> BlockwiseCurvature:

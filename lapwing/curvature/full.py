@@ -10,21 +10,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.core.memory import fitting, gathered, runs
 from lapwing.core.schema import Array, Flag, semidefinite, symmetric
 from lapwing.core.spectra import eigvalsh
 from lapwing.core.state import Latest, State, saved
-from lapwing.curvature.protocols import floored_by_layer, row_products, weighted_sum
+from lapwing.curvature.protocols import crossed, floored_by_layer, in_runs, row_products, weighted_sum
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky, not_definite
 from lapwing.linalg.gram import Gram
-from lapwing.networks.budget import temporary
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior
+
+COPIES = 5  # float64 numbers that a row of the Jacobian takes for each weight, while it is joined and whitened
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +47,15 @@ class FullPrecision:
         linear_map = single_map(jacobian)
         if linear_map is not None:
             return self._by_inputs(linear_map, jacobian, full)
-        j = jacobian.whole()
-        rows = self._whitened(j.flatten(0, 1)).reshape(j.shape[0], jacobian.tokens, -1, j.shape[-1])
-        return row_products(rows, full).to(j.dtype)
+        parts = (
+            row_products(self._white_rows(some).unflatten(0, (some.batch, jacobian.tokens, -1)), full).to(some.dtype)
+            for some in in_runs(jacobian, COPIES * self.selection.size, self.factor.device)
+        )
+        return gathered(parts, jacobian.batch)
+
+    def _white_rows(self, jacobian: LayerJacobians) -> Tensor:
+        """Return L⁻¹ Jᵀ as rows, (B K, P), in float64."""
+        return self._whitened(jacobian.whole().flatten(0, 1))
 
     def _by_inputs(self, part: LinearJacobian, jacobian: LayerJacobians, full: bool) -> Tensor:
         """Return J Λ⁻¹ Jᵀ for one linear map at one position: S_cd = Σ_ij g_ci g_dj (aᵀ Σ_ij a).
@@ -62,13 +70,11 @@ class FullPrecision:
         blocks = self._covariances.at(block, lambda: self._arranged(block))  # (pairs, d_in, d_in)
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         forms = a.new_empty(batch, d_out, d_out)
-        step = max(1, temporary(a.device) // (a.element_size() * max(1, batch) * d_in))
-        for start in range(0, len(first), step):
-            products = torch.matmul(a, blocks[start : start + step])  # (pairs, B, d_in)
+        for pairs in runs(len(first), a.element_size() * batch * d_in, a.device):
+            products = torch.matmul(a, blocks[pairs])  # (pairs, B, d_in)
             value = torch.einsum("pbi,bi->bp", products, a)
-            i, k = first[start : start + step], second[start : start + step]
-            forms[:, i, k] = value
-            forms[:, k, i] = value
+            forms[:, first[pairs], second[pairs]] = value
+            forms[:, second[pairs], first[pairs]] = value
         rows = g.transpose(0, 1)  # (B, K, d_out)
         left = torch.bmm(rows, forms)
         if not full:
@@ -86,9 +92,9 @@ class FullPrecision:
         tall = self.covariance[first.unsqueeze(-1), second.unsqueeze(-2)]
         return 0.5 * (tall + tall.mT)
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        j = jacobian.whole().flatten(0, 1)
-        return row_products(self._whitened(j)).to(j.dtype)
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        numbers = COPIES * self.selection.size
+        return crossed(self._white_rows, jacobian, other, numbers, self.factor.device).to(jacobian.dtype)
 
     def sample(self, eps: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor.mT, eps.to(self.factor).mT, upper=True).mT.to(eps)
@@ -199,8 +205,8 @@ def full_curvature(sweep: Sweep, network: Network) -> FullCurvature:
             continue
         assert not isinstance(jacobians, ClosedForm)
         gram = gram or Gram(size, torch.float64, network.device)
-        for rows in jacobians.whole().flatten(0, 1).split(max(1, temporary(network.device) // (8 * size))):
-            gram.add(rows.double())
+        for some in in_runs(jacobians, COPIES * size, network.device):
+            gram.add(some.whole().flatten(0, 1), exact=True)
     parts = [] if gram is None else [gram.value()]
     if pairs is not None:
         parts.append(_spread_pairs(pairs.value(), network))
@@ -226,7 +232,7 @@ class _PairSums:
         a = part.a[0].flatten(0, 1).double()
         d_out = part.diagonal.shape[-1] if isinstance(part, ClosedForm) else part.g.shape[-1]
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
-        most = min(self.ROWS, max(1, temporary(a.device) // (3 * a.element_size() * d_out**2)))
+        most = fitting(self.ROWS, 3 * a.element_size() * d_out**2, a.device)
         for start in range(0, len(a), most):
             rows = slice(start, start + most)
             if isinstance(part, ClosedForm):
@@ -267,10 +273,9 @@ class _PairSums:
 def _add_weighted(total: Tensor, left: Tensor, weights: Tensor, right: Tensor) -> None:
     """Add Σ_b weights_pb left_ib right_bj to ``total`` (pairs, d_left, d_right)."""
     rows, (width, last) = left.shape[1], total.shape[1:]
-    step = max(1, temporary(left.device) // (left.element_size() * max(1, rows * width)))
-    for start in range(0, len(weights), step):
-        tall = weights[start : start + step].unsqueeze(1) * left  # (p, d_left, B)
-        total[start : start + step].view(-1, last).addmm_(tall.view(-1, rows), right)
+    for part in runs(len(weights), left.element_size() * rows * width, left.device):
+        tall = weights[part].unsqueeze(1) * left  # (p, d_left, B)
+        total[part].view(-1, last).addmm_(tall.view(-1, rows), right)
 
 
 def _spread_pairs(pairs: Tensor, network: Network) -> Tensor:

@@ -136,9 +136,10 @@ class EigenPrecision:
             return list(rotated.weighted_each(torch.stack(inverses), tokens, True))
         return [rotated.weighted(inverse, tokens, True) for inverse in inverses]
 
-    def cross(self, jacobian: BlockJacobian) -> Tensor:
+    def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
         rotated = jacobian.rotated(self.out, self.inp)
-        return rotated.between(rotated, self.inverse.to(self.out.dtype))
+        second = rotated if other is None else other.rotated(self.out, self.inp)
+        return rotated.between(second, self.inverse.to(self.out.dtype))
 
     def sample(self, eps: Tensor) -> Tensor:
         rotated = self.out.to(eps) @ (eps * self.inverse.sqrt().to(eps))

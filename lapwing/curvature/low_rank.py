@@ -9,11 +9,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lapwing.core.memory import gathered
 from lapwing.core.schema import ROUNDING, Array
 from lapwing.core.spectra import eigh, svd
 from lapwing.core.state import State, saved
 from lapwing.curvature.blockwise import BlockwisePrecision, prior_precision
-from lapwing.curvature.protocols import floored_by_layer, row_products
+from lapwing.curvature.protocols import crossed, floored_by_layer, in_runs, row_products
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky
 from lapwing.networks.jacobians import Block, LayerJacobians
@@ -96,9 +97,26 @@ class LowRankPrecision:
         double = jacobian.double()
         return self._reduced(self._prior_only.quadratic(double, full), double, full).to(jacobian.dtype)
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         double = jacobian.double()
-        return self._reduced(self._prior_only.cross(double), double, True).to(jacobian.dtype)
+        if other is None:
+            return self._reduced(self._prior_only.cross(double), double, True).to(jacobian.dtype)
+        second = other.double()
+        pulled, across = self._pulled(double), self._pulled(second)
+        if self._cancels(double, pulled) or self._cancels(second, across):
+            covariance = crossed(self._root_rows, double, second, self._numbers, pulled.device)
+        else:
+            covariance = self._prior_only.cross(double, second).addmm_(pulled.mT, across, alpha=-1)
+        return covariance.to(jacobian.dtype)
+
+    def _pulled(self, jacobian: LayerJacobians) -> Tensor:
+        """Return the root of the part that the data take off the prior covariance, (r, B K)."""
+        return torch.linalg.solve_triangular(self._inner, self.rows.pulled(jacobian, self.prior), upper=False)
+
+    def _cancels(self, jacobian: LayerJacobians, pulled: Tensor) -> bool:
+        """Return whether a variance would be a difference that is mostly rounding."""
+        prior = self._prior_only.quadratic(jacobian, False).reshape(-1)
+        return bool((prior - pulled.square().sum(0) < CANCELLED * prior).any())
 
     def _reduced(self, prior: Tensor, jacobian: LayerJacobians, full: bool) -> Tensor:
         """Return J Λ⁻¹ Jᵀ in the shape of ``prior``, the covariance J A⁻¹ Jᵀ or, unless full, its diagonal.
@@ -106,12 +124,23 @@ class LowRankPrecision:
         Both terms are float64: their difference cancels if the data leave little variance.
         """
         lead = prior.shape[:-1] if full else prior.shape
-        pulled = torch.linalg.solve_triangular(self._inner, self.rows.pulled(jacobian, self.prior), upper=False)
-        covariance = prior - row_products(pulled.mT.reshape(*lead, -1), full)
-        variances, prior_variances = (t.diagonal(dim1=-2, dim2=-1) if full else t for t in (covariance, prior))
-        if bool((variances < CANCELLED * prior_variances).any()):  # mostly rounding
-            return row_products(self._root_rows(jacobian).reshape(*lead, -1), full)
-        return covariance
+        prior_variances = (prior.diagonal(dim1=-2, dim2=-1) if full else prior).clone()
+        covariance = prior.sub_(row_products(self._pulled(jacobian).mT.reshape(*lead, -1), full))
+        variances = covariance.diagonal(dim1=-2, dim2=-1) if full else covariance
+        if not bool((variances < CANCELLED * prior_variances).any()):
+            return covariance
+        if len(lead) == 1:  # between all samples
+            return crossed(self._root_rows, jacobian, None, self._numbers, covariance.device)
+        parts = (
+            row_products(self._root_rows(some).reshape(some.batch, *lead[1:], -1), full)
+            for some in in_runs(jacobian, self._numbers, covariance.device)
+        )
+        return gathered(parts, jacobian.batch)
+
+    @property
+    def _numbers(self) -> int:
+        """How many float64 numbers ``_root_rows`` takes for each row."""
+        return 6 * (self.selection.size + len(self._gram))
 
     def _root_rows(self, jacobian: LayerJacobians) -> Tensor:
         r"""Return rows (B K, P + r) whose products are J Λ⁻¹ Jᵀ: a sum of squares, which does not cancel.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from lapwing.core.memory import PIECE, runs
 from lapwing.core.state import State
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
@@ -25,8 +26,8 @@ class Precision(Protocol):
         """Return J Λ⁻¹ Jᵀ: (B, S, C, C), or its diagonal (B, S, C)."""
         ...
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        """Return J Λ⁻¹ Jᵀ between all inputs and outputs, (B K, B K)."""
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        """Return J Λ⁻¹ J'ᵀ between all inputs and outputs of two batches, (B K, B' K'), or of one with itself."""
         ...
 
     def sample(self, eps: Tensor) -> Tensor:
@@ -157,6 +158,41 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Tensor) -> Tensor:
     for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
         total.addcmul_(weight, tensor)
     return total
+
+
+def in_runs(jacobian: LayerJacobians, numbers: int, device: torch.device) -> Iterator[LayerJacobians]:
+    """Yield runs of samples that fit the byte budget, where each row takes so many float64 ``numbers``."""
+    for rows in runs(jacobian.batch, 8 * numbers * jacobian.outputs, device):
+        yield jacobian.samples(rows)
+
+
+def crossed(
+    rows_of: Callable[[LayerJacobians], Tensor],
+    one: LayerJacobians,
+    other: LayerJacobians | None,
+    numbers: int,
+    device: torch.device,
+) -> Tensor:
+    """Return the products (B K, B' K') between rows (B K, d) that ``rows_of`` computes for samples of two batches.
+
+    A row takes so many float64 ``numbers`` while it is computed; samples are taken in runs that fit the byte budget.
+    """
+    second, total = one if other is None else other, None
+    pieces = [list(runs(each.batch, 8 * numbers * each.outputs, device, PIECE / 2)) for each in (one, second)]
+    for here in pieces[0]:
+        left = rows_of(one.samples(here))
+        if total is None:
+            total = left.new_empty(one.batch, one.outputs, second.batch, second.outputs)
+        for there in pieces[1]:
+            if other is None and there.start < here.start:
+                continue
+            right = left if other is None and there == here else rows_of(second.samples(there))
+            block = (left @ right.mT).reshape(-1, one.outputs, there.stop - there.start, second.outputs)
+            total[here, :, there] = block
+            if other is None and there != here:
+                total[there, :, here] = block.permute(2, 3, 0, 1)
+    assert total is not None
+    return total.flatten(2).flatten(0, 1)
 
 
 def row_products(rows: Tensor, full: bool = True) -> Tensor:

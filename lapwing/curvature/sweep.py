@@ -23,6 +23,7 @@ from lapwing.curvature.protocols import Curvature
 from lapwing.curvature.seeds import MANY, Seeds
 from lapwing.errors import DataError, FileError, NumericalError
 from lapwing.likelihoods.protocol import HasHessian, Likelihood
+from lapwing.networks.budget import temporary
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, in_order
 from lapwing.networks.network import Network
@@ -152,7 +153,7 @@ class Sweep:
         count: int | Tensor = 0
         # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
-        torch.empty(31 * 2**20, dtype=torch.uint8)
+        torch.empty(min(31 * 2**20, temporary(torch.device("cpu"))), dtype=torch.uint8)
         batches = self.data.batches(self.label)
         for batch in merged(batches, network.footprint.joined(n_seeds, network.dtype, network.device)):
             _, y = checked_targets(network, likelihood, batch)

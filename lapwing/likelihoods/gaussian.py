@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.random import normal
+from lapwing.core.random import sequential_normal
 from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real
 from lapwing.core.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, require
 from lapwing.core.state import State, saved
@@ -130,7 +130,7 @@ class Gaussian(Likelihood):
         return OutputHessian(self._scale(f.double()).square().expand(f.shape))
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        return normal(tuple(f.shape), generator, f) * self._scale(f)
+        return sequential_normal(tuple(f.shape), generator, f) * self._scale(f)
 
     def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
         extra = 0.0 if self.ratios is None else 0.5 * self.ratios.to(phi).log().sum()
@@ -216,7 +216,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         mean, log_variance = f.chunk(2, -1)
-        eps = normal(tuple(mean.shape), generator, f)
+        eps = sequential_normal(tuple(mean.shape), generator, f)
         return torch.cat([-eps * (-0.5 * log_variance).exp(), 0.5 * (1 - eps.square())], -1)
 
     def predict(self, belief: FunctionGaussian) -> NormalPredictive:

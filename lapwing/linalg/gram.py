@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lapwing.core.memory import runs
+
 # Blocks narrower than this are not split further, for many and for few rows: few rows save less, so blocks are wider.
 NARROWEST = {"cpu": (128, 192), "cuda": (1024, 1024)}
 MANY = 512  # rows from which the narrower blocks are used
@@ -39,26 +41,35 @@ class Gram:
         self._rows = self._pending = 0
         self._due = size + size // 4  # rows at which to look at the sum; no fewer can be enough
 
-    def add(self, x: Tensor) -> None:
-        """Add the products of the rows of x, (N, d) or (G, N, d)."""
+    def add(self, x: Tensor, exact: bool = False) -> None:
+        """Add the products of the rows of x, (N, d) or (G, N, d); ``exact`` takes them in the dtype of the sum."""
         left = self._due - self._rows
-        if self._may_narrow(x) and 0 < left < x.shape[-2]:
+        if not exact and self._may_narrow(x) and 0 < left < x.shape[-2]:
             self.add(x[..., :left, :])
             x = x[..., left:, :]
-        total = self._taking(x, x.shape[-2])
-        x = x.to(total.dtype)
-        if x.ndim == 3 and x.shape[0] > 1:
-            total.baddbmm_(x.mT, x)
-            return
-        x = x[0] if x.ndim == 3 else x
-        for i, j in self._many if len(x) >= MANY else self._few:
-            total[0, i, j].addmm_(x[:, i].mT, x[:, j])
+        total = self._sum if exact else self._taking(x, x.shape[-2])
+        for rows in self._converted(x, x.ndim - 2, total.dtype):
+            if x.ndim == 3 and x.shape[0] > 1:
+                total.baddbmm_(rows.mT, rows)
+                continue
+            rows = rows[0] if x.ndim == 3 else rows
+            for i, j in self._many if len(rows) >= MANY else self._few:
+                total[0, i, j].addmm_(rows[:, i].mT, rows[:, j])
 
     def add_runs(self, x: Tensor) -> None:
         """Add R runs of T rows each, x (G, R, T, d), which are stored as (..., d, T), without transposing them."""
         total = self._taking(x, x.shape[1] * x.shape[2])
-        x = x.to(total.dtype)
-        total += torch.matmul(x.mT, x).sum(1)
+        for rows in self._converted(x, 1, total.dtype, more=x.shape[0] * x.shape[3] ** 2):
+            total += torch.matmul(rows.mT, rows).sum(1)
+
+    def _converted(self, x: Tensor, dim: int, dtype: torch.dtype, more: int = 0) -> Iterator[Tensor]:
+        """Yield x in another dtype, in parts along a dimension that fit the byte budget.
+
+        ``more`` numbers are needed beside each entry along it.
+        """
+        copied = 0 if x.dtype == dtype else x.numel() // max(1, x.shape[dim])
+        for part in runs(x.shape[dim], torch.finfo(dtype).bits // 8 * (copied + more), x.device):
+            yield x.narrow(dim, part.start, part.stop - part.start).to(dtype)
 
     def value(self) -> Tensor:
         """Return the symmetric sum, (G, d, d), or (d, d) for one group; not a copy, so a later ``add`` changes it."""

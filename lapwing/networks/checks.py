@@ -20,7 +20,13 @@ from lapwing.networks.forward import output_alone, plain_kernels, raw_output, re
 from lapwing.networks.replica import Bypass, Replica
 
 FEW = 32  # samples that show whether two forward passes agree
+EXAMINED = 64  # samples of a batch with which a model is examined
 REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
+
+
+def examined(inputs: Inputs) -> Inputs:
+    """Return the first samples of a batch that is one tensor, enough to examine a model; other batches as they are."""
+    return inputs[:EXAMINED] if isinstance(inputs, Tensor) and inputs.ndim else inputs
 
 
 @contextlib.contextmanager

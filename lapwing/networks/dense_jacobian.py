@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.core.memory import runs
 from lapwing.networks.halves import product
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
 
@@ -25,6 +26,9 @@ class DenseJacobian:
 
     def to(self, dtype: torch.dtype) -> DenseJacobian:
         return DenseJacobian(self.j.to(dtype))
+
+    def samples(self, rows: slice) -> DenseJacobian:
+        return DenseJacobian(self.j[rows])
 
     def joined(self, other: BlockJacobian) -> DenseJacobian:
         return DenseJacobian(self.j + other.whole())
@@ -110,6 +114,12 @@ class LookupJacobian:
     def to(self, dtype: torch.dtype) -> LookupJacobian:
         return replace(self, g=self.g.to(dtype))
 
+    def samples(self, rows: slice) -> LookupJacobian:
+        """Return that of some samples; repeats of a token count once for the input factor."""
+        chosen = (self.owner >= rows.start) & (self.owner < rows.stop)
+        token, owner = self.token[chosen], self.owner[chosen] - rows.start
+        return LookupJacobian(self.g[:, chosen], token, owner, rows.stop - rows.start, self.table, token)
+
     def joined(self, other: LookupJacobian) -> LookupJacobian:
         key = torch.cat([part.owner * part.table + part.token for part in (self, other)])
         g, rows = torch.cat([self.g, other.g], 1), torch.cat([self.rows, other.rows])
@@ -144,11 +154,17 @@ class LookupJacobian:
         return total.index_add_(1, self.owner, self.g.square())
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
-        scale = weights[0].mT[self.token]  # (U, d_out)
-        rows = self.g.transpose(0, 1).reshape(len(self.owner), tokens, -1, self.g.shape[-1])
-        scaled = rows * scale[:, None, None]
-        parts = scaled @ rows.mT if full else (scaled * rows).sum(-1)
-        return parts.new_zeros(self.batch, *parts.shape[1:]).index_add_(0, self.owner, parts)
+        seeds, segments, d_out = self.g.shape
+        classes = seeds // tokens
+        shape = (self.batch, tokens, classes, classes) if full else (self.batch, tokens, classes)
+        total = self.g.new_zeros(shape)
+        numbers = seeds * (3 * d_out + (classes if full else 1))
+        for part in runs(segments, self.g.element_size() * numbers, self.g.device):
+            rows = self.g[:, part].transpose(0, 1).reshape(-1, tokens, classes, d_out)
+            scaled = rows * weights[0].mT[self.token[part]][:, None, None]
+            forms = scaled @ rows.mT if full else (scaled * rows).sum(-1)
+            total.index_add_(0, self.owner[part], forms)
+        return total
 
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         """Return J diag(weights) J'ᵀ, over the rows of the table that either batch has."""

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs
+from lapwing.core.memory import gathered, runs
 from lapwing.networks import passes
-from lapwing.networks.budget import temporary
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network
+    from lapwing.networks.tangent import Tangent
 
 # Directions for each output of a sample, up to which forward mode is faster. By ``python -m benchmarks.scale_outputs``
 # a direction costs as much as 1 to 3 outputs of the layer-wise Jacobians, in all of its networks.
@@ -55,17 +56,18 @@ def forward_products(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tenso
     it has no second derivative either.
     """
     f: list[Tensor] = []
-    columns: list[Tensor] = []
-    for numbers in _runs(network, len(v)):
+    count = network.count(inputs)
+
+    def products(numbers: slice) -> Iterator[Tensor]:
         tangents = passes.tangents_of(network.replica, network.selection, v[numbers])
-        outputs, products = [], []
         for part in _chunks(network, inputs, numbers.stop - numbers.start):
             out, product = _pushed(network, part, tangents, v[numbers])
-            outputs.append(out.to(network.dtype))
-            products.append(product.to(network.dtype))
-        f = f or outputs
-        columns.append(_joined(products, 1))
-    return _joined(f, 0), _joined(columns, 0)
+            if numbers.start == 0:
+                f.append(out.to(network.dtype))
+            yield product.to(network.dtype)
+
+    columns = gathered((gathered(products(numbers), count, 1) for numbers in _runs(network, len(v))), len(v))
+    return gathered(f, count), columns
 
 
 def _pushed(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,28 +75,32 @@ def _pushed(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Te
         return passes.pushed(network.replica, inputs, tangents, network.forward_mode, network.plain)
     except NotImplementedError:  # an operation with neither a forward rule nor a second derivative
         tangent = network.linearise(inputs)
-        f = tangent.network_output
-        return f, tangent.jacobians().jvp(v).reshape(len(v), *f.shape)
+        return tangent.network_output, _along(tangent, v)
 
 
 def _by_jacobians(network: Network, inputs: Inputs, v: Tensor, chosen: ChosenOutputs | None) -> tuple[Tensor, Tensor]:
-    outputs, products = [], []
-    for _, tangent in network.tangents(inputs, chosen=chosen):
-        f = tangent.f.to(network.dtype)
-        outputs.append(f)
-        products.append(tangent.jacobians().jvp(v).reshape(len(v), *f.shape))
-    return _joined(outputs, 0), _joined(products, 1)
+    outputs: list[Tensor] = []
+
+    def products() -> Iterator[Tensor]:
+        for _, tangent in network.tangents(inputs, chosen=chosen):
+            outputs.append(tangent.f.to(network.dtype))
+            yield _along(tangent, v)
+
+    columns = gathered(products(), network.count(inputs), 1)
+    return gathered(outputs, columns.shape[1]), columns
+
+
+def _along(tangent: Tangent, v: Tensor) -> Tensor:
+    """Return J v of the wanted outputs, (K, B, [T,] C), in runs of outputs that fit the byte budget."""
+    parts = (jacobian.jvp(v) for jacobian in tangent.runs())
+    return gathered(parts, torch.Size(tangent.shape).numel(), 2).unflatten(2, tangent.shape)
 
 
 def _runs(network: Network, count: int) -> Iterator[slice]:
     """Yield runs of directions that are pushed together: as weights and at one sample they should fit the budget."""
     device, bits = network.device, torch.finfo(network.dtype).bits
     size = max(network.selection.total, 2 * network.footprint.width) * bits // 8
-    together = TOGETHER.get(device.type, TOGETHER["cuda"])
-    step = max(1, min(together, temporary(device) // max(1, size)))
-    step = -(-count // -(-count // step))  # as many runs, but of even size
-    for start in range(0, count, step):
-        yield slice(start, min(count, start + step))
+    return runs(count, size, device, most=TOGETHER.get(device.type, TOGETHER["cuda"]))
 
 
 def _chunks(network: Network, inputs: Inputs, directions: int) -> Iterator[Inputs]:
@@ -106,7 +112,3 @@ def _chunks(network: Network, inputs: Inputs, directions: int) -> Iterator[Input
     footprint = replace(network.footprint, whole=0)  # no Jacobian is formed
     for part in footprint.chunks(batch, directions, network.dtype, network.device):
         yield inputs if part == slice(0, batch) else network.take(inputs, part)
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # without a copy of a single part

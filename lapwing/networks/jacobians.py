@@ -148,6 +148,10 @@ class BlockJacobian(Protocol):
         """Return it in another dtype."""
         ...
 
+    def samples(self, rows: slice) -> BlockJacobian:
+        """Return that of some samples."""
+        ...
+
     def joined(self: S, other: S) -> S:
         """Return the sum with the Jacobian of another use of the same block, which has the same form."""
         ...
@@ -234,6 +238,13 @@ class LayerJacobians:
         parts = [part.whole().reshape(*lead, *block.form) for block, part in self]
         return in_order(parts, self.layout, self.selection)
 
+    def samples(self, rows: slice) -> LayerJacobians:
+        """Return that of some samples; a block is formed for all of them and then cut."""
+        if rows == slice(0, self.batch):
+            return self
+        parts = tuple(partial(_some, part, rows) for part in self.parts)
+        return replace(self, parts=parts, batch=rows.stop - rows.start)
+
     def double(self) -> LayerJacobians:
         """Return it in float64, for differences in which digits cancel."""
         parts = tuple(partial(_in_double, part) for part in self.parts)
@@ -285,6 +296,10 @@ def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selectio
 
 def _same(part: BlockJacobian) -> BlockJacobian:
     return part
+
+
+def _some(part: Callable[[], BlockJacobian], rows: slice) -> BlockJacobian:
+    return part().samples(rows)
 
 
 def _in_double(part: Callable[[], BlockJacobian]) -> BlockJacobian:

@@ -125,9 +125,16 @@ def footprint(layout: Layout, graph: Graph, batch: int, outputs: int) -> Footpri
         elif not block.linear:
             read = _gradient_numbers(use for use in graph.uses if use.name == block.weight) // batch
             largest = max(largest, block.size if block.size > read else 0)
-    return Footprint(max(width, outputs), patches, opaque + largest)
+    moved = {node for node, facts in graph.operations.items() if facts.carries_parameter}  # views of other results
+    computed = sum(_numbers(node) for node in graph.nodes if node not in moved and node not in graph.leaves)
+    return Footprint(max(width, outputs), patches, opaque + largest, computed // batch)
 
 
 def _gradient_numbers(uses: Iterable[Use]) -> int:
     """Return how many numbers the gradients at the nodes of these uses have, for each seed."""
-    return sum(math.prod(output_shape(node)) for node in {use.node for use in uses})
+    return sum(_numbers(node) for node in {use.node for use in uses})
+
+
+def _numbers(node: Node) -> int:
+    """Return how many numbers the first output of a node has; ragged dimensions, without a size, are left out."""
+    return math.prod(n for n in output_shape(node) if type(n) is int)

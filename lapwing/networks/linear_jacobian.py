@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from lapwing.networks.budget import temporary
+from lapwing.core.memory import gathered, runs
 from lapwing.networks.dense_jacobian import DenseJacobian, whole_between
 from lapwing.networks.halves import product, product_onto
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
@@ -39,6 +40,10 @@ class LinearJacobian:
 
     def to(self, dtype: torch.dtype) -> LinearJacobian:
         return LinearJacobian(self.a.to(dtype), self.g.to(dtype), self.lengths)
+
+    def samples(self, rows: slice) -> LinearJacobian:
+        lengths = None if self.lengths is None else self.lengths[rows]
+        return LinearJacobian(self.a[:, rows], self.g[:, :, rows], lengths)
 
     def joined(self, other: LinearJacobian) -> LinearJacobian:
         """Return the sum of two uses: their positions stand side by side."""
@@ -77,10 +82,15 @@ class LinearJacobian:
 
     def pieces(self, width: int, most: int | None = None) -> Iterator[LinearJacobian]:
         """Yield runs of samples whose Jacobians, ``width`` numbers for each sample, fit the byte budget."""
-        step = max(1, temporary(self.a.device) // (self.a.element_size() * max(width, 1)))
-        step = step if most is None else min(step, most)
-        for start in range(0, self.batch, step):
-            yield LinearJacobian(self.a[:, start : start + step], self.g[:, :, start : start + step])
+        for rows in runs(self.batch, self.a.element_size() * width, self.a.device, most=most):
+            yield LinearJacobian(self.a[:, rows], self.g[:, :, rows])
+
+    def _bands(self, numbers: int) -> list[slice]:
+        """Return runs of the layer's outputs that take this many numbers each at one sample; often it is one run."""
+        return list(runs(self.g.shape[-1], self.a.element_size() * numbers, self.a.device))
+
+    def _band(self, band: slice) -> LinearJacobian:
+        return replace(self, g=self.g[..., band])
 
     def _products(self, seeds_first: bool = True) -> Tensor:
         """Return the Jacobian itself, (B, G, K, d_out, d_in), or (B, G, d_out, K, d_in)."""
@@ -96,14 +106,13 @@ class LinearJacobian:
     def squares(self) -> Tensor:
         if self.positions == 1:
             return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
-        size = self.g.shape[0] * self.g.shape[-1] * self.a.shape[-1]
-        most = max(1, temporary(self.a.device) // (4 * self.a.element_size() * size))  # seeds at a time
-        return torch.stack([replace(self, g=g)._shared_squares() for g in self.g.split(most, 1)]).sum(0)
-
-    def _shared_squares(self) -> Tensor:
-        """Return ``squares`` where samples use the weight at several positions, from the Jacobians of a few samples."""
-        groups, outputs, _, _, d_out = self.g.shape
-        total = self.a.new_zeros(groups, outputs, d_out, self.a.shape[-1])
+        (groups, outputs, _, _, d_out), d_in = self.g.shape, self.a.shape[-1]
+        seeds = list(runs(outputs, 4 * self.a.element_size() * groups * d_out * d_in, self.a.device))
+        if len(seeds) > 1:
+            return torch.stack([replace(self, g=self.g[:, run]).squares() for run in seeds]).sum(0)
+        if len(bands := self._bands(3 * groups * outputs * d_in)) > 1:
+            return torch.cat([self._band(band).squares() for band in bands], 1)
+        total = self.a.new_zeros(groups, outputs, d_out, d_in)
         # On a CPU take a few samples at a time, so that they are in the cache when they are squared.
         for piece in self.pieces(2 * total.numel(), 32 if self.a.is_cpu else None):
             product = piece._products()
@@ -127,11 +136,15 @@ class LinearJacobian:
         outputs = self.g.shape[1]
         classes = outputs // tokens
         if self.positions == 1:
-            scales = self.a[:, :, 0].square() @ weights.mT  # (n, G, B, d_out)
-            return torch.stack([self._diagonal_form(scale, tokens, full) for scale in scales])
-        parts = []
+            squares = self.a[:, :, 0].square()
+            return torch.stack([self._diagonal_form(squares @ each.mT, tokens, full) for each in weights])
+        numbers = weights.shape[1] * outputs * (2 * weights.shape[-1] + full * classes)  # for each output of the layer
+        if len(bands := self._bands(numbers)) > 1:
+            sums = (self._band(band).weighted_each(weights[:, :, band], tokens, full) for band in bands)
+            return reduce(Tensor.add_, sums)
         roots = weights.sqrt()[:, :, :, None]  # (n, G, d_out, 1, d_in)
-        for piece in self.pieces(2 * outputs * weights[0].numel()):
+        parts = []
+        for piece in self.pieces(numbers * weights.shape[2]):
             rows = piece._products(seeds_first=False)
             size, last = piece.batch, rows.shape[-1]
             forms = []
@@ -177,33 +190,33 @@ class LinearJacobian:
         _, columns, others, places, _ = other.g.shape
         right_a = other.a.reshape(groups, others * places, -1)
         right_g = other.g.reshape(groups, columns * others * places, d_out)
-        if positions == places == 1:
-            a = torch.bmm(self.a[:, :, 0], right_a.mT).reshape(groups, 1, batch, 1, others)
-            g = torch.bmm(self.g.reshape(groups, outputs * batch, d_out), right_g.mT)
-            kernel = (a * g.reshape(groups, outputs, batch, columns, others)).sum(0)
-            return kernel.permute(1, 0, 3, 2).reshape(batch * outputs, others * columns)
-        parts = []
-        for piece in self.pieces(3 * groups * outputs * positions * columns * others * places):
+
+        def kernel(piece: LinearJacobian) -> Tensor:
             size = piece.batch
             a = torch.bmm(piece.a.reshape(groups, size * positions, -1), right_a.mT)
             g = torch.bmm(piece.g.reshape(groups, outputs * size * positions, d_out), right_g.mT)
+            if positions == places == 1:
+                product = a.reshape(groups, 1, size, 1, others) * g.reshape(groups, outputs, size, columns, others)
+                return product.sum(0).permute(1, 0, 3, 2).reshape(size * outputs, others * columns)
             product = a.reshape(groups, 1, size, positions, 1, others, places) * g.reshape(
                 groups, outputs, size, positions, columns, others, places
             )
-            parts.append(product.sum((0, 3, 6)).permute(1, 0, 3, 2).reshape(size * outputs, others * columns))
-        return torch.cat(parts)
+            return product.sum((0, 3, 6)).permute(1, 0, 3, 2).reshape(size * outputs, others * columns)
+
+        numbers = 4 * groups * outputs * positions * columns * others * places
+        return gathered(map(kernel, self.pieces(numbers)), batch * outputs)
 
     def _outer(self, other: LinearJacobian, weights: Tensor | None) -> Tensor:
         """Return J diag(weights) J'ᵀ from the Jacobians of a few outputs of the layer at a time."""
         height, width = self.batch * self.g.shape[1], other.batch * other.g.shape[1]
         total = self.a.new_zeros(height, width)
-        each = self.a.element_size() * (height + width) * self.a.shape[-1] * self.a.shape[0]
-        step = max(1, temporary(self.a.device) // each)
-        for i in range(0, self.g.shape[-1], step):
-            rows = LinearJacobian(self.a, self.g[..., i : i + step]).whole()
-            last = rows if other is self else LinearJacobian(other.a, other.g[..., i : i + step]).whole()
-            rows = rows if weights is None else rows * weights[:, i : i + step]
-            total = total + rows.reshape(height, -1) @ last.reshape(width, -1).mT
+        copies = (1 if weights is None else 2) * height + (0 if other is self else width)
+        for band in self._bands(copies * self.a.shape[-1] * self.a.shape[0]):
+            rows = self._band(band).whole()
+            last = rows if other is self else other._band(band).whole()
+            rows = (rows if weights is None else rows * weights[:, band]).reshape(height, -1)
+            last = last.reshape(width, -1).mT
+            total = total + rows @ last if rows.requires_grad or last.requires_grad else total.addmm_(rows, last)
         return total
 
     def jvp(self, v: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take
-from lapwing.core.schema import Array, Flag, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
+from lapwing.core.schema import Array, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
 from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention
 from lapwing.errors import DataError, FileError, ModelError
 from lapwing.networks import passes
 from lapwing.networks.budget import Footprint
-from lapwing.networks.checks import first_run, learn, refuse_random, refusing_changes
+from lapwing.networks.checks import examined, first_run, learn, refuse_random, refusing_changes
 from lapwing.networks.directional import forward_products
 from lapwing.networks.forward import (
     is_recurrent,
@@ -69,8 +69,8 @@ class Network:
 
         Cost: five forward passes, one over the whole batch, one over each half and two over a few samples; one more
         over the whole batch if the rule that selects weights needs others in the graph; some more if there are several
-        inputs, and a few backward passes if a probe must decide which rows belong to which sample. The model is not
-        changed.
+        inputs, and a few backward passes if a probe must decide which rows belong to which sample. Of a batch that is
+        one tensor 64 samples are enough. The model is not changed.
         """
         model = unwrapped(model)
         refuse_training_mode(model)
@@ -79,6 +79,7 @@ class Network:
         recurrent, needed = is_recurrent(model), weights.needs(model)
         plain = needs_plain_kernels(model, recurrent)
         rows, replica = SampleRows(), Replica(model, needed, can_be_copied(model))
+        inputs = examined(inputs)
         count = rows.count(inputs)
         if count is None:  # only the outputs tell how many samples there are
             with refusing_changes(replica.trial()) as one:
@@ -140,8 +141,9 @@ class Network:
         most = Whole(0, 2**40)
         fields = state.read(
             names=ListOf(Text()), shapes=ListOf(sizes), layout=ListOf(layout), output_shape=ListOf(Whole(1)),
-            footprint=Record(Footprint, width=Whole(1, 2**40), patches=most, whole=most), forward_mode=Flag(),
-            recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()), shift=Maybe(Array((None,))),
+            footprint=Record(Footprint, width=Whole(1, 2**40), patches=most, whole=most, graph=Later(most)),
+            forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
+            shift=Maybe(Array((None,))),
             index=Maybe(Array((None,), 0, whole=True, also=increasing)),
         )  # fmt: skip
         names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
@@ -185,8 +187,20 @@ class Network:
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Return the output f (B, [T,] C) without a graph; for a shifted network that of the tangent model."""
+        return torch.cat([self._outputs(part) for part in self.runs(inputs)])
+
+    def _outputs(self, inputs: Inputs) -> Tensor:
         f = self._checked(shaped(output_alone(self.replica, inputs, self.plain)))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
+
+    def runs(self, inputs: Inputs) -> Iterator[Inputs]:
+        """Yield a batch in runs of samples whose activations fit the byte budget; often it is one run."""
+        count = self._memory.rows.count(inputs)
+        if count is None:  # only the outputs tell how many samples there are
+            yield inputs
+            return
+        for part in self.footprint.forward_runs(count, self.dtype, self.device):
+            yield inputs if part == slice(0, count) else self.take(inputs, part)
 
     def _checked(self, f: Tensor) -> Tensor:
         """Return the outputs; raise if they have another form than those that the network was built with."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.inputs import Inputs
+from lapwing.networks.checks import examined
 from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
@@ -68,6 +69,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
     to four forward passes for each layer, and a backward pass; the model is not changed.
     """
     tensors = {name: p.detach() for name, p in network.replica.named_parameters() if name in network.selection.names}
+    inputs = examined(inputs)
     base = _run(network, inputs, {}, tensors)
     size = base.f.abs().max().clamp_min(torch.finfo(base.f.dtype).tiny)
     tolerance = _tolerance(network, base)

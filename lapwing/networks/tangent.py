@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
@@ -56,20 +56,51 @@ class Tangent:
         """Return the values (..., B, [T,] C) of the wanted outputs."""
         return values if self.chosen is None else self.chosen.of(values)
 
-    def jacobians(self, seeds: Tensor | None = None) -> LayerJacobians:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the wanted outputs of one sample: (C,), or (T, C)."""
+        shape = tuple(self.network_output.shape[1:])
+        return shape if self.chosen is None else self.chosen.shape(shape)
+
+    @property
+    def tokens(self) -> int:
+        """The number of data of a sample: T for outputs (B, T, C), else 1."""
+        return self.shape[0] if len(self.shape) == 2 else 1
+
+    def seeds(self, run: slice) -> Tensor:
+        """Return unit vectors (K, B, [T,] C) for a run of the wanted outputs, numbered through all tokens."""
+        f = self.network_output
+        if self.chosen is not None:
+            return self.chosen.seeds(f)[run]
+        count = run.stop - run.start
+        units = f.new_zeros(count, f[0].numel())
+        units.diagonal(run.start).fill_(1)
+        return units.view(count, 1, *f.shape[1:]).expand(count, *f.shape)
+
+    def runs(self, centred: bool = False, whole_tokens: bool = False) -> Iterator[LayerJacobians]:
+        """Yield the Jacobians of all wanted outputs in runs of them that fit the byte budget, often a single run.
+
+        ``centred`` takes the mean over the outputs of a datum off first. ``whole_tokens`` keeps the outputs of a datum
+        together, however large they are.
+        """
+        network, size = self.network, torch.Size(self.shape).numel()
+        unit = self.shape[-1] if whole_tokens else 1
+        for run in network.footprint.seed_runs(size, len(self.raw), network.dtype, network.device, unit):
+            seeds, count = self.seeds(run), run.stop - run.start
+            if centred:
+                seeds = (seeds[:, :1] - seeds[:, :1].mean(-1, keepdim=True)).expand(seeds.shape)
+            yield self.jacobians(seeds, count // self.shape[-1] if whole_tokens or count == size else 1)
+
+    def jacobians(self, seeds: Tensor | None = None, tokens: int = 1) -> LayerJacobians:
         """Return the Jacobian of seeds · f. Seeds (K, B, [T,] C) of all outputs; None means every wanted output.
 
         One backward pass for all seeds to the recorded products; no weight gradient is formed. Parameters without a
-        rule take one more pass together, when the first of them is needed.
+        rule take one more pass together, when the first of them is needed. ``tokens`` is the number of data of a sample
+        that the seeds belong to, as many seeds to each.
         """
         network, f = self.network, self.network_output
-        tokens = 1
-        if seeds is None and self.chosen is not None:
-            seeds, tokens = self.chosen.seeds(f), self.f.shape[1] if f.ndim == 3 else 1
-        elif seeds is None:
-            size, tokens = f[0].numel(), f.shape[1] if f.ndim == 3 else 1
-            eye = torch.eye(size, dtype=f.dtype, device=f.device)
-            seeds = eye.view(size, 1, *f.shape[1:]).expand(size, *f.shape)
+        if seeds is None:
+            seeds, tokens = self.seeds(slice(0, torch.Size(self.shape).numel())), self.tokens
         seeds = seeds.to(self.raw.dtype)
         with plain_kernels(network.plain):
             patterns = network.patterns(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
+from lapwing.core.memory import gathered
 from lapwing.core.random import uniform
 from lapwing.core.schema import ROUNDING, SMALLEST, Array, ListOf, Maybe, Real, Record, Text, Whole
 from lapwing.core.state import Part, State, Unread, saved
@@ -23,6 +24,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.tangent import Tangent
 from lapwing.posteriors.draws import drawn_predictive, numbers_of
 from lapwing.posteriors.protocols import (
     HasDeviations,
@@ -131,30 +133,45 @@ class MixturePosterior(Posterior):
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """Return the mean and covariance of the mixture of beliefs: Σ w V, if they all have the mean f(x)."""
-        return self._mixed([each(x, joint=True) for each in self.members] if joint else beliefs_at(self.members, x))
+        return (
+            self._joint(each(x, True) for each in self.members) if joint else self._mixed(beliefs_at(self.members, x))
+        )
 
     def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
         """Return the same for some outputs at x, by one Jacobian of these for all beliefs."""
-        together = [each.chosen(x, outputs, True) for each in self.members] if joint else None
-        return self._mixed(beliefs_at(self.members, x, outputs) if together is None else together)
+        if joint:
+            return self._joint(each.chosen(x, outputs, True) for each in self.members)
+        return self._mixed(beliefs_at(self.members, x, outputs))
+
+    def _joint(self, beliefs: Iterable[FunctionGaussian]) -> FunctionGaussian:
+        """Return the mean and joint covariance of the mixture of these beliefs, of which one at a time is in memory."""
+        means, total = [], None
+        for belief, spread in zip(beliefs, self._spreads.tolist(), strict=True):
+            means.append(belief.mean)
+            size = belief.mean.numel()
+            total = torch.zeros(size, size).to(belief.mean) if total is None else total
+            total.add_(belief.cov.reshape(size, size), alpha=spread)
+            del belief
+        assert total is not None
+        mean = _weighted(self._shares, means)
+        for each, share in zip(means, self._shares.tolist(), strict=True):
+            gap = (each - mean).flatten()
+            total.addr_(gap, gap, alpha=share)
+        return FunctionGaussian.across(mean, total)
 
     def _mixed(self, beliefs: Sequence[FunctionGaussian]) -> FunctionGaussian:
         """Return the mean and covariance of the mixture of these beliefs."""
-        joint = beliefs[0].joint
-        spreads, shares = self._spreads.to(beliefs[0].mean), self._shares.to(beliefs[0].mean)
-        total = lambda weights, parts: torch.einsum("k,k...->...", weights, torch.stack(list(parts)))
-        mean = total(shares, (belief.mean for belief in beliefs))
+        spreads, shares = self._spreads, self._shares
+        mean = _weighted(shares, (belief.mean for belief in beliefs))
         gaps = [belief.mean - mean for belief in beliefs]
         outer = lambda gap: gap.unsqueeze(-1) * gap.unsqueeze(-2)
-        if joint:
-            flat = [belief.cov.reshape(mean.numel(), mean.numel()) for belief in beliefs]
-            between = total(shares, (outer(gap.flatten()) for gap in gaps))
-            return FunctionGaussian.across(mean, total(spreads, flat) + between)
+        variances = lambda: _weighted(spreads, (b.variance for b in beliefs))
+        covs = lambda: _weighted(spreads, (b.cov for b in beliefs))
         return FunctionGaussian(
             mean,
             Deferred(
-                lambda: total(spreads, (b.variance for b in beliefs)) + total(shares, (gap.square() for gap in gaps)),
-                lambda: total(spreads, (b.cov for b in beliefs)) + total(shares, map(outer, gaps)),
+                lambda: variances() + _weighted(shares, (gap.square() for gap in gaps)),
+                lambda: covs().add_(_weighted(shares, map(outer, gaps))),
             ),
         )
 
@@ -349,6 +366,15 @@ def _shares(weights: Tensor) -> str:
     return "" if abs(float(weights.sum()) - 1) < ROUNDING else "does not sum to one; expected weights that do"
 
 
+def _weighted(weights: Tensor, parts: Iterable[Tensor]) -> Tensor:
+    """Return Σ w_k v_k of some parts v, of which one at a time is in memory."""
+    total: Tensor | None = None
+    for weight, part in zip(weights.tolist(), parts, strict=True):
+        total = weight * part if total is None else total.add_(part, alpha=weight)
+    assert total is not None
+    return total
+
+
 def member(bases: Sequence[Any], belief: Belief) -> Any:
     """Return the posterior of a belief."""
     base = bases[belief.base]
@@ -369,27 +395,33 @@ def beliefs_at(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None 
         return [alone(each) for each in members]
     linearised = [each for each in members if each.linearised]
     means: list[Tensor] = []
-    covs: list[list[Tensor]] = []
-    if linearised:
+
+    def parts() -> Iterator[Tensor]:
         for _, tangent in network.tangents(x, chosen=outputs):
-            f = tangent.f.to(network.dtype)
-            means.append(f)
-            covs.append(covariances(linearised, f, tangent.jacobians()))
-    joined = iter(zip(*covs, strict=True))
-    return [
-        FunctionGaussian(torch.cat(means), torch.cat(next(joined))) if each.linearised else alone(each)
-        for each in members
-    ]
+            means.append(tangent.f.to(network.dtype))
+            yield covariances(linearised, tangent)
+
+    covs = iter(gathered(parts(), network.count(x), 1) if linearised else ())
+    mean = gathered(means, network.count(x)) if linearised else network.theta()[:0]
+    return [FunctionGaussian(mean, next(covs)) if each.linearised else alone(each) for each in members]
 
 
-def covariances(members: Sequence[Any], f: Tensor, jacobian: LayerJacobians) -> list[Tensor]:
-    """Return the covariance of the outputs f (B, [T,] C) under every posterior, from one Jacobian of them."""
+def covariances(members: Sequence[Any], tangent: Tangent) -> Tensor:
+    """Return the covariance of the wanted outputs under every posterior, (K, B, [T,] C, C), from one Jacobian of them.
+
+    Where the outputs of all tokens do not fit the byte budget, tokens are taken in runs.
+    """
     groups: dict[int, list[int]] = {}
     for i, each in enumerate(members):
         groups.setdefault(id(each.shared), []).append(i)
-    out: list[Tensor] = [f] * len(members)
-    for numbers in groups.values():
-        together = [members[i] for i in numbers]
-        for i, cov in zip(numbers, together[0].covariances(jacobian, together), strict=True):
-            out[i] = cov if f.ndim == 3 else cov.squeeze(1)
-    return out
+
+    def of_run(jacobian: LayerJacobians) -> Tensor:
+        out: list[Tensor] = [torch.empty(0)] * len(members)
+        for numbers in groups.values():
+            together = [members[i] for i in numbers]
+            for i, cov in zip(numbers, together[0].covariances(jacobian, together), strict=True):
+                out[i] = cov
+        return torch.stack(out)  # (K, B, tokens, C, C)
+
+    cov = gathered(map(of_run, tangent.runs(whole_tokens=True)), tangent.tokens, 2)
+    return cov.reshape(len(members), -1, *tangent.shape, tangent.shape[-1])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -13,11 +12,13 @@ from torch import Tensor
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
+from lapwing.core.memory import gathered
 from lapwing.core.state import Latest
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors import pushforward
 from lapwing.posteriors.draws import Kept, drawn_predictive, numbers_of
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
@@ -124,21 +125,29 @@ class Linearised(Posterior, Reweightable, Protocol):
         """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
         ...
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        """Return the covariance between all inputs and outputs that the Jacobian belongs to, (B K, B K)."""
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        """Return the covariance between all inputs and outputs of two Jacobians, (B K, B' K'), or of one itself."""
         ...
 
     def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
         """Return the belief about some outputs at x, by backward passes for these alone."""
         network = self.problem.network
         if joint:
-            tangent = replace(network.linearise(x), chosen=outputs)
-            return FunctionGaussian.across(tangent.f.to(network.dtype), self.cross(tangent.jacobians()))
-        means, covs = [], []
-        for _, tangent in network.tangents(x, chosen=outputs):
-            means.append(tangent.f.to(network.dtype))
-            covs.append(self.covariance(tangent.jacobians()).reshape(*means[-1].shape, -1))
-        return FunctionGaussian(torch.cat(means), torch.cat(covs))
+            return FunctionGaussian.across(*pushforward.joint(self.cross, network, x, outputs))
+        return self.marginal(x, outputs)
+
+    def marginal(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+        """Return the belief about all or some outputs of each input at x, whose covariance is computed at once."""
+        network, means = self.problem.network, []
+
+        def parts() -> Iterator[Tensor]:
+            for _, tangent in network.tangents(x, chosen=outputs):
+                means.append(tangent.f.to(network.dtype))
+                runs = (self.covariance(jacobian) for jacobian in tangent.runs(whole_tokens=True))
+                yield gathered(runs, tangent.tokens, 1).reshape(*means[-1].shape, -1)
+
+        cov = gathered(parts(), network.count(x))
+        return FunctionGaussian(gathered(means, len(cov)), cov)
 
     @property
     def shared(self) -> object:

@@ -126,9 +126,9 @@ class SampledPosterior(Linearised):
         self._refuse_more(n)
         return self.samples[:n]
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         flat = jacobian.jvp(self.samples).flatten(1)
-        return flat.mT @ flat / len(flat)
+        return flat.mT @ (flat if other is None else other.jvp(self.samples).flatten(1)) / len(flat)
 
     def n_stored(self) -> int:
         return len(self.samples)
@@ -144,7 +144,7 @@ class SampledPosterior(Linearised):
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the functions of the first n stored samples, (n, B, [T,] C): the same ones at all inputs."""
         f, products = outputs_along(self.problem.network, x, self.deviations(n))
-        return f + products
+        return products.add_(f)
 
     @outside_inference
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:

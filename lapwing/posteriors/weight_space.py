@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -12,8 +12,10 @@ from torch import Tensor
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
-from lapwing.core.random import normal
+from lapwing.core.memory import PIECE, budget, evenly, gathered
+from lapwing.core.random import normal_rows
 from lapwing.core.schema import Array, Maybe, Real
+from lapwing.core.settings import require_integer
 from lapwing.core.state import Part, State, saved
 from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.curvature.protocols import (
@@ -30,6 +32,7 @@ from lapwing.errors import FileError
 from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors import pushforward
 from lapwing.posteriors.draws import numbered_normals
 from lapwing.posteriors.protocols import Linearised
 from lapwing.priors.bound import BoundPrior
@@ -148,8 +151,7 @@ class WeightPosterior(Linearised):
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
         if joint:
-            tangent = network.linearise(x)
-            return FunctionGaussian.across(tangent.f.to(network.dtype), self.cross(tangent.jacobians()))
+            return FunctionGaussian.across(*pushforward.joint(self.precision.cross, network, x))
         if network.output_shape[-1] <= WIDE:
             return FunctionGaussian(*self._quadratic(x, full=True))
         return FunctionGaussian(network(x).to(network.dtype), self._deferred(x))
@@ -172,21 +174,25 @@ class WeightPosterior(Linearised):
         self, x: Inputs, full: bool, centred: bool = False, outputs: ChosenOutputs | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs and their covariances, or variances; ``centred`` takes the mean over outputs off first."""
-        network, precision = self.problem.network, self.precision
-        means, covs = [], []
-        for _, tangent in network.tangents(x, chosen=outputs):
-            f = tangent.f.to(network.dtype)
-            cov = precision.quadratic(tangent.jacobians(_centring(f) if centred else None), full)
-            means.append(f)
-            covs.append(cov.reshape(*f.shape, f.shape[-1]) if full else cov.reshape(f.shape))
-        return _joined(means), _joined(covs)
+        network, means = self.problem.network, []
+
+        def parts() -> Iterator[Tensor]:
+            for _, tangent in network.tangents(x, chosen=outputs):
+                means.append(tangent.f.to(network.dtype))
+                if full:
+                    yield pushforward.covariances(self.precision, tangent)
+                else:
+                    yield pushforward.variances(self.precision, tangent, centred)
+
+        cov = gathered(parts(), network.count(x))
+        return gathered(means, len(cov)), cov
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
         return self.precision.quadratic(jacobian, True)
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        return self.precision.cross(jacobian)
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        return self.precision.cross(jacobian, other)
 
     @property
     def shared(self) -> object:
@@ -295,7 +301,16 @@ class WeightPosterior(Linearised):
 
     def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights as steps from their mean, (n, P)."""
-        return self._mapped(normal((n, len(self.theta)), generator, self.theta))
+
+        def drawn(run: slice) -> Tensor:
+            return self._mapped(normal_rows(run.stop - run.start, len(self.theta), generator, self.theta))
+
+        return gathered(map(drawn, self._draw_runs(n)), n)
+
+    def _draw_runs(self, n: int) -> Iterator[slice]:
+        """Yield runs of draws of the weights that fit the byte budget: of one there are four copies for a while."""
+        most = int(PIECE * budget(self.theta.device)) // (4 * self.theta.nbytes)
+        return evenly(n, most)
 
     def n_stored(self) -> None:
         return None
@@ -315,8 +330,13 @@ class WeightPosterior(Linearised):
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions of the tangent model, (n, B, [T,] C): one draw of the weights for all inputs."""
-        f, products = outputs_along(self.problem.network, x, self.deviations(n, generator))
-        return f + products
+        require_integer("n", n)
+
+        def drawn(run: slice) -> Tensor:
+            f, products = outputs_along(self.problem.network, x, self.deviations(run.stop - run.start, generator))
+            return products.add_(f)
+
+        return gathered(map(drawn, self._draw_runs(n)), n)
 
     def state(self) -> State:
         tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
@@ -339,15 +359,3 @@ class WeightPosterior(Linearised):
         if each and problem.likelihood.ratios is None:
             raise FileError("one curvature for each output and one noise for all; expected a noise for each")
         return cls(problem, **fields, mode=mode)
-
-
-def _centring(f: Tensor) -> Tensor:
-    """Return seeds (S C, B, [T,] C) of the outputs minus their mean over the outputs of the same datum."""
-    outputs, tokens = f.shape[-1], f[0].numel() // f.shape[-1]
-    centred = torch.eye(outputs, dtype=f.dtype, device=f.device) - 1 / outputs
-    whole = torch.block_diag(*[centred] * tokens)
-    return whole.reshape(len(whole), 1, *f.shape[1:]).expand(-1, *f.shape)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)  # without a copy of a single part

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.gaussian import FunctionGaussian, normal_nodes
+from lapwing.core.gaussian import FunctionGaussian, by_inputs, normal_nodes
 from lapwing.core.random import uniform
 from lapwing.core.settings import require_integer
 from lapwing.predictives.mixture import BinaryMixture
@@ -66,14 +66,20 @@ class BinaryPredictive(MultilabelPredictive):
 
     @cached_property
     def aleatoric(self) -> Tensor:
-        nodes, weights = normal_nodes(self.belief)
-        p = nodes.sigmoid()
-        return ((torch.special.entr(p) + torch.special.entr(1 - p)) * weights).sum((-1, -2))
+        def entropies(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows)
+            p = nodes.sigmoid()
+            return ((torch.special.entr(p) + torch.special.entr(1 - p)) * weights).sum((-1, -2))
+
+        return by_inputs(self.belief, entropies)
 
     @cached_property
     def integrated_probs(self) -> Tensor:
-        nodes, weights = normal_nodes(self.belief)
-        return (nodes.sigmoid() * weights).sum(-1)
+        def probabilities(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows)
+            return (nodes.sigmoid() * weights).sum(-1)
+
+        return by_inputs(self.belief, probabilities)
 
 
 def probit(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
@@ -84,9 +90,14 @@ def probit(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
 
 def quadrature(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
     """Return log p(1) and log p(0) by numerical integration over the logit."""
-    nodes, weights = normal_nodes(belief)
-    one = torch.logsumexp(F.logsigmoid(nodes) + weights.log(), -1)
-    return one, torch.logsumexp(F.logsigmoid(-nodes) + weights.log(), -1)
+
+    def logs(rows: slice) -> Tensor:
+        nodes, weights = normal_nodes(belief, rows)
+        each = (torch.logsumexp(F.logsigmoid(sign * nodes) + weights.log(), -1) for sign in (1, -1))
+        return torch.stack(list(each), 1)
+
+    both = by_inputs(belief, logs)
+    return both[:, 0], both[:, 1]
 
 
 BINARY_LINKS = {"probit": probit, "quadrature": quadrature}

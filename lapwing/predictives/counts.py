@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Poisson
 
-from lapwing.core.gaussian import FunctionGaussian, normal_nodes
+from lapwing.core.gaussian import FunctionGaussian, by_inputs, normal_nodes
 from lapwing.core.random import poisson
 from lapwing.core.settings import require_integer
 from lapwing.errors import DataError, NumericalError
 from lapwing.predictives.densities import whole_quantile
 from lapwing.predictives.mixture import CountMixture
 from lapwing.predictives.protocol import NumberPredictive, checked_numbers
+
+FEW = 64  # nodes for sums over all likely counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +70,13 @@ class CountPredictive(NumberPredictive):
         y = checked_numbers(y, self.mean, one=False, within=(0, math.inf)).unsqueeze(-1)
         if not bool((y == y.round()).all()):
             raise DataError("y has fractions; expected counts: whole numbers from 0.")
-        nodes, weights = normal_nodes(self.belief)
-        each = y * nodes - nodes.exp() - torch.lgamma(y + 1)
-        return torch.logsumexp(each + weights.log(), -1).sum(-1)
+
+        def logs(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows)
+            each = y[rows] * nodes - nodes.exp() - torch.lgamma(y[rows] + 1)
+            return torch.logsumexp(each + weights.log(), -1).sum(-1)
+
+        return by_inputs(self.belief, logs)
 
     def quantile(self, level: float) -> Tensor:
         """Return whole numbers: the smallest whose cumulative probability is at least ``level``."""
@@ -77,10 +84,14 @@ class CountPredictive(NumberPredictive):
 
     def cdf(self, y: Tensor | float) -> Tensor:
         """Return the probability of at most y counts, for each output by itself, (B, C) in float64."""
-        nodes, weights = normal_nodes(self.belief)
         count = checked_numbers(y, self.mean.double()).floor().expand(self.mean.shape)
-        each = torch.special.gammaincc(count.clamp_min(0).unsqueeze(-1) + 1, nodes.double().exp())
-        return torch.where(count < 0, 0.0, (each * weights.double()).sum(-1))
+
+        def below(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows)
+            each = torch.special.gammaincc(count[rows].clamp_min(0).unsqueeze(-1) + 1, nodes.double().exp())
+            return (each * weights.double()).sum(-1)
+
+        return torch.where(count < 0, 0.0, by_inputs(self.belief, below))
 
     def reach(self, deviations: int) -> Tensor:
         """Return counts beyond which the probability is negligible, (B, C) in float64; raise if they overflow."""
@@ -101,17 +112,21 @@ class CountPredictive(NumberPredictive):
         """Return the largest count that is likely for one of the inputs."""
         return int(self.reach(12).max().item())
 
-    def _log_probs(self, top: int) -> tuple[Tensor, Tensor]:
-        """Return log p(k | rate) for counts k up to ``top``, (B, C, nodes, counts), and the weights of the nodes."""
-        nodes, weights = normal_nodes(self.belief, 64)
-        if top * nodes.numel() > 2**28:
+    def _summed(self, top: int, total: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return ``total`` of log p(k | rate), (B, C, nodes, counts), for counts k up to ``top``, and of weights."""
+        if FEW * top * self.mean.numel() > 2**28:
             raise NumericalError(
                 f"the counts run to {top}, too many to sum over; the log-rate has a standard deviation of up to "
                 f"{self.belief.std.max().item():.3g}. Use the variances for an uncertainty this wide."
             )
-        counts = torch.arange(top + 1, dtype=torch.float64, device=nodes.device)
-        nodes = nodes.double().unsqueeze(-1)
-        return counts * nodes - nodes.exp() - torch.lgamma(counts + 1), weights.double()
+        counts = torch.arange(top + 1, dtype=torch.float64, device=self.mean.device)
+
+        def part(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows, FEW)
+            nodes = nodes.double().unsqueeze(-1)
+            return total(counts * nodes - nodes.exp() - torch.lgamma(counts + 1), weights.double())
+
+        return by_inputs(self.belief, part, 8 * FEW * (top + 1))
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -121,11 +136,11 @@ class CountPredictive(NumberPredictive):
 
     def log_probs_to(self, top: int) -> Tensor:
         """Return the log-probabilities of the counts from zero to ``top``, (B, C, top + 1) in float64."""
-        each, weights = self._log_probs(top)
-        return torch.logsumexp(each + weights.log().unsqueeze(-1), -2)
+        return self._summed(top, lambda each, weights: torch.logsumexp(each + weights.log().unsqueeze(-1), -2))
 
     @cached_property
     def known_entropy(self) -> Tensor:
         """The entropy of the counts in nats that is expected at a known rate, (B,) in float64."""
-        each, weights = self._log_probs(self.top_count())
-        return (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
+        return self._summed(
+            self.top_count(), lambda each, weights: (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
+        )

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from lapwing.core.gaussian import FunctionGaussian, psd_root
+from lapwing.core.memory import gathered, runs
 
 LOGISTIC = 3 / math.pi**2  # one over the variance of the standard logistic distribution
 PAIRED = 256  # classes up to which the covariance of each pair of logits is used
-ENTRIES = 2**24  # numbers of a (B, C, C) intermediate that are held at once
+COPIES = 4  # of a (C, C) intermediate that a link holds for each input
 
 
 def probit(belief: FunctionGaussian) -> Tensor:
@@ -40,10 +41,8 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
         cov, own = None, belief.centred_variance.reshape(-1, outputs)
         if not bool((own > 0).any()):  # the plain network: l is log softmax(m), which takes no pairs
             return mean.log_softmax(-1)
-    rows = max(1, ENTRIES // outputs**2)
     logits = []
-    for start in range(0, len(flat), rows):
-        part = slice(start, start + rows)
+    for part in runs(len(flat), COPIES * flat.element_size() * outputs**2, flat.device):
         spread = own[part].unsqueeze(-1) + own[part].unsqueeze(-2)
         if cov is not None:
             spread = torch.add(spread, cov[part], alpha=-2).clamp_min(0)
@@ -78,9 +77,16 @@ def logit_draws(belief: FunctionGaussian, n: int, seed: int) -> Tensor:
     the same points for every input. Cost: an eigendecomposition of a (C - 1, C - 1) matrix for each input.
     """
     mean, outputs = belief.mean, belief.mean.shape[-1]
-    basis = _zero_sum_basis(outputs).to(mean)
-    root = basis @ psd_root(basis.mT @ belief.cov @ basis)
-    return mean + torch.einsum("...cd,nd->n...c", root, _normal_points(n, outputs - 1, seed).to(mean))
+    basis, points = _zero_sum_basis(outputs).to(mean), _normal_points(n, outputs - 1, seed).to(mean)
+    flat, cov = mean.reshape(-1, outputs), belief.cov.reshape(-1, outputs, outputs)
+
+    def draws(part: slice) -> Tensor:
+        root = basis @ psd_root(basis.mT @ cov[part] @ basis)
+        return flat[part] + torch.einsum("bcd,nd->nbc", root, points)
+
+    each = 2 * COPIES * flat.element_size() * outputs**2
+    parts = (draws(part) for part in runs(len(flat), each, flat.device))
+    return gathered(parts, len(flat), 1).reshape(n, *mean.shape) if len(flat) else mean.new_zeros(n, *mean.shape)
 
 
 @lru_cache(maxsize=8)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.memory import runs
 from lapwing.predictives.links import bridge, logit_draws, pairwise, probit
 from lapwing.predictives.mixture import ClassMixture
 from lapwing.predictives.protocol import ClassPredictive
@@ -75,8 +76,8 @@ LINKS: dict[str, Callable[[SoftmaxPredictive], Tensor]] = {
 
 def _stacked(components: Sequence[SoftmaxPredictive]) -> Iterator[SoftmaxPredictive]:
     """Yield the predictives with a leading dimension: all at once where their covariances are small."""
-    outputs = components[0].belief.mean.shape[-1]
-    step = len(components) if outputs <= TOGETHER else 1
-    for start in range(0, len(components), step):
-        group = components[start : start + step]
+    mean = components[0].belief.mean
+    each = mean.element_size() * mean.numel() * mean.shape[-1]
+    for part in runs(len(components), each, mean.device, most=None if mean.shape[-1] <= TOGETHER else 1):
+        group = components[part]
         yield replace(group[0], belief=FunctionGaussian.stacked([component.belief for component in group]))

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.inputs import Inputs, map_tensors
+from lapwing.core.memory import fitting
 from lapwing.core.switches import math_attention, quiet
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
-
-BYTES = 256 * 2**20  # limit on the activations of one vectorised call
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +149,9 @@ class Objective:
 
     def each(self, function: Callable[..., Tensor], rows: Tensor, samples: int, *others: Tensor) -> Tensor:
         """Return the function of every row: vectorised over chunks of rows, or row by row if vmap cannot."""
-        width = 4 * samples * self.network.footprint.width * self.centre.element_size()
-        chunk = min(max(1, BYTES // max(width, 1)), len(rows))
+        sizes = self.network.footprint
+        numbers = 4 * (samples * (sizes.width + sizes.graph) + self.size)
+        chunk = fitting(len(rows), numbers * self.centre.element_size(), self.centre.device)
         # Some versions of torch.func differentiate to zero while gradients are off.
         with torch.enable_grad(), quiet, plain_kernels(self.network.plain), math_attention:
             try:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
+from lapwing.core.memory import PIECE, gathered, runs
 from lapwing.core.state import State
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.design import gram_product
+from lapwing.linalg.gram import symmetrise
 from lapwing.linalg.operators import Solution
 from lapwing.methods.hfl.responder import AnyResponder
 from lapwing.methods.hfl.response import Response
@@ -24,10 +28,13 @@ from lapwing.networks.forward import outside_inference
 from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.protocols import Linearised, Posterior
+from lapwing.posteriors.pushforward import jacobian_pieces, outputs_in_pieces
 from lapwing.problem import Problem, Statistics
 from lapwing.tangent.design import NetworkDesign
 
 ROWS = 256  # outputs that "linearised" solves for at once
+VECTORS = 24  # float64 vectors of P numbers that a solve holds for each of them
+PUSHES = 48  # vectors of P numbers that Newton steps and Adam hold for each push
 NO_FILE = (
     "this HFL posterior re-optimises on its data at every prediction, and a file does not hold those; fit it again "
     "where it is needed, or save HFL(mode='pretrained')."
@@ -83,18 +90,28 @@ class ResponsePosterior(Posterior):
         size, shape, device = network.count(x), network.output_shape, objective.centre.device
         chosen = ChosenOutputs(None, None, len(shape) == 2) if outputs is None else outputs
         places = chosen.numbers(shape, device).flatten(1).expand(size, -1)  # (B, C)
-        index = torch.arange(size, device=device).repeat_interleave(places.shape[1])
+        count = places.numel()
+        respond = lambda run: self._respond(x, chosen, places, run, joint)
+        each = PUSHES * objective.centre.nbytes
+        return Response.joined([respond(run) for run in runs(count, each, device, 2 * PIECE)])
+
+    def _respond(self, x: Inputs, chosen: ChosenOutputs, places: Tensor, run: slice, joint: bool) -> Response:
+        """Push a run of the outputs with these places (B, C) at the inputs x, and return the responses."""
+        objective, network = self.responder.objective, self.problem.network
+        outputs = places.shape[1]
+        number = torch.arange(run.start, run.stop, device=places.device)
+        index, column = number // outputs, number % outputs
         inputs = network.take(x, index)
-        eye = torch.eye(torch.Size(shape).numel()).to(objective.centre)
-        seeds = eye[places.flatten()].reshape(-1, *shape)
-        push = lambda d: objective.slopes(d, inputs, seeds)
+        own = places[index, column]
+        seeds = one_hot(own, torch.Size(network.output_shape).numel()).to(objective.centre)
+        push = lambda d: objective.slopes(d, inputs, seeds.reshape(-1, *network.output_shape))
         if joint:
             read_all = lambda d: chosen.of(objective.outputs(d, x)).flatten(1)
-            return self.responder.respond(push, read_all, len(index), self.strength, torch.diagonal)
-        columns, own = places[index], torch.eye(places.shape[1]).to(objective.centre).repeat(size, 1)
-        read = lambda d: objective.each_output(d.expand(len(index), -1), inputs).flatten(1).gather(1, columns)
-        value = lambda reading: (own * reading).sum(1)
-        return self.responder.respond(push, read, len(index), self.strength, value)
+            value = lambda reading: reading.gather(1, number[:, None])[:, 0]
+            return self.responder.respond(push, read_all, len(number), self.strength, value)
+        read = lambda d: objective.each_output(d.expand(len(number), -1), inputs).flatten(1).gather(1, places[index])
+        value = lambda reading: reading.gather(1, column[:, None])[:, 0]
+        return self.responder.respond(push, read, len(number), self.strength, value)
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights by name, or of the outputs at x, by pushing it."""
@@ -186,34 +203,56 @@ class LinearisedResponse(Linearised):
         raise UnsupportedError(NO_FILE)
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        network = self.problem.network
-        if joint:
-            tangent = network.linearise(x)
-            return FunctionGaussian.across(tangent.f.to(network.dtype), self.cross(tangent.jacobians()))
-        means, covs = [], []
-        for _, tangent in network.tangents(x):
-            means.append(tangent.f.to(network.dtype))
-            covs.append(self.covariance(tangent.jacobians()).reshape(*means[-1].shape, -1))
-        return FunctionGaussian(torch.cat(means), torch.cat(covs))
+        return self._joint(x) if joint else self.marginal(x)
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        rows = jacobian.whole().double().flatten(0, 1)
-        cov = torch.cat([self.solved(part).x for part in rows.split(ROWS)]) @ rows.mT
-        return 0.5 * (cov + cov.mT)
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return self._joint(x, outputs) if joint else self.marginal(x, outputs)
+
+    def _joint(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+        """Return the joint belief: every row of J is solved for once, and multiplied by J at all inputs."""
+        network = self.problem.network
+        f, pieces = outputs_in_pieces(network, x, outputs)
+        count, size = len(f), f[0].numel()
+        total = torch.empty(count, size, count, size, dtype=torch.float64, device=f.device)
+        for (samples, run), rows in jacobian_pieces(network, x, pieces, outputs):
+            exact = rows.double()
+            for part, solved in self._solved_rows(exact):
+                number = torch.arange(part.start, part.stop, device=f.device)
+                sample, output = samples.start + number // rows.outputs, run.start + number % rows.outputs
+                again = jacobian_pieces(network, x, pieces, outputs) if len(pieces) > 1 else ((pieces[0], rows),)
+                for (others, columns), jacobian in again:
+                    total[sample, output, others, columns] = jacobian.double().jvp(solved)
+        matrix = total.flatten(2).flatten(0, 1)
+        symmetrise(matrix)
+        return FunctionGaussian.across(f, matrix)
+
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        exact = jacobian.double()
+        second = exact if other is None else other.double()
+        rows = (second.jvp(solved).flatten(1) for _, solved in self._solved_rows(exact))
+        cov = gathered(rows, exact.batch * exact.outputs)
+        return cov if other is not None else 0.5 * (cov + cov.mT)
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C); only rows that are solved for together are in memory."""
-        exact, batch, outputs = jacobian.double(), jacobian.batch, jacobian.outputs
-        eye = torch.eye(outputs, dtype=torch.float64, device=self.theta.device)
-        covs = []
-        for samples in torch.arange(batch).split(max(1, ROWS // outputs)):
-            seeds = eye.new_zeros(len(samples), outputs, batch, outputs)
-            seeds[torch.arange(len(samples)), :, samples] = eye
-            rows = exact.vjp(seeds.flatten(0, 1))
-            solved, shape = self.solved(rows).x, (len(samples), jacobian.tokens, -1)
-            covs.append(rows.unflatten(0, shape) @ solved.unflatten(0, shape).mT)
-        cov = torch.cat(covs)
+        exact, classes = jacobian.double(), jacobian.outputs // jacobian.tokens
+        rows = []
+        for part, solved in self._solved_rows(exact):
+            number = torch.arange(part.start, part.stop, device=solved.device)
+            products = exact.jvp(solved)[number - part.start, number // jacobian.outputs]  # with outputs of its sample
+            token = number % jacobian.outputs // classes
+            rows.append(products.unflatten(1, (jacobian.tokens, classes))[number - part.start, token])
+        cov = torch.cat(rows).reshape(jacobian.batch, jacobian.tokens, classes, classes)
         return (0.5 * (cov + cov.mT)).to(jacobian.dtype)
+
+    def _solved_rows(self, jacobian: LayerJacobians) -> Iterator[tuple[slice, Tensor]]:
+        """Yield Λ⁻¹ Jᵀ in runs of the B K rows of J that fit the byte budget, (run, P), in float64."""
+        count, size = jacobian.batch * jacobian.outputs, len(self.theta)
+        for run in runs(count, 8 * VECTORS * size, self.theta.device, most=ROWS):
+            seeds = torch.zeros(run.stop - run.start, count, dtype=torch.float64, device=self.theta.device)
+            seeds.diagonal(run.start).fill_(1)
+            rows = jacobian.vjp(seeds.unflatten(1, (jacobian.batch, jacobian.outputs)))
+            yield run, self.solved(rows).x
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights by name, or of the outputs at x, to first order."""

@@ -14,7 +14,7 @@ from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, map_tensors
 from lapwing.core.pool import Pool
-from lapwing.core.random import normal
+from lapwing.core.random import normal, sequential_normal
 from lapwing.core.schema import SMALLEST, Array, ListOf, Real, Text
 from lapwing.core.state import State, saved
 from lapwing.curvature.sweep import Sweep
@@ -90,7 +90,7 @@ def random_forces(
     total = normal((count, len(theta)), generator, theta) * problem.prior.vector.detach().to(theta).sqrt()
     phi = likelihood.dispersion.detach().to(theta)
     for jacobians in Sweep(network, likelihood, data, label="random pushes"):
-        eps = normal((count, jacobians.batch, jacobians.outputs), generator, theta)
+        eps = sequential_normal((jacobians.batch, count, jacobians.outputs), generator, theta).transpose(0, 1)
         total = total + jacobians.vjp(eps).to(theta) / phi.sqrt()
     return total
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -29,6 +30,15 @@ class Response:
     bend: Tensor  # |g(up) + g(down) - 2 g(twin)| / |g(up) - g(down)|: 0 if straight, 1 if one side does not move, (K,)
     drift: Tensor  # how far the unpushed twin moved g, in posterior standard deviations of g, (K,)
     steps: int
+
+    @classmethod
+    def joined(cls, parts: Sequence[Response]) -> Response:
+        """Return the responses of several runs of pushes as one; the steps are those of the longest run."""
+        if len(parts) == 1:
+            return parts[0]
+        names = [field.name for field in fields(cls) if field.name != "steps"]
+        tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return cls(**tensors, steps=max(part.steps for part in parts))
 
     def checked(self, tolerance: float, drift: float = math.inf) -> Response:
         """Return the response itself; raise if it has not converged, is bent, or drifted further than ``drift``.

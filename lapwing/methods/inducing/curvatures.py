@@ -201,9 +201,10 @@ class SubspacePrecision:
         rows = jacobian.jvp(self._basis).to(self._basis).permute(1, 2, 0).unflatten(1, (jacobian.tokens, -1))
         return (rows @ rows.mT if full else rows.square().sum(-1)).to(jacobian.dtype)
 
-    def cross(self, jacobian: LayerJacobians) -> Tensor:
-        rows = jacobian.jvp(self._basis).to(self._basis).flatten(1).mT
-        return (rows @ rows.mT).to(jacobian.dtype)
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        columns = jacobian.jvp(self._basis).to(self._basis).flatten(1)
+        second = columns if other is None else other.jvp(self._basis).to(self._basis).flatten(1)
+        return (columns.mT @ second).to(jacobian.dtype)
 
     def sample(self, eps: Tensor) -> Tensor:
         """Return samples made of the first K columns of ``eps``."""

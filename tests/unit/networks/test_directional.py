@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lapwing as lw
 from lapwing.networks import directional, passes
 from lapwing.networks.directional import forward_products, outputs_along
 from lapwing.networks.network import Network
@@ -52,8 +53,7 @@ def test_chunks_of_directions_and_samples_fit_the_budget(monkeypatch: pytest.Mon
     model, inputs = case.build(), case.batch(SIZE)
     network = Network.build(model, inputs)
     v = torch.randn(COUNT, network.selection.size, dtype=D)
-    numbers = max(network.selection.total, 2 * network.footprint.width)
-    monkeypatch.setattr(directional, "temporary", lambda device: 2 * 8 * numbers)
+    monkeypatch.setattr(directional, "TOGETHER", {"cpu": 2, "cuda": 2})
     seen: list[tuple[int, int]] = []
     plain = passes.pushed
 
@@ -62,9 +62,9 @@ def test_chunks_of_directions_and_samples_fit_the_budget(monkeypatch: pytest.Mon
         return plain(model, inputs, tangents, *facts)
 
     monkeypatch.setattr(passes, "pushed", watched)
-    each = 8 * (2 * 2 * network.footprint.width + network.footprint.patches)
-    monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 2 * each, "cuda": 1})
-    _, products = forward_products(network, inputs, v)
+    sizes = network.footprint
+    with lw.memory.limited(2 * 2 * 8 * (2 * 2 * sizes.width + sizes.patches + sizes.graph)):
+        _, products = forward_products(network, inputs, v)
     assert_close(products, expected(model, inputs, v, case.outputs))
     assert seen == [(2, 2)] * 4 + [(2, 1)] * 2
 

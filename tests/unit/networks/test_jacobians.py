@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lapwing as lw
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import named, subnetwork
@@ -153,7 +154,7 @@ def test_squares_and_weighted_sums_of_every_block(case: Case) -> None:
         assert_close(part.between(part, form), (tall * weights) @ tall.T)
 
 
-def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_byte_budget_changes_nothing(case: Case) -> None:
     model, inputs = case.build(), case.batch(4)
     network = Network.build(model, inputs)
     whole = network.linearise(inputs).jacobians()
@@ -164,21 +165,25 @@ def test_tiny_byte_budget_changes_nothing(case: Case, monkeypatch: pytest.Monkey
                 for w, (_, part) in zip(weights, jacobians, strict=True)]  # fmt: skip
 
     before = summary(whole)
-    monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 1, "cuda": 1})
-    monkeypatch.setattr("lapwing.networks.budget.TEMPORARY", {"cpu": 1, "cuda": 1})
-    parts = list(network.tangents(inputs))
+    with lw.memory.limited(1):
+        parts = list(network.tangents(inputs))
+        after = summary(whole)
+        runs = [list(tangent.runs()) for _, tangent in parts]
     assert [(part.start, part.stop) for part, _ in parts] == [(b, b + 1) for b in range(4)]
     assert_close(torch.cat([tangent.jacobians().whole() for _, tangent in parts]), whole.whole())
-    for small, large in zip(summary(whole), before, strict=True):
+    assert {part.outputs for each in runs for part in each} == {1}
+    assert_close(torch.cat([torch.cat([part.whole() for part in each], 1) for each in runs]), whole.whole())
+    for small, large in zip(after, before, strict=True):
         for answer, expected in zip(small, large, strict=True):
             assert_close(answer, expected)
 
 
-def test_chunks_cover_the_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_cover_the_batch_once() -> None:
     case = BY_NAME["mlp"]
     network = Network.build(case.build(), case.batch(3))
-    monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 3 * 2 * 8 * 3 * network.footprint.width, "cuda": 1})
-    parts = list(network.footprint.chunks(8, 3, network.dtype, network.device))
+    each = 8 * (2 * 3 * network.footprint.width + network.footprint.graph)
+    with lw.memory.limited(2 * 3 * each):  # half of it is for gradients and activations
+        parts = list(network.footprint.chunks(8, 3, network.dtype, network.device))
     assert [(part.start, part.stop) for part in parts] == [(0, 3), (3, 6), (6, 8)]
 
 

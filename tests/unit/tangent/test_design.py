@@ -174,10 +174,9 @@ def test_the_diagonal_of_a_subnetwork_knows_nothing_of_the_rest() -> None:
 
 def test_a_small_budget_of_bytes_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples one at a time in every temporary and in every chunk."""
-    monkeypatch.setattr("lapwing.networks.budget.BYTES", {"cpu": 1, "cuda": 1})
     monkeypatch.setattr("lapwing.networks.budget.CACHED", 1)
-    monkeypatch.setattr("lapwing.networks.budget.TEMPORARY", {"cpu": 1, "cuda": 1})
-    assert_products(built(case, None), written_out(case))
+    with lw.memory.limited(1):
+        assert_products(built(case, None), written_out(case))
 
 
 @pytest.mark.parametrize("held", [False, True])
