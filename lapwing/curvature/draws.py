@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from lapwing.networks.jacobians import BlockJacobian
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How a curvature was estimated.
+
+    >>> print(Estimate(draws=1))
+    the curvature is estimated from one label drawn for each datum; curvature='ggn' is exact.
+    """
+
+    draws: int  # labels for each datum
+    error: float = 0.0  # relative standard error for single units; zero if it is not known
+
+    def __str__(self) -> str:
+        labels = "one label" if self.draws == 1 else f"{self.draws} labels"
+        size = f", relative error about {100 * self.error:.2g} % for single units" if self.error else ""
+        return f"the curvature is estimated from {labels} drawn for each datum{size}; curvature='ggn' is exact."
+
+    def tensor(self) -> Tensor:
+        """Return both numbers, (2,), for a file."""
+        return torch.tensor([self.draws, self.error], dtype=torch.float64)
+
+    @classmethod
+    def stored(cls, numbers: Tensor | None) -> Estimate | None:
+        """Return it from a file, or None if the file has none."""
+        return None if numbers is None else cls(int(numbers[0]), float(numbers[1]))
 
 
 class DrawError:

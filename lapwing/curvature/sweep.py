@@ -18,7 +18,7 @@ from lapwing.core.inputs import check_finite
 from lapwing.core.random import independent_generator
 from lapwing.core.schema import SMALLEST, Array
 from lapwing.core.state import Part, State, saved
-from lapwing.curvature.draws import DrawError
+from lapwing.curvature.draws import DrawError, Estimate
 from lapwing.curvature.protocols import Curvature
 from lapwing.curvature.seeds import MANY, Seeds
 from lapwing.errors import DataError, FileError, NumericalError
@@ -108,14 +108,9 @@ class Sweep:
             del tangent
 
     @property
-    def findings(self) -> tuple[str, ...]:
-        """A remark after the iteration if the curvature is an estimate, with its error."""
-        if not self._drew:
-            return ()
-        error, draws = self.error.relative(), self.seeds.draws
-        size = f", relative error about {100 * error:.2g} % for single units" if error else ""
-        labels = "one label" if draws == 1 else f"{draws} labels"
-        return (f"the curvature is estimated from {labels} drawn for each datum{size}; curvature='ggn' is exact.",)
+    def estimate(self) -> Estimate | None:
+        """After the iteration, how the curvature was estimated; None if no label was drawn."""
+        return Estimate(self.seeds.draws, self.error.relative()) if self._drew else None
 
     @property
     def has_closed_form(self) -> bool:
@@ -216,21 +211,21 @@ class PerOutputCurvature:
 
 def swept(
     compute: Callable[[Sweep], MixableCurvature], problem: Problem, data: Data, seeds: Seeds, label: str
-) -> tuple[Curvature | PerOutputCurvature, Statistics, tuple[str, ...]]:
+) -> tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]:
     """Return the curvature that ``compute`` sums over a pass, or one for each output if each output learns its noise.
 
-    Also return the statistics of the pass, and remarks on it. Cost for each output: as many backward passes as one pass
-    over all outputs, and C forward passes instead of one.
+    Also return the statistics of the pass, and how it estimated the curvature if it did. Cost for each output: as many
+    backward passes as one pass over all outputs, and C forward passes instead of one.
     """
     likelihood = problem.likelihood
     sweep = Sweep(problem.network, likelihood, data, seeds, label)
     if not likelihood.learns_ratios or likelihood.ratios is None:
-        return compute(sweep), sweep.statistics, sweep.findings
+        return compute(sweep), sweep.statistics, sweep.estimate
     sweeps = [replace(sweep, seeds=replace(seeds, output=c)) for c in range(len(likelihood.ratios))]
     parts = tuple(map(compute, sweeps))
     statistics = sweeps[0].statistics
     losses = tuple(0.5 * statistics.data * float(ratio) for ratio in likelihood.ratios)
-    return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses), sweeps[0].findings
+    return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses), sweeps[0].estimate
 
 
 def chosen_seeds(curvature: str | None, draws: int, problem: Problem, generator: torch.Generator | None) -> Seeds:

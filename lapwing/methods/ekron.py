@@ -63,7 +63,7 @@ class EKron:
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
-        return WeightPosterior.fitted(problem, corrected, second.statistics, second.findings)
+        return WeightPosterior.fitted(problem, corrected, second.statistics, second.estimate)
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:

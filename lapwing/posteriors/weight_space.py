@@ -18,6 +18,7 @@ from lapwing.core.schema import Array, Maybe, Real
 from lapwing.core.settings import require_integer
 from lapwing.core.state import Part, State, saved
 from lapwing.core.trace import TRACE, Trace, trace_settings
+from lapwing.curvature.draws import Estimate
 from lapwing.curvature.protocols import (
     BoundsLogdet,
     Curvature,
@@ -74,6 +75,7 @@ class WeightPosterior(Linearised):
     theta: Tensor  # w̃, (P,)
     mode: Mode | None = None
     trace: Trace | None = None
+    estimate: Estimate | None = None  # how the curvature was estimated; None if it is exact
 
     @classmethod
     def fitted(
@@ -81,16 +83,15 @@ class WeightPosterior(Linearised):
         problem: Problem,
         curvature: Curvature | PerOutputCurvature,
         statistics: Statistics,
-        findings: tuple[str, ...] = (),
+        estimate: Estimate | None = None,
     ) -> WeightPosterior:
         """Return the posterior after the pass over the data, with noise and prior that depend on it filled in.
 
         A noise that is left open is the mean squared residual at w̃; a g-prior takes its scale from the curvature.
-        ``findings`` are remarks on the pass.
+        ``estimate`` says how the curvature was estimated, if it was.
         """
         problem = problem.with_residual_noise(statistics)
-        trace = Trace("", findings=findings) if findings else None
-        posterior = cls(problem, curvature, statistics, problem.network.theta(), trace=trace)
+        posterior = cls(problem, curvature, statistics, problem.network.theta(), estimate=estimate)
         return posterior.with_prior(problem.prior) if problem.prior.needs_curvature else posterior._with_prior_checked()
 
     def _with_prior_checked(self) -> WeightPosterior:
@@ -226,16 +227,18 @@ class WeightPosterior(Linearised):
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """A remark if the Jacobian, which the network computes in its dtype, has too few digits for the variances.
+        """Remarks if the curvature is an estimate, and if the Jacobian has too few digits for the variances.
 
         Rounding of the Jacobian enters variances with the prior variance, where the data leave φ/H: by the rounding
         unit times the square root of the condition number, relatively, and by its square beyond that.
         """
         dtype, condition = self.problem.network.dtype, self.condition
         most = ROUNDED / torch.finfo(dtype).eps ** 2
+        estimated = () if self.estimate is None else (str(self.estimate),)
         if condition <= most:
-            return ()
+            return estimated
         return (
+            *estimated,
             f"the data outweigh the prior by up to {condition:.1g}; a network in {str(dtype).removeprefix('torch.')} "
             f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use model.double() with data "
             "in float64, scale the inputs to unit size, or raise the prior precision or the noise.",
@@ -340,6 +343,7 @@ class WeightPosterior(Linearised):
 
     def state(self) -> State:
         tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
+        tensors |= {} if self.estimate is None else {"estimate": self.estimate.tensor()}
         settings = {
             "statistics": asdict(self.statistics), "mode_loss": None if self.mode is None else self.mode.loss,
             "trace": trace_settings(self.trace),
@@ -351,11 +355,13 @@ class WeightPosterior(Linearised):
         fields = state.read(
             curvature=Part((Curvature, PerOutputCurvature), problem.network), statistics=STATISTICS, trace=TRACE,
             theta=Array(("P",), dtype=problem.network.dtype), mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
+            estimate=Maybe(Array((2,), 0)),
         )  # fmt: skip
+        estimate = Estimate.stored(fields.pop("estimate"))
         mode = Mode.stored(fields.pop("mode"), fields.pop("mode_loss"))
         each, outputs = isinstance(fields["curvature"], PerOutputCurvature), problem.network.output_shape[-1]
         if len(fields["statistics"].losses) != each * outputs:
             raise FileError("a curvature without the loss of each output, or a loss too many; expected both")
         if each and problem.likelihood.ratios is None:
             raise FileError("one curvature for each output and one noise for all; expected a noise for each")
-        return cls(problem, **fields, mode=mode)
+        return cls(problem, **fields, mode=mode, estimate=estimate)
