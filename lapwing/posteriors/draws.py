@@ -134,7 +134,7 @@ def drawn_beliefs(members: Sequence[Any], x: Inputs, numbers: Sequence[range], k
         runs = [part[start : start + most] for start in range(0, len(part), most)] or [part]
         drawn = (_steps(each, run) for run in runs) if all_steps is None else [all_steps[i]]
         at_x = [outputs_along(each.problem.network, x, steps) for steps in drawn]
-        yield FunctionSamples(at_x[0][0], torch.cat([products for _, products in at_x]))
+        yield FunctionSamples.of(at_x[0][0], torch.cat([products for _, products in at_x]))
 
 
 def _steps(posterior: Any, numbers: range) -> Tensor:
@@ -170,14 +170,17 @@ def _by_parts(
     members: Sequence[Any], x: Inputs, numbers: Sequence[range], kept: Kept
 ) -> Iterator[list[FunctionSamples]]:
     """Yield the beliefs about a few inputs after another, as many as fit the budget with all their functions."""
-    network: Network = members[0].problem.network
-    batch, outputs = network.count(x), torch.Size(network.output_shape).numel()
-    each = COPIES * (1 + sum(map(len, numbers))) * outputs * torch.finfo(network.dtype).bits // 8
-    step = max(1, temporary(network.device) // each)
-    for start in range(0, batch, step):
-        whole = step >= batch
-        beliefs = list(
-            drawn_beliefs(members, x if whole else network.take(x, slice(start, start + step)), numbers, kept)
-        )
+    for _, part in pieces(members[0].problem.network, x, sum(map(len, numbers))):
+        beliefs = list(drawn_beliefs(members, part, numbers, kept))
         check_finite(beliefs[0].mean, "outputs of the network")
         yield beliefs
+
+
+def pieces(network: Network, x: Inputs, pairs: int) -> Iterator[tuple[slice, Inputs]]:
+    """Yield runs of inputs at which so many pairs of functions fit the budget for one result."""
+    batch, outputs = network.count(x), torch.Size(network.output_shape).numel()
+    each = COPIES * (1 + pairs) * outputs * torch.finfo(network.dtype).bits // 8
+    step = max(1, temporary(network.device) // each)
+    for start in range(0, batch, step):
+        rows = slice(start, min(batch, start + step))
+        yield rows, x if step >= batch else network.take(x, rows)

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.errors import UnsupportedError
+from lapwing.predictives.links import LOGISTIC
 from lapwing.predictives.protocol import ClassPredictive, checked_labels
 
+SMOOTHED = 0.5  # share of the variance that is left to a link, for up to 16 draws
+SMALL = 1e-30  # probability below which logarithms of sums would lose digits
 ENTRIES = 2**22  # numbers of drawn logits that are handled at once: near a CPU's caches, and enough for a GPU
 
 
@@ -42,7 +45,9 @@ class AveragedClasses(ClassPredictive):
 
     @property
     def standard_error(self) -> Tensor:
-        """The standard error of ``probs``, (B, C).
+        """The standard error of ``probs``, (B, C): that of the plain average over the same functions.
+
+        An upper estimate, since ``probs`` are smoothed, which lowers their error where it is large.
 
         Raises:
             UnsupportedError: If a part of the mixture has a single draw.
@@ -72,7 +77,17 @@ class AveragedClasses(ClassPredictive):
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxSamples(ClassPredictive):
-    """Predictive of a class: the softmax of drawn logits, averaged.
+    r"""Predictive of a class: the softmax of drawn logits, averaged.
+
+    A function with large steps is certain of some class, and few such functions give most classes a probability near
+    zero. So the functions carry a share a of the variance, and a link integrates over the rest, at its mean over
+    outputs: the pairwise link of logits with equal variances, which divides them by a temperature.
+
+    $$ p = \frac{1}{2K} \sum_{\pm k} \mathrm{softmax}\Bigl( \frac{m \pm \sqrt a\, d_k}{t} \Bigr), \quad
+       t^2 = 1 + \frac{6}{\pi^2} (1 - a) \bar v, \quad 1 - a = \min\bigl(1/2, 2 / \sqrt K\bigr) $$
+
+    With many draws a tends to one, and p to the average softmax itself. ``aleatoric`` and ``standard_error`` are those
+    of the whole functions.
 
     Args:
         parts: Beliefs about the logits, each with its draws.
@@ -85,18 +100,16 @@ class SoftmaxSamples(ClassPredictive):
     @staticmethod
     def mixed(components: tuple[SoftmaxSamples, ...], weights: Tensor) -> SoftmaxSamples:
         """Return the mixture of predictives of the same inputs."""
-        pairs = [(w * v, part) for c, w in zip(components, weights.tolist(), strict=True)
-                 for v, part in zip(c.weights, c.parts, strict=True)]  # fmt: skip
-        return SoftmaxSamples(tuple(part for _, part in pairs), tuple(weight for weight, _ in pairs))
+        parts: list[tuple[FunctionSamples, float]] = []
+        for component, weight in zip(components, weights.tolist(), strict=True):
+            shares = zip(component.parts, component.weights, strict=True)
+            parts += [(part, weight * share) for part, share in shares if weight * share > 0]
+        return SoftmaxSamples(tuple(part for part, _ in parts), tuple(share for _, share in parts))
 
     @property
     def averaged(self) -> AveragedClasses:
         """The same without the functions, which take K times the memory of the probabilities."""
-        return AveragedClasses(*self._sums)
-
-    @property
-    def log_probs(self) -> Tensor:
-        return self._sums[0]
+        return AveragedClasses(self.log_probs, *self._of_functions)
 
     @property
     def integrated_probs(self) -> Tensor:
@@ -104,50 +117,94 @@ class SoftmaxSamples(ClassPredictive):
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._sums[1]
+        return self._of_functions[0]
 
     @property
     def standard_error(self) -> Tensor:
-        """The standard error of ``probs``, (B, C)."""
+        """The standard error of ``probs``, (B, C); an upper estimate, see ``AveragedClasses``."""
         return self.averaged.standard_error
+
+    @cached_property
+    def _of_functions(self) -> tuple[Tensor, Tensor | None]:
+        """The expected entropy, and the standard error of the average softmax, of the whole functions."""
+        mean = self.parts[0].mean
+        entropy, draws = mean.new_zeros(mean.shape[:-1]), dict[int, Tensor]()
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            if part.pairs:  # what each draw adds to the probabilities, (K, B, [T,] C); cells may share draws
+                draws.setdefault(id(part.steps), torch.zeros_like(part.steps))
+            for pairs, logits in _in_turn(part):
+                log_p = logits.log_softmax(-1)
+                p = log_p.exp()
+                entropy -= weight / max(1, 2 * part.pairs) * (p * log_p).sum(-1).sum(0)
+                if part.pairs:
+                    plus, minus = p.chunk(2)
+                    draws[id(part.steps)][pairs] += 0.5 * weight * (plus + minus)
+        if any(len(each) == 1 for each in draws.values()):
+            return entropy, None
+        variances = (each.var(0) / len(each) for each in draws.values())
+        return entropy, sum(variances, torch.zeros_like(mean)).sqrt()
 
     def log_prob(self, y: Tensor) -> Tensor:
         y = checked_labels(y, self.parts[0].mean)
         each = []
         for part, weight in zip(self.parts, self.weights, strict=True):
-            for _, logits, share in _drawn(part, weight):
-                chosen = logits.gather(-1, y.expand(len(logits), *y.shape)).squeeze(-1)
-                each.append(chosen - logits.logsumexp(-1) + math.log(share))
+            smooth = _Smoothed.of(part)
+            for _, logits in smooth.in_turn():
+                chosen = logits.log_softmax(-1).gather(-1, y.expand(len(logits), *y.shape))
+                each.append(chosen.squeeze(-1) + math.log(weight / smooth.count))
         return torch.cat(each).logsumexp(0)
 
     @cached_property
-    def _sums(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The log-probabilities, the expected entropy and the standard error of the probabilities, by one loop."""
-        mean = self.parts[0].mean
-        log_probs, aleatoric = torch.full_like(mean, -math.inf), mean.new_zeros(mean.shape[:-1])
-        draws: dict[int, Tensor] = {}  # what each draw adds to the probabilities, (K, B, [T,] C); cells may share draws
+    def log_probs(self) -> Tensor:
+        probs = torch.zeros_like(self.parts[0].mean)
         for part, weight in zip(self.parts, self.weights, strict=True):
-            sums = draws.setdefault(id(part.steps), torch.zeros_like(part.steps)) if part.pairs else None
-            for pairs, logits, share in _drawn(part, weight):
-                log_p = logits.log_softmax(-1)
-                p = log_p.exp()
-                log_probs = torch.logaddexp(log_probs, log_p.logsumexp(0) + math.log(share))
-                aleatoric -= share * (p * log_p).sum(-1).sum(0)
-                if sums is not None:
-                    plus, minus = p.chunk(2)
-                    sums[pairs] += 0.5 * weight * (plus + minus)
-        if any(len(each) == 1 for each in draws.values()):
-            return log_probs, aleatoric, None
-        variances = [each.var(0) / len(each) for each in draws.values()]
-        return log_probs, aleatoric, sum(variances, torch.zeros_like(mean)).sqrt()
+            smooth = _Smoothed.of(part)
+            for _, logits in smooth.in_turn():
+                probs += weight / smooth.count * logits.softmax(-1).sum(0)
+        return probs.log() if bool((probs > SMALL).all()) else self._log_averages()
+
+    def _log_averages(self) -> Tensor:
+        """Return the log-probabilities without the probabilities, which may round to zero; slower."""
+        total = torch.full_like(self.parts[0].mean, -math.inf)
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            smooth = _Smoothed.of(part)
+            for _, logits in smooth.in_turn():
+                share = math.log(weight / smooth.count)
+                total = torch.logaddexp(total, logits.log_softmax(-1).logsumexp(0) + share)
+        return total
 
 
-def _drawn(part: FunctionSamples, weight: float) -> Iterator[tuple[slice, Tensor, float]]:
-    """Yield the drawn logits (n, B, [T,] C), a few draws at a time, with their numbers and the weight of each."""
+@dataclass(frozen=True, eq=False)
+class _Smoothed:
+    """The functions of a belief with a share of its variance, and the link of the rest: one over a temperature."""
+
+    part: FunctionSamples
+    shrink: Tensor  # (B, [T,] 1)
+
+    @classmethod
+    def of(cls, part: FunctionSamples) -> _Smoothed:
+        rest = SMOOTHED * min(1.0, 4 / math.sqrt(part.pairs)) if part.pairs else 0.0
+        spread = part.scale**2 * (part.spreads.mean(0) if rest else torch.zeros_like(part.mean[..., 0]))
+        shrink = (1 + 2 * LOGISTIC * rest * spread).rsqrt().unsqueeze(-1)
+        return cls(part.widened(1 - rest), shrink)
+
+    @property
+    def count(self) -> int:
+        """The number of different functions."""
+        return max(1, 2 * self.part.pairs)
+
+    def in_turn(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the numbers of a few draws and their logits, (n, B, [T,] C)."""
+        for pairs, logits in _in_turn(self.part):
+            yield pairs, logits * self.shrink
+
+
+def _in_turn(part: FunctionSamples) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the numbers of a few draws and their functions (n, B, [T,] C); the mean alone if there are none."""
     if not part.pairs:
-        yield slice(0, 0), part.factor * part.mean.unsqueeze(0), weight
+        yield slice(0, 0), part.factor * part.mean.unsqueeze(0)
         return
     step = max(1, ENTRIES // max(1, 2 * part.mean.numel()))
     for start in range(0, part.pairs, step):
         pairs = slice(start, min(part.pairs, start + step))
-        yield pairs, part.functions(pairs), weight / (2 * part.pairs)
+        yield pairs, part.functions(pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data, merged
+from lapwing.core.function_samples import FunctionSamples
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
 from lapwing.problem import named_targets
 
@@ -26,6 +30,7 @@ NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance 
 FEW_POINTS = 100  # training data that are looked at, if every input takes solves over all data
 TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
 MOST = 3  # precisions that a mixture keeps
+SCORED = 4  # pairs of functions by which a precision is scored, if predictions are made from functions
 TEMPERATURES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
 TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
 
@@ -179,12 +184,13 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
     count = 0
     members = [member(grid.bases, belief) for belief in grid.beliefs]
     network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
+    wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
+    numbers, kept = drawn_numbers(members, wide, likelihood), Kept()
     with torch.no_grad():
         for batch in merged(_limited(data, limit), TOGETHER):
             y = named_targets(network, likelihood, batch, data.name)
-            beliefs = beliefs_at(members, batch.inputs)
-            predictives = (cell.predict(beliefs[cell.belief]) for cell in grid.cells)
-            each = torch.stack([likelihood.known_log_prob(p, y).flatten() for p in predictives], 1).double()
+            parts = _beliefs(members, batch.inputs, numbers, kept)
+            each = torch.cat([_cell_scores(grid, beliefs, y[part]) for part, beliefs in parts]).double()
             rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
             count += len(rows[-1])
     if not count:
@@ -196,6 +202,39 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             "expected finite ones. Check the targets, and the network for overflow."
         )
     return scores.cpu()
+
+
+def drawn_numbers(members: Sequence[Any], wide: Sequence[Any], likelihood: Likelihood) -> list[range]:
+    """Return the numbers of the pairs of functions that score each member; none where variances do.
+
+    ``wide`` are the members of which draws are needed. All use the same numbers: what differs between them is not the
+    luck of their draws.
+    """
+    if not prefers_draws(wide, members[0].problem.network, likelihood):
+        return []
+    return [range(min(SCORED, each.n_stored() or SCORED)) if each in wide else range(0) for each in members]
+
+
+def _beliefs(
+    members: Sequence[Any], x: Inputs, numbers: Sequence[range], kept: Kept
+) -> Iterator[tuple[slice, Iterable[FunctionGaussian | FunctionSamples]]]:
+    """Yield rows of a batch, and the belief of every member about them: from functions if there are numbers."""
+    if not numbers:
+        yield slice(None), beliefs_at(members, x)
+        return
+    for rows, part in pieces(members[0].problem.network, x, max(map(len, numbers))):
+        yield rows, drawn_beliefs(members, part, numbers, kept)
+
+
+def _cell_scores(grid: CellGrid, beliefs: Iterable[FunctionGaussian | FunctionSamples], y: Tensor) -> Tensor:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells), with one belief in memory at a time."""
+    likelihood = grid.bases[0].problem.likelihood
+    columns: dict[int, Tensor] = {}
+    for number, belief in enumerate(beliefs):
+        for i, cell in enumerate(grid.cells):
+            if cell.belief == number:
+                columns[i] = likelihood.known_log_prob(cell.predict(belief), y).flatten()
+    return torch.stack([columns[i] for i in range(len(grid.cells))], 1)
 
 
 def _limited(data: Data, limit: int | None) -> Iterator[Batch]:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Data, as_data
+from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs
 from lapwing.core.settings import DATA, FLAG, POSITIVE_VALUES, Rule, require, require_integer
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.budget import temporary
+from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces
 from lapwing.posteriors.protocols import HasEvidence
 from lapwing.problem import Problem, sample_count
+from lapwing.tuners.cells import drawn_numbers
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
 METRIC = Rule(
@@ -276,9 +281,15 @@ def _one_pass(candidates: Sequence[Any], data: Data, metric: Metric, folds: int)
                 counts[k] += count
                 sizes[k] += float(f.double().abs().sum())
                 for i, (likelihood, belief) in enumerate(zip(likelihoods, beliefs, strict=False)):
-                    part = FunctionGaussian(belief.mean[rows], belief.cov[rows])
-                    totals[k, i] += count * _number(metric(likelihood.predict(part), y[rows]))
+                    totals[k, i] += count * _number(metric(_predicted(likelihood, belief, rows), y[rows]))
     return _Pass(totals[:, :n_scored], counts, sizes)
+
+
+def _predicted(likelihood: Likelihood, belief: FunctionGaussian | FunctionSamples, rows: Any) -> Any:
+    """Return the predictive of some of the data."""
+    if isinstance(belief, FunctionSamples):
+        return likelihood.predict_samples(belief.rows(rows))
+    return likelihood.predict(FunctionGaussian(belief.mean[rows], belief.cov[rows]))
 
 
 def _refuse_other_data(first: _Pass, again: _Pass) -> None:
@@ -311,28 +322,55 @@ def _number(score: Tensor | float) -> float:
     return float(score)
 
 
-def _beliefs(candidates: Sequence[Any], data: Data) -> Iterator[tuple[Tensor, list[FunctionGaussian]]]:
+def _beliefs(
+    candidates: Sequence[Any], data: Data
+) -> Iterator[tuple[Tensor, Sequence[FunctionGaussian | FunctionSamples]]]:
     """Yield the targets of each chunk and the beliefs of the first candidates, as many as fit at the first chunk."""
     network = candidates[0].problem.network
     group = [replace(candidate) for candidate in candidates]  # copies, whose cached factorisations are freed with them
     limit: float = KEPT * temporary(network.device)
     for batch in data.batches("held-out data"):
         sample_count(network, batch)
-        for rows, tangent in network.tangents(batch.inputs):
-            beliefs = _beliefs_within(group, tangent.f.to(network.dtype), tangent.jacobians(), limit)
+        for rows, belief_of in _chunks(group, batch.inputs):
+            beliefs = _beliefs_within(group, belief_of, limit)
             group, limit = group[: len(beliefs)], math.inf
             yield batch.targets[rows], beliefs
 
 
-def _beliefs_within(candidates: Sequence[Any], f: Tensor, jacobians: Any, limit: float) -> list[FunctionGaussian]:
+def _chunks(
+    candidates: Sequence[Any], x: Inputs
+) -> Iterator[tuple[slice, Callable[[Any], FunctionGaussian | FunctionSamples]]]:
+    """Yield rows of a batch, and the function from a candidate to its belief about them.
+
+    It takes the variances of the outputs from one Jacobian for all candidates, or draws functions where predictions do.
+    """
+    network, likelihood = candidates[0].problem.network, candidates[0].problem.likelihood
+    numbers = drawn_numbers(candidates, candidates, likelihood)
+    if numbers:
+        drawn = lambda inputs, each: next(drawn_beliefs([each], inputs, numbers[:1], Kept()))
+        for rows, part in pieces(network, x, sum(map(len, numbers))):
+            yield rows, partial(drawn, part)
+        return
+    for rows, tangent in network.tangents(x):
+        yield rows, partial(_gaussian, tangent.f.to(network.dtype), tangent.jacobians())
+
+
+def _gaussian(f: Tensor, jacobians: Any, candidate: Any) -> FunctionGaussian:
+    """Return the belief of a candidate about the outputs f, given their Jacobian."""
+    covariance = candidate.covariance(jacobians)
+    return FunctionGaussian(f, covariance if f.ndim == 3 else covariance.squeeze(1))
+
+
+def _beliefs_within(
+    candidates: Sequence[Any], belief_of: Callable[[Any], FunctionGaussian | FunctionSamples], limit: float
+) -> list[FunctionGaussian | FunctionSamples]:
     """Return the beliefs of the first candidates, at least one, as many as cache at most ``limit`` bytes."""
     storages: dict[int, int] = {}
     _add_storages(candidates[0], storages)
     before = sum(storages.values())
-    beliefs: list[FunctionGaussian] = []
+    beliefs: list[FunctionGaussian | FunctionSamples] = []
     for candidate in candidates:
-        covariance = candidate.covariance(jacobians)
-        beliefs.append(FunctionGaussian(f, covariance if f.ndim == 3 else covariance.squeeze(1)))
+        beliefs.append(belief_of(candidate))
         _add_storages(candidate, storages)
         cached = sum(storages.values()) - before
         if cached + cached / len(beliefs) > limit:
