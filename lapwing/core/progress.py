@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +13,23 @@ from lapwing.core.interrupts import poll
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+_SHOWING: ContextVar[bool] = ContextVar("showing", default=False)
+
+
+@contextmanager
+def showing(visible: bool) -> Iterator[None]:
+    """Let computations that know no data show their progress meanwhile, in this thread."""
+    token = _SHOWING.set(visible)
+    try:
+        yield
+    finally:
+        _SHOWING.reset(token)
+
+
+def is_showing() -> bool:
+    """Return whether progress is shown: inside ``showing(True)``."""
+    return _SHOWING.get()
 
 
 class ProgressBar(Generic[T]):

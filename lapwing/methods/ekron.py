@@ -9,7 +9,9 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.random import independent_generator
-from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
+from lapwing.curvature.corrected import eigen_corrected
+from lapwing.curvature.factors import FACTOR_LIMIT
+from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.seeds import Seeds
 from lapwing.curvature.sweep import Sweep
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
@@ -26,6 +28,8 @@ class EKron:
         sharing: "expand" or "reduce", the convention for the eigenbasis, as in ``Kron``.
         full_limit: The number of entries up to which the block of a parameter that is not the weight of a linear map
             is a full matrix.
+        factor_limit: The width of a layer up to which the basis of its inputs, or outputs, is that of a matrix, as in
+            ``Kron``. Above, it has as many vectors as there are rows, or is that of a diagonal.
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, for weights that are chosen one by one.
@@ -44,6 +48,7 @@ class EKron:
     curvature: str = "ggn"
     sharing: str = "expand"
     full_limit: int = 1024
+    factor_limit: int = FACTOR_LIMIT
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: EKron(), "linear", prior="layer"),
@@ -53,14 +58,14 @@ class EKron:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check_settings(self.curvature, self.sharing, self.full_limit)
+        check_settings(self.curvature, self.sharing, self.full_limit, self.factor_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
         generator = independent_generator(generator)
         seeds = Seeds(self.curvature, generator)
         first = Sweep(network, likelihood, data, seeds, "EKron, bases")
-        kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
+        kron = kronecker_curvature(first, network, self.sharing, self.full_limit, self.factor_limit)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics)

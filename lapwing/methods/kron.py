@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
+from lapwing.curvature.factors import FACTOR_LIMIT
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.sweep import swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
@@ -27,6 +28,8 @@ class Kron:
         sharing: How to treat a weight that is used at many positions (pixels, tokens, time steps). "expand" treats
             positions as further data; "reduce" first sums the gradients and averages the inputs over them.
         full_limit: The number of entries up to which the block of such a parameter is a full matrix.
+        factor_limit: The width of a layer up to which a factor is a matrix. A wider one is kept as its rows if they
+            are few, which is exact, and else as its diagonal, an approximation that ``posterior.summary()`` reports.
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, for weights that are chosen one by one.
@@ -46,6 +49,7 @@ class Kron:
     curvature: str = "ggn"
     sharing: str = "expand"
     full_limit: int = 1024
+    factor_limit: int = FACTOR_LIMIT
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: Kron(), "linear", prior="input"),
@@ -54,10 +58,11 @@ class Kron:
     )
 
     def __post_init__(self) -> None:
-        check_settings(self.curvature, self.sharing, self.full_limit)
+        check_settings(self.curvature, self.sharing, self.full_limit, self.factor_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
+        limits = self.full_limit, self.factor_limit
+        compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, *limits)
         return WeightPosterior.fitted(problem, *swept(compute, problem, data, self.curvature, generator, "Kron"))
 
     def cost(self, workload: Workload) -> Cost:

@@ -19,6 +19,7 @@ from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.curvature.protocols import (
     BoundsLogdet,
     Curvature,
+    HasFindings,
     HasLoneWeights,
     HoldsDirections,
     Precision,
@@ -213,6 +214,11 @@ class WeightPosterior(Linearised):
 
     @property
     def findings(self) -> tuple[str, ...]:
+        """Remarks on what the curvature approximates, and on the digits of the Jacobian."""
+        return (*(self.current.findings if isinstance(self.current, HasFindings) else ()), *self._digits)
+
+    @property
+    def _digits(self) -> tuple[str, ...]:
         """A remark if the Jacobian, which the network computes in its dtype, has too few digits for the variances.
 
         Rounding of the Jacobian enters variances with the prior variance, where the data leave φ/H: by the rounding
