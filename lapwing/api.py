@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lapwing import files
 from lapwing.core.data import Batch, Data, shows_progress
+from lapwing.core.progress import shows_inner_progress
 from lapwing.core.random import Stream
 from lapwing.core.reading import Readings
 from lapwing.core.settings import GENERATOR, NONE, PATH, Rule
@@ -49,6 +50,7 @@ MEMORY = 2**30  # bytes of the rows of a Jacobian for it
 
 
 @outside_autocast
+@shows_inner_progress(shows_progress)
 @torch.inference_mode(False)  # what is kept must be able to take part in a gradient later
 def fit(
     model: nn.Module,

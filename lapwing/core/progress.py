@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from lapwing.core.interrupts import poll
 
 T = TypeVar("T")
 S = TypeVar("S")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 _SHOWING: ContextVar[bool] = ContextVar("showing", default=False)
 
@@ -25,6 +27,20 @@ def showing(visible: bool) -> Iterator[None]:
         yield
     finally:
         _SHOWING.reset(token)
+
+
+def shows_inner_progress(visible: Callable[[Any], bool]) -> Callable[[Call], Call]:
+    """Decorate a function with an argument ``progress``: computations inside show theirs if ``visible(progress)``."""
+
+    def decorate(call: Call) -> Call:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with showing(visible(kwargs.get("progress"))):
+                return call(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
 
 
 def is_showing() -> bool:
