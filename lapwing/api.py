@@ -26,6 +26,7 @@ from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly
+from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
 from lapwing.networks.network import Network
@@ -47,6 +48,7 @@ from lapwing.tuners.verdict import judged
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
 MEMORY = 2**30  # bytes of the rows of a Jacobian for it
+LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
 
 
 @outside_autocast
@@ -252,9 +254,13 @@ def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
     """Return the method that ``Auto`` chooses, and the reason for it."""
     network, selection = problem.network, problem.network.selection
     auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
-    # Ignored data count too: they have rows of zeros in a design.
-    rows = sum(checked_targets(network, problem.likelihood, batch)[0].numel() for batch in data.batches("counting"))
-    choice = auto.choose(selection.size, rows, selection.index is not None, problem.learn_prior)
+    rows, few = 0, None
+    for batch in data.batches("counting"):
+        few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
+        # Ignored data count too: they have rows of zeros in a design.
+        rows += checked_targets(network, problem.likelihood, batch)[0].numel()
+    workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
+    choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload)
     return choice.method, choice.why
 
 

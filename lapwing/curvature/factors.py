@@ -37,6 +37,20 @@ def most_rows(size: int, limit: int) -> int:
     return 0 if size < FEWEST else min(size // 2, limit**2 // size)
 
 
+def factor_numbers(size: int, rows: int, limit: int) -> int:
+    """Return how many numbers a factor of this size has after so many rows."""
+    if rows <= most_rows(size, limit):
+        return rows * size
+    return size**2 if size <= limit else size
+
+
+def decomposition_work(size: int, rows: int, limit: int) -> float:
+    """Return the work to decompose a factor after so many rows, with one for the cube of the size of a matrix."""
+    if rows <= most_rows(size, limit):
+        return rows**3 + 0.4 * rows**2 * size
+    return float(size) ** 3 if size <= limit else 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class Spectrum:
     """Eigenvalues (G, m) of a factor, one for each part of their basis."""

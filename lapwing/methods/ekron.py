@@ -75,4 +75,6 @@ class EKron:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
         factors = 2 * workload.factor_work + workload.outputs * workload.other_blocks(self.full_limit)
         work = 2 * workload.all_outputs + factors + workload.squares
-        return workload.cost(workload.itemsize * (workload.factors + workload.weights), work, "two passes")
+        stored = workload.itemsize * (workload.factors(self.factor_limit) + workload.weights)
+        note = "; ".join(filter(None, ("two passes", workload.diagonal_factors(self.factor_limit))))
+        return workload.cost(stored, work, note)

@@ -15,6 +15,10 @@ from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
+LIMITS = (FACTOR_LIMIT, 4096, 2048, 1024, 512)  # of factors that ``Auto`` tries, until they are within its budget
+# Multiplications of ``Auto`` for the cube of a matrix's size: ``python -m benchmarks.factors`` measures them.
+DECOMPOSITION = {"cpu": 10, "gpu": 33}
+
 
 @dataclass(frozen=True)
 class Kron:
@@ -70,9 +74,33 @@ class Kron:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
         others = workload.other_blocks(self.full_limit)
         work = workload.all_outputs + workload.factor_work + workload.outputs * others
-        return workload.cost(8 * (workload.factors + others), work)
+        stored = 8 * (workload.factors(self.factor_limit) + others)
+        return workload.cost(stored, work, workload.diagonal_factors(self.factor_limit))
 
     @classmethod
     def offer(cls, budget: Budget) -> Offer | None:
-        """Return the fallback for whole layers."""
-        return None if budget.single else Offer(cls(), 2)
+        """Return the fallback for whole layers, with the widest factors that the budget allows.
+
+        Their decompositions may take what the pass over the data leaves of the time, or as long as the pass itself.
+        """
+        if budget.single:
+            return None
+        if budget.workload is None:
+            return Offer(cls(), 2)
+        for limit in LIMITS:
+            method = cls(factor_limit=limit)
+            memory, one_pass, decompositions = method._needs(budget.workload, budget.gpu)
+            if memory <= budget.memory and decompositions <= max(budget.work - one_pass, one_pass):
+                break
+        total = one_pass + decompositions
+        if memory > budget.memory or total > budget.work:
+            return Offer(method, 2)
+        kind = "Kronecker factors" + ("" if limit == FACTOR_LIMIT else f" with factor_limit={limit}")
+        return Offer(method, 2, memory, total, kind)
+
+    def _needs(self, workload: Workload, gpu: bool) -> tuple[float, float, float]:
+        """Return the bytes of factors and eigenvectors, and the multiplications of the pass and of decompositions."""
+        memory = (8 + workload.itemsize) * workload.factors(self.factor_limit) + workload.itemsize * workload.weights
+        one_pass = self.cost(workload).fit_epochs * workload.training * workload.data
+        cubes = workload.decompositions(self.factor_limit)
+        return memory, one_pass, cubes * DECOMPOSITION["gpu" if gpu else "cpu"]

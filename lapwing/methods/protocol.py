@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar, runtime_checkable
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from lapwing.core.data import Data
+from lapwing.curvature.factors import decomposition_work, factor_numbers, most_rows
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
 
@@ -58,19 +60,21 @@ class BlockWork:
     size: int
     positions: int = 1  # T: pixels, tokens or time steps that share the weight
     form: tuple[int, int, int] | None = None  # (groups, d_out, d_in) of a linear map; None for other parameters
+    lookup: bool = False  # the table of an embedding, whose inputs are one-hot
 
     @property
     def product(self) -> int:
         """Multiplications of the linear map for one datum."""
         return 0 if self.form is None else self.positions * self.size
 
-    @property
-    def factors(self) -> int:
-        """Numbers in the two Kronecker factors of a linear map."""
-        if self.form is None:
-            return 0
-        groups, d_out, d_in = self.form
-        return groups * (d_in**2 + d_out**2)
+    def factors(self, data: int, outputs: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the side, size and number of rows of each Kronecker factor that is no diagonal of counts."""
+        if self.form is not None:
+            groups, d_out, d_in = self.form
+            for _ in range(groups):
+                if not self.lookup:
+                    yield "input", d_in, data * self.positions
+                yield "output", d_out, data * self.positions * outputs
 
     @property
     def gradient(self) -> int:
@@ -138,16 +142,29 @@ class Workload:
         once = lambda block: block.form is not None and block.positions == 1
         return sum(block.size if once(block) else self.outputs * block.positions * block.size for block in self.blocks)
 
-    @property
-    def factors(self) -> int:
-        """Numbers in the Kronecker factors of all linear maps."""
-        return sum(block.factors for block in self.blocks)
+    def _factors(self) -> list[tuple[str, int, int]]:
+        return [factor for block in self.blocks for factor in block.factors(self.data, self.outputs)]
+
+    def factors(self, limit: int) -> int:
+        """Return how many numbers the Kronecker factors of all linear maps have, with this ``factor_limit``."""
+        counts = sum(block.form[2] for block in self.blocks if block.form is not None and block.lookup)
+        return counts + sum(factor_numbers(size, rows, limit) for _, size, rows in self._factors())
+
+    def decompositions(self, limit: int) -> float:
+        """Return the sum of cubes that the decompositions of all factors take, with this ``factor_limit``."""
+        return sum(decomposition_work(size, rows, limit) for _, size, rows in self._factors())
+
+    def diagonal_factors(self, limit: int) -> str:
+        """Say which factors would be a diagonal above this ``factor_limit``; empty if none."""
+        wide = [(side, size) for side, size, rows in self._factors() if size > limit and rows > most_rows(size, limit)]
+        listed = [f"{side} factor diagonal: {size:,} > {limit:,}" for side, size in dict.fromkeys(wide)]
+        return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
 
     @property
     def factor_work(self) -> int:
         """Work of the Gram matrices of all linear maps for one datum."""
-        forms = [(block.positions, *block.form) for block in self.blocks if block.form is not None]
-        return sum(t * groups * (d_in**2 + self.outputs * d_out**2) for t, groups, d_out, d_in in forms)
+        forms = [(block.positions, block.lookup, *block.form) for block in self.blocks if block.form is not None]
+        return sum(t * g * ((not lookup) * i**2 + self.outputs * o**2) for t, lookup, g, o, i in forms)
 
     def other_blocks(self, full_limit: int) -> int:
         """Return the size of blocks that are no linear map: a matrix up to ``full_limit`` entries, a diagonal above."""
@@ -190,6 +207,9 @@ class Budget:
     num_samples: int  # for methods that draw samples
     single: bool = False  # weights are chosen one by one
     learn_prior: bool = False  # the prior precision is still to be learned
+    work: float = math.inf  # multiplications in the time of the fit
+    gpu: bool = False
+    workload: Workload | None = None  # the network in numbers, if it is known
 
 
 @dataclass(frozen=True)
