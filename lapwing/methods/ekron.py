@@ -73,7 +73,9 @@ class EKron:
     def cost(self, workload: Workload) -> Cost:
         if workload.single:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
-        factors = 2 * workload.factor_work + workload.outputs * workload.other_blocks(self.full_limit)
+        factors = 2 * workload.factor_work(self.factor_limit) + workload.outputs * workload.other_blocks(
+            self.full_limit
+        )
         work = 2 * workload.all_outputs + factors + workload.squares
         stored = workload.itemsize * (workload.factors(self.factor_limit) + workload.weights)
         note = "; ".join(filter(None, ("two passes", workload.diagonal_factors(self.factor_limit))))

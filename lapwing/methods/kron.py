@@ -17,7 +17,7 @@ from lapwing.problem import Problem
 
 LIMITS = (FACTOR_LIMIT, 4096, 2048, 1024, 512)  # of factors that ``Auto`` tries, until they are within its budget
 # Multiplications of ``Auto`` for the cube of a matrix's size: ``python -m benchmarks.factors`` measures them.
-DECOMPOSITION = {"cpu": 10, "gpu": 33}
+DECOMPOSITION = {"cpu": 7, "gpu": 33}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Kron:
         if workload.single:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
         others = workload.other_blocks(self.full_limit)
-        work = workload.all_outputs + workload.factor_work + workload.outputs * others
+        work = workload.all_outputs + workload.factor_work(self.factor_limit) + workload.outputs * others
         stored = 8 * (workload.factors(self.factor_limit) + others)
         return workload.cost(stored, work, workload.diagonal_factors(self.factor_limit))
 

@@ -160,11 +160,12 @@ class Workload:
         listed = [f"{side} factor diagonal: {size:,} > {limit:,}" for side, size in dict.fromkeys(wide)]
         return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
 
-    @property
-    def factor_work(self) -> int:
-        """Work of the Gram matrices of all linear maps for one datum."""
-        forms = [(block.positions, block.lookup, *block.form) for block in self.blocks if block.form is not None]
-        return sum(t * g * ((not lookup) * i**2 + self.outputs * o**2) for t, lookup, g, o, i in forms)
+    def factor_work(self, limit: int) -> float:
+        """Return the work of the sums of all Kronecker factors for one datum, with this ``factor_limit``."""
+        is_matrix = lambda size, rows: most_rows(size, limit) < rows and size <= limit
+        return (
+            sum(rows * size * (size if is_matrix(size, rows) else 1) for _, size, rows in self._factors()) / self.data
+        )
 
     def other_blocks(self, full_limit: int) -> int:
         """Return the size of blocks that are no linear map: a matrix up to ``full_limit`` entries, a diagonal above."""

@@ -128,11 +128,11 @@ def chosen(width: int, data: int, **limits: Any) -> Choice:
 
 
 def test_decompositions_are_counted() -> None:
-    """Ten times the cube of 8,001 is 256 s; the cube of 4,001 is 32 s; 300 rows take a matrix of their own size."""
+    """Seven times the cube of 8,001 is 180 s, that of 4,001 is 22 s; 300 rows take a matrix of their own size."""
     assert chosen(10_000, 300).method == chosen(4_000, 5_000).method == lw.Kron()
-    assert float(COST.findall(chosen(10_000, 300).why)[0][1]) < 2
+    assert float(COST.findall(chosen(10_000, 300).why)[0][1]) < 1
     assert chosen(8_000, 5_000).method == lw.Kron(factor_limit=4096)
-    assert "about 2.4 s, Kronecker factors with factor_limit=4096" in chosen(8_000, 5_000).why
+    assert "s, Kronecker factors with factor_limit=4096; " in chosen(8_000, 5_000).why
     assert chosen(8_000, 5_000, seconds=300).method == chosen(8_000, 5_000, gpu=True).method == lw.Kron()
     assert chosen(8_000, 5_000, memory=2**28).method == lw.Kron(factor_limit=4096)  # a matrix takes 770 MB
     assert chosen(4_000, 5_000, seconds=20).method == lw.Kron(factor_limit=2048)
@@ -145,7 +145,7 @@ def test_decompositions_never_take_more_than_the_time_or_the_pass(data: int) -> 
         if not isinstance(method, lw.Kron):
             continue
         cubes, one_pass = workload.decompositions(method.factor_limit), method.cost(workload).fit_epochs
-        time, longest = 10 * cubes / RATE, one_pass * workload.training * data / RATE
+        time, longest = 7 * cubes / RATE, one_pass * workload.training * data / RATE
         assert time <= max(seconds - longest, longest) or method.factor_limit == 512
 
 

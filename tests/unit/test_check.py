@@ -244,3 +244,17 @@ def test_a_pair_is_inputs_and_targets_unless_the_model_needs_two() -> None:
         assert lw.check(Masked(), (x, targets)).weights == 8
     assert lw.check(Both(), (x, torch.ones(5, 2))).weights == 8
     assert lw.check(Both(), ((x, torch.ones(5, 2)), torch.randn(5, 1))).weights == 8
+
+
+def test_wide_layers_are_named() -> None:
+    """10,000 inputs with more rows than half of them: above the limit of a matrix. An embedding never is."""
+    wide = nn.Sequential(nn.Linear(9_999, 4), nn.Tanh(), nn.Linear(4, 2))
+    rows = lambda data: lw.check(wide, torch.zeros(2, 9_999), data=data).costs
+    assert rows(20_000)["Kron"].note == "input factor diagonal: 10,000 > 8,192"
+    assert rows(20_000)["EKron"].note == "two passes; input factor diagonal: 10,000 > 8,192"
+    few, many = rows(300)["Kron"], rows(20_000)["Kron"]
+    assert (few.note, few.stored) == ("", 8 * (300 * 10_000 + 4**2 + 5**2 + 2**2))
+    assert many.stored == 8 * (10_000 + 4**2 + 5**2 + 2**2)
+    table = nn.Sequential(nn.Embedding(20_000, 3), nn.Flatten(), nn.Linear(6, 2))
+    cost = lw.check(table, torch.zeros(2, 2, dtype=torch.long), data=10**6).costs["Kron"]
+    assert (cost.note, cost.stored) == ("", 8 * (20_000 + 3**2 + 7**2 + 2**2))
