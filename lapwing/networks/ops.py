@@ -77,6 +77,8 @@ register(
         not_derivative=rules.embedding_not_derivative,
         forward_differs=rules.embedding_forward_differs,
     ),
+    # Reentrant checkpointing that does not go through torch.utils.checkpoint.checkpoint.
+    Operation("CheckpointFunctionBackward", not_derivative=rules.checkpoint_hides),
     *_alike("Bmm Baddbmm", rows=reordered),
     *_alike("ThnnFusedLstmCell ThnnFusedGruCell", rows=reordered, uses=rules.use_fused_cell),
     # Attention in one kernel, which autograd takes one seed at a time.

@@ -119,6 +119,14 @@ def embedding_not_derivative(node: Node) -> str:
     )
 
 
+def checkpoint_hides(node: Node) -> str:
+    """Say that the operations inside a checkpoint cannot be read."""
+    return (
+        "a part of the model runs under reentrant gradient checkpointing, which hides its operations; expected all of "
+        "them in the graph. Switch it off, or use torch.utils.checkpoint.checkpoint, which Lapwing runs without."
+    )
+
+
 def embedding_forward_differs(node: Node) -> bool:
     """Return whether there is a padding row: its gradient is zero, but forward mode does not skip it."""
     return 0 <= node._saved_padding_idx < 2**63
