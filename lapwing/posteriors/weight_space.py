@@ -224,14 +224,15 @@ class WeightPosterior(Linearised):
         Rounding of the Jacobian enters variances with the prior variance, where the data leave φ/H: by the rounding
         unit times the square root of the condition number, relatively, and by its square beyond that.
         """
-        dtype, condition = self.problem.network.dtype, self.condition
+        dtype, condition = self.problem.network.arithmetic, self.condition
         most = ROUNDED / torch.finfo(dtype).eps ** 2
         if condition <= most:
             return ()
+        wider = "model.float()" if torch.finfo(dtype).bits == 16 else "model.double() with data in float64"
         return (
             f"the data outweigh the prior by up to {condition:.1g}; a network in {str(dtype).removeprefix('torch.')} "
-            f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use model.double() with data "
-            "in float64, scale the inputs to unit size, or raise the prior precision or the noise.",
+            f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use {wider}, scale the inputs "
+            "to unit size, or raise the prior precision or the noise.",
         )
 
     @property
