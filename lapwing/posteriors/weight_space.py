@@ -231,8 +231,8 @@ class WeightPosterior(Linearised):
         wider = "model.float()" if torch.finfo(dtype).bits == 16 else "model.double() with data in float64"
         return (
             f"the data outweigh the prior by up to {condition:.1g}; a network in {str(dtype).removeprefix('torch.')} "
-            f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use {wider}, scale the inputs "
-            "to unit size, or raise the prior precision or the noise.",
+            f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use {wider}, scale the "
+            "inputs to unit size, or raise the prior precision or the noise.",
         )
 
     @property
