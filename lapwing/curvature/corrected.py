@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lapwing.core.schema import Array, Maybe, orthonormal
+from lapwing.core.schema import Array, Field, Maybe, orthonormal
 from lapwing.core.state import State, saved
 from lapwing.curvature.blocks import BlockCurvature
 from lapwing.curvature.blockwise import BlockwiseCurvature
@@ -72,14 +72,12 @@ class EigenBlock:
     @classmethod
     def from_state(cls, state: State, network: Network) -> EigenBlock:
         groups, d_out, d_in = linear_form(network)
-        full = lambda size: Maybe(Array((groups, size, size), dtype=network.dtype, also=orthonormal))
-        thin = lambda size: Maybe(Array((groups, size, None), dtype=network.dtype, also=_orthonormal_columns))
-        fields = state.read(
-            out=full(d_out), inp=full(d_in), out_thin=thin(d_out), inp_thin=thin(d_in),
-            values=Array((groups, None, None), 0, dtype=network.dtype),
-        )  # fmt: skip
-        out, n_out = _basis_from(fields["out"], fields["out_thin"], d_out)
-        inp, n_inp = _basis_from(fields["inp"], fields["inp_thin"], d_in)
+        bases = {
+            name: _basis_fields(name, groups, size, network.dtype) for name, size in (("out", d_out), ("inp", d_in))
+        }
+        values = Array((groups, None, None), 0, dtype=network.dtype)
+        fields = state.read(values=values, **bases["out"], **bases["inp"])
+        (out, n_out), (inp, n_inp) = _basis_from(fields, "out", d_out), _basis_from(fields, "inp", d_in)
         if fields["values"].shape[1:] != (n_out, n_inp):
             raise FileError(f"eigenvalues {tuple(fields['values'].shape)}; expected ({groups}, {n_out}, {n_inp})")
         return cls(out, inp, fields["values"])
@@ -100,8 +98,8 @@ class EigenBlock:
 
     def remarks(self, block: Block) -> tuple[str, ...]:
         wide = {"input": (self.inp, block.d_in), "output": (self.out, block.d_out)}
-        is_wide = lambda side, basis: isinstance(basis, Axes) and not (side == "input" and block.why)
-        return tuple(wide_remark(block, side, d) for side, (basis, d) in wide.items() if is_wide(side, basis))
+        is_wide = lambda basis: isinstance(basis, Axes) and not basis.exact
+        return tuple(wide_remark(block, side, d) for side, (basis, d) in wide.items() if is_wide(basis))
 
     def diagonal(self) -> Tensor:
         return floored(diagonal_in(self.out, self.inp, self.values))
@@ -121,18 +119,31 @@ def _orthonormal_columns(matrix: Tensor) -> str:
 
 
 def _basis_tensors(name: str, basis: Basis) -> dict[str, Tensor]:
-    """Return the numbers of a basis for a file; axes have none."""
+    """Return the numbers of a basis for a file. Axes have none, but a mark where only a diagonal was taken."""
     if isinstance(basis, FullBasis):
         return {name: basis.vectors}
-    return {f"{name}_thin": basis.vectors} if isinstance(basis, ThinBasis) else {}
+    if isinstance(basis, ThinBasis):
+        return {f"{name}_thin": basis.vectors}
+    assert isinstance(basis, Axes)
+    return {} if basis.exact else {f"{name}_axes": torch.ones(())}
 
 
-def _basis_from(full: Tensor | None, thin: Tensor | None, size: int) -> tuple[Basis, int]:
+def _basis_fields(name: str, groups: int, size: int, dtype: torch.dtype) -> dict[str, Field]:
+    """Return the fields of a basis of R^size in a file."""
+    full = Array((groups, size, size), dtype=dtype, also=orthonormal)
+    thin = Array((groups, size, None), dtype=dtype, also=_orthonormal_columns)
+    return {name: Maybe(full), f"{name}_thin": Maybe(thin), f"{name}_axes": Maybe(Array((), 1, 1))}
+
+
+def _basis_from(fields: Mapping[str, Any], name: str, size: int) -> tuple[Basis, int]:
     """Return a basis of R^size from a file, and the number of its parts."""
-    if full is not None and thin is None:
+    full, thin, axes = (fields[name + form] for form in ("", "_thin", "_axes"))
+    if sum(given is not None for given in (full, thin, axes)) > 1:
+        raise FileError(f"the basis {name!r} is there twice; expected one")
+    if full is not None:
         return FullBasis(full), size
-    if thin is not None and full is None and 0 < thin.shape[-1] < size:
-        return ThinBasis(thin), thin.shape[-1] + 1
-    if full is not None or thin is not None:
-        raise FileError("a basis twice, or of too many vectors; expected a full one, or one of fewer vectors")
-    return Axes(), size
+    if thin is None:
+        return Axes(exact=axes is None), size
+    if not 0 < thin.shape[-1] < size:
+        raise FileError(f"the basis {name!r} has {thin.shape[-1]} vectors of {size}; expected fewer")
+    return ThinBasis(thin), thin.shape[-1] + 1

@@ -191,10 +191,10 @@ class DiagonalFactor:
 
     @cached_property
     def spectrum(self) -> Spectrum:
-        return Spectrum(self.values.to(self.dtype), Axes())
+        return Spectrum(self.values.to(self.dtype), Axes(exact=self.exact))
 
     def whitened(self, root: Tensor) -> Spectrum:
-        return Spectrum((self.values * root.square()).to(self.dtype), Axes(root.to(self.dtype)))
+        return Spectrum((self.values * root.square()).to(self.dtype), Axes(root.to(self.dtype), self.exact))
 
     def diagonal(self) -> Tensor:
         return self.values
@@ -203,38 +203,47 @@ class DiagonalFactor:
         return torch.diag_embed(self.values)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"": self.values}
+        return {"" if self.exact else "_diagonal": self.values}
 
 
 def added(factors: Sequence[Any], weights: Tensor | None = None) -> Any:
     """Return the sum of factors, or the sum with these weights, differentiable in them.
 
-    Rows stay rows while there are few; matrices absorb rows, and diagonals both.
+    It has the simplest form that is exact: rows while there are few, a diagonal of diagonals, else a matrix. If a
+    factor is a diagonal that is not exact, or no factor is a matrix and one would be above the limit, it is a diagonal.
     """
     first = factors[0]
     weights = torch.ones(len(factors), dtype=torch.float64) if weights is None else weights
-    if all(isinstance(factor, RowsFactor) for factor in factors):
-        rows, size = sum(factor.rows.shape[1] for factor in factors), first.rows.shape[2]
-        if rows <= most_rows(size, first.limit):
-            parts = [
-                factor.rows * weight.to(factor.rows).sqrt() for factor, weight in zip(factors, weights, strict=True)
-            ]
+    rows = [factor for factor in factors if isinstance(factor, RowsFactor)]
+    diagonals = [factor for factor in factors if isinstance(factor, DiagonalFactor)]
+    if len(rows) == len(factors):
+        count, size = sum(factor.rows.shape[1] for factor in rows), first.rows.shape[2]
+        if count <= most_rows(size, first.limit):
+            roots = weights.sqrt().to(first.rows)
+            parts = [factor.rows * root for factor, root in zip(factors, roots, strict=True)]
             return RowsFactor(torch.cat(parts, 1), first.dtype, first.limit)
-    too_wide = all(isinstance(factor, RowsFactor) and factor.rows.shape[2] > factor.limit for factor in factors)
-    if too_wide or any(isinstance(factor, DiagonalFactor) for factor in factors):
-        exact = all(isinstance(factor, DiagonalFactor) and factor.exact for factor in factors)
-        return DiagonalFactor(weighted_sum([factor.diagonal() for factor in factors], weights), first.dtype, exact)
+    all_diagonal = len(diagonals) == len(factors)
+    too_wide = len(rows) + len(diagonals) == len(factors) and any(f.rows.shape[2] > f.limit for f in rows)
+    exact = all(factor.exact for factor in diagonals)
+    if all_diagonal or too_wide or not exact:
+        values = weighted_sum([factor.diagonal() for factor in factors], weights)
+        return DiagonalFactor(values, first.dtype, exact and all_diagonal)
     return MatrixFactor(weighted_sum([factor.dense() for factor in factors], weights), first.dtype)
 
 
 class FactorSum:
-    """The sum of a factor over a pass, which keeps the rows until there are too many."""
+    """The sum of a factor over a pass, which keeps the rows until there are too many.
+
+    Sums are float64: rounding of a large direction would drown the small ones.
+    """
 
     def __init__(self, size: int, groups: int, device: torch.device, dtype: torch.dtype, limit: int) -> None:
         self._size, self._groups, self._device, self._dtype, self._limit = size, groups, device, dtype, limit
         self._kept: list[Tensor] | None = []  # None once the rows are summed
         self._sum: Gram | Tensor | None = None  # a tensor is a diagonal
-        self._counts: Tensor | None = None  # of one-hot rows
+        self._diagonal: Tensor | None = None  # of terms whose diagonal is known
+        self._less: Gram | None = None  # what is subtracted off that diagonal
+        self._dropped = False  # whether something was to be subtracted above the limit
 
     def add(self, x: Tensor) -> None:
         """Add rows x ([G,] N, d)."""
@@ -256,9 +265,21 @@ class FactorSum:
         else:
             self.add(x.flatten(1, 2))
 
-    def add_counts(self, counts: Tensor) -> None:
-        """Add so many one-hot rows of each kind, (d,)."""
-        self._counts = counts.double() if self._counts is None else self._counts + counts
+    def add_diagonal(self, values: Tensor) -> None:
+        """Add a diagonal ([G,] d), such as the number of one-hot rows of each kind."""
+        values = values.double().expand(self._groups, -1)
+        self._diagonal = values if self._diagonal is None else self._diagonal + values
+
+    def subtract(self, x: Tensor) -> None:
+        """Subtract x xᵀ of rows x ([G,] N, d) off the diagonal, which ``add_diagonal`` has as it shall be."""
+        if self._size > self._limit:
+            self._dropped = True
+            return
+        self._less = self._gram() if self._less is None else self._less
+        self._less.add(x)
+
+    def _gram(self) -> Gram:
+        return Gram(self._size, torch.float64, self._device, self._groups)
 
     def _still_few(self, more: int) -> bool:
         """Return whether this many more rows can be kept; if not, sum those that were."""
@@ -268,25 +289,31 @@ class FactorSum:
         if kept + more <= most_rows(self._size, self._limit):
             return True
         parts, self._kept = self._kept, None
-        if self._size <= self._limit:
-            self._sum = Gram(self._size, torch.float64, self._device, self._groups)
-        else:
-            self._sum = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
+        zeros = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
+        self._sum = self._gram() if self._size <= self._limit else zeros
         for x in parts:
             self.add(x)
         return False
 
-    def value(self) -> MatrixFactor | RowsFactor | DiagonalFactor:
-        """Return the factor; one that no row was added to is zero."""
+    def value(self) -> Any:
+        """Return the factor; one that nothing was added to is zero."""
+        parts: list[Any] = []
+        matrix = lambda gram: gram.value().reshape(self._groups, self._size, self._size)
         if isinstance(self._sum, Gram):
-            return MatrixFactor(self._sum.value().reshape(self._groups, self._size, self._size), self._dtype)
-        if self._sum is not None:
-            return DiagonalFactor(self._sum, self._dtype, exact=False)
-        if self._kept:
-            return RowsFactor(torch.cat(self._kept, 1), self._dtype, self._limit)
-        zero = torch.zeros(self._size, dtype=torch.float64, device=self._device)
-        counts = zero if self._counts is None else self._counts
-        return DiagonalFactor(counts.expand(self._groups, -1), self._dtype)
+            parts.append(MatrixFactor(matrix(self._sum), self._dtype))
+        elif self._sum is not None:
+            parts.append(DiagonalFactor(self._sum, self._dtype, exact=False))
+        elif self._kept:
+            parts.append(RowsFactor(torch.cat(self._kept, 1), self._dtype, self._limit))
+        if self._less is not None:
+            less = matrix(self._less).neg_()
+            less.diagonal(dim1=-2, dim2=-1).copy_(self._diagonal)
+            parts.append(MatrixFactor(less, self._dtype))
+        elif self._diagonal is not None or not parts:
+            zeros = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
+            diagonal = zeros if self._diagonal is None else self._diagonal
+            parts.append(DiagonalFactor(diagonal, self._dtype, exact=not self._dropped))
+        return parts[0] if len(parts) == 1 else added(parts)
 
 
 def decompose(factors: Sequence[Any]) -> list[Spectrum]:

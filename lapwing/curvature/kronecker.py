@@ -132,12 +132,8 @@ class KroneckerBlock:
         groups, d_out, d_in = linear_form(network)
         factors = {**_factor_fields("inp", groups, d_in), **_factor_fields("out", groups, d_out)}
         fields = state.read(rows=Array((), 0), **factors)
-        (block,) = network.layout
-        return cls(
-            _factor_from(fields, "inp", network.dtype, exact=bool(block.why)),  # a linear map has a remark if a lookup
-            _factor_from(fields, "out", network.dtype, exact=False),
-            float(fields["rows"]),
-        )
+        inp, out = (_factor_from(fields, name, network.dtype) for name in ("inp", "out"))
+        return cls(inp, out, float(fields["rows"]))
 
     def dense(self) -> Tensor:
         pairs = zip(self.out.dense(), self.inp.dense(), strict=True)
@@ -214,22 +210,25 @@ def wide_remark(block: Block, side: str, size: int) -> str:
 
 
 def _factor_fields(name: str, groups: int, size: int) -> dict[str, Field]:
-    """Return the fields of a factor in a file: a matrix or a diagonal, or rows."""
+    """Return the fields of a factor in a file: a matrix or an exact diagonal, another diagonal, or rows."""
     matrix = Array((groups, size, size), dtype=torch.float64, also=semidefinite)
     diagonal = Array((groups, size), 0, dtype=torch.float64)
-    return {name: Maybe(Either(matrix, diagonal)), f"{name}_rows": Maybe(Array((groups, None, size)))}
+    rows = Array((groups, None, size))
+    return {name: Maybe(Either(matrix, diagonal)), f"{name}_diagonal": Maybe(diagonal), f"{name}_rows": Maybe(rows)}
 
 
-def _factor_from(fields: dict[str, Any], name: str, dtype: torch.dtype, exact: bool) -> Factor:
-    """Return a factor from a file; ``exact`` is whether a diagonal is."""
-    summed, rows = fields[name], fields[f"{name}_rows"]
-    if (summed is None) == (rows is None):
+def _factor_from(fields: dict[str, Any], name: str, dtype: torch.dtype) -> Factor:
+    """Return a factor from a file."""
+    summed, diagonal, rows = (fields[name + form] for form in ("", "_diagonal", "_rows"))
+    if sum(given is not None for given in (summed, diagonal, rows)) != 1:
         raise FileError(f"the factor {name!r} is missing or there twice; expected a matrix, a diagonal, or rows")
     if rows is not None:
         if not 0 < rows.shape[1] < rows.shape[2]:
             raise FileError(f"the factor {name!r} has {rows.shape[1]} rows of {rows.shape[2]}; expected fewer")
         return RowsFactor(rows.to(dtype), dtype)
-    return MatrixFactor(summed, dtype) if summed.ndim == 3 else DiagonalFactor(summed, dtype, exact)
+    if diagonal is not None:
+        return DiagonalFactor(diagonal, dtype, exact=False)
+    return MatrixFactor(summed, dtype) if summed.ndim == 3 else DiagonalFactor(summed, dtype)
 
 
 def linear_form(network: Network) -> tuple[int, ...]:

@@ -105,13 +105,17 @@ class FullBasis:
 
 @dataclass(frozen=True, eq=False)
 class Axes:
-    """The basis of a diagonal matrix: the coordinates are the entries themselves."""
+    """The basis of a diagonal matrix: the coordinates are the entries themselves.
+
+    ``exact`` says whether the matrix is diagonal, or only its diagonal was taken.
+    """
 
     scale: Tensor | None = None
+    exact: bool = True
     counts: None = None
 
     def to(self, dtype: torch.dtype) -> Axes:
-        return self if self.scale is None else Axes(self.scale.to(dtype))
+        return self if self.scale is None else replace(self, scale=self.scale.to(dtype))
 
     def coordinates(self, x: Tensor) -> Tensor:
         return _scaled(x, self.scale)

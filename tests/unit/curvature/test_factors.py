@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def pair(name: str, dtype: torch.dtype = D, **options: Any) -> tuple[lw.Fitted, 
     kinds = lambda posterior: {type(f) for b in blocks(posterior) for f in (b.inp, b.out)}
     if not isinstance(options.get("method"), lw.EKron):
         assert RowsFactor in kinds(thin)
-        assert kinds(full) == {MatrixFactor}
+        assert RowsFactor not in kinds(full)
     return thin, full
 
 
@@ -188,6 +189,34 @@ def test_a_wide_factor_is_a_diagonal_and_says_so() -> None:
     assert_close(posterior.functions(x).cov, jacobian @ dense @ jacobian.mT)
 
 
+@pytest.mark.parametrize("method", [lw.Kron, lw.EKron])
+def test_the_head_of_a_vocabulary(method: Any) -> None:
+    """30 classes, whose output factor has a closed form; above the limit its diagonal is that of the matrix."""
+    torch.manual_seed(1)
+    model, x, y = nn.Linear(3, 30).double(), torch.randn(12, 3, dtype=D), torch.arange(12)
+    limits = (LIMIT, 8)
+    whole, wide = (lw.fit(model, [(x, y)], "classification", method=method(factor_limit=n), prior=1.0) for n in limits)
+    assert whole.findings == ()
+    assert [f.split(" is a")[0] for f in wide.findings] == ["the output factor of weight"]
+    if method is lw.Kron:
+        p = model(x).softmax(-1).detach()
+        assert_close(blocks(whole)[0].out.dense()[0], torch.diag(p.sum(0)) - p.T @ p)
+        assert_close(blocks(wide)[0].out.values[0], (p * (1 - p)).sum(0))
+    one, two = (assembled(posterior.base.curvature) for posterior in (whole, wide))
+    if method is lw.EKron:  # the trace is exact in every basis
+        assert_close(one.trace(), two.trace())
+    inverse = torch.linalg.inv(two + torch.eye(len(two), dtype=D))
+    jacobian = wide.network.linearise(x).jacobians().whole()
+    assert_close(wide.functions(x).cov, jacobian @ inverse @ jacobian.mT)
+
+
+def test_outputs_with_their_own_noise_have_a_diagonal_factor() -> None:
+    """The Hessian of a Gaussian likelihood is the identity, so the last layer decomposes no output factor."""
+    factor = blocks(fitted("wide", 10_000))[1].out
+    assert (type(factor), factor.exact) == (DiagonalFactor, True)
+    assert factor.values.tolist() == [[6.0, 6.0]]
+
+
 def test_an_embedding_is_diagonal_exactly() -> None:
     """The rows are one-hot, so that nothing is approximated above the limit: the factor is that of these rows."""
     model = Wrapped(lambda m, t: m.head(m.table(t)), table=nn.Embedding(30, 4), head=nn.Linear(4, 2)).double()
@@ -212,7 +241,7 @@ def test_a_batch_that_does_not_use_an_embedding_adds_nothing() -> None:
     sums = [_KroneckerSum(block, "expand", network, LIMIT) for block in network.layout]
     for tokens in (without, with_rare):
         for total, (_, part) in zip(sums, network.linearise(tokens).jacobians(), strict=True):
-            total.add(part)
+            total.add(part, first=True)
     rare = {block.weight: total.value() for block, total in zip(network.layout, sums, strict=True)}["rare.weight"]
     assert rare.inp.values.tolist() == [torch.bincount(with_rare % 10, minlength=10).tolist()]
     assert rare.rows == 4
@@ -231,13 +260,16 @@ def test_sums_of_factors_change_their_form_only_where_they_must() -> None:
             "three": (added(rows), MatrixFactor, sum(dense)),
             "too wide": (added(tight), DiagonalFactor, torch.diag_embed(sum(dense).diagonal(dim1=1, dim2=2))),
             "with a matrix": (added([rows[0], matrix]), MatrixFactor, dense[0] + dense[2]),
-            "with a diagonal": (added([diagonal, matrix]), DiagonalFactor,
-                                torch.diag_embed(1 + dense[2].diagonal(dim1=1, dim2=2))),
+            "with ones": (added([diagonal, matrix]), MatrixFactor, torch.eye(24, dtype=D) + dense[2]),
+            "ones and rows": (added([diagonal, rows[0]]), MatrixFactor, torch.eye(24, dtype=D) + dense[0]),
+            "ones twice": (added([diagonal, diagonal]), DiagonalFactor, 2 * torch.eye(24, dtype=D)[None]),
+            "not exact": (added([replace(diagonal, exact=False), matrix]), DiagonalFactor,
+                          torch.diag_embed(1 + dense[2].diagonal(dim1=1, dim2=2))),
         }  # fmt: skip
         for name, (total, kind, expected) in sums.items():
             assert type(total) is kind, name
             assert_close(total.dense(), expected)
-        assert not sums["too wide"][0].exact
+        assert [name for name, (total, _, _) in sums.items() if not total.exact] == ["too wide", "not exact"]
 
 
 @pytest.mark.parametrize(("limit", "counts", "kind"), [(LIMIT, (4, 8), RowsFactor), (LIMIT, (4, 9, 3), MatrixFactor),
