@@ -22,6 +22,7 @@ from torch import nn
 
 import lapwing as lw
 from benchmarks import models
+from lapwing.curvature.factors import decompose
 from lapwing.curvature.kronecker import KroneckerBlock
 
 PEER = {  # laplace-torch 0.3 on the same kind of GPU; norm scales frozen there
@@ -66,10 +67,11 @@ def measure(name: str, model: nn.Module, shape: tuple[int, ...], n: int, inputs:
     seconds, fit_gb, posterior = timed(fit, 2)
 
     def settle() -> None:
-        for block in getattr(posterior.posterior.curvature, "blocks", ()):
-            if isinstance(block, KroneckerBlock):
-                block.__dict__.pop("eigen", None)
-                assert block.eigen is not None
+        blocks = [b for b in getattr(posterior.posterior.curvature, "blocks", ()) if isinstance(b, KroneckerBlock)]
+        factors = [factor for block in blocks for factor in (block.inp, block.out)]
+        for factor in factors:
+            factor.__dict__.pop("spectrum", None)
+        decompose(factors)
 
     eigen, _, _ = timed(settle, 1)
     x = data[0][0][:inputs]

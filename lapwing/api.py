@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lapwing import files
 from lapwing.core.data import Batch, Data, shows_progress
+from lapwing.core.progress import shows_inner_progress
 from lapwing.core.random import Stream
 from lapwing.core.reading import Readings
 from lapwing.core.settings import GENERATOR, NONE, PATH, Rule
@@ -25,6 +26,7 @@ from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly
+from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
 from lapwing.networks.network import Network
@@ -46,9 +48,11 @@ from lapwing.tuners.verdict import judged
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
 MEMORY = 2**30  # bytes of the rows of a Jacobian for it
+LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
 
 
 @outside_autocast
+@shows_inner_progress(shows_progress)
 @torch.inference_mode(False)  # what is kept must be able to take part in a gradient later
 def fit(
     model: nn.Module,
@@ -250,9 +254,13 @@ def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
     """Return the method that ``Auto`` chooses, and the reason for it."""
     network, selection = problem.network, problem.network.selection
     auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
-    # Ignored data count too: they have rows of zeros in a design.
-    rows = sum(checked_targets(network, problem.likelihood, batch)[0].numel() for batch in data.batches("counting"))
-    choice = auto.choose(selection.size, rows, selection.index is not None, problem.learn_prior)
+    rows, few = 0, None
+    for batch in data.batches("counting"):
+        few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
+        # Ignored data count too: they have rows of zeros in a design.
+        rows += checked_targets(network, problem.likelihood, batch)[0].numel()
+    workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
+    choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload)
     return choice.method, choice.why
 
 

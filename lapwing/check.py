@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from lapwing.core.data import TARGET_KEYS
-from lapwing.core.inputs import Inputs, accepts, moved, tensors_in
+from lapwing.core.inputs import Inputs, accepts, moved
 from lapwing.core.settings import NONE, Rule, is_integer
 from lapwing.errors import DataError
-from lapwing.methods.protocol import BlockWork, Cost, HasCost, Workload
-from lapwing.networks.forward import device_of, has_dropout, outside_autocast
+from lapwing.methods.protocol import Cost, HasCost
+from lapwing.methods.workload import workload_of
+from lapwing.networks.forward import device_of, outside_autocast
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -83,6 +83,7 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     Cost: a few forward passes and one backward pass, and up to four more forward passes for each layer, to see which
     scales the network ignores.
 
+    >>> import torch
     >>> report = check(nn.Linear(3, 2), torch.zeros(4, 3))
     >>> report.layers[0].handled
     'linear map, with its bias'
@@ -94,28 +95,11 @@ def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = No
     device = device_of(model)
     inputs = moved(_inputs(model, batch), lambda t: t.to(device))
     network = Network.build(model, inputs, named("weights", weights))
-    tangent = network.linearise(inputs)
-    layers, blocks = [], []
-    for block, jacobian in tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0)):
-        layers.append(Layer("+".join(block.names), block.size, jacobian.positions, block.handling))
-        if block.linear:
-            form = (block.groups, block.d_out, block.d_in)
-            blocks.append(BlockWork(block.size, jacobian.positions, form, block.weight == network.head))
-        else:
-            blocks.append(BlockWork(block.size))
-    count = network.count(inputs)
-    workload = Workload(
-        tuple(blocks),
-        weights=network.selection.size,
-        parameters=sum(p.numel() for p in model.parameters()),
-        output_shape=network.output_shape,
-        input_size=sum(t.numel() for t in tensors_in(inputs)) // count,
-        data=count if data is None else data,
-        itemsize=8 if network.dtype == torch.float64 else 4,
-        width=network.footprint.width,
-        single=network.selection.index is not None,
-        dropout=any(has_dropout(module) for module in model.modules()),
-    )
+    workload = workload_of(network, inputs, data)
+    layers = [
+        Layer("+".join(block.names), block.size, work.positions, block.handling)
+        for block, work in zip(network.layout, workload.blocks, strict=True)
+    ]
     methods = [kind() for kind in METHODS.values()]
     return Report(
         workload.weights, network.output_shape, str(network.dtype).removeprefix("torch."), tuple(layers),

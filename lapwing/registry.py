@@ -29,7 +29,7 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
-from lapwing.methods.protocol import AutoCandidate, Budget, Method
+from lapwing.methods.protocol import AutoCandidate, Budget, Method, Workload
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
 from lapwing.networks.last_layer import LastLayer
@@ -94,7 +94,9 @@ class Auto:
         require_integer("num_samples", self.num_samples)
         FLAG.check("gpu", self.gpu)
 
-    def choose(self, weights: int, rows: int, single: bool = False, tuned: bool = False) -> Choice:
+    def choose(
+        self, weights: int, rows: int, single: bool = False, tuned: bool = False, workload: Workload | None = None
+    ) -> Choice:
         """Return the method for a problem of this size, with the reason.
 
         Args:
@@ -102,12 +104,16 @@ class Auto:
             rows: The number of data times outputs, n C.
             single: Whether the weights are chosen one by one, and so have no Kronecker structure.
             tuned: Whether the prior precision is still to be learned, for which samples take several solves.
+            workload: The network in numbers, from which eigendecompositions are counted; without it ``Kron`` is taken
+                without a count.
 
         >>> type(Auto(memory=1e6).choose(weights=5_000, rows=10_000).method).__name__
         'Kron'
         """
         rate = RATE * (100 if self.gpu else 1)
-        budget = Budget(weights, rows, self.memory, self.num_samples, single, tuned)
+        budget = Budget(
+            weights, rows, self.memory, self.num_samples, single, tuned, self.seconds * rate, self.gpu, workload
+        )
         offers = [kind.offer(budget) for kind in METHODS.values() if isinstance(kind, AutoCandidate)]
         size = f"{weights} weights, {rows} rows (data times outputs)"
         rejected = ""

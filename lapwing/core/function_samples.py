@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class FunctionSamples:
     def rows(self, rows: Tensor | tuple[Tensor, ...]) -> FunctionSamples:
         """Return the belief about some of the data: inputs (n,), or inputs and tokens, (n,) each."""
         index = rows if isinstance(rows, tuple) else (rows,)
-        inner = (slice(None), *index)
+        inner: Any = (slice(None), *index)
         return replace(self, mean=self.mean[index], steps=self.steps[inner], spreads=self.spreads[inner])
 
     @staticmethod

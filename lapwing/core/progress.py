@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +14,38 @@ from lapwing.core.interrupts import poll
 
 T = TypeVar("T")
 S = TypeVar("S")
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+_SHOWING: ContextVar[bool] = ContextVar("showing", default=False)
+
+
+@contextmanager
+def showing(visible: bool) -> Iterator[None]:
+    """Let computations that know no data show their progress meanwhile, in this thread."""
+    token = _SHOWING.set(visible)
+    try:
+        yield
+    finally:
+        _SHOWING.reset(token)
+
+
+def shows_inner_progress(visible: Callable[[Any], bool]) -> Callable[[Call], Call]:
+    """Decorate a function with an argument ``progress``: computations inside show theirs if ``visible(progress)``."""
+
+    def decorate(call: Call) -> Call:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with showing(visible(kwargs.get("progress"))):
+                return call(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def is_showing() -> bool:
+    """Return whether progress is shown: inside ``showing(True)``."""
+    return _SHOWING.get()
 
 
 class ProgressBar(Generic[T]):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from lapwing.errors import NumericalError
+
+# A GPU takes several launches for each column of a matrix, some milliseconds in all whatever its size; up to this size
+# a processor is done before, transfer included. ``python -m benchmarks.factors`` prints both times.
+HOST = 192
+BATCHED = 512  # size up to which matrices are copied into one batch; above, one of them keeps a GPU busy
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,6 +30,33 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, vectors = _attempted(lambda m: tuple(torch.linalg.eigh(m)), matrix)
     return values, vectors
+
+
+def batches(sizes: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of the matrices that are decomposed together: those of one size, up to ``BATCHED``.
+
+    >>> batches([3, 2000, 3, 2000])
+    [[0, 2], [1], [3]]
+    """
+    together: dict[int, list[int]] = {}
+    for number, size in enumerate(sizes):
+        together.setdefault(size if size <= BATCHED else -number, []).append(number)
+    return list(together.values())
+
+
+def eigh_each(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return ``eigh`` of matrices (G, d, d) of one size in one batch, on the device or the host, which is faster.
+
+    >>> [values.tolist() for values, _ in eigh_each([torch.eye(2)[None], 2 * torch.eye(2)[None]])]
+    [[[1.0, 1.0]], [[2.0, 2.0]]]
+    """
+    if not matrices:
+        return []
+    batch = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+    small = batch.device.type == "cuda" and batch.shape[-1] <= HOST
+    values, vectors = (part.to(batch.device) for part in eigh(batch.cpu() if small else batch))
+    counts = [len(matrix) for matrix in matrices]
+    return list(zip(values.split(counts), vectors.split(counts), strict=True))
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:

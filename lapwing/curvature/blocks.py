@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lapwing.core.schema import Array, semidefinite
 from lapwing.core.state import State, saved
+from lapwing.curvature.factors import Factor
 from lapwing.curvature.protocols import floored, row_products, weighted_sum
 from lapwing.linalg.cholesky import cholesky
 from lapwing.linalg.gram import Gram
@@ -97,6 +98,14 @@ class BlockCurvature(Protocol):
         """Return H as a matrix, in the order of the block's form. For tests and small networks."""
         ...
 
+    def factors(self, prior: BlockPrior) -> Sequence[Factor]:
+        """Return the factors whose eigendecompositions ``precision`` needs under this prior."""
+        ...
+
+    def remarks(self, block: Block) -> Sequence[str]:
+        """Return what the structure approximates beyond its definition, in words."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class DiagonalPrecision:
@@ -151,6 +160,12 @@ class DiagonalBlock:
 
     def dense(self) -> Tensor:
         return torch.diag(self.values.reshape(-1))
+
+    def factors(self, prior: BlockPrior) -> tuple[Factor, ...]:
+        return ()
+
+    def remarks(self, block: Block) -> tuple[str, ...]:
+        return ()
 
     def diagonal(self) -> Tensor:
         return floored(self.values)
@@ -244,6 +259,12 @@ class FullBlock:
 
     def dense(self) -> Tensor:
         return self.matrix
+
+    def factors(self, prior: BlockPrior) -> tuple[Factor, ...]:
+        return ()
+
+    def remarks(self, block: Block) -> tuple[str, ...]:
+        return ()
 
     def diagonal(self) -> Tensor:
         return floored(self.matrix.diagonal())

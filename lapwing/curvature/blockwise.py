@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision
+from lapwing.curvature.factors import decompose
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import UnsupportedError
 from lapwing.networks.jacobians import Block, LayerJacobians, in_order
@@ -100,7 +101,10 @@ class BlockwiseCurvature:
     def precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
         if self.selection.index is not None:
             return self._subnetwork_precision(phi, prior)
-        triples = zip(self.blocks, [prior.on(block) for block in self.layout], self.layout, strict=True)
+        priors = [prior.on(block) for block in self.layout]
+        pairs = zip(self.blocks, priors, strict=True)
+        decompose([factor for curvature, on_block in pairs for factor in curvature.factors(on_block)])
+        triples = zip(self.blocks, priors, self.layout, strict=True)
         blocks = tuple(curvature.precision(phi, on_block, block) for curvature, on_block, block in triples)
         return BlockwisePrecision(blocks, self.layout, self.selection)
 
@@ -132,6 +136,12 @@ class BlockwiseCurvature:
 
     def diagonal(self) -> Tensor:
         return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Remarks on factors that are approximated, in words."""
+        pairs = zip(self.blocks, self.layout, strict=True)
+        return tuple(remark for curvature, block in pairs for remark in curvature.remarks(block))
 
     def coupled(self) -> Tensor:
         """Return one for every weight in a block with more than its diagonal, and zero for the rest, (P,)."""

@@ -115,6 +115,16 @@ class Preconditions(Protocol):
 
 
 @runtime_checkable
+class HasFindings(Protocol):
+    """A curvature that approximates some of its parts further than its structure says."""
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Remarks on these parts, in words."""
+        ...
+
+
+@runtime_checkable
 class HasLoneWeights(Protocol):
     """A curvature that couples some weights with no other, so that no digits cancel in their variances."""
 

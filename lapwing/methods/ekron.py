@@ -8,7 +8,9 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
+from lapwing.curvature.corrected import eigen_corrected
+from lapwing.curvature.factors import FACTOR_LIMIT
+from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import Sweep, chosen_seeds
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
@@ -26,6 +28,8 @@ class EKron:
         full_limit: The number of entries up to which the block of a parameter that is not the weight of a linear map
             is a full matrix.
         draws: The number of labels drawn for each datum where the curvature is estimated.
+        factor_limit: The width of a layer up to which the basis of its inputs, or outputs, is that of a matrix, as in
+            ``Kron``. Above, it has as many vectors as there are rows, or is that of a diagonal.
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, for weights that are chosen one by one.
@@ -45,6 +49,7 @@ class EKron:
     sharing: str = "expand"
     full_limit: int = 1024
     draws: int = DRAWS
+    factor_limit: int = FACTOR_LIMIT
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: EKron(), "linear", prior="layer"),
@@ -54,13 +59,13 @@ class EKron:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check_settings(self.curvature, self.draws, self.sharing, self.full_limit)
+        check_settings(self.curvature, self.draws, self.sharing, self.full_limit, self.factor_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
         seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
         first = Sweep(network, likelihood, data, seeds, "EKron, bases")
-        kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
+        kron = kronecker_curvature(first, network, self.sharing, self.full_limit, self.factor_limit)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics, second.estimate)
@@ -69,6 +74,8 @@ class EKron:
         if workload.single:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
         workload = workload.with_curvature(self.curvature, self.draws)
-        factors = 2 * workload.factor_work + workload.seeds * workload.other_blocks(self.full_limit)
+        factors = 2 * workload.factor_work(self.factor_limit) + workload.seeds * workload.other_blocks(self.full_limit)
         work = 2 * workload.all_outputs + factors + workload.squares
-        return workload.cost(workload.itemsize * (workload.factors + workload.weights), work, "two passes")
+        stored = workload.itemsize * (workload.factors(self.factor_limit) + workload.weights)
+        note = "; ".join(filter(None, ("two passes", workload.diagonal_factors(self.factor_limit))))
+        return workload.cost(stored, work, note)

@@ -8,12 +8,17 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
+from lapwing.curvature.factors import FACTOR_LIMIT
 from lapwing.curvature.kronecker import check_settings, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
+
+LIMITS = (FACTOR_LIMIT, 4096, 2048, 1024, 512)  # of factors that ``Auto`` tries, until they are within its budget
+# Multiplications of ``Auto`` for the cube of a matrix's size: ``python -m benchmarks.factors`` measures them.
+DECOMPOSITION = {"cpu": 7, "gpu": 33}
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Kron:
         full_limit: The number of entries up to which the block of such a parameter is a full matrix.
         draws: The number of labels drawn for each datum where the curvature is estimated. The error falls as one over
             the root of data times draws; ``posterior.findings`` states it.
+        factor_limit: The width of a layer up to which a factor is a matrix. A wider one is kept as its rows if they
+            are few, which is exact, and else as its diagonal, an approximation that ``posterior.summary()`` reports.
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, for weights that are chosen one by one.
@@ -52,6 +59,7 @@ class Kron:
     sharing: str = "expand"
     full_limit: int = 1024
     draws: int = DRAWS
+    factor_limit: int = FACTOR_LIMIT
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: Kron(), "linear", prior="input"),
@@ -60,10 +68,11 @@ class Kron:
     )
 
     def __post_init__(self) -> None:
-        check_settings(self.curvature, self.draws, self.sharing, self.full_limit)
+        check_settings(self.curvature, self.draws, self.sharing, self.full_limit, self.factor_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
+        limits = self.full_limit, self.factor_limit
+        compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, *limits)
         seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
         return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Kron"))
 
@@ -72,10 +81,34 @@ class Kron:
             return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
         workload = workload.with_curvature(self.curvature, self.draws)
         others = workload.other_blocks(self.full_limit)
-        work = workload.all_outputs + workload.factor_work + workload.seeds * others
-        return workload.cost(8 * (workload.factors + others), work)
+        work = workload.all_outputs + workload.factor_work(self.factor_limit) + workload.seeds * others
+        stored = 8 * (workload.factors(self.factor_limit) + others)
+        return workload.cost(stored, work, workload.diagonal_factors(self.factor_limit))
 
     @classmethod
     def offer(cls, budget: Budget) -> Offer | None:
-        """Return the fallback for whole layers."""
-        return None if budget.single else Offer(cls(), 2)
+        """Return the fallback for whole layers, with the widest factors that the budget allows.
+
+        Their decompositions may take what the pass over the data leaves of the time, or as long as the pass itself.
+        """
+        if budget.single:
+            return None
+        if budget.workload is None:
+            return Offer(cls(), 2)
+        for limit in LIMITS:
+            method = cls(factor_limit=limit)
+            memory, one_pass, decompositions = method._needs(budget.workload, budget.gpu)
+            if memory <= budget.memory and decompositions <= max(budget.work - one_pass, one_pass):
+                break
+        total = one_pass + decompositions
+        if memory > budget.memory or total > budget.work:
+            return Offer(method, 2)
+        kind = "Kronecker factors" + ("" if limit == FACTOR_LIMIT else f" with factor_limit={limit}")
+        return Offer(method, 2, memory, total, kind)
+
+    def _needs(self, workload: Workload, gpu: bool) -> tuple[float, float, float]:
+        """Return the bytes of factors and eigenvectors, and the multiplications of the pass and of decompositions."""
+        memory = (8 + workload.itemsize) * workload.factors(self.factor_limit) + workload.itemsize * workload.weights
+        one_pass = self.cost(workload).fit_epochs * workload.training * workload.data
+        cubes = workload.decompositions(self.factor_limit)
+        return memory, one_pass, cubes * DECOMPOSITION["gpu" if gpu else "cpu"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar, runtime_checkable
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from lapwing.core.data import Data
+from lapwing.curvature.factors import decomposition_work, factor_numbers, most_rows
 from lapwing.curvature.seeds import MANY
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
@@ -53,6 +55,16 @@ def with_validation(method: M, validation: Data) -> M:
 
 
 @dataclass(frozen=True)
+class FactorWork:
+    """The sizes of one Kronecker factor."""
+
+    side: str
+    size: int
+    rows: int  # at most its rank
+    summed: int  # outer products that its sum takes
+
+
+@dataclass(frozen=True)
 class BlockWork:
     """The sizes of one block of parameters."""
 
@@ -60,19 +72,24 @@ class BlockWork:
     positions: int = 1  # T: pixels, tokens or time steps that share the weight
     form: tuple[int, int, int] | None = None  # (groups, d_out, d_in) of a linear map; None for other parameters
     closed: bool = False  # the last layer, whose curvature needs no seeds
+    lookup: bool = False  # the table of an embedding, whose inputs are one-hot
 
     @property
     def product(self) -> int:
         """Multiplications of the linear map for one datum."""
         return 0 if self.form is None else self.positions * self.size
 
-    @property
-    def factors(self) -> int:
-        """Numbers in the two Kronecker factors of a linear map."""
-        if self.form is None:
-            return 0
-        groups, d_out, d_in = self.form
-        return groups * (d_in**2 + d_out**2)
+    def factors(self, data: int, seeds: int) -> Iterator[FactorWork]:
+        """Yield the Kronecker factors that are no diagonal of counts."""
+        if self.form is not None:
+            groups, d_out, d_in = self.form
+            uses = data * self.positions
+            for _ in range(groups):
+                if not self.lookup:
+                    yield FactorWork("input", d_in, uses, uses)
+                yield FactorWork(
+                    "output", d_out, uses * (d_out if self.closed else seeds), uses * (1 if self.closed else seeds)
+                )
 
     @property
     def gradient(self) -> int:
@@ -153,20 +170,28 @@ class Workload:
         each = lambda block: block.positions * block.size
         return sum(block.product if once(block) else self.seeds * each(block) for block in self.blocks)
 
-    @property
-    def factors(self) -> int:
-        """Numbers in the Kronecker factors of all linear maps."""
-        return sum(block.factors for block in self.blocks)
+    def _factors(self) -> list[FactorWork]:
+        return [factor for block in self.blocks for factor in block.factors(self.data, self.seeds)]
 
-    @property
-    def factor_work(self) -> int:
-        """Work of the Gram matrices of all linear maps for one datum."""
-        forms = [
-            (1 if block.closed else self.seeds, block.positions, *block.form)
-            for block in self.blocks
-            if block.form is not None
-        ]
-        return sum(t * groups * (d_in**2 + seeds * d_out**2) for seeds, t, groups, d_out, d_in in forms)
+    def factors(self, limit: int) -> int:
+        """Return how many numbers the Kronecker factors of all linear maps have, with this ``factor_limit``."""
+        counts = sum(block.form[2] for block in self.blocks if block.form is not None and block.lookup)
+        return counts + sum(factor_numbers(each.size, each.rows, limit) for each in self._factors())
+
+    def decompositions(self, limit: int) -> float:
+        """Return the sum of cubes that the decompositions of all factors take, with this ``factor_limit``."""
+        return sum(decomposition_work(each.size, each.rows, limit) for each in self._factors())
+
+    def diagonal_factors(self, limit: int) -> str:
+        """Say which factors would be a diagonal above this ``factor_limit``; empty if none."""
+        wide = [f for f in self._factors() if f.size > limit and f.rows > most_rows(f.size, limit)]
+        listed = list(dict.fromkeys(f"{f.side} factor diagonal: {f.size:,} > {limit:,}" for f in wide))
+        return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+    def factor_work(self, limit: int) -> float:
+        """Return the work of the sums of all Kronecker factors for one datum, with this ``factor_limit``."""
+        is_matrix = lambda f: most_rows(f.size, limit) < f.rows and f.size <= limit
+        return sum(f.summed * f.size * (f.size if is_matrix(f) else 1) for f in self._factors()) / self.data
 
     def other_blocks(self, full_limit: int) -> int:
         """Return the size of blocks that are no linear map: a matrix up to ``full_limit`` entries, a diagonal above."""
@@ -209,6 +234,9 @@ class Budget:
     num_samples: int  # for methods that draw samples
     single: bool = False  # weights are chosen one by one
     learn_prior: bool = False  # the prior precision is still to be learned
+    work: float = math.inf  # multiplications in the time of the fit
+    gpu: bool = False
+    workload: Workload | None = None  # the network in numbers, if it is known
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.linalg.bases import Basis
 from lapwing.networks.jacobians import KroneckerRows
 
 
@@ -34,17 +35,15 @@ class ClosedForm:
         a = self.a.flatten(1, 2)
         return torch.bmm(self.diagonal.mT.to(a), a.square())
 
-    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
-        """Return the diagonal of JᵀHJ in the bases out (G, d_out, d_out) and inp (G, d_in, d_in)."""
-        out, total = out.double(), self.diagonal
-        a = self.a.flatten(1, 2)
+    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
+        """Return the diagonal of JᵀHJ in these bases, the mean over the directions of each part: (G, m_out, m_in)."""
+        total = self.diagonal if self.outer is None else self.diagonal + self.outer.square().sum(1)
+        rotated = out.diagonal_of(total)
         if self.outer is not None:
-            total = total + self.outer.square().sum(1)
-        rotated = torch.bmm(total, out.square())
-        if self.outer is not None:
-            rotated -= torch.stack([torch.bmm(each, out).square_() for each in self.outer.unbind(1)]).sum(0)
-        a = a if inp is None else torch.bmm(a, inp)
-        return torch.bmm(rotated.clamp_min(0).mT, a.double().square())
+            each = [out.pooled(out.coordinates(term).square()) for term in self.outer.unbind(1)]
+            rotated = rotated - torch.stack(each).sum(0)
+        a = inp.pooled(inp.lengths(self.a.flatten(1, 2)).double().square())
+        return torch.bmm(rotated.clamp_min(0).mT, a)
 
     def pairs(self, rows: slice, first: Tensor, second: Tensor) -> Tensor:
         """Return the entries of H for pairs of outputs at some of the B T positions, (rows, pairs), for one group."""

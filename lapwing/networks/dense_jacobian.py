@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.memory import runs
+from lapwing.linalg.bases import Axes, Basis, pooled_pairs
 from lapwing.networks.halves import product
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
 
@@ -24,6 +25,10 @@ class DenseJacobian:
     def nbytes(self) -> int:
         return self.j.nbytes
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        raise AssertionError("a Jacobian that is kept whole has no factors")
+
     def to(self, dtype: torch.dtype) -> DenseJacobian:
         return DenseJacobian(self.j.to(dtype))
 
@@ -33,7 +38,7 @@ class DenseJacobian:
     def joined(self, other: BlockJacobian) -> DenseJacobian:
         return DenseJacobian(self.j + other.whole())
 
-    def rotated(self, out: Tensor, inp: Tensor | None) -> DenseJacobian:
+    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> DenseJacobian:
         raise AssertionError("a Jacobian that is kept whole has no factors to rotate")
 
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
@@ -48,8 +53,8 @@ class DenseJacobian:
     def squares(self) -> Tensor:
         return self.j.square().sum((0, 1))
 
-    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
-        return self.rotated(out, inp).squares()
+    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
+        return pooled_pairs(out, inp, self.rotated(out, inp, crossed=False).squares())
 
     def unit_squares(self) -> Tensor:
         return self.j.square().transpose(0, 1)
@@ -111,6 +116,10 @@ class LookupJacobian:
     def nbytes(self) -> int:
         return self.g.nbytes + self.token.nbytes + self.owner.nbytes + self.rows.nbytes
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.g.shape[-1], self.table
+
     def to(self, dtype: torch.dtype) -> LookupJacobian:
         return replace(self, g=self.g.to(dtype))
 
@@ -125,9 +134,10 @@ class LookupJacobian:
         g, rows = torch.cat([self.g, other.g], 1), torch.cat([self.rows, other.rows])
         return self._pooled(key, g, self.batch, self.table, rows)
 
-    def rotated(self, out: Tensor, inp: Tensor | None) -> LookupJacobian:
-        assert inp is None, "a lookup has no input basis"
-        return replace(self, g=self.g @ out[0])
+    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> LookupJacobian:
+        assert isinstance(inp, Axes), "a lookup has no input basis"
+        g = self.g if inp.scale is None else self.g * inp.scale[0][self.token].unsqueeze(-1).to(self.g)
+        return replace(self, g=out.coordinates(g))
 
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
         counts = torch.bincount(self.rows.reshape(-1), minlength=self.table)
@@ -146,8 +156,8 @@ class LookupJacobian:
         total = self.g.new_zeros(self.table, self.g.shape[-1])
         return total.index_add_(0, self.token, self.g.square().sum(0)).mT.unsqueeze(0)
 
-    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
-        return self.rotated(out, inp).squares()
+    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
+        return pooled_pairs(out, inp, self.rotated(out, inp, crossed=False).squares())
 
     def unit_squares(self) -> Tensor:
         total = self.g.new_zeros(self.g.shape[0], self.batch, self.g.shape[-1])

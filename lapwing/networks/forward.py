@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lapwing.core.checkpoints import without_checkpoints
 from lapwing.core.data import Batch
 from lapwing.core.inputs import Inputs, call, map_tensors, takes, tensors_in
 from lapwing.core.interrupts import deferred, poll
@@ -99,7 +100,7 @@ def raw_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | 
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
-        with lent(model) as one, unfused_attention:
+        with lent(model) as one, unfused_attention, without_checkpoints():
             out = call(one, inputs) if values is None else functional_call(_Call(one), _renamed(values), (inputs,))
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
@@ -135,7 +136,7 @@ def own_loss(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
     if not takes(model, "labels") or not batch.labels:
         return None
     try:
-        with torch.no_grad(), plain_kernels(plain), lent(model) as one, unfused_attention:
+        with torch.no_grad(), plain_kernels(plain), lent(model) as one, unfused_attention, without_checkpoints():
             out = call(one, batch.inputs, labels=batch.targets)
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, or out of memory

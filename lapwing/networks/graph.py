@@ -19,7 +19,8 @@ from torch.autograd.graph import GradientEdge
 from lapwing.errors import ModelError
 from lapwing.networks.operation import LEAF, Operation, Source
 from lapwing.networks.ops import operation
-from lapwing.networks.uses import Node, Pattern, Ragged, Regular, Use, output_shape
+from lapwing.networks.rules import broadcast_lookup
+from lapwing.networks.uses import Node, Pattern, Ragged, Regular, Use, lookup, output_shape
 
 Patterns = Mapping[Node, Pattern | None]  # how rows run over the samples; None if samples share rows
 
@@ -92,6 +93,7 @@ def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Col
             if degree[child] == 0:
                 queue.append(child)
     uses, without_rule = _find_uses(operations, leaves, parameters)
+    uses = _after_broadcast(uses, operations, consumers)
     return Graph(
         tuple(operations), operations, consumers, major, follows_shapes, tuple(signature), leaves, uses, without_rule
     )
@@ -120,6 +122,21 @@ def _find_uses(
         if others:
             without_rule[node] = others
     return tuple(uses), without_rule
+
+
+def _after_broadcast(
+    uses: tuple[Use, ...], operations: dict[Node, Operation], consumers: Mapping[Node, int]
+) -> tuple[Use, ...]:
+    """Return the uses, with a lookup that all samples share where its rows are broadcast over the samples."""
+    lookups = {use.node: use for use in uses if operations[use.node].looks_up}
+    moved: dict[Node, Use] = {}
+    for node in operations if lookups else ():
+        for operand in range(len(node.next_functions)):
+            below = broadcast_lookup(node, operand, consumers)
+            if below in lookups and below not in moved:
+                name, size = lookups[below].name, lookups[below].table
+                moved[below] = lookup(below, name, size, after=node)
+    return tuple(moved.get(use.node, use) if use.node in lookups else use for use in uses)
 
 
 def _carried_parameters(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from lapwing.linalg.bases import Basis
     from lapwing.networks.linear_jacobian import LinearJacobian
     from lapwing.networks.selection import Selection
 
@@ -144,6 +145,11 @@ class BlockJacobian(Protocol):
         """The memory that its tensors take."""
         ...
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The numbers of outputs and inputs of each map. For factored forms."""
+        ...
+
     def to(self, dtype: torch.dtype) -> BlockJacobian:
         """Return it in another dtype."""
         ...
@@ -156,16 +162,19 @@ class BlockJacobian(Protocol):
         """Return the sum with the Jacobian of another use of the same block, which has the same form."""
         ...
 
-    def rotated(self, out: Tensor, inp: Tensor | None) -> BlockJacobian:
-        """Return it in the bases out (G, d_out, d_out) and inp (G, d_in, d_in). For factored forms."""
+    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> BlockJacobian:
+        """Return it in coordinates of these bases of outputs and inputs. For factored forms.
+
+        With ``crossed=False`` the result is only used within samples, which may take fewer coordinates.
+        """
         ...
 
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
         """Return the rows of both Kronecker factors; ``reduce`` pools the positions of a sample. For factored forms."""
         ...
 
-    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
-        """Return ``squares`` in these bases."""
+    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
+        """Return ``squares`` in these bases, the mean over the directions of each part: (G, m_out, m_in)."""
         ...
 
     def single_map(self) -> LinearJacobian | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.memory import gathered, runs
+from lapwing.linalg.bases import Basis, pooled_pairs
 from lapwing.networks.dense_jacobian import DenseJacobian, whole_between
 from lapwing.networks.halves import product, product_onto
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
@@ -38,6 +39,10 @@ class LinearJacobian:
     def nbytes(self) -> int:
         return self.a.nbytes + self.g.nbytes
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.g.shape[-1], self.a.shape[-1]
+
     def to(self, dtype: torch.dtype) -> LinearJacobian:
         return LinearJacobian(self.a.to(dtype), self.g.to(dtype), self.lengths)
 
@@ -56,11 +61,12 @@ class LinearJacobian:
         """Return the number of positions of each sample, (B,)."""
         return torch.full((self.batch,), self.positions, device=self.a.device) if self.lengths is None else self.lengths
 
-    def rotated(self, out: Tensor, inp: Tensor | None) -> LinearJacobian:
-        a = self.a if inp is None else _right(self.a, inp)
+    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> LinearJacobian:
+        a = _by_group(self.a, inp.coordinates if crossed or self.positions > 1 else inp.lengths)
         if self.g.stride(2) == 0 and self.g.shape[2] > 1:  # the same for every sample: rotate once
-            return replace(self, a=a, g=_right(self.g[:, :, :1], out).expand(self.g.shape))
-        return replace(self, a=a, g=_right(self.g, out))
+            g = _by_group(self.g[:, :, :1], out.coordinates)
+            return replace(self, a=a, g=g.expand(*self.g.shape[:-1], g.shape[-1]))
+        return replace(self, a=a, g=_by_group(self.g, out.coordinates))
 
     def kronecker_rows(self, reduce: bool) -> KroneckerRows:
         a, g, number = self.a, self.g, self.batch * self.positions
@@ -119,8 +125,8 @@ class LinearJacobian:
             total += product.mul_(product).sum(0)
         return total.sum(1)
 
-    def squares_in(self, out: Tensor, inp: Tensor | None) -> Tensor:
-        return self.rotated(out, inp).squares()
+    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
+        return pooled_pairs(out, inp, self.rotated(out, inp, crossed=False).squares())
 
     def unit_squares(self) -> Tensor:
         return self.g.square().sum(3).permute(1, 2, 0, 3).flatten(2)
@@ -286,9 +292,9 @@ def _summed_squares(g: Tensor) -> Tensor:
     return total
 
 
-def _right(x: Tensor, basis: Tensor) -> Tensor:
-    """Return x (G, ..., d) times basis (G, d, d)."""
-    groups = x.shape[0]
-    if groups == 1:
-        return x @ basis[0]
-    return torch.bmm(x.reshape(groups, -1, x.shape[-1]), basis).reshape(*x.shape[:-1], basis.shape[-1])
+def _by_group(x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``turn`` of the vectors x (G, ..., d), which takes (G, n, d) for several groups."""
+    if len(x) == 1:
+        return turn(x)
+    turned = turn(x.reshape(len(x), -1, x.shape[-1]))
+    return turned.reshape(*x.shape[:-1], turned.shape[-1])

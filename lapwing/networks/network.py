@@ -171,6 +171,12 @@ class Network:
         dtypes = [p.dtype for p in self.replica.parameters() if p.is_floating_point()]
         return reduce(torch.promote_types, dtypes, torch.float32)
 
+    @cached_property
+    def arithmetic(self) -> torch.dtype:
+        """The dtype that the network itself computes in: the coarsest of its weights."""
+        dtypes = {p.dtype for p in self.replica.parameters() if p.is_floating_point()}
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
     def __post_init__(self) -> None:
         vars(self)["_memory"] = _Memory(SampleRows(self.known), Replica(self.model, self.selection.names, self.private))
 

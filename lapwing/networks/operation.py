@@ -66,6 +66,8 @@ class Operation:
         transposes: it swaps the two dimensions of a matrix.
         casts: it changes the dtype alone.
         adds: it adds its two operands.
+        expands: it repeats its operand along further dimensions, without a copy.
+        looks_up: it picks rows of a table.
         data_operand: the only operand whose rows belong to samples (the input of a product with a weight).
         rows: which operands have their rows in the order of the output's rows, such as ``row_wise``.
         gradient: how the gradients of K seeds are pulled back: ``Slope``, ``New``, ``View`` or ``Expanded``.
@@ -82,6 +84,8 @@ class Operation:
     transposes: bool = False
     casts: bool = False
     adds: bool = False
+    expands: bool = False
+    looks_up: bool = False
     data_operand: int | None = None
     rows: Rows | None = None
     gradient: Gradient | None = None

@@ -55,7 +55,8 @@ register(
     *_alike("Cat Stack", rows=along("dim")),
     Operation("FlipBackward0", rows=along("dims")),
     Operation("RepeatBackward0", rows=reordered),
-    *_alike("Expand ConstantPadNd ReflectionPad2D ReplicationPad2D", rows=row_wise),
+    Operation("ExpandBackward0", expands=True, rows=row_wise, uses=rules.use_expand),
+    *_alike("ConstantPadNd ReflectionPad2D ReplicationPad2D", rows=row_wise),
     *_alike("PixelShuffle UpsampleNearest2D UpsampleBilinear2D", rows=row_wise),
     # Products with a weight.
     Operation("MmBackward0", data_operand=0, gradient=New(rules.pull_mm), uses=rules.use_mm),
@@ -71,12 +72,15 @@ register(
     *_alike("MkldnnConvolution CudnnConvolution", rows=row_wise),
     Operation(
         "EmbeddingBackward0",
+        looks_up=True,
         rows=row_wise,
         uses=rules.use_embedding,
         seed_by_seed=lambda node, on_cpu: bool(node._saved_sparse),  # autograd cannot batch a sparse gradient
         not_derivative=rules.embedding_not_derivative,
         forward_differs=rules.embedding_forward_differs,
     ),
+    # Reentrant checkpointing that does not go through torch.utils.checkpoint.checkpoint.
+    Operation("CheckpointFunctionBackward", not_derivative=rules.checkpoint_hides),
     *_alike("Bmm Baddbmm", rows=reordered),
     *_alike("ThnnFusedLstmCell ThnnFusedGruCell", rows=reordered, uses=rules.use_fused_cell),
     # Attention in one kernel, which autograd takes one seed at a time.

@@ -166,8 +166,8 @@ def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor])
         return shaped(raw_output(model, inputs, values))
 
     with FORWARD_MODE, torch.inference_mode(False), torch.no_grad(), quiet, math_attention:
-        outputs, products = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,)))(tangents)
-    return outputs[0], products
+        pushed = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,)))(tangents)
+    return pushed[0][0], pushed[1]
 
 
 def _double_backward(

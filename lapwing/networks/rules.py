@@ -6,7 +6,7 @@ Here are products, convolutions, embeddings, activations, sums, reshapes and poo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 import torch
@@ -116,6 +116,14 @@ def embedding_not_derivative(node: Node) -> str:
     return (
         "an embedding has scale_grad_by_freq=True, which divides its gradient by counts; expected the derivative. "
         "Set scale_grad_by_freq to False: the network stays the same."
+    )
+
+
+def checkpoint_hides(node: Node) -> str:
+    """Say that the operations inside a checkpoint cannot be read."""
+    return (
+        "a part of the model runs under reentrant gradient checkpointing, which hides its operations; expected all of "
+        "them in the graph. Switch it off, or use torch.utils.checkpoint.checkpoint, which Lapwing runs without."
     )
 
 
@@ -233,6 +241,34 @@ def use_add(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
         use = broadcast(node, source)
         if use is not None:
             yield operand, use
+
+
+def use_expand(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
+    """Yield the use of a parameter that every sample gets a copy of, such as the token of a class."""
+    use = broadcast(node, sources[0])
+    if use is not None:
+        yield 0, use
+
+
+def broadcast_lookup(node: Node, operand: int, consumers: Mapping[Node, int]) -> Node | None:
+    """Return the embedding whose rows a sum or an expansion broadcasts over leading dimensions; None if there is none.
+
+    Nothing but changes of shape may lie between them, and nobody else may take the rows.
+    """
+    facts, out = operation(node), output_shape(node)
+    if not ((facts.adds and node._saved_alpha == 1) or facts.expands):
+        return None
+    child, number = node.next_functions[operand]
+    if child is None:
+        return None
+    shape = output_shape(child, number)
+    while shape and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) < 1 or len(shape) >= len(out) or out[len(out) - len(shape) :] != shape:
+        return None
+    while operation(child).reshapes and not operation(child).casts and consumers[child] == 1:
+        child = child.next_functions[0][0]
+    return child if operation(child).looks_up and consumers[child] == 1 else None
 
 
 def use_mul(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:

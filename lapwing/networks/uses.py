@@ -106,6 +106,7 @@ class Use:
     whole: bool = True  # whether all of the parameter is used
     patch_size: int = 0  # the size of the unfolded input, where it is unfolded
     own_rows: bool = False  # whether every output of the node belongs to one position, as in a product with a matrix
+    table: int = 0  # rows of the table, where it is looked up
     remark: str = ""  # on how its Jacobian is kept, for reports
 
     @property
@@ -184,18 +185,24 @@ def transposed_convolution(node: Node, name: str, weight: Shape) -> Use:
     return Use(node, name, "columns", output_shape(node)[0], jacobian, groups=groups)
 
 
-def lookup(node: Node, name: str, table: int) -> Use:
-    """Return the use of an embedding: positions pick rows of a table."""
+def lookup(node: Node, name: str, table: int, after: Node | None = None) -> Use:
+    """Return the use of an embedding: positions pick rows of a table.
+
+    If all samples share the rows that ``node`` picks, as positions of a text do, ``after`` is the node that broadcasts
+    them over the samples: the gradients there belong to one sample each.
+    """
+    above = node if after is None else after
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
         indices = node._saved_indices.reshape(-1)
-        g = pattern.split(g.reshape(g.shape[0], len(indices), -1), 1)
-        rows = pattern.split(indices, 0, fill=-1)
+        g = g.reshape(g.shape[0], -1, g.shape[-1])
+        g = pattern.split(g, 1)
+        rows = pattern.split(indices.repeat(n_rows // len(indices)), 0, fill=-1)
         real = (rows >= 0) & (rows != node._saved_padding_idx)  # autograd gives the padding row no gradient
         return LookupJacobian.build(rows, g, real, table)
 
-    n_rows = math.prod(output_shape(node)[:-1])
-    return Use(node, name, "columns", n_rows, jacobian, remark="embedding: indices, never one-hot")
+    n_rows = math.prod(output_shape(above)[:-1])
+    return Use(above, name, "columns", n_rows, jacobian, table=table, remark="embedding: indices, never one-hot")
 
 
 def elementwise(

@@ -197,6 +197,8 @@ class HasWeightSamples(Protocol):
 class HasDeviations(Protocol):
     """A posterior that draws weights of the tangent model as steps from their mean: (n, P)."""
 
+    problem: Problem
+
     def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
 
 

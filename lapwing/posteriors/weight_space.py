@@ -22,6 +22,7 @@ from lapwing.curvature.draws import Estimate
 from lapwing.curvature.protocols import (
     BoundsLogdet,
     Curvature,
+    HasFindings,
     HasLoneWeights,
     HoldsDirections,
     Precision,
@@ -227,21 +228,27 @@ class WeightPosterior(Linearised):
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """Remarks if the curvature is an estimate, and if the Jacobian has too few digits for the variances.
+        """Remarks on what the curvature approximates or estimates, and on the digits of the Jacobian."""
+        approximated = self.current.findings if isinstance(self.current, HasFindings) else ()
+        estimated = () if self.estimate is None else (str(self.estimate),)
+        return (*approximated, *estimated, *self._digits)
+
+    @property
+    def _digits(self) -> tuple[str, ...]:
+        """A remark if the Jacobian, which the network computes in its dtype, has too few digits for the variances.
 
         Rounding of the Jacobian enters variances with the prior variance, where the data leave φ/H: by the rounding
         unit times the square root of the condition number, relatively, and by its square beyond that.
         """
-        dtype, condition = self.problem.network.dtype, self.condition
+        dtype, condition = self.problem.network.arithmetic, self.condition
         most = ROUNDED / torch.finfo(dtype).eps ** 2
-        estimated = () if self.estimate is None else (str(self.estimate),)
         if condition <= most:
-            return estimated
+            return ()
+        wider = "model.float()" if torch.finfo(dtype).bits == 16 else "model.double() with data in float64"
         return (
-            *estimated,
             f"the data outweigh the prior by up to {condition:.1g}; a network in {str(dtype).removeprefix('torch.')} "
-            f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use model.double() with data "
-            "in float64, scale the inputs to unit size, or raise the prior precision or the noise.",
+            f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use {wider}, scale the "
+            "inputs to unit size, or raise the prior precision or the noise.",
         )
 
     @property

@@ -75,8 +75,8 @@ def compare(model: nn.Module, data: list[Any], root: Any, sharing: str, likeliho
         posterior.network.layout, posterior.posterior.curvature.blocks, expected.values(), strict=True
     ):
         assert structure.rows == factors.rows
-        assert_close(structure.inp, factors.inp)
-        assert_close(structure.out, factors.out)
+        assert_close(structure.inp.dense(), factors.inp)
+        assert_close(structure.out.dense(), factors.out)
         assert_close(structure.dense(), factors.dense())
         assert (block.bias is not None) == (factors.inp.shape[-1] == torch.Size(block.shape[1:]).numel() + 1)
 
@@ -116,7 +116,7 @@ def test_eigenvalues_are_the_ggns_diagonal_in_the_kronecker_basis(name: str, sha
         each = factors[block.weight.removesuffix(".weight")]
         size = len(index) // len(structure.values)
         for group, values in enumerate(structure.values):
-            out, inp = structure.out[group], structure.inp[group]
+            out, inp = structure.out.vectors[group], structure.inp.vectors[group]
             for basis, factor in ((out, each.out[group]), (inp, each.inp[group])):
                 assert_close(basis.T @ basis, torch.eye(len(basis), dtype=D))
                 turned = basis.T @ factor @ basis
@@ -219,7 +219,7 @@ def test_an_embedding_keeps_counts_and_no_input_matrix() -> None:
                 if layout.weight == "table.weight"]  # fmt: skip
     tokens = case.batch(6).reshape(-1)
     assert int((tokens == 0).sum()) > 0  # padding, which gets no gradient and does not count
-    assert block.inp.tolist() == [[0.0, *(float((tokens == t).sum()) for t in range(1, 7))]]
+    assert block.inp.values.tolist() == [[0.0, *(float((tokens == t).sum()) for t in range(1, 7))]]
     assert block.rows == int((tokens != 0).sum())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.protocol import Budget, Offer
+from lapwing.methods.protocol import BlockWork, Budget, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.registry import METHODS, RATE, Choice
 from tests import problems
@@ -113,6 +113,50 @@ def test_the_costs_are_those_of_the_algorithms() -> None:
     assert costs["Full"] == pytest.approx((16 * p**2, n * p**2 + 0.3 * p**3), rel=0.06)
     assert costs["KernelSpace"] == pytest.approx((8 * n * (p + 2 * n), 2 * n**2 * p + 9 * n**3), rel=0.06)
     assert costs["Sampled"] == pytest.approx((8 * (320 * (p + 4 * 320) + 64 * (20 * p + n)), 2 * n * p * 448), rel=0.06)
+
+
+def layers(width: int, data: int, hidden: int = 50) -> Workload:
+    """A network of two linear maps with ten outputs."""
+    sizes = (BlockWork((width + 1) * hidden, 1, (1, hidden, width + 1)), BlockWork(51 * 10, 1, (1, 10, hidden + 1)))
+    weights = sum(block.size for block in sizes)
+    return Workload(sizes, weights, weights, (10,), width, data, itemsize=4, width=60)
+
+
+def chosen(width: int, data: int, **limits: Any) -> Choice:
+    workload = layers(width, data)
+    return lw.Auto(**limits).choose(workload.weights, 10 * data, workload=workload)
+
+
+def test_decompositions_are_counted() -> None:
+    """Seven times the cube of 8,001 is 180 s, that of 4,001 is 22 s; 300 rows take a matrix of their own size."""
+    assert chosen(10_000, 300).method == chosen(4_000, 5_000).method == lw.Kron()
+    assert float(COST.findall(chosen(10_000, 300).why)[0][1]) < 1
+    assert chosen(8_000, 5_000).method == lw.Kron(factor_limit=4096)
+    assert "s, Kronecker factors with factor_limit=4096; " in chosen(8_000, 5_000).why
+    assert chosen(8_000, 5_000, seconds=300).method == chosen(8_000, 5_000, gpu=True).method == lw.Kron()
+    assert chosen(8_000, 5_000, memory=2**28).method == lw.Kron(factor_limit=4096)  # a matrix takes 770 MB
+    assert chosen(4_000, 5_000, seconds=20).method == lw.Kron(factor_limit=2048)
+
+
+@pytest.mark.parametrize("data", [300, 5_000, 10**6])
+def test_decompositions_never_take_more_than_the_time_or_the_pass(data: int) -> None:
+    for width, seconds in itertools.product((900, 3_000, 7_000, 30_000), (0.1, 1, 10, 100, 1e4)):
+        workload, method = layers(width, data), chosen(width, data, seconds=seconds, memory=math.inf).method
+        if not isinstance(method, lw.Kron):
+            continue
+        cubes, one_pass = workload.decompositions(method.factor_limit), method.cost(workload).fit_epochs
+        time, longest = 7 * cubes / RATE, one_pass * workload.training * data / RATE
+        assert time <= max(seconds - longest, longest) or method.factor_limit == 512
+
+
+def test_a_fit_has_the_limit_that_was_counted() -> None:
+    """600 inputs and 400 rows of them: their matrix would take longer than there is, and their diagonal does not."""
+    torch.manual_seed(6)
+    x, y = torch.randn(400, 600), torch.randn(400, 1)
+    auto = lw.Auto(memory=2**22, seconds=0.02)
+    posterior = lw.fit(nn.Linear(600, 1), [(x, y)], lw.Gaussian(noise_std=1.0), method=auto, prior=1.0)
+    assert posterior.findings[0].startswith("the input factor of weight is a diagonal")
+    assert posterior.method == "Kron"
 
 
 @lru_cache

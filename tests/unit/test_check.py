@@ -258,3 +258,17 @@ def test_many_outputs_are_drawn_and_the_last_layer_takes_none(outputs: int, seed
     assert report["Diagonal"].fit_epochs == pytest.approx((passes + forward) / epoch)
     last = costs(model=model, weights="last_layer")["Kron"]
     assert last.fit_epochs == pytest.approx((5 * outputs + 5**2 + outputs**2) / (2 * 5 * outputs))
+
+
+def test_wide_layers_are_named() -> None:
+    """10,000 inputs with more rows than half of them: above the limit of a matrix. An embedding never is."""
+    wide = nn.Sequential(nn.Linear(9_999, 4), nn.Tanh(), nn.Linear(4, 2))
+    rows = lambda data: lw.check(wide, torch.zeros(2, 9_999), data=data).costs
+    assert rows(20_000)["Kron"].note == "input factor diagonal: 10,000 > 8,192"
+    assert rows(20_000)["EKron"].note == "two passes; input factor diagonal: 10,000 > 8,192"
+    few, many = rows(300)["Kron"], rows(20_000)["Kron"]
+    assert (few.note, few.stored) == ("", 8 * (300 * 10_000 + 4**2 + 5**2 + 2**2))
+    assert many.stored == 8 * (10_000 + 4**2 + 5**2 + 2**2)
+    table = nn.Sequential(nn.Embedding(20_000, 3), nn.Flatten(), nn.Linear(6, 2))
+    cost = lw.check(table, torch.zeros(2, 2, dtype=torch.long), data=10**6).costs["Kron"]
+    assert (cost.note, cost.stored) == ("", 8 * (20_000 + 3**2 + 7**2 + 2**2))

@@ -296,7 +296,7 @@ def test_a_posterior_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> No
     _, posterior = fitted(method=lw.Kron())
     posterior.save(tmp_path / "net")
     before = (tmp_path / "net").read_bytes()
-    posterior.posterior.curvature.blocks[0].inp.fill_(torch.nan)
+    posterior.posterior.curvature.blocks[0].inp.matrix.fill_(torch.nan)
     with pytest.raises(lw.errors.FileError, match=r"is not saved, since its file would be refused: .*inp of Kron"):
         posterior.save(tmp_path / "net")
     assert (tmp_path / "net").read_bytes() == before

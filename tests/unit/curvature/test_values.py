@@ -34,7 +34,7 @@ def test_changed_kronecker_factors_have_another_precision() -> None:
     posterior = fitted(lw.Kron())
     curvature, prior = posterior.posterior.curvature, posterior.prior
     curvature.logdet(PHI, prior)
-    blocks = tuple(replace(block, out=10 * block.out) for block in curvature.blocks)
+    blocks = tuple(replace(block, out=replace(block.out, matrix=10 * block.out.matrix)) for block in curvature.blocks)
     changed, rescaled = replace(curvature, blocks=blocks), PHI / 10
     # Ten times the curvature is a tenth of the dispersion.
     assert_close(changed.logdet(PHI, prior), curvature.logdet(rescaled, prior))
