@@ -21,9 +21,9 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
             block.size,
             part.positions,
             (block.groups, block.d_out, block.d_in),
-            bool(block.why),
-            block.weight == network.head,
-        )  # fmt: skip
+            lookup=bool(block.why),
+            closed=block.weight == network.head,
+        )
         if block.linear
         else BlockWork(block.size)
         for block, part in tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0))
