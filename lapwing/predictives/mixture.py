@@ -225,9 +225,9 @@ class CountMixture(NumberMixture):
 
 
 class MixtureDistribution(Distribution):
-    """A mixture of densities or counts as a ``torch.distributions`` object, jointly over the outputs of an input."""
+    """A predictive of numbers as a ``torch.distributions`` object, jointly over the outputs of an input."""
 
-    def __init__(self, predictive: NumberMixture) -> None:
+    def __init__(self, predictive: NumberPredictive) -> None:
         self.predictive = predictive
         shape = predictive.mean.shape
         super().__init__(shape[:-1], shape[-1:], validate_args=False)
