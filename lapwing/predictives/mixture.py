@@ -225,7 +225,7 @@ class CountMixture(NumberMixture):
 
 
 class MixtureDistribution(Distribution):
-    """A mixture of densities or counts as a ``torch.distributions`` object, jointly over the outputs of an input."""
+    """A predictive of numbers as a ``torch.distributions`` object, jointly over the outputs of an input."""
 
     def __init__(self, predictive: NumberPredictive) -> None:
         self.predictive = predictive
