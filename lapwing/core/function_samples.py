@@ -34,7 +34,7 @@ class FunctionSamples:
     @classmethod
     def of(cls, mean: Tensor, steps: Tensor) -> FunctionSamples:
         """Return the functions mean ± step for all steps."""
-        return cls(mean, steps, steps.var(-1, correction=0))
+        return cls(mean, steps, steps.var(-1, correction=0) if len(steps) else steps.new_zeros(steps.shape[:-1]))
 
     @property
     def pairs(self) -> int:
@@ -46,12 +46,16 @@ class FunctionSamples:
         """The number that steps are multiplied by."""
         return self.factor * self.width
 
-    def functions(self, pairs: slice) -> Tensor:
-        """Return the functions of some draws, (2 k, B, [T,] C): those with plus before those with minus."""
+    def functions(self, pairs: slice, width: Tensor | None = None) -> Tensor:
+        """Return the functions of some draws, (2 k, B, [T,] C): those with plus before those with minus.
+
+        The steps of each input are multiplied by ``width`` (B, [T,] 1).
+        """
         steps, mean = self.steps[pairs], self.factor * self.mean
         out = steps.new_empty(2, *steps.shape)
-        torch.add(mean, steps, alpha=self.scale, out=out[0])
-        torch.sub(mean, steps, alpha=self.scale, out=out[1])
+        by = torch.ones_like(mean[..., :1]) if width is None else width
+        torch.addcmul(mean, steps, by, value=self.scale, out=out[0])
+        torch.addcmul(mean, steps, by, value=-self.scale, out=out[1])
         return out.flatten(0, 1)
 
     def scaled(self, factor: float) -> FunctionSamples:

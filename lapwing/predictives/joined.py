@@ -21,6 +21,7 @@ from lapwing.core.inputs import rebuilt
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.mixture import MixtureDistribution
 from lapwing.predictives.protocol import ClassPredictive, MultilabelPredictive, NumberPredictive, checked_numbers
+from lapwing.predictives.sampled import AveragedClasses
 
 KEPT = 2**28  # bytes of covariances that are kept
 SLAB = 2**25 + 2**16  # bytes; the C library takes pieces of more than 32 MiB from the system, and gives them back
@@ -184,6 +185,9 @@ class _Gathered:
 
     def add(self, predictive: Any) -> None:
         self._kind = _kind(predictive)
+        if self._kind == "averages":
+            self._parts.append(_Storing(self._slabs, True)(predictive))
+            return
         if self._kind == "classes":
             self._logs.append(self._slabs.kept(predictive.log_probs))
         whole = self._kept <= KEPT and self._kind != "labels"
@@ -197,6 +201,8 @@ class _Gathered:
             self._parts = [] if self._logs else [_Storing(self._slabs, False)(part) for part in self._parts]
 
     def value(self) -> Any:
+        if self._kind == "averages":
+            return AveragedClasses.joined(self._parts)
         if self._kind == "classes":
             return JoinedClasses(joined_rows(self._logs), tuple(self._parts))
         return (JoinedLabels if self._kind == "labels" else JoinedNumbers)(tuple(self._parts))
@@ -204,6 +210,8 @@ class _Gathered:
 
 def _kind(predictive: Any) -> str:
     """Return what a predictive is about, by the members of its contract."""
+    if isinstance(predictive, AveragedClasses):
+        return "averages"
     for member, kind in (("log_probs", "classes"), ("probs", "labels"), ("quantile", "numbers")):
         if hasattr(type(predictive), member):
             return kind

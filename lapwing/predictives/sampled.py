@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,7 +15,9 @@ from lapwing.errors import UnsupportedError
 from lapwing.predictives.links import LOGISTIC
 from lapwing.predictives.protocol import ClassPredictive, checked_labels
 
-SMOOTHED = 0.5  # share of the variance that is left to a link, for up to 16 draws
+SMOOTHED = 0.5  # largest share of the variance that is left to a link, for up to FEW draws
+FEW = 16
+LARGE = 4.0  # variance of the logits at which the share is half of that
 SMALL = 1e-30  # probability below which logarithms of sums would lose digits
 ENTRIES = 2**22  # numbers of drawn logits that are handled at once: near a CPU's caches, and enough for a GPU
 
@@ -80,14 +82,16 @@ class SoftmaxSamples(ClassPredictive):
     r"""Predictive of a class: the softmax of drawn logits, averaged.
 
     A function with large steps is certain of some class, and few such functions give most classes a probability near
-    zero. So the functions carry a share a of the variance, and a link integrates over the rest, at its mean over
-    outputs: the pairwise link of logits with equal variances, which divides them by a temperature.
+    zero. So the functions carry a share a of the variance, and a link integrates over the rest: the pairwise link of
+    logits with equal variances, which divides them by a temperature t. With the mean variance v̄ of the logits of an
+    input, their mean over classes taken off,
 
     $$ p = \frac{1}{2K} \sum_{\pm k} \mathrm{softmax}\Bigl( \frac{m \pm \sqrt a\, d_k}{t} \Bigr), \quad
-       t^2 = 1 + \frac{6}{\pi^2} (1 - a) \bar v, \quad 1 - a = \min\bigl(1/2, 2 / \sqrt K\bigr) $$
+       t^2 = 1 + \frac{6}{\pi^2} (1 - a) \bar v, \quad
+       1 - a = \frac{\bar v}{\bar v + 4} \min\Bigl( \frac12, \frac{2}{\sqrt K} \Bigr) . $$
 
-    With many draws a tends to one, and p to the average softmax itself. ``aleatoric`` and ``standard_error`` are those
-    of the whole functions.
+    Where the steps are small or many a tends to one, and p to the average softmax itself. ``aleatoric`` and
+    ``standard_error`` are those of the whole functions.
 
     Args:
         parts: Beliefs about the logits, each with its draws.
@@ -149,7 +153,7 @@ class SoftmaxSamples(ClassPredictive):
         each = []
         for part, weight in zip(self.parts, self.weights, strict=True):
             smooth = _Smoothed.of(part)
-            for _, logits in smooth.in_turn():
+            for logits in smooth.in_turn():
                 chosen = logits.log_softmax(-1).gather(-1, y.expand(len(logits), *y.shape))
                 each.append(chosen.squeeze(-1) + math.log(weight / smooth.count))
         return torch.cat(each).logsumexp(0)
@@ -159,7 +163,7 @@ class SoftmaxSamples(ClassPredictive):
         probs = torch.zeros_like(self.parts[0].mean)
         for part, weight in zip(self.parts, self.weights, strict=True):
             smooth = _Smoothed.of(part)
-            for _, logits in smooth.in_turn():
+            for logits in smooth.in_turn():
                 probs += weight / smooth.count * logits.softmax(-1).sum(0)
         return probs.log() if bool((probs > SMALL).all()) else self._log_averages()
 
@@ -168,7 +172,7 @@ class SoftmaxSamples(ClassPredictive):
         total = torch.full_like(self.parts[0].mean, -math.inf)
         for part, weight in zip(self.parts, self.weights, strict=True):
             smooth = _Smoothed.of(part)
-            for _, logits in smooth.in_turn():
+            for logits in smooth.in_turn():
                 share = math.log(weight / smooth.count)
                 total = torch.logaddexp(total, logits.log_softmax(-1).logsumexp(0) + share)
         return total
@@ -176,35 +180,42 @@ class SoftmaxSamples(ClassPredictive):
 
 @dataclass(frozen=True, eq=False)
 class _Smoothed:
-    """The functions of a belief with a share of its variance, and the link of the rest: one over a temperature."""
+    """The functions of a belief with a share of its variance, divided by the temperature of the rest."""
 
     part: FunctionSamples
-    shrink: Tensor  # (B, [T,] 1)
+    shrink: Tensor  # one over the temperature, (B, [T,] 1)
+    narrow: Tensor  # √a, (B, [T,] 1)
 
     @classmethod
     def of(cls, part: FunctionSamples) -> _Smoothed:
-        rest = SMOOTHED * min(1.0, 4 / math.sqrt(part.pairs)) if part.pairs else 0.0
-        spread = part.scale**2 * (part.spreads.mean(0) if rest else torch.zeros_like(part.mean[..., 0]))
-        shrink = (1 + 2 * LOGISTIC * rest * spread).rsqrt().unsqueeze(-1)
-        return cls(part.widened(1 - rest), shrink)
+        if not part.pairs:
+            one = torch.ones_like(part.mean[..., :1])
+            return cls(part, one, one)
+        spread = part.scale**2 * part.spreads.mean(0).unsqueeze(-1)
+        rest = SMOOTHED * min(1.0, math.sqrt(FEW / part.pairs)) * spread / (spread + LARGE)
+        return cls(part, (1 + 2 * LOGISTIC * rest * spread).rsqrt(), (1 - rest).sqrt())
 
     @property
     def count(self) -> int:
-        """The number of different functions."""
+        """The number of functions."""
         return max(1, 2 * self.part.pairs)
 
-    def in_turn(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the numbers of a few draws and their logits, (n, B, [T,] C)."""
-        for pairs, logits in _in_turn(self.part):
-            yield pairs, logits * self.shrink
+    def in_turn(self) -> Iterator[Tensor]:
+        """Yield the logits of a few draws after another, (n, B, [T,] C)."""
+        part = replace(self.part, mean=self.shrink * self.part.mean)
+        for _, logits in _in_turn(part, self.shrink * self.narrow):
+            yield logits
 
 
-def _in_turn(part: FunctionSamples) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the numbers of a few draws and their functions (n, B, [T,] C); the mean alone if there are none."""
+def _in_turn(part: FunctionSamples, width: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the numbers of a few draws and their functions (n, B, [T,] C); the mean alone if there are none.
+
+    The steps of each input are multiplied by ``width`` (B, [T,] 1).
+    """
     if not part.pairs:
         yield slice(0, 0), part.factor * part.mean.unsqueeze(0)
         return
     step = max(1, ENTRIES // max(1, 2 * part.mean.numel()))
     for start in range(0, part.pairs, step):
         pairs = slice(start, min(part.pairs, start + step))
-        yield pairs, part.functions(pairs)
+        yield pairs, part.functions(pairs, width)
