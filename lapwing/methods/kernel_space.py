@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
+from lapwing.core.memory import evenly, fitting
 from lapwing.core.settings import require_integer
 from lapwing.core.spectra import svd
 from lapwing.curvature.low_rank import LowRankCurvature
@@ -89,8 +90,10 @@ def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
     """Return the non-zero eigenvalues of the GGN (r,), descending, and their eigenvectors (r, P)."""
     rows = design.whole()
     small = rows.new_empty(0, len(rows))  # Xᵀ = Q small, without Q
-    for columns in rows.split(COLUMNS, 1):
-        small = torch.linalg.qr(torch.cat([small, columns.mT]), mode="r").R
+    # No fewer columns than rows, or there would be more work than for all columns at once.
+    parts = list(evenly(design.size, max(len(rows), fitting(COLUMNS, 8 * 4 * len(rows), rows.device))))
+    for part in parts:
+        small = torch.linalg.qr(torch.cat([small, rows[:, part].mT]), mode="r").R
     if not bool(torch.isfinite(small.square().sum())):
         raise NumericalError("the kernel of the data is not finite; check the data and the network for overflow.")
     _, singular, rotation = svd(small)
@@ -99,6 +102,6 @@ def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
     singular, rotation = singular[significant], rotation[significant]
     if len(singular) == 0:  # the outputs do not depend on the weights: return one zero vector
         return singular.new_zeros(1), singular.new_zeros(1, design.size)
-    for columns in rows.split(COLUMNS, 1):  # in place, so that nC vectors of P weights are held only once
-        columns[: len(singular)] = (rotation @ columns) / singular[:, None]
+    for part in parts:  # in place, so that nC vectors of P weights are held only once
+        rows[: len(singular), part] = (rotation @ rows[:, part]) / singular[:, None]
     return singular.square(), rows[: len(singular)]

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lapwing.networks.budget import temporary
+
 if TYPE_CHECKING:
     from lapwing.linalg.bases import Basis
     from lapwing.networks.linear_jacobian import LinearJacobian
@@ -271,8 +273,15 @@ class LayerJacobians:
         return in_order(parts, self.layout, self.selection)
 
     def gram(self, v: Tensor) -> Tensor:
-        """Return Jᵀ J v for every row of v (n, P); every block is formed once, for both products."""
-        ready = self._with_parts(part().formed(len(v)) for part in self.parts)
+        """Return Jᵀ J v for every row of v (n, P); a block is formed once for both products, if memory allows it."""
+        parts: list[Callable[[], BlockJacobian]] = []
+        left = temporary(v.device)
+        for part in self.parts:
+            block = part().formed(len(v))
+            left -= block.nbytes
+            parts.append(partial(_same, block) if left >= 0 else part)
+            del block
+        ready = replace(self, parts=tuple(parts))
         return ready.vjp(ready.jvp(v))
 
     def formed(self) -> LayerJacobians:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.inputs import tensors_in
+from lapwing.core.memory import budget
 from lapwing.core.random import generator_or_default, normal
-from lapwing.curvature.protocols import floored_by_layer
+from lapwing.curvature.protocols import floored_by_layer, in_runs
 from lapwing.curvature.seeds import Seeds
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import DataError
@@ -23,7 +24,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.problem import Statistics
 
-CACHE = 2 * 2**30  # bytes of layer factors kept between products on a CPU; on a GPU a third of the free memory
+CACHE = 0.5  # share of the byte budget for layer factors that are kept between products
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +83,7 @@ class NetworkDesign:
         if part is not None and part < 1:
             raise DataError(f"part is {part}; expected at least one datum in each part.")
         if cache is None:
-            gpu = network.device.type == "cuda"
-            cache = torch.cuda.mem_get_info(network.device)[0] // 3 if gpu else CACHE
+            cache = int(CACHE * budget(network.device))
         data = data.steady()
         given, data = data, fixed(data, cache)
         sweep = Sweep(network, likelihood, data, Seeds(curvature), "Jacobian", part)
@@ -133,8 +133,10 @@ class NetworkDesign:
         matrix = torch.empty(self.rows, self.size, dtype=torch.float64, device=self.like.device)
         start = 0
         for part in self:
-            matrix[start : start + part.rows] = part.jacobians.double().whole().flatten(0, 1)
-            start += part.rows
+            for some in in_runs(part.jacobians.double(), 3 * self.size, self.like.device):
+                rows = some.whole().flatten(0, 1)
+                matrix[start : start + len(rows)] = rows
+                start += len(rows)
         return matrix
 
     def diagonal(self) -> Tensor:

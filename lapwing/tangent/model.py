@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
+from lapwing.core.memory import budget, runs
+from lapwing.curvature.protocols import in_runs
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.network import Network
+from lapwing.networks.tangent import Tangent
 
-BYTES = 2 * 2**30  # largest Jacobian over all data that is kept on a CPU; on a GPU half of the free memory
+KEPT = 0.5  # share of the byte budget for the Jacobian over all data, if it is kept
 EXACT = 2**28  # largest Jacobian in bytes that is kept in float64 for networks of any dtype
-PART = 2**26  # bytes of a narrower Jacobian that are converted to float64 at a time
 
 
 class TangentModel(Protocol):
@@ -46,7 +48,7 @@ def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> Tange
     for batch in data.batches("counting"):
         seen = batch.targets.shape if len(shape) == 2 else batch.targets.shape[:1]  # tokens may differ between batches
         rows += seen[:2].numel() * shape[-1]
-    room = torch.cuda.mem_get_info(network.device)[0] // 2 if network.device.type == "cuda" else BYTES
+    room = int(KEPT * budget(network.device))
     entries = rows * network.selection.size
     dtype = torch.float64 if 8 * entries <= EXACT else network.dtype
     if entries * torch.finfo(dtype).bits // 8 <= room:
@@ -80,9 +82,7 @@ class DenseTangent:
                 y = likelihood.targets(f, batch.targets[part])
                 outputs.append(f.flatten(0, -2))
                 targets.append(y.flatten(0, 1) if f.ndim == 3 else y)
-                new_rows = tangent.jacobians().whole().flatten(0, 1)
-                jacobian[start : start + len(new_rows)] = new_rows
-                start += len(new_rows)
+                start = _filled(jacobian, start, tangent)
         return cls(torch.cat(outputs), torch.cat(targets), jacobian, likelihood)
 
     def _exactly(self, v: Tensor) -> Tensor:
@@ -91,7 +91,9 @@ class DenseTangent:
 
     @property
     def _parts(self) -> tuple[Tensor, ...]:
-        return self.jacobian.split(max(1, PART // (8 * self.jacobian.shape[1])))
+        """The Jacobian in parts that fit the byte budget in float64."""
+        rows, size = self.jacobian.shape
+        return tuple(self.jacobian[part] for part in runs(rows, 8 * size, self.jacobian.device))
 
     def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
         loss, slope = loss_slope(self.likelihood, self.f + self._exactly(delta), self.y)
@@ -109,6 +111,15 @@ class DenseTangent:
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
         h, along = self.f + self._exactly(delta), self._exactly(direction)
         return torch.stack([self.likelihood.loss(h + t * along, self.y).sum() for t in steps])
+
+
+def _filled(matrix: Tensor, start: int, tangent: Tangent) -> int:
+    """Write the Jacobian of a chunk into the rows of a matrix from ``start`` on; return the row after its last one."""
+    for some in in_runs(tangent.jacobians(), 2 * matrix.shape[1], matrix.device):
+        rows = some.whole().flatten(0, 1)
+        matrix[start : start + len(rows)] = rows
+        start += len(rows)
+    return start
 
 
 @dataclass(frozen=True, eq=False)

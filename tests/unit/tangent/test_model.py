@@ -211,32 +211,33 @@ def test_float32_networks(name: str) -> None:
 def test_a_jacobian_kept_in_float32_rounds_its_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are those of the stored matrix to float64, part by part."""
     monkeypatch.setattr(module, "EXACT", 0)
-    monkeypatch.setattr(module, "PART", 8 * 83 * 4)  # four rows at a time of 18
     model = built("mlp", "categorical", False, torch.float32)
     assert isinstance(model, DenseTangent)
     assert model.jacobian.dtype == torch.float32
     exact = reference("mlp", "categorical")
     expected = replace(exact, f=model.f, jacobian=model.jacobian.double().reshape(exact.jacobian.shape))
     delta, v = 0.4 * vectors(83, 2)
-    loss, gradient = model.gradient(delta)
+    steps = torch.tensor([0.5, 1.0], dtype=D)
+    with lw.memory.limited(4 * 8 * 83 * 4):  # four rows at a time of 18
+        loss, gradient = model.gradient(delta)
+        losses = model.losses(delta, v, steps)
     assert_close(torch.tensor(loss, dtype=D), expected.loss(expected.w + delta))
     assert_close(gradient, expected.slope(expected.w + delta))
-    steps = torch.tensor([0.5, 1.0], dtype=D)
     along = torch.stack([expected.loss(expected.w + delta + t * v) for t in steps])
-    assert_close(model.losses(delta, v, steps), along)
+    assert_close(losses, along)
     product, rounded = expected.curvature(expected.w + delta) @ v, model.products(delta, v[None])[0]
     assert_close(rounded, product, SOLVED, torch.float32)
     assert float((rounded - product).abs().max()) > 1e-10 * float(product.abs().max())
 
 
-def test_what_does_not_fit_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is on rows times outputs times weights times bytes."""
+def test_what_does_not_fit_streams() -> None:
+    """The Jacobian, rows times outputs times weights times bytes, may take half of the byte budget."""
     size = 6 * 3 * 83 * 8
-    for limit, kind in ((size, DenseTangent), (size - 1, StreamedTangent)):
-        monkeypatch.setattr(module, "BYTES", limit)
-        assert isinstance(built("mlp", "categorical", False), kind)
-    monkeypatch.setattr(module, "BYTES", 6 * 4 * 3 * 8 * len(reference("token_level", "categorical").w))
-    assert isinstance(built("token_level", "categorical", False), DenseTangent)
+    for limit, kind in ((2 * size, DenseTangent), (2 * size - 2, StreamedTangent)):
+        with lw.memory.limited(limit):
+            assert isinstance(built("mlp", "categorical", False), kind)
+    with lw.memory.limited(2 * 6 * 4 * 3 * 8 * len(reference("token_level", "categorical").w)):
+        assert isinstance(built("token_level", "categorical", False), DenseTangent)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -56,9 +56,9 @@ def test_dense_matrices(case: Case) -> None:
         assert_close(operator @ several[:, :1], matrix @ several[:, :1])
 
 
-@pytest.mark.parametrize("cache", [2**30, 0], ids=["held", "streamed"])
+@pytest.mark.parametrize("cache", [0.5, 0.0], ids=["held", "streamed"])
 @pytest.mark.parametrize("name", SOME)
-def test_two_calls_agree_to_the_bit(name: str, cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_calls_agree_to_the_bit(name: str, cache: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lapwing.tangent.design.CACHE", cache)
     case = BY_NAME[name]
     posterior, data = fitted(case), problems.batches(case)

@@ -179,7 +179,7 @@ def test_other_networks(name: str) -> None:
 @pytest.mark.parametrize(("kind", "method"), [("gaussian", "kron"), ("categorical", "full")])
 def test_streamed_products_find_the_same(kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = tuned(kind, method)
-    monkeypatch.setattr(tangent_model, "BYTES", 0)
+    monkeypatch.setattr(tangent_model, "KEPT", 0.0)
     streamed = tuned.__wrapped__(kind, method)
     assert float(streamed.prior.values.log()) == pytest.approx(float(inside.prior.values.log()), abs=1e-6)
     assert_close(streamed.log_evidence(), inside.log_evidence(), SOLVED)
@@ -396,7 +396,7 @@ def test_files_keep_all_of_it(method: str, mean: str, prior: str, tmp_path: Path
 @pytest.mark.parametrize(("mean", "streamed"), [("tangent", False), ("network", True)])
 def test_the_model_is_not_changed(mean: str, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if streamed:
-        monkeypatch.setattr(tangent_model, "BYTES", 0)
+        monkeypatch.setattr(tangent_model, "KEPT", 0.0)
     case = BY_NAME["norms"]
     model = case.build()
     tuner = lw.tuners.LinearMode(mean=mean, refit=lw.Kron(), rounds=2, tolerance=1e-3, solver_tolerance=1e-2)
@@ -413,7 +413,7 @@ def test_float32_networks(kind: str, method: str, mean: str, streamed: bool, mon
     """Near the result in float64: the evidence to rounding, its optimum to the square root of rounding."""
     wide = tuned(kind, method, mean=mean, tolerance=1e-5)
     if streamed:
-        monkeypatch.setattr(tangent_model, "BYTES", 0)
+        monkeypatch.setattr(tangent_model, "KEPT", 0.0)
     narrow = tuned.__wrapped__(kind, method, dtype=torch.float32, mean=mean, tolerance=1e-5)
     x = MLP.batch(4, seed=8)
     belief, expected = narrow.functions(x.float()), wide.functions(x)
