@@ -20,11 +20,11 @@ RARE = 0.5  # unusual words are drawn from this share of the vocabulary, the lea
 REPLACED = 0.3  # share of the words of a sentence that unusual words replace
 
 
-def target_log_probs(f: Tensor, y: Tensor, temperature: float = 1.0) -> Tensor:
+def target_log_probs(f: Tensor, y: Tensor) -> Tensor:
     """Return the log-probability of every target, (..., B, T), from logits (..., B, T, V); zero where it is ignored."""
-    scaled, ignored = f / temperature, y == IGNORED
+    ignored = y == IGNORED
     index = y.masked_fill(ignored, 0).expand(f.shape[:-1]).unsqueeze(-1)
-    log_probs = scaled.gather(-1, index).squeeze(-1) - scaled.logsumexp(-1)
+    log_probs = f.gather(-1, index).squeeze(-1) - f.logsumexp(-1)
     return log_probs.masked_fill(ignored, 0.0)
 
 

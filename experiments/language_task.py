@@ -27,14 +27,14 @@ class Language:
     """
 
     data_dir: Path
-    words: int = 2000
+    words: int = 1500
     longest: int = 40  # words of a sentence that are read
     shape: Shape = Shape()
     data: int | None = 4_000  # training phrases of the classifier; None takes all
-    sentences: int | None = 4_000  # training sentences of the language model
+    sentences: int | None = 3_000  # training sentences of the language model
     test: int | None = 1_000  # scored sentences of the classifier; None takes all
     validation_tokens: int = 40  # validation sentences of the language model
-    test_tokens: int = 200  # its scored sentences
+    test_tokens: int = 150  # its scored sentences
     written: int = 40  # sentences that it writes in each way
     training: Training = Training(10)
     adapting: Training = Training(8, learning_rate=3e-3)

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 import lapwing as lw
 from experiments.language_data import IGNORED, Batch, Sentence, inputs_of
 from experiments.language_models import passes
-from experiments.language_sequences import Scores, detection, shuffled, target_log_probs, with_unusual_words, written
+from experiments.language_sequences import Scores, detection, shuffled, with_unusual_words, written
 from experiments.language_task import Language, language_model, parts_of, token_batches
 from experiments.options import Progress, silent
+from experiments.pinned import as_fitted
 from lapwing.demo.result import Result, Row, plain
 from lapwing.methods.protocol import Method
 
-TEMPERATURES = (0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 2.0)
-RATIOS = tuple(10.0**k for k in range(6))  # of the precision to the evidence's
 TOGETHER = 8  # sentences of a batch for predictions: K functions have K x B x T x V numbers there
 WRITTEN = {"written, most probable words": 0.0, "written, temperature 1": 1.0}
 SHOWN = 3  # of the written sentences, in the notes
@@ -30,17 +29,13 @@ LogProbs = Callable[[Batch], Tensor]  # a batch -> log-probabilities of its targ
 
 @dataclass(frozen=True)
 class Fit:
-    """A method, for all weights or for those of the last layer. Its curvature is estimated from drawn words."""
+    """A method, for all weights or for those of the last layer."""
 
     method: Callable[[], Method]
     weights: str = "all"
 
 
-FITS = {
-    "last layer, Kron": Fit(lambda: lw.Kron(curvature="fisher_mc"), "last_layer"),
-    "Diagonal": Fit(lambda: lw.Diagonal(curvature="fisher_mc")),
-    "Kron": Fit(lambda: lw.Kron(curvature="fisher_mc")),
-}
+FITS = {"last layer, Kron": Fit(lw.Kron, "last_layer"), "Diagonal": Fit(lw.Diagonal), "Kron": Fit(lw.Kron)}
 SEQUENCES = "Kron"  # the method whose functions score sequences
 
 
@@ -117,31 +112,26 @@ class WordScores:
 
 
 def _next_words(task: Tokens, progress: Progress) -> tuple[list[Row], dict[str, lw.Fitted]]:
-    """Return the rows of the next word, and the posterior of each method, its precision chosen by validation data."""
-    group, posteriors = "next word", {}
-    start = time.perf_counter()
+    """Return the rows of the next word, and the posterior of each method with validation data."""
+    start, group = time.perf_counter(), "next word"
     network = lw.fit(task.model, task.train, lw.Categorical(), method=lw.baselines.MapOnly(), progress=False)
     seconds = time.perf_counter() - start
     scaled = network.tuned(lw.tuners.Integrate(task.validation))
     base = WordScores.of(predicted(scaled), task.test)
     rows = [
-        Row("plain", _scored(task, predicted(network), base, seconds), group),
-        Row("temperature", _scored(task, predicted(scaled), base, time.perf_counter() - start), group),
+        Row("plain", _scored(task, network, base, seconds), group),
+        Row("temperature", _scored(task, scaled, base, time.perf_counter() - start), group),
     ]
+    posteriors = {}
     for name, fit in FITS.items():
         start = time.perf_counter()
-        posterior = lw.fit(
-            task.model, task.train, lw.Categorical(), method=fit.method(), weights=fit.weights, prior=1.0,
-            generator=torch.Generator().manual_seed(task.settings.seed), progress=False,
-        ).tuned(lw.tuners.MaximiseEvidence())  # fmt: skip
+        posteriors[name] = lw.fit(
+            task.model, task.train, lw.Categorical(), method=fit.method(), weights=fit.weights,
+            validation=task.validation, generator=torch.Generator().manual_seed(task.settings.seed), progress=False,
+        )  # fmt: skip
         seconds = time.perf_counter() - start
-        samples = task.settings.samples
-        rows.append(Row(f"{name}, evidence", _scored(task, averaged(posterior, samples), base, seconds), group))
-        posteriors[name], temperature = _validated(task, posterior)
-        seconds = time.perf_counter() - start
-        chosen = {"ratio": float(posteriors[name].prior.values / posterior.prior.values), "temperature": temperature}
-        scores = _scored(task, averaged(posteriors[name], samples, temperature), base, seconds)
-        rows.append(Row(f"{name}, validation", {**scores, **chosen}, group))
+        rows.append(Row(f"{name}, evidence", _scored(task, posteriors[name].tuned(as_fitted), base), group))
+        rows.append(Row(f"{name}, validation", _scored(task, posteriors[name], base, seconds), group))
         progress(f"{name}: done after {time.perf_counter() - start:.0f} s")
     return rows, posteriors
 
@@ -156,37 +146,13 @@ def drawn(posterior: lw.Fitted, samples: int) -> Logits:
     return lambda batch: posterior.function_samples(inputs_of(batch), samples, torch.Generator().manual_seed(0))
 
 
-def averaged(posterior: lw.Fitted, samples: int, temperature: float = 1.0) -> LogProbs:
-    """Return the log-probability of every target by the mean softmax of some functions."""
-    logits = drawn(posterior, samples)
-    return lambda batch: mean_softmax(logits(batch), batch["labels"], temperature)
-
-
-def mean_softmax(f: Tensor, y: Tensor, temperature: float) -> Tensor:
-    """Return the log-probability of every target (B, T) by the mean softmax of K logits (K, B, T, V)."""
-    return target_log_probs(f, y, temperature).double().logsumexp(0) - math.log(len(f))
-
-
-def _validated(task: Tokens, posterior: lw.Fitted) -> tuple[lw.Fitted, float]:
-    """Return the posterior under the precision, and the temperature, that predict validation sentences best."""
-    precision, found = float(posterior.prior.values), []
-    for ratio in RATIOS:
-        candidate = posterior.with_prior(precision * ratio)
-        logits = drawn(candidate, task.settings.samples)
-        totals = [0.0] * len(TEMPERATURES)
-        for batch in task.validation:
-            f, y = logits(batch), batch["labels"]
-            for i, temperature in enumerate(TEMPERATURES):
-                totals[i] -= float((mean_softmax(f, y, temperature) * (y != IGNORED)).sum())
-        found += [(total, candidate, temperature) for total, temperature in zip(totals, TEMPERATURES, strict=True)]
-    return min(found, key=lambda each: each[0])[1:]
-
-
-def _scored(task: Tokens, log_probs: LogProbs, base: WordScores, seconds: float) -> dict[str, float]:
+def _scored(task: Tokens, posterior: lw.Fitted, base: WordScores, fit_seconds: float | None = None) -> dict[str, float]:
     start = time.perf_counter()
-    scores = WordScores.of(log_probs, task.test)
-    taken = time.perf_counter() - start
-    return {**scores.scores(base), "fit s": seconds, "predict s": taken}
+    scores = WordScores.of(predicted(posterior), task.test)
+    seconds = {"predict s": time.perf_counter() - start}
+    if fit_seconds is not None:
+        seconds = {"fit s": fit_seconds, **seconds}
+    return {**scores.scores(base), **seconds}
 
 
 def _sequences(task: Tokens, posterior: lw.Fitted) -> tuple[list[Row], list[str]]:

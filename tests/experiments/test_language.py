@@ -105,7 +105,9 @@ def test_parts_of_the_experiment_run_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_next_word_and_sequences_are_scored(settings: Language, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language_tokens, "RATIOS", (1.0, 1e6))
+    monkeypatch.setattr(
+        language_tokens, "FITS", {name: language_tokens.FITS[name] for name in ("last layer, Kron", "Kron")}
+    )
     result = language_tokens.run(settings)
     rows = {row.name: row.scores for row in result.rows}
     methods = [f"{name}, {how}" for name in language_tokens.FITS for how in ("evidence", "validation")]
@@ -114,20 +116,18 @@ def test_the_next_word_and_sequences_are_scored(settings: Language, monkeypatch:
     for name in ("plain", "temperature", *methods):
         assert rows[name]["perplexity"] == pytest.approx(math.exp(rows[name]["NLL / word"]))
     assert rows["temperature"]["to temperature"] == 0
-    assert all(rows[name]["spread"] > 0 for name in changed)
+    assert all(rows[name]["spread"] >= 0 for name in changed)  # zero if the plain network has all the weight
     assert 0 <= rows["shuffled words"]["AUROC spread"] <= 1
     assert all(note.startswith("written") for note in result.notes)
     assert Result.from_json(result.to_json()) == result
 
 
 def test_scores_of_words_are_means_over_words_and_errors_over_sentences() -> None:
-    """Against loops: two functions, three sentences of 1 to 3 words over 5 words, temperature 2."""
-    generator = torch.Generator().manual_seed(0)
-    f = torch.randn(2, 3, 3, 5, generator=generator, dtype=torch.float64)
+    """Against loops: three sentences of 1 to 3 words."""
+    log_probs = -torch.rand(3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.tensor([[1, IGNORED, IGNORED], [4, 0, IGNORED], [2, 2, 3]])
-    scores = language_tokens.WordScores.of(lambda batch: language_tokens.mean_softmax(f, y, 2.0), [{"labels": y}])
-    probs = (f / 2).softmax(-1).mean(0)
-    logs = [[math.log(probs[b, t, y[b, t]]) for t in range(3) if y[b, t] != IGNORED] for b in range(3)]
+    scores = language_tokens.WordScores.of(lambda batch: log_probs, [{"labels": y}])
+    logs = [[float(log_probs[b, t]) for t in range(3) if y[b, t] != IGNORED] for b in range(3)]
     mean = -sum(map(sum, logs)) / 6
     assert scores.nll == pytest.approx(mean)
     residuals = [sum(row) + mean * len(row) for row in logs]
