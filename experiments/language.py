@@ -19,7 +19,7 @@ import lapwing as lw
 from experiments import language_tokens
 from experiments.data import data_folder
 from experiments.language_data import Batch, inputs_of
-from experiments.language_models import passes
+from experiments.language_models import now, passes
 from experiments.language_task import ADAPTERS, SCRATCH, Language, Task, from_scratch, with_adapters
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
 from lapwing.demo.result import Report, Result, Row, plain
@@ -113,10 +113,13 @@ def run(settings: Language, progress: Progress = silent) -> Result:
     rows: list[Row] = []
     seconds: dict[str, float] = {}
     for group in settings.networks:
-        begin = time.perf_counter()
+        begin = now(settings.device)
         task = TASKS[group](settings)
-        seconds[f"training, {group}"] = time.perf_counter() - begin
-        seconds |= {f"{name}, {group}": value for name, value in passes(task.model, task.train, task.test).items()}
+        seconds[f"training, {group}"] = now(settings.device) - begin
+        seconds |= {
+            f"{name}, {group}": value
+            for name, value in passes(task.model, task.train, task.test, settings.device).items()
+        }
         progress(f"{group}: trained after {seconds[f'training, {group}']:.0f} s")
         scored: dict[str, Scored] = {}
         for name, fit in asked(FITS[group], settings.methods).items():
@@ -136,7 +139,7 @@ def asked(fits: Mapping[str, Fit], methods: tuple[str, ...]) -> dict[str, Fit]:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Predictions of the test sentences by one posterior, and the seconds that it took."""
+    """Predictions of the test sentences by one posterior, and the seconds that both took."""
 
     log_probs: Tensor  # (N,), of the right class
     probs: Tensor  # (N, 2)
@@ -176,26 +179,27 @@ def _error(values: Tensor) -> float:
 
 def _both_ways(name: str, fit: Fit, task: Task, settings: Language) -> Mapping[str, Scored]:
     """Return the scores as the method comes and with validation data, which need no second pass over the data."""
-    start = time.perf_counter()
+    start = now(settings.device)
     data, generator = task.padded if fit.padded else task.train, torch.Generator().manual_seed(settings.seed)
     posterior = lw.fit(
         task.model, data, "classification", method=fit.method(), weights=fit.weights, generator=generator,
         progress=False,
     )  # fmt: skip
-    taken = time.perf_counter() - start
+    taken = now(settings.device) - start
     validated = posterior.tuned(lw.tuners.Integrate(task.validation))
-    whole = time.perf_counter() - start
+    whole = now(settings.device) - start
     second = "temperature" if name == "plain" else f"{name}, validation"
-    return {name: scored(posterior, task.test, taken), second: scored(validated, task.test, whole)}
+    score = lambda fitted, seconds: scored(fitted, task.test, seconds, settings.device)
+    return {name: score(posterior, taken), second: score(validated, whole)}
 
 
-def scored(posterior: lw.Fitted, test: list[Batch], fit_seconds: float) -> Scored:
+def scored(posterior: lw.Fitted, test: list[Batch], fit_seconds: float, device: str) -> Scored:
     """Return what the posterior predicts for the test sentences."""
-    start = time.perf_counter()
+    start = now(device)
     predictives = [posterior.predict(inputs_of(batch)) for batch in test]
     probs = torch.cat([predictive.probs.double().cpu() for predictive in predictives])
     pairs = zip(predictives, test, strict=True)
     log_probs = torch.cat([predictive.log_prob(batch["labels"]).double().cpu() for predictive, batch in pairs])
-    taken = time.perf_counter() - start
+    taken = now(device) - start
     labels = torch.cat([batch["labels"].cpu() for batch in test])
     return Scored(log_probs.detach(), probs.detach(), labels, fit_seconds, taken)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.language_data import IGNORED, Batch, Sentence, inputs_of
-from experiments.language_models import passes
+from experiments.language_models import now, passes
 from experiments.language_sequences import Scores, detection, shuffled, with_unusual_words, written
 from experiments.language_task import Language, language_model, parts_of, token_batches
 from experiments.options import Progress, silent
@@ -65,7 +65,7 @@ def run(settings: Language, progress: Progress = silent) -> Result:
     """Score the next word, then sequences: as they are, with unusual or shuffled words, and written by the model."""
     start = time.perf_counter()
     task = Tokens.of(settings)
-    seconds = {"training": time.perf_counter() - start, **passes(task.model, task.train, task.test)}
+    seconds = {"training": time.perf_counter() - start, **passes(task.model, task.train, task.test, settings.device)}
     progress(f"language model: trained after {seconds['training']:.0f} s")
     rows, posteriors = _next_words(task, progress)
     more, notes = _sequences(task, posteriors[SEQUENCES])
@@ -113,26 +113,28 @@ class WordScores:
 
 def _next_words(task: Tokens, progress: Progress) -> tuple[list[Row], dict[str, lw.Fitted]]:
     """Return the rows of the next word, and the posterior of each method with validation data."""
-    start, group = time.perf_counter(), "next word"
+    group, device = "next word", task.settings.device
+    start = now(device)
     network = lw.fit(task.model, task.train, lw.Categorical(), method=lw.baselines.MapOnly(), progress=False)
-    seconds = time.perf_counter() - start
+    seconds = now(device) - start
     scaled = network.tuned(lw.tuners.Integrate(task.validation))
+    whole = now(device) - start
     base = WordScores.of(predicted(scaled), task.test)
     rows = [
         Row("plain", _scored(task, network, base, seconds), group),
-        Row("temperature", _scored(task, scaled, base, time.perf_counter() - start), group),
+        Row("temperature", _scored(task, scaled, base, whole), group),
     ]
     posteriors = {}
     for name, fit in FITS.items():
-        start = time.perf_counter()
+        start = now(device)
         posteriors[name] = lw.fit(
             task.model, task.train, lw.Categorical(), method=fit.method(), weights=fit.weights,
             validation=task.validation, generator=torch.Generator().manual_seed(task.settings.seed), progress=False,
         )  # fmt: skip
-        seconds = time.perf_counter() - start
+        seconds = now(device) - start
         rows.append(Row(f"{name}, evidence", _scored(task, posteriors[name].tuned(as_fitted), base), group))
         rows.append(Row(f"{name}, validation", _scored(task, posteriors[name], base, seconds), group))
-        progress(f"{name}: done after {time.perf_counter() - start:.0f} s")
+        progress(f"{name}: done after {now(device) - start:.0f} s")
     return rows, posteriors
 
 
@@ -147,9 +149,9 @@ def drawn(posterior: lw.Fitted, samples: int) -> Logits:
 
 
 def _scored(task: Tokens, posterior: lw.Fitted, base: WordScores, fit_seconds: float | None = None) -> dict[str, float]:
-    start = time.perf_counter()
+    start = now(task.settings.device)
     scores = WordScores.of(predicted(posterior), task.test)
-    seconds = {"predict s": time.perf_counter() - start}
+    seconds = {"predict s": now(task.settings.device) - start}
     if fit_seconds is not None:
         seconds = {"fit s": fit_seconds, **seconds}
     return {**scores.scores(base), **seconds}
