@@ -15,6 +15,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite, moved
+from lapwing.core.processes import ALONE, Processes
 from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, usable_device
 from lapwing.core.state import on_device
 from lapwing.core.streams import InputStream, is_loader
@@ -61,6 +62,7 @@ class Fitted:
     fingerprint: Fingerprint
     method: str = ""  # the name of the method that was used
     why: str = ""  # the reason for the method, if ``Auto`` chose it
+    processes: Processes = ALONE  # those that fitted it together
 
     def __repr__(self) -> str:
         return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {self._numbers()}>"
@@ -315,7 +317,9 @@ class Fitted:
             DivergedError: If a hyperparameter has no optimum.
         """
         self._unchanged()
-        return replace(self, posterior=applied(MaximiseEvidence() if tuner is None else tuner, self.base))
+        chosen = MaximiseEvidence() if tuner is None else tuner
+        with self.processes.together():
+            return replace(self, posterior=applied(chosen, self.base, processes=self.processes))
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:
@@ -452,6 +456,9 @@ class Fitted:
     def save(self, path: str | Path) -> None:
         """Write the posterior to a file, whole or not at all; the model itself is not in it.
 
+        Of several processes that fitted it, the first writes the file and the others do nothing. Samples from linear
+        systems need all processes to call this, since their evidence takes products with the data of all.
+
         Args:
             path: Where to write; ``lw.load(path, model)`` reads it.
 
@@ -461,7 +468,11 @@ class Fitted:
         """
         PATH.check("path", path)
         self._unchanged()
-        files.save(self.posterior, self.fingerprint, self.method, self.why, path)
+        if not self.processes.alone and self.base.is_sampled:
+            with self.processes.together():
+                self.posterior.state()  # its products over the data need all processes
+        if self.processes.writes:
+            files.save(self.posterior, self.fingerprint, self.method, self.why, path)
 
     def _unchanged(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""

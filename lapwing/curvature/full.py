@@ -17,7 +17,7 @@ from lapwing.curvature.protocols import floored_by_layer, row_products, weighted
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky, not_definite
-from lapwing.linalg.gram import Gram
+from lapwing.linalg.gram import Gram, mirrored, symmetrise
 from lapwing.networks.budget import temporary
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import Block, LayerJacobians
@@ -201,9 +201,13 @@ def full_curvature(sweep: Sweep, network: Network) -> FullCurvature:
         gram = gram or Gram(size, torch.float64, network.device)
         for rows in jacobians.whole().flatten(0, 1).split(max(1, temporary(network.device) // (8 * size))):
             gram.add(rows.double())
-    parts = [] if gram is None else [gram.value()]
-    if pairs is not None:
-        parts.append(_spread_pairs(pairs.value(), network))
+    own = [None if gram is None else gram.total(), None if pairs is None else pairs.value()]
+    outer, of_pairs = sweep.processes.sum(own)
+    parts = [] if outer is None else [mirrored(outer)]
+    if of_pairs is not None:
+        if not sweep.processes.alone:  # the order of the sum is not the same for all entries
+            symmetrise(of_pairs)
+        parts.append(_spread_pairs(of_pairs, network))
     return FullCurvature(reduce(Tensor.add_, parts), network.selection)
 
 

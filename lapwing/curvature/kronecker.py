@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from typing import ClassVar, NamedTuple
+from functools import cached_property, partial, reduce
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from lapwing.core.processes import Processes
 from lapwing.core.schema import Array, Either, Maybe, orthonormal, semidefinite
 from lapwing.core.settings import one_of, require_integer
 from lapwing.core.spectra import eigh
@@ -20,12 +21,14 @@ from lapwing.curvature.protocols import floored, weighted_sum
 from lapwing.curvature.seeds import check_estimate
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.linalg.gram import Gram, survives
+from lapwing.linalg.gram import Gram, mirrored, survives
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import Block, BlockJacobian, KroneckerRows
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
+
+C = TypeVar("C")
 
 
 def check_settings(curvature: str | None, draws: int, sharing: str, full_limit: int) -> None:
@@ -54,9 +57,9 @@ class _KroneckerSum:
         self._options = (torch.float64, network.device)  # rounding of a large direction would drown the small ones
         self._out: Gram | None = None
         self._less: Gram | None = None  # what a closed form subtracts off the diagonal
-        self._diagonal = torch.zeros((), dtype=torch.float64, device=network.device)
+        self._diagonal: Tensor | None = None
         self._inp: Gram | None = None  # a lookup has counts instead of this (d_in, d_in) matrix
-        self._counts = torch.zeros((), dtype=torch.float64, device=network.device)
+        self._counts: Tensor | None = None
         self._rows = 0
 
     def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
@@ -64,7 +67,8 @@ class _KroneckerSum:
         if first:
             self._add_inputs(rows)
         if rows.diagonal is not None:
-            self._diagonal = self._diagonal + rows.diagonal
+            diagonal = rows.diagonal.double()
+            self._diagonal = diagonal if self._diagonal is None else self._diagonal + diagonal
             self._less = self._added(self._less, rows)
         else:
             self._out = self._added(self._out, rows)
@@ -72,7 +76,8 @@ class _KroneckerSum:
     def _add_inputs(self, rows: KroneckerRows) -> None:
         self._rows += rows.number
         if rows.counts is not None:
-            self._counts = self._counts + rows.counts.to(self._counts)
+            counts = rows.counts.to(self._options[1], self._options[0])
+            self._counts = counts if self._counts is None else self._counts + counts
         if rows.inputs is not None:
             if self._inp is None:
                 self._inp = Gram(self._block.d_in, *self._options, self._block.groups)
@@ -85,15 +90,36 @@ class _KroneckerSum:
             (total.add_runs if rows.by_runs else total.add)(rows.outputs)
         return total
 
-    def value(self) -> KroneckerBlock:
+    def totals(self) -> list[Tensor | None]:
+        out, less, inp = (None if gram is None else gram.total() for gram in (self._out, self._less, self._inp))
+        return [out, less, self._diagonal, inp, self._counts, torch.tensor(float(self._rows), dtype=torch.float64)]
+
+    def value(self, totals: Sequence[Any]) -> KroneckerBlock:
         d_in, d_out = self._block.d_in, self._block.d_out
-        inp = self._counts.unsqueeze(0) if self._inp is None else self._inp.value().reshape(-1, d_in, d_in)
-        parts = [] if self._out is None else [self._out.value().reshape(-1, d_out, d_out)]
-        if self._less is not None:
-            less = self._less.value().reshape(-1, d_out, d_out).neg_()
-            less.diagonal(dim1=-2, dim2=-1).copy_(self._diagonal)
+        out, less, diagonal, inputs, counts, rows = totals
+        inp = counts.unsqueeze(0) if inputs is None else mirrored(inputs).reshape(-1, d_in, d_in)
+        parts = [] if out is None else [mirrored(out).reshape(-1, d_out, d_out)]
+        if less is not None:
+            less = mirrored(less).reshape(-1, d_out, d_out).neg_()
+            less.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
             parts.append(less)
-        return KroneckerBlock(inp, reduce(Tensor.add_, parts), self._rows, self._dtype)
+        return KroneckerBlock(inp, reduce(Tensor.add_, parts), int(rows), self._dtype)
+
+
+def eigen_shared(kron: C, processes: Processes) -> C:
+    """Return the curvature with its eigendecompositions done, each by one of the processes; alone, when needed.
+
+    Those of a curvature for each output depend on the noise, so every process does them all.
+    """
+    if processes.group is None or not isinstance(kron, BlockwiseCurvature):
+        return kron
+    blocks = [block for block in kron.blocks if isinstance(block, KroneckerBlock)]
+    work = [float(block.inp.shape[-1] ** 3 * (block.inp.ndim > 2) + block.out.shape[-1] ** 3) for block in blocks]
+    jobs = [partial(getattr, block, "eigen") for block in blocks]
+    device = blocks[0].out.device if blocks else torch.device("cpu")
+    for block, eigen in zip(blocks, processes.shared(jobs, work, device), strict=True):
+        block.__dict__["eigen"] = Eigen(*eigen)  # where its cached property keeps it
+    return kron
 
 
 def eigen_corrected(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurvature:
@@ -105,8 +131,9 @@ def eigen_corrected(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurvatur
             squares = part.squares_in(bases[i].out, bases[i].inp).double()
             values[i] = values[i] + squares if i in values else squares
         del part  # before the next one is computed
+    total = dict(zip(bases, sweep.processes.sum([values.get(i) for i in bases]), strict=True))
     corrected: dict[int, BlockCurvature] = {
-        i: EigenBlock(bases[i].out, bases[i].inp, values[i].to(bases[i].out)) for i in values
+        i: EigenBlock(bases[i].out, bases[i].inp, total[i].to(bases[i].out)) for i in bases
     }
     return replace(kron, blocks=tuple(corrected.get(i, block) for i, block in enumerate(kron.blocks)))
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.curvature.kronecker import check_settings, eigen_corrected, kronecker_curvature
+from lapwing.curvature.kronecker import check_settings, eigen_corrected, eigen_shared, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import Sweep, chosen_seeds
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
@@ -45,6 +45,7 @@ class EKron:
     sharing: str = "expand"
     full_limit: int = 1024
     draws: int = DRAWS
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: EKron(), "linear", prior="layer"),
@@ -58,9 +59,9 @@ class EKron:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         first = Sweep(network, likelihood, data, seeds, "EKron, bases")
-        kron = kronecker_curvature(first, network, self.sharing, self.full_limit)
+        kron = eigen_shared(kronecker_curvature(first, network, self.sharing, self.full_limit), data.processes)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics, second.findings)

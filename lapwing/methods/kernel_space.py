@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -51,6 +52,7 @@ class KernelSpace:
 
     limit: int = 8192
     curvature: str = "ggn"
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: KernelSpace(), "network"),))
 
     def __post_init__(self) -> None:
@@ -67,7 +69,8 @@ class KernelSpace:
                 "KernelSpace(limit=...)."
             )
         refuse_unsteady(design, generator)
-        values, vectors = eigenpairs(design)
+        rows = design.whole()
+        ((values, vectors),) = data.processes.shared([partial(eigenpairs, rows)], [1.0], network.device)
         curvature = LowRankCurvature(values, vectors, network.layout, network.selection)
         return WeightPosterior.fitted(problem, curvature, design.statistics)
 
@@ -85,9 +88,8 @@ class KernelSpace:
         return Offer(cls(limit=rows), 0, 8.0 * rows * (size + 2 * rows), work, "exact")
 
 
-def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
-    """Return the non-zero eigenvalues of the GGN (r,), descending, and their eigenvectors (r, P)."""
-    rows = design.whole()
+def eigenpairs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the non-zero eigenvalues of XᵀX (r,), descending, and their eigenvectors (r, P), in the memory of X."""
     small = rows.new_empty(0, len(rows))  # Xᵀ = Q small, without Q
     for columns in rows.split(COLUMNS, 1):
         small = torch.linalg.qr(torch.cat([small, columns.mT]), mode="r").R
@@ -98,7 +100,7 @@ def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
     significant = singular > len(rows) * torch.finfo(torch.float64).eps * singular[0]
     singular, rotation = singular[significant], rotation[significant]
     if len(singular) == 0:  # the outputs do not depend on the weights: return one zero vector
-        return singular.new_zeros(1), singular.new_zeros(1, design.size)
+        return singular.new_zeros(1), singular.new_zeros(1, rows.shape[1])
     for columns in rows.split(COLUMNS, 1):  # in place, so that nC vectors of P weights are held only once
         columns[: len(singular)] = (rotation @ columns) / singular[:, None]
     return singular.square(), rows[: len(singular)]

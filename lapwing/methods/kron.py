@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from lapwing.core.data import Data
-from lapwing.curvature.kronecker import check_settings, kronecker_curvature
+from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
@@ -52,6 +52,7 @@ class Kron:
     sharing: str = "expand"
     full_limit: int = 1024
     draws: int = DRAWS
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: Kron(), "linear", prior="input"),
@@ -64,8 +65,9 @@ class Kron:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
-        return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Kron"))
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
+        curvature, *more = swept(compute, problem, data, seeds, "Kron")
+        return WeightPosterior.fitted(problem, eigen_shared(curvature, data.processes), *more)
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:
