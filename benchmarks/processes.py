@@ -107,7 +107,7 @@ def measured(size: int, rows: int, times: int) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (size, port, rows, times, folder), size)
+        multiprocessing.spawn(work, (size, port, rows, times, folder), size)  # type: ignore[attr-defined]
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(size)]
 
 

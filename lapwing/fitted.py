@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite, moved
-from lapwing.core.processes import ALONE, Processes
+from lapwing.core.processes import ALONE, Processes, in_all_processes
 from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, usable_device
 from lapwing.core.state import on_device
 from lapwing.core.streams import InputStream, is_loader
@@ -36,7 +37,7 @@ from lapwing.posteriors.protocols import (
     Reweightable,
     required,
 )
-from lapwing.predictives.joined import joined, joined_beliefs
+from lapwing.predictives.joined import joined, joined_beliefs, joined_processes
 from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.registry import prior_given
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
@@ -173,6 +174,7 @@ class Fitted:
         return belief
 
     @outside_autocast
+    @in_all_processes
     def predict(
         self,
         x: Inputs,
@@ -181,6 +183,7 @@ class Fitted:
         target_key: str | None = None,
         progress: bool | None = None,
         device: torch.device | str | None = None,
+        process_group: Any = None,
     ) -> Any:
         """Return the predictive distribution over targets y, observation noise included.
 
@@ -197,6 +200,8 @@ class Fitted:
             target_key: The key of the target in batches of a loader that are mappings, as for ``fit``.
             progress: Whether to show a progress bar while a loader is read; None shows one on a terminal.
             device: Where the answer is. None leaves it on the device of the model, and that for a loader on the CPU.
+            process_group: The processes that read a loader together, as for ``fit``. Each gives its part, and gets the
+                answer for all rows, those of one process after those of another. None is this process alone.
 
         Returns:
             For classification ``.probs`` (B, C) and their ``.standard_error``, zero unless functions were drawn; for
@@ -206,25 +211,42 @@ class Fitted:
         Raises:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite.
-            UnsupportedError: If functions are asked for and the method has no draws of weights, or fewer.
+            UnsupportedError: If functions are asked for and the method has no draws of weights, or fewer; or if there
+                are several processes and no loader.
         """
         SAMPLES_RULE.check("samples", samples)
-        batches, home = self._batches(x, target_key, progress, device)
+        processes = Processes.of(process_group)
+        batches, home = self._batches(x, target_key, progress, device, processes)
         if batches is None:
             return self.posterior.predict(self._checked(x), samples)
-        return joined((self.posterior.predict(self._checked(batch), samples) for batch in batches), home)
+        each = (self.posterior.predict(self._checked(batch), samples) for batch in batches)
+        if processes.group is None:
+            return joined(each, home)
+        first = next(each, None)
+        own = None if first is None else joined(chain([first], each), torch.device("cpu"))
+        return joined_processes(own, processes, home)
 
     def _batches(
-        self, x: Inputs, target_key: str | None, progress: bool | None, device: torch.device | str | None
+        self,
+        x: Inputs,
+        target_key: str | None,
+        progress: bool | None,
+        device: torch.device | str | None,
+        processes: Processes = ALONE,
     ) -> tuple[Iterable[Inputs] | None, torch.device]:
         """Return the batches of a loader, None for one batch that stays where it is, and the device of the answer."""
-        network, visible = self.network, shows_progress(progress)
+        network, visible = self.network, shows_progress(progress) and processes.writes
         home = network.device if device is None else usable_device(device)
         if not is_loader(x, network.input_places):
+            if not processes.alone:
+                raise UnsupportedError(
+                    f"a process_group of {processes.size} and one batch of inputs; expected a loader or a Dataset, of "
+                    "which each process reads its part. Leave out process_group: every process can predict by itself."
+                )
             return (None if device is None else [x]), home
         seeds = torch.Size(network.output_shape).numel()
         rows = network.footprint.joined(seeds, network.dtype, network.device)
-        stream = InputStream(x, network.device, network.input_places, target_key, visible, rows)
+        stream = InputStream(x, network.device, network.input_places, target_key, visible, rows, processes)
         return stream, torch.device("cpu") if device is None else home
 
     @outside_autocast

@@ -256,6 +256,24 @@ def tuned_later(share: Share) -> Result:
     return seen(tuned, x[:5]) | {"again": again.predict(x[:5]).probs}
 
 
+def predicted(share: Share) -> Result:
+    """The predictive of a loader, of classes and of numbers: every process gets all rows, in their order."""
+    x, y = rows()
+    data = TensorDataset(*rows(7, seed=3))
+    fit = lw.fit(network(), share.batches(x, y), "classification", prior=1.0, process_group=share.group)
+    part = lw.samples.Part(data, share.group)
+    loader = DataLoader(data, 2, sampler=part)
+    classes = fit.predict(loader, process_group=share.group)
+    few = fit.predict(TensorDataset(*rows(2, seed=4)), process_group=share.group, samples=4)
+    x, y = numbers()
+    fit = lw.fit(network(2), share.batches(x, y), "regression", process_group=share.group)
+    numbered = fit.predict(loader, process_group=share.group)
+    return {
+        "probs": classes.probs, "epistemic": classes.epistemic, "few": few.probs, "mean": numbered.mean,
+        "interval": numbered.interval(0.9)[1], "score": numbered.log_prob(numbers(7)[1]),
+    }  # fmt: skip
+
+
 def bound(share: Share) -> Result:
     x, y = rows()
     posterior = lw.fit(network(), share.batches(x, y), "classification", prior=1.0, process_group=share.group)
@@ -352,6 +370,7 @@ EXACT = {  # sums and what follows from them in closed form: 1e-10
     "padded, 2 data": loaded(torchs(), n=2),
     "ddp": wrapped,
     "later": tuned_later,
+    "predicted": predicted,
     "bound": bound,
     "exchanges": exchanges,
     "buffers": buffers,
@@ -406,6 +425,18 @@ def refused(
     return run
 
 
+def predicting(source: Callable[[Share], Any]) -> Callable[[Share], Result]:
+    """A prediction by several processes that is refused."""
+
+    def run(share: Share) -> Result:
+        x, y = rows()
+        fit = lw.fit(network(), share.batches(x, y), "classification", prior=1.0, process_group=share.group)
+        fit.predict(source(share), process_group=share.group)
+        return {}
+
+    return run
+
+
 def interrupted(share: Share, passes: int) -> Result:
     """Training in which the data of a process end in an error after so many passes."""
     epochs = {"seen": 0}
@@ -451,6 +482,10 @@ REFUSED = {
     "other calls": lambda share: seen(
         lw.fit(network(), share.batches(*rows()), "classification", method=lw.Kron() if share.rank else lw.Diagonal(),
                prior=1.0, process_group=share.group), rows()[0]),
+    "no loader": predicting(lambda share: rows()[0]),
+    "dealt out": predicting(lambda share: torchs()(share, Columns(21))),
+    "nothing to predict": predicting(lambda share: []),
+    "bad inputs in one": predicting(lambda share: [rows(2)[0] * float("nan" if share.rank == 1 else 1)]),
     "swag": refused(method=lambda share: lw.baselines.SWAG()),
     "ensemble": refused(method=lambda share: lw.baselines.Ensemble([network()])),
     "hfl": refused(method=lambda share: lw.HFL()),

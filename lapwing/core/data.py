@@ -100,8 +100,7 @@ class Data:
                 f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
             )
         if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
-            part = None if self.processes.alone else Part(self.source, self.processes.group)  # type: ignore[arg-type]
-            object.__setattr__(self, "source", DataLoader(self.source, BATCH, sampler=part))  # of single samples
+            object.__setattr__(self, "source", whole_loader(self.source, self.processes))
         # Only iterators are tested: opening a loader may start worker processes.
         if hasattr(self.source, "__next__") and iter(self.source) is self.source:
             raise DataError(
@@ -316,6 +315,12 @@ class Data:
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
         return Batch(inputs, targets, batch.key)
+
+
+def whole_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
+    """Return a loader of a data set of single samples; of several processes, each reads its part of it."""
+    part = None if processes.alone else Part(dataset, processes.group)  # type: ignore[arg-type]
+    return DataLoader(dataset, BATCH, sampler=part)
 
 
 def digest(batch: Batch) -> bytes:

@@ -74,6 +74,7 @@ class Share:
     rows: int | None = None  # data that are its own, if the sampler repeats some after them
     repeated: int = 0  # data after those
     dropped: int = 0  # data of the whole set that no process reads
+    mixed: bool = False  # whether consecutive data are in different parts
 
     def refuse_other(self, processes: Processes, name: str) -> None:
         """Raise unless this is the part of this process."""
@@ -82,6 +83,14 @@ class Share:
                 f"the sampler of the {name} gives part {self.number} of {self.parts}, and this is process "
                 f"{processes.rank} of {processes.size}; expected its own part. Build the loader with "
                 "sampler=lw.samples.Part(dataset, process_group)."
+            )
+
+    def refuse_order(self, name: str) -> None:
+        """Raise if the parts, one after another, are not the data in their order."""
+        if self.mixed:
+            raise DataError(
+                f"the sampler of the {name} deals the data out to the processes or shuffles them, so its parts, one "
+                "after another, are in another order; expected sampler=lw.samples.Part(dataset, process_group)."
             )
 
 
@@ -98,15 +107,15 @@ def share_of(source: Any, name: str = "data") -> Share | None:
     """Return the part that a loader gives, or None if its sampler does not say; raise if a repeated row is not last."""
     sampler = next(_samplers(source), None)
     if isinstance(sampler, Part):
-        return Share(sampler.rank, sampler.parts)
+        return Share(sampler.rank, sampler.parts, mixed=sampler.shuffle)
     if not isinstance(sampler, DistributedSampler):
         return None
     total, parts = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
     if sampler.drop_last:
-        return Share(sampler.rank, parts, dropped=total - sampler.total_size)
+        return Share(sampler.rank, parts, dropped=total - sampler.total_size, mixed=True)
     rows = len(range(sampler.rank, total, parts))
     if rows == sampler.num_samples:
-        return Share(sampler.rank, parts)
+        return Share(sampler.rank, parts, mixed=True)
     source = getattr(source, "loader", source)
     if type(getattr(source, "batch_sampler", None)) is not BatchSampler or not getattr(source, "in_order", True):
         raise DataError(
@@ -114,7 +123,7 @@ def share_of(source: Any, name: str = "data") -> Share | None:
             "batches come in another order, so the repeated ones cannot be left out. Use "
             "sampler=lw.samples.Part(dataset, process_group), which repeats none."
         )
-    return Share(sampler.rank, parts, rows, sampler.num_samples - rows)
+    return Share(sampler.rank, parts, rows, sampler.num_samples - rows, mixed=True)
 
 
 def next_epoch(source: Any, epoch: int) -> None:

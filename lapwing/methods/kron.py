@@ -66,8 +66,8 @@ class Kron:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, self.full_limit)
         seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
-        curvature, *more = swept(compute, problem, data, seeds, "Kron")
-        return WeightPosterior.fitted(problem, eigen_shared(curvature, data.processes), *more)
+        curvature, statistics, findings = swept(compute, problem, data, seeds, "Kron")
+        return WeightPosterior.fitted(problem, eigen_shared(curvature, data.processes), statistics, findings)
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:

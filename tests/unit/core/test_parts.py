@@ -57,12 +57,12 @@ def test_what_samplers_say() -> None:
     data = TensorDataset(torch.zeros(22), torch.zeros(22))
     loader = lambda sampler: DataLoader(data, 4, sampler=sampler)
     sampler = lambda **settings: DistributedSampler(data, 3, 2, **settings)
-    assert share_of(loader(sampler())) == Share(2, 3, 7, 1)
-    assert share_of(loader(DistributedSampler(data, 3, 0))) == Share(0, 3)
-    assert share_of(loader(sampler(drop_last=True))) == Share(2, 3, dropped=1)
+    assert share_of(loader(sampler())) == Share(2, 3, 7, 1, mixed=True)
+    assert share_of(loader(DistributedSampler(data, 3, 0))) == Share(0, 3, mixed=True)
+    assert share_of(loader(sampler(drop_last=True))) == Share(2, 3, dropped=1, mixed=True)
     assert share_of(loader(part(22, 2, 3))) == Share(2, 3)
-    assert share_of(DataLoader(data, batch_sampler=BatchSampler(sampler(), 4, False))) == Share(2, 3, 7, 1)
-    assert share_of(lw.samples.unpacked(loader(sampler()), lambda item: item)) == Share(2, 3, 7, 1)
+    assert share_of(DataLoader(data, batch_sampler=BatchSampler(sampler(), 4, False))) == Share(2, 3, 7, 1, mixed=True)
+    assert share_of(lw.samples.unpacked(loader(sampler()), lambda item: item)) == Share(2, 3, 7, 1, mixed=True)
     assert share_of(DataLoader(data, 4, shuffle=True)) is None
 
 
