@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lapwing import files
 from lapwing.core.data import Batch, Data, shows_progress
+from lapwing.core.processes import Processes, in_all_processes
 from lapwing.core.progress import shows_inner_progress
 from lapwing.core.random import Stream
-from lapwing.core.reading import Readings
 from lapwing.core.settings import GENERATOR, NONE, PATH, Rule
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
@@ -25,14 +25,14 @@ from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
-from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly
+from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly, refuse_processes
 from lapwing.methods.workload import workload_of
-from lapwing.networks.fingerprint import Fingerprint, structure_of
+from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.protocols import HasEvidence
+from lapwing.posteriors.protocols import HasEvidence, Tunable
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem, checked_targets, mean_squared_residual, named_targets
 from lapwing.registry import Auto, named, prior_given
@@ -54,6 +54,7 @@ LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
 @outside_autocast
 @shows_inner_progress(shows_progress)
 @torch.inference_mode(False)  # what is kept must be able to take part in a gradient later
+@in_all_processes
 def fit(
     model: nn.Module,
     data: Iterable[Any],
@@ -67,6 +68,7 @@ def fit(
     target_key: str | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
+    process_group: Any = None,
 ) -> Fitted:
     """Fit a posterior around the trained weights of a network. The model is not changed.
 
@@ -99,6 +101,9 @@ def fit(
         generator: The source of randomness for methods that draw; a fixed seed if None, so equal calls give equal
             results.
         progress: Whether to show progress bars (needs tqdm); None shows them on a terminal.
+        process_group: The processes that fit together, such as ``torch.distributed.group.WORLD`` under torchrun: each
+            calls ``fit`` with its part of the data (``lw.samples.Part``), and all get the same posterior. None, the
+            default, is this process alone. See docs/scale.md.
 
     Returns:
         A ``Fitted`` posterior: ``predict(x)`` for the predictive over y, ``functions(x)`` for the belief about f(x).
@@ -108,6 +113,7 @@ def fit(
         ModelError: If the model is in training mode, mixes samples, is random, or has no parameters.
         UnsupportedError: If the combination does not exist; the message names the way to get there.
         DivergedError: If the precision has no optimum.
+        ProcessError: If one of several processes fails, in all of them.
 
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -121,18 +127,21 @@ def fit(
             "are integrated by lw.tuners.Integrate; give that tuner itself to change its settings."
         )
     GENERATOR.check("generator", generator)
+    processes = Processes.of(process_group)
+    generator = processes.generator(generator)
     chosen, why = named("method", method), ""
     if tuner is not None:
         checked_tuner(tuner)
-    batches = Data(data, device_of(model), target_key, shows_progress(progress))
+    shown = shows_progress(progress) and processes.writes
+    batches = Data(data, device_of(model), target_key, shown, processes=processes)
     before = structure_of(unwrapped(model))
-    held_out = (
-        None if validation is None else replace(batches, source=validation, name="validation", readings=Readings())
-    )
+    held_out = None if validation is None else batches.beside(validation, "validation")
     problem = _problem(model, batches, likelihood, weights, prior)
     if isinstance(chosen, Auto):
         chosen, why = _chosen_by(chosen, problem, batches)
+    refuse_processes(chosen, processes)
     if held_out is not None:
+        held_out.look()
         for batch in held_out.batches("checking validation data"):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
         chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
@@ -154,12 +163,18 @@ def fit(
         averaged = method is None and problem.likelihood.has_tails
         others = _exact(posterior, batches, generator) if averaged else ()
         posterior = Budget(batches, others=others)(posterior)
-    posterior = _with_findings(posterior, (*batches.findings, *(held_out.findings if held_out else ())))
-    return Fitted(posterior, Fingerprint.of(posterior.problem.network.model, before), type(chosen).__name__, why)
+    posterior = _finished(posterior, batches, held_out)
+    fingerprint = Fingerprint.of(posterior.problem.network.model, before)
+    return Fitted(posterior, fingerprint, type(chosen).__name__, why, processes)
 
 
-def _with_findings(posterior: Any, findings: tuple[str, ...]) -> Any:
-    """Return the posterior with these remarks after those of its tuner, if it keeps a trace."""
+def _finished(posterior: Any, data: Data, held_out: Data | None) -> Any:
+    """Return the posterior with the remarks on the data of all processes after those of its tuner."""
+    processes = data.processes
+    if not processes.alone:
+        posterior.prepare()  # so that a process can predict without the others
+    remarks = processes.every((*data.findings, *(held_out.findings if held_out else ())))
+    findings = tuple(dict.fromkeys(remark for each in remarks for remark in each))
     if not findings:
         return posterior
     trace = Trace("") if posterior.trace is None else posterior.trace
@@ -174,7 +189,7 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     """
     problem, statistics = posterior.problem, posterior.statistics
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
-    if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY and data.repeats():
+    if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY and data.processes.all(data.repeats()):
         method: Method = KernelSpace()
     elif size <= LARGEST:
         method = Full()
@@ -193,6 +208,7 @@ def _problem(
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
     first, several = data.look()
     network = Network.build(model, several.inputs, named("weights", weights))
+    refuse_other_models(network.model, data.processes)
     f = network(first.inputs)
     chosen = _likelihood(likelihood, network, first, f)
     chosen.targets(f, first.targets)
@@ -200,6 +216,7 @@ def _problem(
         chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
     given = prior_given(1.0 if prior is None else prior)
     groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
+    groups = data.processes.every(groups)[0] if given.needs_groups else None
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
 
@@ -247,7 +264,21 @@ def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
         tuned = default(tuned)
     if tuner is not None:
         tuned = applied(tuner, tuned, data)
+    tuned = _in_step(tuned, data.processes)
     return tuned if tuned.trace is None else tuned.with_trace(tuned.trace.after(posterior.trace))
+
+
+def _in_step(posterior: Any, processes: Processes) -> Any:
+    """Return the posterior under the prior and noise of the first process: rounding may differ between machines."""
+    if processes.group is None or not isinstance(posterior, Tunable):
+        return posterior
+    values, noise = posterior.problem.prior.values, posterior.noise
+    own = [values.detach()] if noise is None else [values.detach(), noise.detach()]
+    first = processes.same(own)
+    if processes.all(all(map(torch.equal, own, first))):
+        return posterior
+    posterior = posterior.with_problem(posterior.problem.with_precisions(first[0]))
+    return posterior if noise is None else posterior.with_noise(first[1])
 
 
 def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
@@ -259,6 +290,7 @@ def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
         few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
         # Ignored data count too: they have rows of zeros in a design.
         rows += checked_targets(network, problem.likelihood, batch)[0].numel()
+    rows, few = sum(data.processes.each(rows)), data.processes.lent(few)
     workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
     choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload)
     return choice.method, choice.why
@@ -266,6 +298,7 @@ def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
 
 @outside_autocast
 @torch.inference_mode(False)  # as for fit
+@in_all_processes
 def train(
     model: nn.Module,
     data: Iterable[Any],
@@ -277,6 +310,7 @@ def train(
     resume: State | str | Path | None = None,
     checkpoint: str | Path | None = None,
     progress: bool | None = None,
+    process_group: Any = None,
 ) -> Trained:
     """Train a copy of a network with the evidence choosing the regularisation; no validation data are needed.
 
@@ -292,6 +326,8 @@ def train(
             would, unless a loader draws from a generator of its own, which only its owner can reset.
         checkpoint: A file that is written after every epoch.
         progress: Whether to show progress bars; None shows them on a terminal.
+        process_group: As for ``fit``: a step takes one batch of each process, and gradients are summed. The first
+            process reads and writes the checkpoint.
 
     Returns:
         A ``Trained``: the trained copy in evaluation mode, its posterior, its history and the state to resume from.
@@ -300,6 +336,7 @@ def train(
         DataError: If data are empty, not finite, or do not fit the likelihood.
         UnsupportedError: If the recipe does not fit the likelihood.
         NumericalError: If the loss is not finite.
+        ProcessError: If one of several processes fails, in all of them.
 
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -310,9 +347,11 @@ def train(
     """
     (PATH | NONE).check("checkpoint", checkpoint)
     (Rule("the state of a run", lambda v: isinstance(v, State)) | PATH | NONE).check("resume", resume)
-    device = device_of(model)
-    batches = Data(data, device, target_key, shows_progress(progress), stream=Stream(0, device))
+    device, processes = device_of(model), Processes.of(process_group)
+    shown = shows_progress(progress) and processes.writes
+    batches = Data(data, device, target_key, shown, stream=Stream(0, device), processes=processes)
     several = batches.look()[1]
+    refuse_other_models(unwrapped(model), processes)
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
@@ -323,7 +362,7 @@ def train(
     modes = [module.training for module in unwrapped(model).modules()]
     before = structure_of(network.model)
     posterior, state = training.run(network, modes, batches, chosen, recipe, resume, checkpoint)
-    fitted = Fitted(posterior, Fingerprint.of(network.model, before), type(recipe.method).__name__)
+    fitted = Fitted(posterior, Fingerprint.of(network.model, before), type(recipe.method).__name__, "", processes)
     return Trained(network.model, fitted, state.history, state)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = [
     "LapwingError", "DataError", "InputError", "ModelError", "NumericalError", "FileError", "UnsupportedError",
-    "DivergedError", "CalibrationWarning",
+    "DivergedError", "ProcessError", "CalibrationWarning",
 ]  # fmt: skip
 
 
@@ -64,6 +64,19 @@ class DivergedError(NumericalError):
         super().__init__(f"{message} The last steps were: {last}." if last else message)
         self.trace = trace
         self.posterior = posterior
+
+
+class ProcessError(LapwingError, RuntimeError):
+    """An error in one of several processes, raised in all of them; a ``RuntimeError`` like those of torch.distributed.
+
+    Args:
+        message: Which process failed, with its message, or that one is lost.
+        rank: The number of the process that failed; None if it is not known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class CalibrationWarning(UserWarning):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite, moved
+from lapwing.core.processes import ALONE, Processes, in_all_processes
 from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, usable_device
 from lapwing.core.state import on_device
 from lapwing.core.streams import InputStream, is_loader
@@ -35,7 +37,7 @@ from lapwing.posteriors.protocols import (
     Reweightable,
     required,
 )
-from lapwing.predictives.joined import joined, joined_beliefs
+from lapwing.predictives.joined import joined, joined_beliefs, joined_processes
 from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.registry import prior_given
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
@@ -61,6 +63,7 @@ class Fitted:
     fingerprint: Fingerprint
     method: str = ""  # the name of the method that was used
     why: str = ""  # the reason for the method, if ``Auto`` chose it
+    processes: Processes = ALONE  # those that fitted it together
 
     def __repr__(self) -> str:
         return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {self._numbers()}>"
@@ -171,6 +174,7 @@ class Fitted:
         return belief
 
     @outside_autocast
+    @in_all_processes
     def predict(
         self,
         x: Inputs,
@@ -179,6 +183,7 @@ class Fitted:
         target_key: str | None = None,
         progress: bool | None = None,
         device: torch.device | str | None = None,
+        process_group: Any = None,
     ) -> Any:
         """Return the predictive distribution over targets y, observation noise included.
 
@@ -195,6 +200,8 @@ class Fitted:
             target_key: The key of the target in batches of a loader that are mappings, as for ``fit``.
             progress: Whether to show a progress bar while a loader is read; None shows one on a terminal.
             device: Where the answer is. None leaves it on the device of the model, and that for a loader on the CPU.
+            process_group: The processes that read a loader together, as for ``fit``. Each gives its part, and gets the
+                answer for all rows, those of one process after those of another. None is this process alone.
 
         Returns:
             For classification ``.probs`` (B, C) and their ``.standard_error``, zero unless functions were drawn; for
@@ -204,25 +211,42 @@ class Fitted:
         Raises:
             ModelError: If the model's weights have changed since the fit.
             DataError: If inputs are empty or not finite.
-            UnsupportedError: If functions are asked for and the method has no draws of weights, or fewer.
+            UnsupportedError: If functions are asked for and the method has no draws of weights, or fewer; or if there
+                are several processes and no loader.
         """
         SAMPLES_RULE.check("samples", samples)
-        batches, home = self._batches(x, target_key, progress, device)
+        processes = Processes.of(process_group)
+        batches, home = self._batches(x, target_key, progress, device, processes)
         if batches is None:
             return self.posterior.predict(self._checked(x), samples)
-        return joined((self.posterior.predict(self._checked(batch), samples) for batch in batches), home)
+        each = (self.posterior.predict(self._checked(batch), samples) for batch in batches)
+        if processes.group is None:
+            return joined(each, home)
+        first = next(each, None)
+        own = None if first is None else joined(chain([first], each), torch.device("cpu"))
+        return joined_processes(own, processes, home)
 
     def _batches(
-        self, x: Inputs, target_key: str | None, progress: bool | None, device: torch.device | str | None
+        self,
+        x: Inputs,
+        target_key: str | None,
+        progress: bool | None,
+        device: torch.device | str | None,
+        processes: Processes = ALONE,
     ) -> tuple[Iterable[Inputs] | None, torch.device]:
         """Return the batches of a loader, None for one batch that stays where it is, and the device of the answer."""
-        network, visible = self.network, shows_progress(progress)
+        network, visible = self.network, shows_progress(progress) and processes.writes
         home = network.device if device is None else usable_device(device)
         if not is_loader(x, network.input_places):
+            if not processes.alone:
+                raise UnsupportedError(
+                    f"a process_group of {processes.size} and one batch of inputs; expected a loader or a Dataset, of "
+                    "which each process reads its part. Leave out process_group: every process can predict by itself."
+                )
             return (None if device is None else [x]), home
         seeds = torch.Size(network.output_shape).numel()
         rows = network.footprint.joined(seeds, network.dtype, network.device)
-        stream = InputStream(x, network.device, network.input_places, target_key, visible, rows)
+        stream = InputStream(x, network.device, network.input_places, target_key, visible, rows, processes)
         return stream, torch.device("cpu") if device is None else home
 
     @outside_autocast
@@ -315,7 +339,9 @@ class Fitted:
             DivergedError: If a hyperparameter has no optimum.
         """
         self._unchanged()
-        return replace(self, posterior=applied(MaximiseEvidence() if tuner is None else tuner, self.base))
+        chosen = MaximiseEvidence() if tuner is None else tuner
+        with self.processes.together():
+            return replace(self, posterior=applied(chosen, self.base, processes=self.processes))
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:
@@ -452,6 +478,9 @@ class Fitted:
     def save(self, path: str | Path) -> None:
         """Write the posterior to a file, whole or not at all; the model itself is not in it.
 
+        Of several processes that fitted it, the first writes the file and the others do nothing. Samples from linear
+        systems need all processes to call this, since their evidence takes products with the data of all.
+
         Args:
             path: Where to write; ``lw.load(path, model)`` reads it.
 
@@ -461,7 +490,11 @@ class Fitted:
         """
         PATH.check("path", path)
         self._unchanged()
-        files.save(self.posterior, self.fingerprint, self.method, self.why, path)
+        if not self.processes.alone and self.base.is_sampled:
+            with self.processes.together():
+                self.posterior.state()  # its products over the data need all processes
+        if self.processes.writes:
+            files.save(self.posterior, self.fingerprint, self.method, self.why, path)
 
     def _unchanged(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.inputs import Inputs, check_finite
+from lapwing.core.processes import Processes
 from lapwing.core.schema import Either, ListOf, Real, Record, Whole
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
@@ -29,6 +30,12 @@ class Statistics:
     def __add__(self, other: Statistics) -> Statistics:
         losses = tuple(a + b for a, b in zip(self.losses, other.losses, strict=True))
         return Statistics(self.loss + other.loss, self.data + other.data, self.outputs, losses)
+
+    def over(self, processes: Processes) -> Statistics:
+        """Return the statistics of the data of all processes; raise if no datum counts."""
+        own = torch.tensor([self.loss, self.data, self.outputs, self.outputs > 0], dtype=torch.float64)
+        loss, count, outputs, known = processes.sum([own])[0].tolist()  # one without data may not know the outputs
+        return replace(self, loss=loss, data=checked_count(int(count)), outputs=round(outputs / max(1, known)))
 
 
 STATISTICS = Record(  # what a file may hold
@@ -110,7 +117,9 @@ def named_targets(network: Network, likelihood: Likelihood, batch: Batch, name: 
 def data_count(network: Network, likelihood: Likelihood, data: Data) -> int:
     """Return the number of data with a target that is not ignored, without running the network."""
     pairs = (checked_targets(network, likelihood, batch) for batch in data.batches("counting"))
-    return checked_count(sum(int(likelihood.count(f, y)) for f, y in pairs))
+    own = sum(int(likelihood.count(f, y)) for f, y in pairs)
+    data.refuse_same_parts()
+    return checked_count(sum(data.processes.each(own)))
 
 
 def checked_count(count: int) -> int:
@@ -127,7 +136,9 @@ def summed_loss(
 
     ``what`` names the outputs in the error for numbers that are not finite.
     """
-    return total_loss(likelihood, _pairs(outputs, likelihood, data, "loss", what))
+    own = total_loss(likelihood, _pairs(outputs, likelihood, data, "loss", what))
+    data.refuse_same_parts()
+    return own.over(data.processes)
 
 
 def _pairs(
@@ -141,13 +152,13 @@ def _pairs(
 
 
 def total_loss(likelihood: Likelihood, pairs: Iterable[tuple[Tensor, Tensor]]) -> Statistics:
-    """Return loss and counts of pairs of outputs (B, [T,] C) and checked targets; raise if no datum counts."""
+    """Return loss and counts of pairs of outputs (B, [T,] C) and checked targets."""
     loss, count, size = 0.0, 0, 0
     for f, y in pairs:
         loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
         count += int(likelihood.count(f, y))
         size = f.shape[-1]
-    return Statistics(loss, checked_count(count), size)
+    return Statistics(loss, count, size)
 
 
 def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) -> Tensor:
@@ -157,4 +168,5 @@ def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) 
         residuals = (f - y.double()).reshape(-1, f.shape[-1])
         total += residuals.square().sum(0)
         count += len(residuals)
-    return total / checked_count(count)
+    (total,) = data.processes.sum([total])
+    return total / checked_count(sum(data.processes.each(count)))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import cached_property
+from itertools import combinations, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lapwing.core.inputs import Inputs, check_finite, moved, placed, tensors_in
+from lapwing.core.inputs import Inputs, SampleRows, check_finite, map_tensors, moved, placed, take, tensors_in
 from lapwing.core.interrupts import at_once
+from lapwing.core.parts import Part, Share, share_of
+from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import Stream, undisturbed
 from lapwing.core.reading import Reading, Readings
@@ -45,6 +50,10 @@ class Batch:
         """The number of samples: that of the targets."""
         return len(self.targets) if self.targets.ndim else 1
 
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on another device."""
+        return Batch(map_tensors(self.inputs, lambda t: t.to(device)), self.targets.to(device), self.key)
+
 
 def read(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
     """Yield what the source yields. Ctrl-C is raised at once while it is read, which may take any time."""
@@ -70,7 +79,8 @@ class Data:
     """Re-iterable batches on one device, checked as they pass.
 
     ``source`` is a DataLoader, a list of ``(inputs, targets)``, a list of mappings that hold their target
-    under ``target_key``, one ``(inputs, targets)`` pair of tensors, or a Dataset of single samples.
+    under ``target_key``, one ``(inputs, targets)`` pair of tensors, or a Dataset of single samples. With several
+    processes it is the part of this one; a Dataset is the whole, of which each process reads its part.
     """
 
     source: Iterable[Any]
@@ -81,6 +91,7 @@ class Data:
     same_rows: bool = False  # whether every pass must give the rows of the first one, in any order
     readings: Readings = field(default_factory=Readings, repr=False)
     stream: Stream | None = None  # the random numbers that the source draws, if not from the global generators as is
+    processes: Processes = ALONE  # those that read the other parts
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
@@ -89,13 +100,24 @@ class Data:
                 f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
             )
         if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
-            object.__setattr__(self, "source", DataLoader(self.source, BATCH))  # its items are single samples
+            object.__setattr__(self, "source", whole_loader(self.source, self.processes))
         # Only iterators are tested: opening a loader may start worker processes.
         if hasattr(self.source, "__next__") and iter(self.source) is self.source:
             raise DataError(
                 f"{self.name} is a one-shot iterator; some methods pass over the data twice. "
                 "Give a DataLoader, a list of batches, or any object that can be iterated again."
             )
+        if self.share is not None and not self.processes.alone:
+            self.share.refuse_other(self.processes, self.name)
+
+    @cached_property
+    def share(self) -> Share | None:
+        """What the sampler of the source says about the part that it gives, if it says anything."""
+        return None if self.in_memory else share_of(self.source, self.name)
+
+    def beside(self, source: Iterable[Any], name: str) -> Data:
+        """Return other data, read in the same way and by the same processes."""
+        return Data(source, self.device, self.target_key, self.progress, name, processes=self.processes)
 
     @property
     def in_memory(self) -> bool:
@@ -108,26 +130,43 @@ class Data:
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor):
             source = [source]
         reading = None if self.in_memory else Reading()
-        empty = True
+        rows, share = 0, self.share
         items = ProgressBar(source, label, visible=True) if self.progress and label else source
         for position, item in enumerate(self._read(items)):
             batch = self._unpacked(item)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
-            empty = False
             batch = self._checked(batch, position)
+            if share is not None and share.rows is not None and rows + batch.n_samples > share.rows:
+                batch = self._without_repeated(batch, rows, share)
+            rows += batch.n_samples
+            if not batch.n_samples:
+                continue
             if reading is not None:
                 leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
                 reading.add((*leaves, batch.targets), batch.n_samples)
                 self._refuse_more(reading)
             yield batch
-        if empty:
+        if not rows and self.processes.alone:
             raise DataError(
                 f"{self.name} is empty: no batch was yielded; expected at least one with rows, (inputs, targets)."
             )
         if reading is not None:
             self.readings.add(reading)
             self._refuse_other()
+
+    def _without_repeated(self, batch: Batch, before: int, share: Share) -> Batch:
+        """Return the last batch of a pass without the data that a DistributedSampler repeats after its part."""
+        assert share.rows is not None
+        if before + batch.n_samples > share.rows + share.repeated:
+            raise DataError(
+                f"the DistributedSampler of the {self.name} gives {share.rows + share.repeated} data, the last of them "
+                f"repeated, and the loader makes more samples of them; expected one of each. Use "
+                "sampler=lw.samples.Part(dataset, process_group), which repeats none."
+            )
+        flags = SampleRows().per_sample(batch.inputs, batch.n_samples)
+        rows = slice(share.rows - before)
+        return Batch(take(batch.inputs, flags, rows), batch.targets[rows], batch.key)
 
     def steady(self) -> Data:
         """Return the same data, refused from now on if a pass does not give the rows of the first one.
@@ -147,7 +186,24 @@ class Data:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """A remark if passes gave different rows, for results that are sums over one pass or another."""
+        """Remarks if passes gave different rows, for results that are sums over one pass or another, or too few."""
+        return (*self._missing(), *self._changed())
+
+    def _missing(self) -> tuple[str, ...]:
+        share = self.share
+        if share is not None and share.parts > self.processes.size:
+            return (
+                f"the sampler of the {self.name} gives one of {share.parts} parts, and this fit reads no other: give "
+                "process_group=torch.distributed.group.WORLD to fit all of them.",
+            )
+        if share is not None and share.dropped:
+            return (
+                f"the DistributedSampler of the {self.name} drops {share.dropped} of them (drop_last=True), so no "
+                "process reads these. Use sampler=lw.samples.Part(dataset, process_group).",
+            )
+        return ()
+
+    def _changed(self) -> tuple[str, ...]:
         if not self.readings.difference:
             return ()
         return (
@@ -179,7 +235,10 @@ class Data:
         """Return the first batch, and the first batch with several samples, if one of the first three has several.
 
         Otherwise both are the first batch. With one sample alone, nothing shows whether samples mix. The source is
-        opened once, and not read further than needed.
+        opened once, and not read further than needed. A process without data gets the batches of another one.
+
+        Raises:
+            DataError: If no process has data, or several have the same first batch: each must read its own part.
 
         >>> x = torch.arange(4.0)[:, None]
         >>> first, several = Data([(x[:1], x[:1]), (x[1:], x[1:])], torch.device("cpu")).look()
@@ -190,8 +249,42 @@ class Data:
         for batch in islice(self.batches(""), LOOKED):
             batches.append(batch)
             if batch.n_samples > 1:
-                return batches[0], batch
-        return batches[0], batches[0]
+                break
+        if not self.processes.alone:
+            batches = self._lent(batches)
+        return batches[0], batches[-1] if batches[-1].n_samples > 1 else batches[0]
+
+    def refuse_same_parts(self) -> None:
+        """Raise if two processes have read the same rows, in whatever order; asked after passes until one is complete.
+
+        A loader that shuffles shows it only then.
+        """
+        if self.processes.alone or self.readings.compared:
+            return
+        first = None if self.share is not None else self.readings.first
+        complete = self.in_memory or self.readings.first is not None
+        facts = self.processes.every((complete, None if first is None else first.mark()))
+        self.readings.compared = all(each for each, _ in facts)
+        refuse_copies([mark for _, mark in facts], self.name, lambda one, other: not one.difference(other))
+
+    def _lent(self, batches: list[Batch]) -> list[Batch]:
+        """Return the batches; those of the first process that has data where this one has none.
+
+        Raise if two processes have the same first batch: their data would count twice. A batch of one sample may be the
+        same by chance, and a sampler that gives parts is known to give others.
+        """
+        known = self.share is not None or not batches or batches[0].n_samples < 2
+        facts = self.processes.every((bool(batches), None if known else digest(batches[0])))
+        refuse_copies([mark for _, mark in facts], self.name)
+        if all(has for has, _ in facts):
+            return batches
+        lent = self.processes.lent([batch.to(torch.device("cpu")) for batch in batches] or None)
+        if lent is None:
+            raise DataError(
+                f"{self.name} is empty in all processes: no batch was yielded; expected at least one with rows, "
+                "(inputs, targets)."
+            )
+        return batches or [batch.to(self.device) for batch in lent]
 
     def _unpacked(self, item: Any) -> Batch:
         if isinstance(item, Mapping):
@@ -222,6 +315,33 @@ class Data:
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
         return Batch(inputs, targets, batch.key)
+
+
+def whole_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
+    """Return a loader of a data set of single samples; of several processes, each reads its part of it."""
+    part = None if processes.alone else Part(dataset, processes.group)  # type: ignore[arg-type]
+    return DataLoader(dataset, BATCH, sampler=part)
+
+
+def digest(batch: Batch) -> bytes:
+    """Return a few bytes that two batches share only if all their numbers are the same."""
+    total = hashlib.blake2b(digest_size=16)
+    for tensor in (*tensors_in(batch.inputs), batch.targets):
+        total.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.digest()
+
+
+def refuse_copies(marks: Sequence[Any], name: str, same: Callable[[Any, Any], bool] = operator.eq) -> None:
+    """Raise if two processes have the same mark of their data; None stands for no mark."""
+    known = [(rank, mark) for rank, mark in enumerate(marks) if mark is not None]
+    for (one, first), (other, second) in combinations(known, 2):
+        if same(first, second):
+            raise DataError(
+                f"{name}: processes {one} and {other} read the same rows, which would count twice; expected a part for "
+                "each process. Give the Dataset itself, or a loader with "
+                "sampler=lw.samples.Part(dataset, process_group), or cut a list: batches[rank::size]."
+            )
 
 
 def _targets(given: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -50,15 +51,16 @@ class Pool:
         Two passes over the data, none through the network. The rows do not depend on the batch size. Memory: the rows
         that are drawn, and those of one batch.
         """
-        total = 0
+        own = 0
         per_sample: tuple[bool, ...] = ()
         for batch in data.batches("counting"):
             per_sample = in_both(per_sample, row_per_sample(batch))
-            total += batch.n_samples
+            own += batch.n_samples
+        start, total = data.processes.start(own)
+        per_sample = reduce(in_both, filter(None, data.processes.every(per_sample)), ())
         chosen = drawn_numbers(total, most, generator)
         inputs: list[Inputs] = []
         targets: list[Tensor] = []
-        start = 0
         for batch in data.batches("choosing"):
             size = batch.n_samples
             if targets and batch.targets.shape[1:] != targets[0].shape[1:]:
@@ -69,6 +71,7 @@ class Pool:
                 inputs.append(take(batch.inputs, per_sample, rows))
                 targets.append(batch.targets[rows])
             start += size
+        inputs, targets = _gathered(inputs, targets, data)
         return cls(joined(inputs, per_sample), torch.cat(targets), total, per_sample)
 
     def __len__(self) -> int:
@@ -94,6 +97,16 @@ def drawn_numbers(total: int, most: int, generator: torch.Generator | None) -> T
             keys, kept = keys.topk(most, largest=False)
             numbers = numbers[kept]
     return numbers.sort().values
+
+
+def _gathered(inputs: list[Inputs], targets: list[Tensor], data: Data) -> tuple[list[Inputs], list[Tensor]]:
+    """Return the batches of all processes, in their order."""
+    if data.processes.group is None:
+        return inputs, targets
+    cpu = torch.device("cpu")
+    own = [Batch(x, y).to(cpu) for x, y in zip(inputs, targets, strict=True)]
+    everywhere = [batch.to(data.device) for part in data.processes.every(own) for batch in part]
+    return [batch.inputs for batch in everywhere], [batch.targets for batch in everywhere]
 
 
 def row_per_sample(batch: Batch) -> tuple[bool, ...]:

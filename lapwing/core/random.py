@@ -73,6 +73,13 @@ def independent_generator(generator: torch.Generator | None) -> torch.Generator:
     return derived_generator(generator_or_default(generator), torch.empty(0))
 
 
+def numbered_generator(generator: torch.Generator | None, number: int) -> torch.Generator:
+    """Return one of several independent generators, such as that of a process with this number."""
+    for _ in range(number):
+        generator = independent_generator(generator)
+    return independent_generator(generator)
+
+
 class _Turns:
     """Turns of threads at the global generators: one that changes their states, or many that draw from them as is.
 

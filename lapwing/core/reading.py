@@ -49,6 +49,10 @@ class Reading:
             row += each if len(each) == count else each.sum()
         self.sums += torch.stack([row.sum(), row.square().sum(), row.abs().sum()])
 
+    def mark(self) -> Reading | None:
+        """Return what another process needs to compare its rows with these; None if too few can be compared."""
+        return None if self.sums is None or self.rows < 2 else Reading(self.rows, self.sums.cpu(), self.widths)
+
     def difference(self, first: Reading) -> str:
         """Return in words how this pass differs from the first one; empty if it has the same rows."""
         if self.rows != first.rows:
@@ -72,6 +76,7 @@ class Readings:
     first: Reading | None = None
     passes: int = 0
     difference: str = ""  # of a later pass to the first, in words
+    compared: bool = False  # whether the first passes of several processes were compared
 
     def add(self, reading: Reading) -> None:
         """Keep the first pass, and how a later one differs from it."""

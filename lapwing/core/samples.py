@@ -1,6 +1,7 @@
 """Inputs whose samples are not the rows of tensors: graphs, sequences of several lengths, one sample of many tokens.
 
 ``core/inputs.py`` takes them as one leaf of the inputs: it asks them how many samples there are, and for some of them.
+``Part`` is the sampler of a loader for several processes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from lapwing.core.parts import Part as Part
 from lapwing.errors import DataError
 
 

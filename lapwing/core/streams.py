@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from lapwing.core.data import BATCH, TARGET_KEYS, read
+from lapwing.core.data import TARGET_KEYS, read, whole_loader
 from lapwing.core.inputs import LEAVES, Inputs, check_finite, moved, n_rows, place_name, placed, tensors_in
+from lapwing.core.parts import share_of
+from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import undisturbed
 from lapwing.core.settings import KEY, is_data, seen
@@ -35,6 +37,7 @@ class InputStream:
         target_key: The key of the target in batches that are mappings.
         progress: Whether to show a bar.
         rows: Consecutive batches of plain tensors are joined until they have this many rows.
+        processes: Those that read the other parts, if the source is the part of this process; a Dataset is the whole.
     """
 
     source: Iterable[Any]
@@ -43,11 +46,16 @@ class InputStream:
     target_key: str | None = None
     progress: bool = False
     rows: int = 1
+    processes: Processes = ALONE
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
         if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
-            object.__setattr__(self, "source", DataLoader(self.source, BATCH))  # its items are single samples
+            object.__setattr__(self, "source", whole_loader(self.source, self.processes))
+        share = None if self.processes.alone else share_of(self.source)
+        if share is not None:
+            share.refuse_other(self.processes, "loader")
+            share.refuse_order("loader")
 
     def __iter__(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches in order."""
@@ -77,7 +85,7 @@ class InputStream:
             check_finite(inputs, f"inputs of batch {position}")
             empty = False
             yield inputs
-        if empty:
+        if empty and self.processes.alone:
             raise DataError("the loader is empty: no batch was yielded; expected at least one batch of inputs.")
 
     def _inputs(self, item: Any, position: int) -> Inputs:

@@ -18,7 +18,7 @@ from lapwing.core.state import State, saved
 from lapwing.curvature.factors import Factor
 from lapwing.curvature.protocols import floored, row_products, weighted_sum
 from lapwing.linalg.cholesky import cholesky
-from lapwing.linalg.gram import Gram
+from lapwing.linalg.gram import Gram, mirrored
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
@@ -67,7 +67,13 @@ class BlockSum(Protocol):
         """Add one chunk of data, for a run of seeds; ``first`` says whether these data are new."""
         ...
 
-    def value(self) -> BlockCurvature: ...
+    def totals(self) -> list[Tensor | None]:
+        """Return the sums over the data of this process; None for one of which only data show the shape."""
+        ...
+
+    def value(self, totals: Sequence[Any]) -> BlockCurvature:
+        """Return the curvature with these sums, which are those of ``totals`` over all processes."""
+        ...
 
 
 class BlockCurvature(Protocol):
@@ -185,8 +191,11 @@ class DiagonalSum:
     def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
         self._squares += part.squares().reshape(self._squares.shape)
 
-    def value(self) -> DiagonalBlock:
-        return DiagonalBlock(self._squares.to(self._dtype))
+    def totals(self) -> list[Tensor | None]:
+        return [self._squares]
+
+    def value(self, totals: Sequence[Any]) -> DiagonalBlock:
+        return DiagonalBlock(totals[0].to(self._dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,5 +293,8 @@ class FullSum:
         assert not isinstance(part, ClosedForm), "the last linear layer is kept in factors"
         self._gram.add(part.whole().flatten(0, 1), exact=True)
 
-    def value(self) -> FullBlock:
-        return FullBlock(self._gram.value())
+    def totals(self) -> list[Tensor | None]:
+        return [self._gram.total()]
+
+    def value(self, totals: Sequence[Any]) -> FullBlock:
+        return FullBlock(mirrored(totals[0]))

@@ -39,7 +39,8 @@ def eigen_corrected(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurvatur
             squares = part.squares_in(*bases[i]).double()
             values[i] = values[i] + squares if i in values else squares
         del part  # before the next one is computed
-    corrected: dict[int, BlockCurvature] = {i: EigenBlock(*bases[i], values[i].to(blocks[i].dtype)) for i in values}
+    totals = dict(zip(bases, sweep.processes.sum([values.get(i) for i in bases]), strict=True))
+    corrected: dict[int, BlockCurvature] = {i: EigenBlock(*bases[i], totals[i].to(blocks[i].dtype)) for i in bases}
     return replace(kron, blocks=tuple(corrected.get(i, block) for i, block in enumerate(kron.blocks)))
 
 

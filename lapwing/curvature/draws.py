@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.core.processes import ALONE, Processes
 from lapwing.networks.jacobians import BlockJacobian
 
 
@@ -60,9 +61,13 @@ class DrawError:
         for sums, term in ((self._values, value), (self._variances, variance)):
             sums[number] = sums[number] + term if number in sums else term
 
-    def relative(self) -> float:
-        """Return the error, the root of the mean square over blocks; zero if no block was drawn or all are zero."""
-        ratios = [
-            float(self._variances[i].sum() / value.square().sum()) for i, value in self._values.items() if value.any()
-        ]
+    def relative(self, processes: Processes = ALONE, blocks: int = 0) -> float:
+        """Return the error, the root of the mean square over blocks; zero if no block was drawn or all are zero.
+
+        It is that of the data of all processes, for a network with so many blocks.
+        """
+        numbers = range(max(blocks, 1 + max(self._values, default=-1)))
+        sums = processes.sum([each.get(i) for each in (self._values, self._variances) for i in numbers])
+        pairs = zip(sums[: len(numbers)], sums[len(numbers) :], strict=True)
+        ratios = [float(v.sum() / value.square().sum()) for value, v in pairs if value is not None and value.any()]
         return (sum(ratios) / len(ratios)) ** 0.5 if ratios else 0.0

@@ -22,7 +22,7 @@ from lapwing.core.progress import ProgressBar, is_showing
 from lapwing.core.spectra import batches, eigh_each
 from lapwing.curvature.protocols import weighted_sum
 from lapwing.linalg.bases import Axes, Basis, FullBasis, ThinBasis
-from lapwing.linalg.gram import Gram, survives
+from lapwing.linalg.gram import Gram, mirrored, survives
 
 FACTOR_LIMIT = 8192  # half a gigabyte in float64, and minutes on a processor
 FEWEST = 512  # numbers below which a matrix is decomposed in a fraction of a second, so its rows are not kept
@@ -234,11 +234,15 @@ def added(factors: Sequence[Any], weights: Tensor | None = None) -> Any:
 class FactorSum:
     """The sum of a factor over a pass, which keeps the rows until there are too many.
 
-    Sums are float64: rounding of a large direction would drown the small ones.
+    Sums are float64: rounding of a large direction would drown the small ones. One of several processes, not ``alone``,
+    keeps no rows: the processes add up matrices or diagonals.
     """
 
-    def __init__(self, size: int, groups: int, device: torch.device, dtype: torch.dtype, limit: int) -> None:
+    def __init__(
+        self, size: int, groups: int, device: torch.device, dtype: torch.dtype, limit: int, alone: bool = True
+    ) -> None:
         self._size, self._groups, self._device, self._dtype, self._limit = size, groups, device, dtype, limit
+        self._most_rows = most_rows(size, limit) if alone else 0
         self._kept: list[Tensor] | None = []  # None once the rows are summed
         self._sum: Gram | Tensor | None = None  # a tensor is a diagonal
         self._diagonal: Tensor | None = None  # of terms whose diagonal is known
@@ -286,7 +290,7 @@ class FactorSum:
         if self._kept is None:
             return False
         kept = sum(x.shape[1] for x in self._kept)
-        if kept + more <= most_rows(self._size, self._limit):
+        if kept + more <= self._most_rows:
             return True
         parts, self._kept = self._kept, None
         zeros = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
@@ -295,24 +299,34 @@ class FactorSum:
             self.add(x)
         return False
 
-    def value(self) -> Any:
-        """Return the factor; one that nothing was added to is zero."""
+    def totals(self) -> list[Tensor | None]:
+        """Return what processes add up, None for what nothing was added to.
+
+        Those are the sum of the rows, the known diagonal, what is subtracted off it, and whether something was dropped.
+        """
+        summed = self._sum.total() if isinstance(self._sum, Gram) else self._sum
+        less = None if self._less is None else self._less.total()
+        return [summed, self._diagonal, less, torch.tensor(float(self._dropped), dtype=torch.float64)]
+
+    def value(self, totals: Sequence[Any]) -> Any:
+        """Return the factor with these ``totals``; one that nothing was added to is zero."""
         parts: list[Any] = []
-        matrix = lambda gram: gram.value().reshape(self._groups, self._size, self._size)
-        if isinstance(self._sum, Gram):
-            parts.append(MatrixFactor(matrix(self._sum), self._dtype))
-        elif self._sum is not None:
-            parts.append(DiagonalFactor(self._sum, self._dtype, exact=False))
+        summed, diagonal, less, dropped = totals
+        matrix = lambda total: mirrored(total).reshape(self._groups, self._size, self._size)
+        if summed is not None and summed.ndim == 3:
+            parts.append(MatrixFactor(matrix(summed), self._dtype))
+        elif summed is not None:
+            parts.append(DiagonalFactor(summed, self._dtype, exact=False))
         elif self._kept:
             parts.append(RowsFactor(torch.cat(self._kept, 1), self._dtype, self._limit))
-        if self._less is not None:
-            less = matrix(self._less).neg_()
-            less.diagonal(dim1=-2, dim2=-1).copy_(self._diagonal)
+        if less is not None:
+            less = matrix(less).neg_()
+            less.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
             parts.append(MatrixFactor(less, self._dtype))
-        elif self._diagonal is not None or not parts:
+        elif diagonal is not None or not parts:
             zeros = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
-            diagonal = zeros if self._diagonal is None else self._diagonal
-            parts.append(DiagonalFactor(diagonal, self._dtype, exact=not self._dropped))
+            known = zeros if diagonal is None else diagonal
+            parts.append(DiagonalFactor(known, self._dtype, exact=not dropped))
         return parts[0] if len(parts) == 1 else added(parts)
 
 

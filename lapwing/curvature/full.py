@@ -18,7 +18,7 @@ from lapwing.curvature.protocols import crossed, floored_by_layer, in_runs, row_
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cholesky import cholesky, not_definite
-from lapwing.linalg.gram import Gram
+from lapwing.linalg.gram import Gram, mirrored, symmetrise
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
@@ -207,9 +207,13 @@ def full_curvature(sweep: Sweep, network: Network) -> FullCurvature:
         gram = gram or Gram(size, torch.float64, network.device)
         for some in in_runs(jacobians, COPIES * size, network.device):
             gram.add(some.whole().flatten(0, 1), exact=True)
-    parts = [] if gram is None else [gram.value()]
-    if pairs is not None:
-        parts.append(_spread_pairs(pairs.value(), network))
+    own = [None if gram is None else gram.total(), None if pairs is None else pairs.value()]
+    outer, of_pairs = sweep.processes.sum(own)
+    parts = [] if outer is None else [mirrored(outer)]
+    if of_pairs is not None:
+        if not sweep.processes.alone:  # the order of the sum is not the same for all entries
+            symmetrise(of_pairs)
+        parts.append(_spread_pairs(of_pairs, network))
     return FullCurvature(reduce(Tensor.add_, parts), network.selection)
 
 

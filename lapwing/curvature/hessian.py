@@ -19,7 +19,7 @@ from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
 from lapwing.networks.passes import seed_by_seed, vjp
-from lapwing.problem import Statistics, checked_count
+from lapwing.problem import Statistics
 
 
 def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:
@@ -45,10 +45,10 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
                 _add_slopes(total, gradient, network, raw.shape[0], looped)
         loss_sum += float(loss.detach())
         count += int(likelihood.count(f.detach(), y))
+    (total,) = data.processes.sum([total])
     symmetrise(total)
-    return FullCurvature(total, selection, definite=False), Statistics(
-        loss_sum, checked_count(count), network.output_shape[-1]
-    )
+    statistics = Statistics(loss_sum, count, network.output_shape[-1]).over(data.processes)
+    return FullCurvature(total, selection, definite=False), statistics
 
 
 def _add_slopes(total: Tensor, gradient: Tensor, network: Network, batch: int, looped: bool) -> None:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from lapwing.core.processes import Processes
 from lapwing.core.schema import Array, Either, Field, Maybe, semidefinite
 from lapwing.core.settings import one_of, require_integer
 from lapwing.core.state import Latest, State, saved
 from lapwing.curvature.blocks import BlockSum, DiagonalSum, FullSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.eigenbasis import EigenPrecision, precision_in
-from lapwing.curvature.factors import DiagonalFactor, Factor, FactorSum, MatrixFactor, RowsFactor, Spectrum, added
+from lapwing.curvature.factors import (
+    DiagonalFactor,
+    Factor,
+    FactorSum,
+    MatrixFactor,
+    RowsFactor,
+    Spectrum,
+    added,
+    psd_eigh_each,
+)
 from lapwing.curvature.protocols import floored
 from lapwing.curvature.seeds import check_estimate
 from lapwing.curvature.sweep import Sweep
@@ -25,6 +35,8 @@ from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BlockPrior
+
+C = TypeVar("C")
 
 
 def check_settings(curvature: str | None, draws: int, sharing: str, full_limit: int, factor_limit: int) -> None:
@@ -43,7 +55,7 @@ def kronecker_curvature(
         raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
     other = lambda block: (FullSum if block.size <= full_limit else DiagonalSum)(block, network)
     sums: list[BlockSum] = [
-        _KroneckerSum(block, sharing, network, factor_limit) if block.linear else other(block)
+        _KroneckerSum(block, sharing, network, factor_limit, sweep.processes.alone) if block.linear else other(block)
         for block in network.layout
     ]
     return blockwise_sum(sweep, network, sums)
@@ -52,8 +64,8 @@ def kronecker_curvature(
 class _KroneckerSum:
     """The two factors of a linear block, summed over a pass."""
 
-    def __init__(self, block: Block, sharing: str, network: Network, limit: int) -> None:
-        factor = lambda size: FactorSum(size, block.groups, network.device, network.dtype, limit)
+    def __init__(self, block: Block, sharing: str, network: Network, limit: int, alone: bool) -> None:
+        factor = lambda size: FactorSum(size, block.groups, network.device, network.dtype, limit, alone)
         self._reduce, self._inp, self._out = sharing == "reduce", factor(block.d_in), factor(block.d_out)
         self._rows = 0
 
@@ -74,8 +86,34 @@ class _KroneckerSum:
         elif rows.outputs is not None:
             (self._out.add_runs if rows.by_runs else self._out.add)(rows.outputs)
 
-    def value(self) -> KroneckerBlock:
-        return KroneckerBlock(self._inp.value(), self._out.value(), self._rows)
+    def totals(self) -> list[Tensor | None]:
+        rows = torch.tensor(float(self._rows), dtype=torch.float64)
+        return [*self._inp.totals(), *self._out.totals(), rows]
+
+    def value(self, totals: Sequence[Any]) -> KroneckerBlock:
+        half = len(totals) // 2
+        return KroneckerBlock(self._inp.value(totals[:half]), self._out.value(totals[half:-1]), int(totals[-1]))
+
+
+def eigen_shared(kron: C, processes: Processes) -> C:
+    """Return the curvature with its eigendecompositions done, each by one of the processes; alone, when needed.
+
+    Those of a curvature for each output depend on the noise, so every process does them all.
+    """
+    if processes.group is None or not isinstance(kron, BlockwiseCurvature):
+        return kron
+    blocks = [block for block in kron.blocks if isinstance(block, KroneckerBlock)]
+    factors = [f for block in blocks for f in (block.out, block.inp) if isinstance(f, MatrixFactor)]
+    work = [float(factor.matrix.shape[-1]) ** 3 for factor in factors]
+    jobs = [partial(_eigenpairs, factor) for factor in factors]
+    device = factors[0].matrix.device if factors else torch.device("cpu")
+    for factor, (values, vectors) in zip(factors, processes.shared(jobs, work, device), strict=True):
+        vars(factor)["spectrum"] = factor.spectrum_from(values, vectors)  # where its cached property looks
+    return kron
+
+
+def _eigenpairs(factor: MatrixFactor) -> tuple[Tensor, Tensor]:
+    return psd_eigh_each([factor.symmetric()], factor.dtype)[0]
 
 
 @dataclass(frozen=True, eq=False)

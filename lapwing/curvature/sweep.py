@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from lapwing.core.data import Data, merged
 from lapwing.core.inputs import check_finite
-from lapwing.core.random import independent_generator
+from lapwing.core.processes import ALONE, Processes
+from lapwing.core.random import numbered_generator
 from lapwing.core.schema import SMALLEST, Array
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.draws import DrawError, Estimate
@@ -28,7 +30,7 @@ from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, in_order
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
-from lapwing.problem import Problem, Statistics, checked_count, checked_targets
+from lapwing.problem import Problem, Statistics, checked_targets
 
 S = TypeVar("S")
 
@@ -37,7 +39,7 @@ CLOSED = 8  # seeds of one number that a closed form takes as much memory as: a 
 
 @dataclass(eq=False)
 class Sweep:
-    """A pass over the data: iterate to get Jacobians, chunk by chunk; then ``statistics`` holds loss and counts.
+    """A pass over the data of this process: iterate to get Jacobians, chunk by chunk; then ask for ``statistics``.
 
     ``max_samples`` limits the samples of a chunk; without it only memory does. ``closed`` says whether ``blocks`` has
     the last layer in closed form.
@@ -50,9 +52,20 @@ class Sweep:
     label: str = "curvature"
     max_samples: int | None = None
     closed: bool = True
-    statistics: Statistics = field(init=False)  # only after the iteration
     error: DrawError = field(init=False, default_factory=DrawError)  # of a curvature by ``blocks``
     _drew: bool = field(init=False, default=False)  # whether a label was drawn
+    own: Statistics = field(init=False)  # of this process, only after the iteration
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Loss and counts of the data of all processes, which exchange them at the first access."""
+        self.data.refuse_same_parts()
+        return self.own.over(self.processes)
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that read the data."""
+        return self.data.processes
 
     def __iter__(self) -> Iterator[LayerJacobians]:
         for tangent, f, targets in self._chunks(self._n_seeds):
@@ -107,10 +120,12 @@ class Sweep:
                 del jacobians
             del tangent
 
-    @property
+    @cached_property
     def estimate(self) -> Estimate | None:
-        """After the iteration, how the curvature was estimated; None if no label was drawn."""
-        return Estimate(self.seeds.draws, self.error.relative()) if self._drew else None
+        """After the iteration, how the curvature was estimated, with its error for all data; None if it is exact."""
+        if not self.seeds.sampled or not any(self.processes.each(int(self._drew))):
+            return None
+        return Estimate(self.seeds.draws, self.error.relative(self.processes, len(self.network.layout)))
 
     @property
     def has_closed_form(self) -> bool:
@@ -167,7 +182,7 @@ class Sweep:
                 raise NumericalError(
                     "the loss is not finite although inputs, targets and outputs are; check the scale."
                 )
-        self.statistics = Statistics(float(total), checked_count(int(count)), network.output_shape[-1])
+        self.own = Statistics(float(total), int(count), network.output_shape[-1])
 
 
 class MixableCurvature(Curvature, Protocol):
@@ -228,11 +243,14 @@ def swept(
     return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses), sweeps[0].estimate
 
 
-def chosen_seeds(curvature: str | None, draws: int, problem: Problem, generator: torch.Generator | None) -> Seeds:
+def chosen_seeds(
+    curvature: str | None, draws: int, problem: Problem, generator: torch.Generator | None, process: int = 0
+) -> Seeds:
     """Return the seeds of a curvature; without a name, the exact ones where that is affordable, else drawn ones.
 
     Affordable are up to ``MANY`` seeds for a sample, and any number of outputs of a last layer with a closed form. A
-    noise for each output takes a pass for each output, with one seed for each of its tokens.
+    noise for each output takes a pass for each output, with one seed for each of its tokens. The draws of a process do
+    not depend on those of others.
     """
     network, likelihood = problem.network, problem.likelihood
     if curvature is None:
@@ -241,7 +259,7 @@ def chosen_seeds(curvature: str | None, draws: int, problem: Problem, generator:
         curvature = "ggn" if few or has_closed_form(network, likelihood, alone=True) else "fisher_mc"
     if curvature != "fisher_mc":
         return Seeds(curvature)
-    return Seeds(curvature, independent_generator(generator), draws=draws)
+    return Seeds(curvature, numbered_generator(generator, process), draws=draws)
 
 
 def has_closed_form(network: Network, likelihood: Likelihood, alone: bool = False) -> bool:
@@ -261,6 +279,6 @@ class SquaredSum:
         for total, (_, jacobian) in zip(self._totals, jacobians, strict=True):
             total += jacobian.squares().reshape(total.shape)
 
-    def diagonal(self) -> Tensor:
-        """Return the sum, (P,)."""
-        return in_order(self._totals, self._network.layout, self._network.selection)
+    def diagonal(self, processes: Processes = ALONE) -> Tensor:
+        """Return the sum over the data of all processes, (P,)."""
+        return in_order(processes.sum(self._totals), self._network.layout, self._network.selection)

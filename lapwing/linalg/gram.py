@@ -73,11 +73,12 @@ class Gram:
 
     def value(self) -> Tensor:
         """Return the symmetric sum, (G, d, d), or (d, d) for one group; not a copy, so a later ``add`` changes it."""
+        return mirrored(self.total())
+
+    def total(self) -> Tensor:
+        """Return the sum (G, d, d) of which only the upper triangle is valid; not a copy."""
         self._flush()
-        for corner, right, below in _strips(self._sum):
-            corner.copy_(corner.triu() + corner.triu(1).mT)
-            below.copy_(right.mT)
-        return self._sum[0] if self._sum.shape[0] == 1 else self._sum
+        return self._sum
 
     def _may_narrow(self, x: Tensor) -> bool:
         return x.dtype == torch.float32 != self._sum.dtype
@@ -104,6 +105,14 @@ class Gram:
             self._sum += self._narrow
             self._narrow.zero_()
         self._pending = 0
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """Return the symmetric matrices with these upper triangles (G, d, d), in place; (d, d) for one group."""
+    for corner, right, below in _strips(total):
+        corner.copy_(corner.triu() + corner.triu(1).mT)
+        below.copy_(right.mT)
+    return total[0] if total.shape[0] == 1 else total
 
 
 def _has_no_small(matrix: Tensor, dtype: torch.dtype) -> bool:

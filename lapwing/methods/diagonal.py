@@ -44,6 +44,7 @@ class Diagonal:
 
     curvature: str | None = None
     draws: int = DRAWS
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class Diagonal:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
         compute = lambda sweep: blockwise_sum(sweep, network, [DiagonalSum(block, network) for block in network.layout])
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Diagonal"))
 
     def cost(self, workload: Workload) -> Cost:

@@ -10,7 +10,7 @@ import torch
 from lapwing.core.data import Data
 from lapwing.curvature.corrected import eigen_corrected
 from lapwing.curvature.factors import FACTOR_LIMIT
-from lapwing.curvature.kronecker import check_settings, kronecker_curvature
+from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import Sweep, chosen_seeds
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
@@ -50,6 +50,7 @@ class EKron:
     full_limit: int = 1024
     draws: int = DRAWS
     factor_limit: int = FACTOR_LIMIT
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: EKron(), "linear", prior="layer"),
@@ -63,9 +64,10 @@ class EKron:
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         first = Sweep(network, likelihood, data, seeds, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit, self.factor_limit)
+        kron = eigen_shared(kron, data.processes)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics, second.estimate)

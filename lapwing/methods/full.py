@@ -48,6 +48,7 @@ class Full:
     curvature: str = "ggn"
     limit: int = 30_000
     draws: int = DRAWS
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class Full:
         if self.curvature == "hessian":
             return WeightPosterior.fitted(problem, *full_hessian(network, problem.likelihood, data))
         compute = lambda sweep: full_curvature(sweep, network)
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Full"))
 
     def cost(self, workload: Workload) -> Cost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -52,6 +53,7 @@ class KernelSpace:
 
     limit: int = 8192
     curvature: str = "ggn"
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: KernelSpace(), "network"),))
 
     def __post_init__(self) -> None:
@@ -68,7 +70,8 @@ class KernelSpace:
                 "KernelSpace(limit=...)."
             )
         refuse_unsteady(design, generator)
-        values, vectors = eigenpairs(design)
+        rows = design.whole()
+        ((values, vectors),) = data.processes.shared([partial(eigenpairs, rows)], [1.0], network.device)
         curvature = LowRankCurvature(values, vectors, network.layout, network.selection)
         return WeightPosterior.fitted(problem, curvature, design.statistics)
 
@@ -86,12 +89,11 @@ class KernelSpace:
         return Offer(cls(limit=rows), 0, 8.0 * rows * (size + 2 * rows), work, "exact")
 
 
-def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
-    """Return the non-zero eigenvalues of the GGN (r,), descending, and their eigenvectors (r, P)."""
-    rows = design.whole()
+def eigenpairs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the non-zero eigenvalues of XᵀX (r,), descending, and their eigenvectors (r, P), in the memory of X."""
     small = rows.new_empty(0, len(rows))  # Xᵀ = Q small, without Q
     # No fewer columns than rows, or there would be more work than for all columns at once.
-    parts = list(evenly(design.size, max(len(rows), fitting(COLUMNS, 8 * 4 * len(rows), rows.device))))
+    parts = list(evenly(rows.shape[1], max(len(rows), fitting(COLUMNS, 8 * 4 * len(rows), rows.device))))
     for part in parts:
         small = torch.linalg.qr(torch.cat([small, rows[:, part].mT]), mode="r").R
     if not bool(torch.isfinite(small.square().sum())):
@@ -101,7 +103,7 @@ def eigenpairs(design: NetworkDesign) -> tuple[Tensor, Tensor]:
     significant = singular > len(rows) * torch.finfo(torch.float64).eps * singular[0]
     singular, rotation = singular[significant], rotation[significant]
     if len(singular) == 0:  # the outputs do not depend on the weights: return one zero vector
-        return singular.new_zeros(1), singular.new_zeros(1, design.size)
+        return singular.new_zeros(1), singular.new_zeros(1, rows.shape[1])
     for part in parts:  # in place, so that nC vectors of P weights are held only once
         rows[: len(singular), part] = (rotation @ rows[:, part]) / singular[:, None]
     return singular.square(), rows[: len(singular)]

@@ -9,7 +9,7 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.curvature.factors import FACTOR_LIMIT
-from lapwing.curvature.kronecker import check_settings, kronecker_curvature
+from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
@@ -60,6 +60,7 @@ class Kron:
     full_limit: int = 1024
     draws: int = DRAWS
     factor_limit: int = FACTOR_LIMIT
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: Kron(), "linear", prior="input"),
@@ -73,8 +74,9 @@ class Kron:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         limits = self.full_limit, self.factor_limit
         compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, *limits)
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator)
-        return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Kron"))
+        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
+        curvature, statistics, estimate = swept(compute, problem, data, seeds, "Kron")
+        return WeightPosterior.fitted(problem, eigen_shared(curvature, data.processes), statistics, estimate)
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:

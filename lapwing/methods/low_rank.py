@@ -54,6 +54,7 @@ class LowRank:
     block: int = 16
     tolerance: float = 1e-10
     curvature: str = "ggn"
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (Exactness(lambda weights, rows: LowRank(rank=weights), "network"),), small=lambda model: {"": LowRank(rank=3)}
     )
@@ -77,9 +78,8 @@ class LowRank:
             generator=generator,
             device=network.device,
         )
-        curvature = LowRankCurvature(
-            pairs.values, pairs.vectors, network.layout, network.selection, float(pairs.residuals.max())
-        )
+        values, vectors = data.processes.same([pairs.values, pairs.vectors])
+        curvature = LowRankCurvature(values, vectors, network.layout, network.selection, float(pairs.residuals.max()))
         return WeightPosterior.fitted(problem, curvature, design.statistics)
 
     def cost(self, workload: Workload) -> Cost:

@@ -30,6 +30,7 @@ class MapOnly:
             [0.]])
     """
 
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(never_exact="it has no posterior variance")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> PointPosterior:

@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 
 from lapwing.core.data import Data
+from lapwing.core.processes import Processes
 from lapwing.curvature.factors import decomposition_work, factor_numbers, most_rows
 from lapwing.curvature.seeds import MANY
+from lapwing.errors import UnsupportedError
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
 
@@ -45,6 +47,23 @@ class StopsEarly(Protocol):
     def stopped_by(self, validation: Data) -> Method:
         """Return the method with these validation data."""
         ...
+
+
+@runtime_checkable
+class SpansProcesses(Protocol):
+    """A method that adds up the sums of several processes, ``data.processes``; ``fit`` refuses a group to others."""
+
+    spans_processes: ClassVar[bool]
+
+
+def refuse_processes(method: Method, processes: Processes) -> None:
+    """Raise if there are several processes and the method works in one alone."""
+    if not processes.alone and not (isinstance(method, SpansProcesses) and method.spans_processes):
+        raise UnsupportedError(
+            f"{type(method).__name__} works in one process and process_group has {processes.size}; use Kron(), "
+            "EKron(), Diagonal(), Full(), LowRank(), KernelSpace(), Sampled(), ELLA() or VaLLA(), or give one process "
+            "all data."
+        )
 
 
 def with_validation(method: M, validation: Data) -> M:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
+from lapwing.core.processes import ALONE, Processes
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import POSITIVE, is_real, one_of, require, require_integer
 from lapwing.curvature.seeds import checked_curvature
@@ -86,6 +87,7 @@ class Sampled:
     batch: int = 128
     epochs: int = 400
     memory: float | None = None
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="variances from samples have a sampling error", small=lambda model: {"": Sampled(num_samples=3)}
     )
@@ -118,12 +120,14 @@ class Sampled:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
         settings: dict[str, int] = {"width": self.width}
         if self.memory is not None:
-            settings["bytes"] = 8 * design.size * self._most_rows(design)
+            settings["bytes"] = 8 * design.size * min(data.processes.each(self._most_rows(design)))
         elif network.device.type == "cuda":  # a basis may take a third of the free memory
-            settings["bytes"] = max(4 * 2**30, torch.cuda.mem_get_info(network.device)[0] // 3)
+            free = min(data.processes.each(torch.cuda.mem_get_info(network.device)[0]))
+            settings["bytes"] = max(4 * 2**30, free // 3)
         ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
         problem = problem.with_residual_noise(design.statistics)
-        return SampledPosterior(problem, RidgeSolver(self, ridge), design.statistics, network.theta())
+        solver = RidgeSolver(self, ridge, data.processes)
+        return SampledPosterior(problem, solver, design.statistics, network.theta())
 
     def cost(self, workload: Workload) -> Cost:
         basis = min(BASIS, workload.weights)
@@ -179,7 +183,8 @@ class Sampled:
         cache = None if spare is None else spare // 2  # one half for the data, one for their factors
         design = NetworkDesign.build(problem.network, problem.likelihood, data, cache, part=part)
         spare = self._spare(size, design.rows)
-        if spare is not None and design.nbytes > spare:  # the number of rows was not known before
+        # The number of rows was not known before.
+        if spare is not None and not data.processes.all(design.nbytes <= spare):
             return replace(design, factors=None)
         return design
 
@@ -196,9 +201,14 @@ class RidgeSolver:
 
     settings: Sampled
     ridge: Ridge
+    processes: Processes = ALONE
 
     def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
         """Return the samples under this prior and noise; ``start`` is an initial guess."""
+        solution = self._solved(problem, start)
+        return replace(solution, x=self.processes.same([solution.x])[0])
+
+    def _solved(self, problem: Problem, start: Tensor | None) -> Solution:
         prior, phi = problem.prior, float(problem.likelihood.dispersion)
         if self.settings.solver == "krylov" and self._shared(prior):
             return self.ridge.samples(float(prior.values), phi, self.settings.tolerance, start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing.core.processes import Processes
 from lapwing.errors import ModelError
 
 PLAIN_OUTSIDE = (float, str, bool, FunctionType, BuiltinFunctionType)
@@ -99,6 +100,21 @@ class Fingerprint:
                     f"{what} has changed since the fit ({fact!r:.60} then, {later!r:.60} now); the error bars would "
                     "belong to another network. Restore it or fit again."
                 )
+
+
+def refuse_other_models(model: nn.Module, processes: Processes) -> None:
+    """Raise if a process has other weights than the first one."""
+    if processes.group is None:
+        return
+    first = processes.every(replace(Fingerprint.of(model), quick=(), structure={}) if processes.writes else None)[0]
+    assert first is not None
+    try:
+        first.refuse_other(model)
+    except ModelError as error:
+        raise ModelError(
+            f"process {processes.rank} has another model than process 0; expected the same weights and buffers in all. "
+            "Load the same file in all of them, or send the weights of one: torch.distributed.broadcast."
+        ) from error
 
 
 def structure_of(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -75,6 +75,10 @@ class Posterior(Protocol):
         check_finite(belief.mean, "outputs of the network")
         return likelihood.predict(belief)
 
+    def prepare(self) -> None:
+        """Compute what predictions need of the data, if anything: several processes do it together."""
+        return
+
     def with_trace(self, trace: Trace) -> Posterior:
         """Return the posterior with this record; the same one where it has no place for a record."""
         return self

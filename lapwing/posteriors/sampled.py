@@ -68,6 +68,9 @@ class SampledPosterior(Linearised):
         with torch.no_grad():
             return self.solver.solved(self.problem, self.start)
 
+    def prepare(self) -> None:
+        self.solution  # noqa: B018
+
     @property
     def samples(self) -> Tensor:
         return self.solution.x.to(self.theta)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,8 @@ from torch.distributions import Distribution
 
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import rebuilt
+from lapwing.core.processes import Processes
+from lapwing.core.state import on_device
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.mixture import MixtureDistribution
 from lapwing.predictives.protocol import ClassPredictive, MultilabelPredictive, NumberPredictive, checked_numbers
@@ -161,6 +163,26 @@ def joined(predictives: Iterable[Any], device: torch.device) -> Any:
     return gathered.value()
 
 
+def joined_processes(own: Any | None, processes: Processes, device: torch.device) -> Any:
+    """Return the predictives of several processes as one, on the device, in the order of the processes.
+
+    Args:
+        own: What ``joined`` returned in this process, on the CPU; None if it has no rows.
+        processes: Those with the other rows.
+        device: Where the answer shall be.
+
+    Raises:
+        DataError: If no process has rows.
+    """
+    given = [each for each in processes.every(own) if each is not None]
+    if not given:
+        raise DataError("the loader is empty in all processes: no batch was yielded; expected at least one.")
+    parts = tuple(part for each in given for part in each.parts) if all(each.parts for each in given) else ()
+    if isinstance(given[0], JoinedClasses):
+        return on_device(JoinedClasses(joined_rows([each.logs for each in given]), parts), device)
+    return on_device(type(given[0])(parts), device)
+
+
 def joined_beliefs(beliefs: Iterable[FunctionGaussian], device: torch.device) -> FunctionGaussian:
     """Return the beliefs about consecutive batches as one, on the device; above 32 outputs with variances alone."""
     means: list[Tensor] = []
@@ -172,7 +194,7 @@ def joined_beliefs(beliefs: Iterable[FunctionGaussian], device: torch.device) ->
     mean, spread = joined_rows(means), joined_rows(spreads)
     if spread.ndim > mean.ndim:
         return FunctionGaussian(mean, spread)
-    return FunctionGaussian(mean, Deferred(lambda: spread, lambda: _refuse(mean.shape[-1])))
+    return FunctionGaussian(mean, Deferred(partial(_itself, spread), partial(_refuse, mean.shape[-1])))
 
 
 class _Gathered:
@@ -277,7 +299,11 @@ class _Storing:
         if self._whole:
             return FunctionGaussian(mean, self(belief.cov))
         variance, outputs = self(belief.variance), mean.shape[-1]
-        return FunctionGaussian(mean, Deferred(lambda: variance, lambda: _refuse(outputs)))
+        return FunctionGaussian(mean, Deferred(partial(_itself, variance), partial(_refuse, outputs)))
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
 def _refuse(outputs: int) -> Tensor:

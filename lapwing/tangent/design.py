@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.inputs import tensors_in
 from lapwing.core.memory import budget
+from lapwing.core.processes import Processes
 from lapwing.core.random import generator_or_default, normal
 from lapwing.curvature.protocols import floored_by_layer, in_runs
 from lapwing.curvature.seeds import Seeds
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.design import forward_product, gram_product
+from lapwing.linalg.design import Part, forward_product, gram_product
 from lapwing.linalg.operators import refuse_asymmetric
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
@@ -51,6 +52,41 @@ class JacobianPart:
 
 
 @dataclass(frozen=True, eq=False)
+class SharedPart:
+    """Rows of several processes, those of one after those of another: products are summed or gathered over all."""
+
+    own: Callable[[], Iterator[JacobianPart]]  # the rows of this process
+    counts: tuple[int, ...]  # rows of each process
+    processes: Processes
+    like: Tensor
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    def forward(self, v: Tensor) -> Tensor:
+        parts = [part.forward(v).double() for part in self.own()]
+        parts = parts or [torch.zeros(len(v), 0, dtype=torch.float64, device=self.like.device)]
+        everywhere = self.processes.gather(torch.cat(parts, 1).mT.contiguous(), self.counts)
+        assert everywhere is not None
+        return everywhere.mT
+
+    def back(self, u: Tensor) -> Tensor:
+        start = sum(self.counts[: self.processes.rank])
+        total: Tensor | None = None
+        for part in self.own():
+            rows = part.back(u[:, start : start + part.rows]).double()
+            total, start = rows if total is None else total.add_(rows), start + part.rows
+        return self.processes.sum([total])[0]
+
+    def gram(self, v: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for part in self.own():
+            total = part.gram(v).double() if total is None else total.add_(part.gram(v))
+        return self.processes.sum([total])[0]
+
+
+@dataclass(frozen=True, eq=False)
 class NetworkDesign:
     """Products with Rᵀ J at unit dispersion, for many vectors at once.
 
@@ -70,6 +106,7 @@ class NetworkDesign:
     part: int | None = None
     exact: bool = False  # whether products are computed in float64, from factors in the network's dtype
     source: Data | None = None  # the data as given, if ``data`` is a copy in memory, the same at every pass
+    counts: tuple[tuple[int, ...], ...] = ()  # rows of every part in each process; one part unless ``part`` is given
 
     @classmethod
     def build(
@@ -84,13 +121,16 @@ class NetworkDesign:
             raise DataError(f"part is {part}; expected at least one datum in each part.")
         if cache is None:
             cache = int(CACHE * budget(network.device))
-        data = data.steady()
-        given, data = data, fixed(data, cache)
+        data, processes = data.steady(), data.processes
+        given, kept_data = data, fixed(data, cache)
+        given.refuse_same_parts()
+        data = kept_data if processes.all(kept_data is not given) else given
+        part = None if part is None else -(-part // processes.size)
         sweep = Sweep(network, likelihood, data, Seeds(curvature), "Jacobian", part)
         kept: list[LayerJacobians] | None = []
-        rows = nbytes = 0
+        rows, nbytes = list[int](), 0
         for jacobians in sweep:
-            rows += jacobians.batch * jacobians.outputs
+            rows.append(jacobians.batch * jacobians.outputs)
             if kept == [] and jacobians.formed_bytes() > cache:  # before the factors of one chunk exceed the memory
                 kept = None
             if kept is not None:
@@ -98,9 +138,13 @@ class NetworkDesign:
                 nbytes += kept[-1].nbytes
                 if nbytes > cache:
                     kept = None
-        factors = None if kept is None else tuple(kept)
+        factors = tuple(kept) if processes.all(kept is not None) and kept is not None else None
         source = None if data is given else given
-        return cls(network, likelihood, data, factors, sweep.statistics, rows, curvature, part, source=source)
+        counts = processes.every(rows if part is not None else [sum(rows)])
+        return cls(
+            network, likelihood, data, factors, sweep.statistics, sum(map(sum, counts)), curvature, part,
+            source=source, counts=tuple(zip_longest(*counts, fillvalue=0)),
+        )  # fmt: skip
 
     @property
     def streamed(self) -> bool:
@@ -125,28 +169,49 @@ class NetworkDesign:
         """Return the design on which to test that passes agree: the first batch alone if the data are kept."""
         if self.factors is not None or self.source is None:
             return self
-        first = Data(list(islice(iter(self.data.source), 1)), self.data.device)
+        first = Data(list(islice(iter(self.data.source), 1)), self.data.device, processes=self.data.processes)
         return NetworkDesign.build(self.network, self.likelihood, first, 0, self.curvature, self.part)
 
     def whole(self) -> Tensor:
-        """Return Rᵀ J as a matrix, (rows, P), from factors cast to float64 before they are multiplied. For few rows."""
-        matrix = torch.empty(self.rows, self.size, dtype=torch.float64, device=self.like.device)
+        """Return Rᵀ J as a matrix, (rows, P), from factors cast to float64 before they are multiplied. For few rows.
+
+        Those of one process come after those of another.
+        """
+        processes = self.data.processes
+        rows = sum(count[processes.rank] for count in self.counts)
+        matrix = torch.empty(rows, self.size, dtype=torch.float64, device=self.like.device)
         start = 0
-        for part in self:
+        for part in self._parts():
             for some in in_runs(part.jacobians.double(), 3 * self.size, self.like.device):
-                rows = some.whole().flatten(0, 1)
-                matrix[start : start + len(rows)] = rows
-                start += len(rows)
-        return matrix
+                own = some.whole().flatten(0, 1)
+                matrix[start : start + len(own)] = own
+                start += len(own)
+        everywhere = processes.gather(matrix, [sum(column) for column in zip(*self.counts, strict=True)])
+        assert everywhere is not None
+        return everywhere
 
     def diagonal(self) -> Tensor:
         """Return the diagonal of the GGN, (P,), no entry below a thousandth of the median of its layer."""
         squares = SquaredSum(self.network)
-        for part in self:
+        for part in self.own_parts():
             squares.add(part.jacobians)
-        return floored_by_layer(squares.diagonal(), self.network.selection)
+        return floored_by_layer(squares.diagonal(self.data.processes), self.network.selection)
 
-    def __iter__(self) -> Iterator[JacobianPart]:
+    def __iter__(self) -> Iterator[Part]:
+        """Yield the parts; one of several processes is made of a part of each, or of all its rows if there is one."""
+        processes = self.data.processes
+        if processes.group is None:
+            yield from self.own_parts()
+        elif self.part is None:
+            yield SharedPart(self.own_parts, self.counts[0], processes, self.like)
+        else:
+            own = self.own_parts()
+            for count in self.counts:
+                one = [part] if count[processes.rank] and (part := next(own, None)) else []
+                yield SharedPart(one.__iter__, count, processes, self.like)
+
+    def own_parts(self) -> Iterator[JacobianPart]:
+        """Yield the parts of this process."""
         return (part.double() for part in self._parts()) if self.exact else self._parts()
 
     def _parts(self) -> Iterator[JacobianPart]:
@@ -203,4 +268,4 @@ def fixed(data: Data, most: int) -> Data:
         nbytes += sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
         if nbytes > most:
             return data
-    return Data(kept, data.device, progress=data.progress)
+    return Data(kept, data.device, progress=data.progress, processes=data.processes)

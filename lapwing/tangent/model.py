@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.memory import budget, runs
+from lapwing.core.processes import ALONE, Processes
 from lapwing.curvature.protocols import in_runs
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.network import Network
@@ -48,8 +49,9 @@ def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> Tange
     for batch in data.batches("counting"):
         seen = batch.targets.shape if len(shape) == 2 else batch.targets.shape[:1]  # tokens may differ between batches
         rows += seen[:2].numel() * shape[-1]
+    most = max(data.processes.each(rows))
     room = int(KEPT * budget(network.device))
-    entries = rows * network.selection.size
+    entries = most * network.selection.size
     dtype = torch.float64 if 8 * entries <= EXACT else network.dtype
     if entries * torch.finfo(dtype).bits // 8 <= room:
         return DenseTangent.built(network, likelihood, data, rows, dtype)
@@ -67,6 +69,7 @@ class DenseTangent:
     y: Tensor
     jacobian: Tensor  # (N [T] C, P)
     likelihood: Likelihood
+    processes: Processes = ALONE
     dtype: ClassVar[torch.dtype] = torch.float64
 
     @classmethod
@@ -83,7 +86,10 @@ class DenseTangent:
                 outputs.append(f.flatten(0, -2))
                 targets.append(y.flatten(0, 1) if f.ndim == 3 else y)
                 start = _filled(jacobian, start, tangent)
-        return cls(torch.cat(outputs), torch.cat(targets), jacobian, likelihood)
+        if not outputs:  # of a process without data
+            outputs = [torch.zeros(0, network.output_shape[-1], dtype=torch.float64, device=network.device)]
+            targets = [torch.zeros(0, device=network.device)]
+        return cls(torch.cat(outputs), torch.cat(targets), jacobian, likelihood, data.processes)
 
     def _exactly(self, v: Tensor) -> Tensor:
         """Return J v for one v (P,), in float64."""
@@ -96,21 +102,31 @@ class DenseTangent:
         return tuple(self.jacobian[part] for part in runs(rows, 8 * size, self.jacobian.device))
 
     def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
-        loss, slope = loss_slope(self.likelihood, self.f + self._exactly(delta), self.y)
-        parts, total = self._parts, torch.zeros_like(delta)
-        for rows, slopes in zip(parts, slope.reshape(-1).split([len(rows) for rows in parts]), strict=True):
-            total += slopes @ rows.double()
+        loss, total = delta.new_zeros(()), torch.zeros_like(delta)
+        if len(self.f):
+            loss, slope = loss_slope(self.likelihood, self.f + self._exactly(delta), self.y)
+            parts = self._parts
+            for rows, slopes in zip(parts, slope.reshape(-1).split([len(rows) for rows in parts]), strict=True):
+                total += slopes @ rows.double()
+        loss, total = self.processes.sum([loss, total])
         return float(loss), total
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
+        own = self._own_products(delta, v) if len(self.f) else torch.zeros_like(v, dtype=torch.float64)
+        return self.processes.sum([own])[0]
+
+    def _own_products(self, delta: Tensor, v: Tensor) -> Tensor:
         jv = torch.cat([delta[None], v.to(delta)]).to(self.jacobian) @ self.jacobian.mT
         jv = jv.double().reshape(len(jv), *self.f.shape)
         root = self.likelihood.root(self.f + jv[0], self.y)
         return (root_product(root, jv[1:]).reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
-        h, along = self.f + self._exactly(delta), self._exactly(direction)
-        return torch.stack([self.likelihood.loss(h + t * along, self.y).sum() for t in steps])
+        own = torch.zeros(len(steps), dtype=torch.float64, device=delta.device)
+        if len(self.f):
+            h, along = self.f + self._exactly(delta), self._exactly(direction)
+            own = torch.stack([self.likelihood.loss(h + t * along, self.y).sum() for t in steps])
+        return self.processes.sum([own])[0]
 
 
 def _filled(matrix: Tensor, start: int, tangent: Tangent) -> int:
@@ -149,21 +165,22 @@ class StreamedTangent:
             batch_loss, slope = loss_slope(self.likelihood, f + jv[0], y)
             loss += float(batch_loss)
             total += self.network.vjp(inputs, slope[None].to(self.network.dtype))[0]
-        return loss, total
+        sums = self.data.processes.sum([torch.tensor(loss, dtype=torch.float64), total])
+        return float(sums[0]), sums[1]
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
         total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
         for inputs, f, y, jv in self._products("tangent products", torch.cat([delta[None].to(v), v])):
             root = self.likelihood.root(f + jv[0], y)
             total += self.network.vjp(inputs, root_product(root, jv[1:]).to(self.network.dtype))
-        return total
+        return self.data.processes.sum([total])[0]
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
         total = torch.zeros(len(steps), dtype=torch.float64, device=delta.device)
         for _, f, y, jv in self._products("tangent losses", torch.stack([delta, direction])):
             h = f + jv[0]
             total += torch.stack([self.likelihood.loss(h + t * jv[1], y).sum() for t in steps])
-        return total
+        return self.data.processes.sum([total])[0]
 
 
 def loss_slope(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

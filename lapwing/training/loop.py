@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,24 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data
+from lapwing.core.parts import next_epoch
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import Stream
+from lapwing.core.reading import Readings
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.methods.protocol import refuse_processes
 from lapwing.networks.forward import raw_output, shaped
 from lapwing.networks.network import Network
 from lapwing.posteriors.protocols import Tunable
 from lapwing.problem import Problem, data_count
+from lapwing.training.buffers import Buffers
 from lapwing.training.optimisers import packed, unpacked
 from lapwing.training.recipe import Recipe
 from lapwing.training.state import Epoch, State, refuse_other_recipe, refuse_other_weights
 from lapwing.tuners.protocol import checked_tuner
+
+OTHER_PROCESS = 15_485_863  # between the seeds of two processes, above any number of epochs
 
 
 def run(
@@ -43,8 +49,12 @@ def run(
     The random numbers of an epoch depend only on the recipe's seed and the number of the epoch, so that a resumed
     run ends where an uninterrupted one would, and equal seeds and data give equal results.
     """
-    state = State.load(resume) if isinstance(resume, str | Path) else resume
-    if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
+    processes = data.processes
+    state: State | None = None
+    if processes.writes:
+        state = State.load(resume) if isinstance(resume, str | Path) else resume
+    state = processes.every(state)[0]
+    if checkpoint is not None and processes.writes and not Path(checkpoint).absolute().parent.is_dir():
         raise FileError(f"there is no folder for the checkpoint {checkpoint}; expected one to write to.")
     trainer = _Trainer(network, modes, replace(data, progress=False), likelihood, recipe)
     if state is not None:
@@ -53,7 +63,7 @@ def run(
     for number in epochs:
         trainer.epoch(number)
         epochs.show_text(trainer.status)
-        if checkpoint is not None:
+        if checkpoint is not None and processes.writes:
             trainer.state.save(checkpoint)
     return trainer.outcome()
 
@@ -84,6 +94,7 @@ class _Trainer:
                 "a g-prior depends on the curvature, which changes during training; use per_layer()."
             )
         self.described = recipe.described(self.likelihood, self.prior)
+        refuse_processes(recipe.method, self.data.processes)
         self.update = checked_tuner(recipe.update, self.data)
         self.count = data_count(self.network, self.likelihood, self.data)
         tensors = dict(model.named_parameters())
@@ -120,6 +131,9 @@ class _Trainer:
     def epoch(self, number: int) -> None:
         """Pass over the data once and update the hyperparameters if that is due."""
         self._seed(number)
+        if self.data.share is not None:  # the part of this process may be another one in every epoch
+            next_epoch(self.data.source, number)
+            self.data = replace(self.data, readings=Readings())
         entry = Epoch(number, self._pass(number))
         if self.recipe.updates_after(number):
             entry = self._updated(entry)
@@ -133,11 +147,10 @@ class _Trainer:
             module.training = training or not self.modes[0]
         total, seen = 0.0, 0
         coefficients = self._by_parameter(self.prior.vector.detach())
-        batches = self.data.batches(f"epoch {number}")
-        # L-BFGS compares losses and gradients of several evaluations, so all batches make one step.
-        steps = [tuple(batches)] if self.recipe.full_batch else ((batch,) for batch in batches)
-        for step in steps:
-            size = sum(batch.n_samples for batch in step)
+        exchanged = Buffers.of(self.network.model, self.data.processes)
+        own = 0
+        for step, size in self._steps(number):
+            own += sum(batch.n_samples for batch in step)
             if not self.recipe.full_batch:
                 rate = self.recipe.rate_at((number + min(seen / self.count, 1.0)) / self.recipe.epochs)
                 for group in self.optimiser.param_groups:
@@ -147,7 +160,23 @@ class _Trainer:
             total, seen = total + size * value, seen + size
         # The loss is computed before each step, so it does not show whether the last step was finite.
         self._refuse_not_finite(float(sum(p.detach().sum() for p in self.parameters)), "sum of the weights", number)
+        exchanged.average(own)
         return total / max(seen, 1)
+
+    def _steps(self, number: int) -> Iterator[tuple[tuple[Batch, ...], int]]:
+        """Yield the batches of every step, and the number of data that all processes have for it.
+
+        Some processes may have a batch more than others, which then take part without one.
+        """
+        batches = self.data.batches(f"epoch {number}")
+        # L-BFGS compares losses and gradients of several evaluations, so all batches make one step.
+        steps = iter([tuple(batches)]) if self.recipe.full_batch else ((batch,) for batch in batches)
+        while True:
+            step = next(steps, ())
+            size = sum(self.data.processes.each(sum(batch.n_samples for batch in step)))
+            if not size:
+                return
+            yield step, size
 
     def _refuse_not_finite(self, value: float, what: str, number: int) -> None:
         if not math.isfinite(value):
@@ -166,12 +195,16 @@ class _Trainer:
             with self.stream.drawing():  # checkpointed layers draw again in the backward pass
                 value = self._objective(batches, coefficients)
                 value.backward()
-            return value
+            return self._reduced(value)
 
         return float(torch.as_tensor(self.optimiser.step(closure)).detach())  # type: ignore[arg-type]
 
     def _objective(self, batches: tuple[Batch, ...], coefficients: list[Tensor]) -> Tensor:
-        """Return the mean loss divided by the dispersion plus the prior's penalty divided by the number of data."""
+        """Return the mean loss divided by the dispersion plus the prior's penalty divided by the number of data.
+
+        Of several processes, each returns its part of the sum.
+        """
+        likelihood, processes = self.likelihood, self.data.processes
         likelihood = self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
         losses, count = [], 0
         for batch in batches:
@@ -179,10 +212,21 @@ class _Trainer:
             y = likelihood.targets(f, batch.targets)
             losses.append(likelihood.loss(f, y).sum())
             count += int(likelihood.count(f, y))
-        loss = torch.stack(losses).sum() / max(count, 1)
+        count = sum(processes.each(count))
+        loss = torch.stack(losses).sum() / max(count, 1) if losses else self.parameters[0].new_zeros(())
         terms = zip(coefficients, self.means, self.parameters, strict=True)
         penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
-        return loss / likelihood.dispersion.to(loss) + 0.5 * penalty / self.count
+        return loss / likelihood.dispersion.to(loss) + 0.5 * penalty / (self.count * processes.size)
+
+    def _reduced(self, value: Tensor) -> Tensor:
+        """Return the objective of all processes, and make the gradients those of it."""
+        if self.data.processes.group is None:
+            return value
+        parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+        total, *gradients = self.data.processes.sum([value.detach().double(), *(p.grad for p in parameters)])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return total
 
     def _by_parameter(self, flat: Tensor) -> list[Tensor]:
         """Split a vector (P,) into tensors of the shapes of the parameters."""
@@ -210,8 +254,9 @@ class _Trainer:
             finding = f"prior and noise kept: {error}"
         with torch.no_grad():
             evidence = float(posterior.log_evidence())
-        self.prior = posterior.problem.prior.with_precision(posterior.problem.prior.values.detach())
-        self.noise = None if posterior.noise is None else posterior.noise.detach()
+        same = self.data.processes.same  # rounding may differ between machines
+        self.prior = posterior.problem.prior.with_precision(*same([posterior.problem.prior.values.detach()]))
+        self.noise = None if posterior.noise is None else same([posterior.noise.detach()])[0]
         if not self.best or evidence > self.best["evidence"] or not self.recipe.keep_best:
             self.best = {"evidence": evidence, **self._copied()}
         noise = () if self.noise is None else tuple(self.noise.reshape(-1).tolist())
@@ -253,8 +298,8 @@ class _Trainer:
         self.noise = None if copied["noise"] is None else copied["noise"].to(self.network.device)
 
     def _seed(self, epoch: int) -> None:
-        """Start the random numbers of an epoch, which dropout and loaders draw."""
-        self.stream.restart(self.recipe.seed * 1_000_003 + epoch)
+        """Start the random numbers of an epoch, which dropout and loaders draw; each process has its own."""
+        self.stream.restart(self.recipe.seed * 1_000_003 + epoch + OTHER_PROCESS * self.data.processes.rank)
 
     def outcome(self) -> tuple[Any, State]:
         """Return the posterior under weights, prior and noise of the best epoch, and the state after the last."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
+from lapwing.core.processes import ALONE, Processes
 from lapwing.core.settings import DATA, NONE, POSITIVE, POSITIVE_VALUES, Rule, require, require_integer
 from lapwing.core.trace import Trace
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
@@ -105,7 +106,7 @@ class Budget:
         """Return the mixture of the posteriors with equal weights, with Student tails fitted to the residuals."""
         likelihood = base.problem.likelihood
         if likelihood.learns_dispersion:
-            likelihood = likelihood.with_tails(*fitted_tails(standardised_residuals(base, data)))
+            likelihood = likelihood.with_tails(*fitted_tails(standardised_residuals(base, data), data.processes))
         bases = (base, *self.others)
         tails = [each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale) for each in bases]
         cells = [Cell(i, each) for i, each in enumerate(tails)]
@@ -132,7 +133,7 @@ def budget_weights(scores: Tensor, budget: float) -> Tensor:
 
 
 def standardised_residuals(base: Any, data: Data) -> Iterator[Tensor]:
-    """Yield the residuals of each batch over their noise, flat, in float64, by one forward pass over the data."""
+    """Yield this process's residuals of each batch over their noise, flat, in float64, by one forward pass."""
     network, likelihood = base.problem.network, base.problem.likelihood
     for batch in data.batches("residuals"):
         _, y = checked_targets(network, likelihood, batch)
@@ -140,10 +141,11 @@ def standardised_residuals(base: Any, data: Data) -> Iterator[Tensor]:
         yield ((f - y.double()) / likelihood.noise_variance.to(f).sqrt()).flatten()
 
 
-def fitted_tails(residuals: Iterable[Tensor]) -> tuple[float, float]:
+def fitted_tails(residuals: Iterable[Tensor], processes: Processes = ALONE) -> tuple[float, float]:
     """Return degrees and scale of the Student distribution of largest likelihood; tails must be clearly better.
 
-    The likelihood of every candidate is summed piece by piece, so that memory does not grow with the residuals.
+    The likelihood of every candidate is summed piece by piece, so that memory does not grow with the residuals, and
+    over the residuals of all processes.
     """
     candidates = [(math.inf, 1.0)]
     candidates += [(degrees, 0.4 + 0.025 * k) for degrees in DEGREES if degrees < math.inf for k in range(29)]
@@ -151,5 +153,6 @@ def fitted_tails(residuals: Iterable[Tensor]) -> tuple[float, float]:
     for z in residuals:
         totals += torch.stack([log_density(z / scale, degrees).sum() for degrees, scale in candidates]).to(totals)
         count += len(z)
+    totals, count = processes.sum([totals])[0], sum(processes.each(count))
     costs = [count * math.log(scale) + (0.0 if degrees == math.inf else GAIN) for degrees, scale in candidates]
     return candidates[int((totals - torch.tensor(costs, dtype=torch.float64)).argmax())]

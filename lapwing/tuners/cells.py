@@ -175,14 +175,17 @@ def thinned(grid: CellGrid, scores: Tensor) -> CellGrid:
 def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
     """Return log p(y | x, cell) of every datum and cell, (n, cells) in float64.
 
-    One pass over the data for all cells; ``limit`` ends it after so many data. Data whose target is ignored are left
-    out.
+    One pass over the data for all cells; ``limit`` ends it after so many data, of which each process takes its share.
+    Data whose target is ignored are left out.
     """
     if limit is not None and grid.bases[0].solves_for_inputs:
         limit = min(limit, FEW_POINTS)
+    limit = None if limit is None else -(-limit // data.processes.size)
     rows: list[Tensor] = []
     count = 0
     members = [member(grid.bases, belief) for belief in grid.beliefs]
+    for each in () if data.processes.alone else members:
+        each.prepare()  # not at the first batch: a process may have none
     network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
     wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
     numbers, kept = drawn_numbers(members, wide, likelihood), Kept()
@@ -193,9 +196,10 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             each = torch.cat([_cell_scores(grid, beliefs, y[part]) for part, beliefs in parts]).double()
             rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
             count += len(rows[-1])
-    if not count:
+    if not sum(data.processes.each(count)):
         raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
-    scores = torch.cat(rows)[:limit]
+    scores = data.processes.gather(torch.cat(rows)[:limit] if rows else None)
+    assert scores is not None
     if not bool(torch.isfinite(scores).all()):
         raise DataError(
             f"{data.name}: {int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; "

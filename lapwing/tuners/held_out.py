@@ -264,7 +264,8 @@ def _one_pass(candidates: Sequence[Any], data: Data, metric: Metric, folds: int)
     likelihoods = [candidate.problem.likelihood for candidate in candidates]
     totals = torch.zeros(folds, len(candidates), dtype=torch.float64)
     counts, sizes = (torch.zeros(folds, dtype=torch.float64) for _ in range(2))
-    position = n_scored = 0
+    n_scored = len(candidates)
+    position = _first_position(data) if folds > 1 else 0
     with torch.no_grad():
         for targets, beliefs in _beliefs(candidates, data):
             n_scored = len(beliefs)
@@ -282,7 +283,15 @@ def _one_pass(candidates: Sequence[Any], data: Data, metric: Metric, folds: int)
                 sizes[k] += float(f.double().abs().sum())
                 for i, (likelihood, belief) in enumerate(zip(likelihoods, beliefs, strict=False)):
                     totals[k, i] += count * _number(metric(_predicted(likelihood, belief, rows), y[rows]))
-    return _Pass(totals[:, :n_scored], counts, sizes)
+    n_scored = min(data.processes.each(n_scored))
+    return _Pass(*data.processes.sum([totals[:, :n_scored].contiguous(), counts, sizes]))
+
+
+def _first_position(data: Data) -> int:
+    """Return the number of data of the processes before this one, by a pass without the network if there are any."""
+    if data.processes.alone:
+        return 0
+    return data.processes.start(sum(batch.n_samples for batch in data.batches("counting")))[0]
 
 
 def _predicted(likelihood: Likelihood, belief: FunctionGaussian | FunctionSamples, rows: Any) -> Any:
@@ -328,6 +337,8 @@ def _beliefs(
     """Yield the targets of each chunk and the beliefs of the first candidates, as many as fit at the first chunk."""
     network = candidates[0].problem.network
     group = [replace(candidate) for candidate in candidates]  # copies, whose cached factorisations are freed with them
+    for each in () if data.processes.alone else group:
+        each.prepare()  # not at the first batch: a process may have none
     limit: float = KEPT * temporary(network.device)
     for batch in data.batches("held-out data"):
         sample_count(network, batch)

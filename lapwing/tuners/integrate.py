@@ -97,15 +97,18 @@ class Integrate:
         if self.training is None:
             return ()
         marks = [_marks(batch.inputs) for batch in data.batches("comparing data")]
-        rows, counts = torch.cat(marks).unique(return_counts=True)
+        everywhere = data.processes.gather(torch.cat(marks) if marks else None)
+        assert everywhere is not None
+        rows, counts = everywhere.unique(return_counts=True)
         if not len(rows):
             return ()
-        repeated = torch.zeros_like(rows, dtype=torch.bool)
+        repeated = torch.zeros_like(rows)
         for batch in self.training.batches("comparing data"):
             own = _marks(batch.inputs)
             place = torch.searchsorted(rows, own).clamp_max(len(rows) - 1)
-            repeated[place[rows[place] == own]] = True
-        share = float(counts[repeated].sum() / counts.sum())
+            repeated[place[rows[place] == own]] = 1
+        (repeated,) = data.processes.sum([repeated])  # a row may be among the training data of any process
+        share = float(counts[repeated > 0].sum() / counts.sum())
         if share < REPEATED:
             return ()
         return (

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, as_data
+from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs
+from lapwing.core.processes import ALONE
 from lapwing.core.settings import DATA, FLAG, NONE, POSITIVE, Rule, require, require_integer
 from lapwing.curvature.seeds import root_seeds
 from lapwing.errors import DataError, UnsupportedError
@@ -43,6 +44,11 @@ def _term(inputs: Inputs, targets: Tensor, problem: Problem) -> Tensor:
     count = likelihood.count(f, y)
     fit = -likelihood.loss(f, y).sum() / phi - count * likelihood.log_normaliser(phi, network.output_shape[-1])
     return fit - 0.5 * logdet
+
+
+def _no_term(problem: Problem) -> Tensor:
+    """Return zero, for a process without data: it takes part in the sums over all."""
+    return 0 * problem.prior.values.double().sum()
 
 
 def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> Iterator[Term]:
@@ -92,8 +98,12 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     if core is not posterior:
         posterior.fingerprint.refuse_other(network.model)
     total = torch.zeros((), dtype=torch.float64, device=network.device)
-    for term in terms(core.problem, as_data(data, network.device), block):
-        total = total + term(core.problem)
+    processes = getattr(posterior, "processes", ALONE)
+    with processes.together():
+        part = data if isinstance(data, Data) else Data(data, network.device, processes=processes)
+        for term in terms(core.problem, part, block):
+            total = total + term(core.problem)
+        total = processes.total(total)
     return total - 0.5 * core.problem.prior.penalty(core.theta.double())
 
 
@@ -152,19 +162,20 @@ class MaximiseBound:
                 "MaximiseBound(noise=True) learns one noise for all outputs, and this likelihood has one for each; "
                 "use MaximiseEvidence, or Gaussian() with a single noise."
             )
-        n_blocks = sum(1 for _ in terms(posterior.problem, data, self.block, "counting blocks"))
-        if not n_blocks:
+        n_blocks, processes = sum(1 for _ in terms(posterior.problem, data, self.block, "counting")), data.processes
+        if not any(processes.each(n_blocks)):
             raise DataError("the data have no blocks; expected at least one datum.")
         x = search.start.requires_grad_()
         optimiser = torch.optim.Adam([x], lr=self.rate)
         theta = posterior.theta.double()
         endless = chain.from_iterable(terms(posterior.problem, data, self.block) for _ in count())
-        for number, term in enumerate(islice(endless, self.steps)):
+        blocks = islice(endless, self.steps) if n_blocks else repeat(_no_term, self.steps)  # a part may be empty
+        for number, term in enumerate(blocks):
             for group in optimiser.param_groups:
                 group["lr"] = self.rate * (1 - number / self.steps)
             with torch.inference_mode(False), torch.enable_grad():
-                problem = search.at(x).problem
-                value = n_blocks * term(problem) - 0.5 * problem.prior.penalty(theta)
+                own = n_blocks * term(search.at(*processes.entering(x)).problem)  # each process adds one of its blocks
+                value = processes.total(own) - 0.5 * search.at(x).problem.prior.penalty(theta)
                 search.record(x, float(value.detach()))
                 optimiser.zero_grad()
                 (-value / posterior.problem.network.selection.size).backward()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from lapwing.core.data import Data, as_data
-from lapwing.core.settings import FUNCTION, Rule
+from lapwing.core.processes import ALONE, Processes
+from lapwing.core.settings import FUNCTION, Rule, is_data
 from lapwing.errors import UnsupportedError
 
 
@@ -56,11 +58,22 @@ def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
     return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
 
 
-def applied(tuner: Tuner, posterior: Any, data: Data | None = None) -> Any:
+def applied(tuner: Tuner, posterior: Any, data: Data | None = None, processes: Processes = ALONE) -> Any:
     """Return the posterior that the tuner makes of this one; raise if it makes none."""
-    tuned = checked_tuner(tuner, data)(posterior)
+    together = processes if data is None else data.processes
+    tuned = spread(checked_tuner(tuner, data), together, posterior.problem.network.device)(posterior)
     Rule("a posterior", lambda v: hasattr(v, "problem")).check(f"the result of the tuner {tuner!r:.60}", tuned)
     return tuned
+
+
+def spread(tuner: Tuner, processes: Processes, device: torch.device) -> Tuner:
+    """Return the tuner with its own ``data`` as one part of several, if there are several processes."""
+    own = getattr(tuner, "data", None)
+    if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
+        return tuner
+    part = Data(own, device, name=f"data of {type(tuner).__name__}", processes=processes)
+    part.look()  # raises if other processes read the same
+    return replace(tuner, data=part)  # type: ignore[type-var, return-value]
 
 
 def required_data(tuner: str, source: Iterable[Any] | Data | None, device: torch.device) -> Data:

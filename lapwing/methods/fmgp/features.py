@@ -80,7 +80,7 @@ class Table:
             outputs.append(f)
             targets.append(y.double() if y.is_floating_point() else y)
         table = cls(torch.cat(features), torch.cat(outputs), torch.cat(targets))
-        return table, total_loss(likelihood, zip(outputs, targets, strict=True))
+        return table, total_loss(likelihood, zip(outputs, targets, strict=True)).over(data.processes)
 
     def rows(self, index: Tensor) -> Table:
         """Return the rows with these numbers."""

@@ -194,7 +194,7 @@ class LinearisedResponse(Linearised):
         if not self.wide:
             return gram_product(self.design, v)
         total = torch.zeros_like(v)
-        for part in self.design:
+        for part in self.design.own_parts():
             total += part.jacobians.double().gram(v)
         return total
 

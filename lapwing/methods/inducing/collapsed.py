@@ -30,23 +30,26 @@ def collapsed_bound(points: InducingPoints, data: Data) -> Callable[[Tensor], tu
     """
     problem, network, prior = points.problem, points.problem.network, points.problem.prior
     sweep = Sweep(network, problem.likelihood, data, label="inducing points")
-    jacobians = [jacobian.formed().double().formed() for jacobian in sweep]
+    jacobians, processes = [jacobian.formed().double().formed() for jacobian in sweep], data.processes
     precision = prior_precision(prior, network.layout, network.selection)
-    prior_trace = sum(float(precision.quadratic(jacobian, False).sum()) for jacobian in jacobians)
+    own_trace = sum(float(precision.quadratic(jacobian, False).sum()) for jacobian in jacobians)
+    prior_trace = float(processes.sum([torch.tensor(own_trace, dtype=torch.float64)])[0])
 
     def bound(moves: Tensor) -> tuple[Tensor, float]:
-        anchors = points.anchors.differentiable(points.moved(moves))
+        anchors = points.anchors.differentiable(points.moved(*processes.entering(moves)))
         kernel = prior_kernel(anchors, prior)
         if not bool(torch.isfinite(kernel.detach()).all()):
             return torch.nan * (moves.sum() + points.log_scale), math.nan
         white = smooth_whitening(kernel)
-        rows = torch.cat([prior_kernel(jacobian, prior, anchors) for jacobian in jacobians]) @ white
+        empty = white.new_zeros(0, len(white))  # a process may have no data
+        rows = torch.cat([empty, *(prior_kernel(jacobian, prior, anchors) for jacobian in jacobians)]) @ white
+        gram = processes.total(rows.mT @ rows)
         scale = points.log_scale.exp()
         ratio = scale / points.likelihood.dispersion.to(scale)
         eye = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        factor = torch.linalg.cholesky(eye + ratio * (rows.mT @ rows))
+        factor = torch.linalg.cholesky(eye + ratio * gram)
         logdet = factor.diagonal().log().sum()
-        value = 0.5 * ratio * (prior_trace - rows.square().sum()) + logdet
+        value = 0.5 * ratio * (prior_trace - gram.diagonal().sum()) + logdet
         with torch.no_grad():
             divergence = logdet - 0.5 * (len(eye) - torch.cholesky_inverse(factor).diagonal().sum())
         if problem.learn_prior:

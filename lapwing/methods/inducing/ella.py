@@ -58,6 +58,7 @@ class ELLA:
     num_landmarks: int = 2000
     rank: int = 20
     residual: bool = False
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: ELLA(num_landmarks=rows, rank=weights), "linear"),
@@ -87,7 +88,9 @@ class ELLA:
             )
         generator = independent_generator(generator)
         placement = Placement(network, Pool.drawn(data, self.num_landmarks, generator), generator)
-        rows = leading_rows(placement.landmarks(self.num_landmarks), prior, self.rank)
+        landmarks = placement.landmarks(self.num_landmarks)
+        one = lambda: [leading_rows(landmarks, prior, self.rank)]
+        ((rows,),) = data.processes.shared([one], [1.0], network.device)
         directions = rows / prior.vector.detach().to(rows)
         squares = SquaredSum(network) if self.residual else None
         gram, statistics = within(problem, data, directions, squares)
@@ -96,7 +99,8 @@ class ELLA:
         values, basis = eigh(gram)
         _, singular, vectors = svd((basis * values.clamp_min(0).sqrt()).mT @ rows)
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
-        return WeightPosterior.fitted(problem, BoundedCurvature(part, squares.diagonal()), statistics)
+        diagonal = squares.diagonal(data.processes)
+        return WeightPosterior.fitted(problem, BoundedCurvature(part, diagonal), statistics)
 
     def cost(self, workload: Workload) -> Cost:
         points = min(self.num_landmarks, workload.rows)
@@ -140,4 +144,5 @@ def within(
             squares.add(jacobians)
         features = jacobians.jvp(directions).to(total).flatten(1)
         total += features @ features.mT
+    (total,) = data.processes.sum([total])
     return total, sweep.statistics

@@ -113,7 +113,7 @@ class InducingPoints:
         if self.inducing is None:
             white = whitening(self.anchors.kernel(prior))
             information, ggn_diagonal = _information(problem, data, self.anchors, white)
-            mix = white @ _root(information)
+            (mix,) = data.processes.same([white @ _root(information)])
         else:
             white = smooth_whitening(self.anchors.kernel(prior))
             mix = white @ _root(self.inducing.information) * problem.likelihood.dispersion.to(white).sqrt()
@@ -144,7 +144,8 @@ def _information(problem: Problem, data: Data, anchors: Anchors, white: Tensor) 
         rows = anchors.against(jacobians, problem.prior) @ white
         information += rows.mT @ rows
         squares.add(jacobians)
-    return information, squares.diagonal()
+    (information,) = data.processes.sum([information])
+    return information, squares.diagonal(data.processes)
 
 
 def whitened_rows(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.pool import shuffled
+from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import EarlyStopping, ProgressBar
+from lapwing.core.random import numbered_generator
 from lapwing.core.trace import Step
 from lapwing.errors import NumericalError
 from lapwing.likelihoods.energies import energy, refuse_ignored
+from lapwing.likelihoods.protocol import Likelihood
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
 from lapwing.methods.inducing.points import InducingPoints, whitened_rows
@@ -40,7 +44,8 @@ def learn_stochastic(points: InducingPoints, data: Data, settings: VaLLA, genera
     Cost of a step: the work of C backward passes over a batch, a differentiable backward pass over the M points, their
     (B C, M) kernel and M³. It does not depend on the number of training data.
     """
-    learning = Stochastic.of(points, settings.alpha)
+    own = Own.of(data, points.n_samples)
+    learning = Stochastic.of(points, settings.alpha, own)
     optimiser = learning.optimiser(settings.learning_rate)
     total = settings.steps or STEPS["none" if optimiser is None else "adam"]
     validation = stopping = None
@@ -49,12 +54,12 @@ def learn_stochastic(points: InducingPoints, data: Data, settings: VaLLA, genera
         check = lambda: validation.best_factor(learning.snapshot(), COARSE)[:2]
         stopping = EarlyStopping(check, max(1, total // 20), settings.patience)
     bar, steps = ProgressBar(range(total), "inducing points", data.progress), []
-    batches = shuffled(data, settings.batch_size, generator)
+    batches = own.batches(data, settings.batch_size, points.n_samples, generator)
     with torch.inference_mode(False):
         for number in bar:
             batch, before = next(batches), learning.inducing
             # A batch that is a small share of the data is a noisy estimate and gets a short step.
-            shortest = max(0.02, 0.1 * len(batch.targets) / points.n_samples)
+            shortest = max(0.02, 0.1 * own.rows(batch) / points.n_samples)
             value, divergence = learning.step(batch, optimiser, max(shortest, 1 / (number + 1)))
             if not math.isfinite(value):
                 raise NumericalError(
@@ -88,6 +93,66 @@ def _not_converged(steps: list[Step]) -> tuple[str, ...]:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Own:
+    """The data of this process among those of all: each takes its share of every batch."""
+
+    count: int
+    processes: Processes
+
+    @classmethod
+    def of(cls, data: Data, total: int) -> Own:
+        """Return the share of this process, by a pass without the network if there are others."""
+        alone = data.processes.alone
+        return cls(total if alone else sum(batch.n_samples for batch in data.batches("counting")), data.processes)
+
+    def batches(self, data: Data, size: int, total: int, generator: torch.Generator) -> Iterator[Batch | None]:
+        """Return this process's parts of batches of ``size`` rows, without end; None for a process without data."""
+        if not self.count:
+            return repeat(None)
+        drawing = numbered_generator(generator, self.processes.rank) if self.processes.rank else generator
+        return shuffled(data, max(1, round(size * self.count / total)), drawing)
+
+    def rows(self, batch: Batch | None) -> int:
+        """Return the number of rows of a batch in all processes."""
+        return sum(self.processes.each(0 if batch is None else len(batch.targets)))
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """The part of a batch that one process has, as far as the objective needs it; without outputs if it has no data."""
+
+    likelihood: Likelihood
+    alpha: float
+    entered: tuple[Tensor, ...]  # all that is learned
+    share: float = 1.0  # data of the process for each datum of the batch
+    f: Tensor | None = None
+    y: Tensor | None = None
+    prior_cov: Tensor | None = None
+    rows: Tensor | None = None  # whitened, (B, [T,] C, r)
+
+    def energy(self, q: Inducing, share: float = 1.0) -> Tensor:
+        """Return the sum of the energies, times a factor, differentiable in all that is learned."""
+        if self.rows is None or self.prior_cov is None:
+            nothing = [0 * t.sum().double() for t in self.entered]
+            return torch.stack([*nothing, q.average.new_zeros(())]).sum()
+        return share * self._energy(q.posterior_cov(self.prior_cov, self.rows))
+
+    def _energy(self, cov: Tensor) -> Tensor:
+        assert self.f is not None
+        assert self.y is not None
+        return energy(self.likelihood, self.alpha, self.f, cov, self.y).sum()
+
+    def information(self, q: Inducing) -> Tensor:
+        """Return the information of this part, (r, r), from the slope of its energy in the covariance."""
+        if self.rows is None or self.prior_cov is None:
+            return torch.zeros_like(q.average)
+        leaf = q.posterior_cov(self.prior_cov, self.rows).detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self._energy(leaf), leaf)
+        return self.share * torch.einsum("...cr,...cd,...ds->rs", self.rows, -(slope + slope.mT), self.rows)
+
+
 @dataclass(eq=False)
 class Stochastic:
     """The state of learning on batches. It is mutable, as Adam is: ``step`` changes it."""
@@ -96,12 +161,14 @@ class Stochastic:
     alpha: float
     moves: Tensor | None  # displacements of the points in their units; None if they are fixed
     inducing: Inducing
+    own: Own
 
     @classmethod
-    def of(cls, points: InducingPoints, alpha: float) -> Stochastic:
+    def of(cls, points: InducingPoints, alpha: float, own: Own | None = None) -> Stochastic:
         """Return the initial state: the points where they are, and a covariance without data."""
         points, moves = points.learnable(noise=alpha > 0)
-        return cls(points, alpha, moves, Inducing.before_data(len(points.anchors), points.log_scale))
+        own = Own(points.n_samples, ALONE) if own is None else own
+        return cls(points, alpha, moves, Inducing.before_data(len(points.anchors), points.log_scale), own)
 
     def optimiser(self, rate: float) -> torch.optim.Optimizer | None:
         """Return Adam over locations, prior and noise, as far as they are learned; None if none of them is."""
@@ -114,45 +181,54 @@ class Stochastic:
         """Return the points in their present state."""
         return replace(self.points.copied(self.moves), inducing=self.inducing)
 
-    def step(self, batch: Batch, optimiser: torch.optim.Optimizer | None, length: float) -> tuple[float, float]:
-        """Take a natural-gradient step of this length and one of Adam; return objective and KL before them."""
-        points, alpha = self.points, self.alpha
-        share = points.n_samples / len(batch.targets)
+    def step(self, batch: Batch | None, optimiser: torch.optim.Optimizer | None, length: float) -> tuple[float, float]:
+        """Take a natural-gradient step of this length and one of Adam; return objective and KL before them.
+
+        ``batch`` is the part of a batch that this process has; None if it has no data.
+        """
+        points, alpha, processes = self.points, self.alpha, self.own.processes
         with torch.enable_grad():
-            anchors, white = self._anchors()
-            likelihood, scale = points.likelihood, points.log_scale.exp()
-            f, y, prior_cov, rows = whitened_rows(points.problem, batch, anchors, white)
-            prior_cov, rows = scale * prior_cov, scale.sqrt() * rows
-            cov = self.inducing.posterior_cov(prior_cov, rows)
-            leaf = cov.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(energy(likelihood, alpha, f, leaf, y).sum(), leaf)
-            value = -share * energy(likelihood, alpha, f, cov, y).sum() + self.inducing.divergence()
+            terms = self._terms(batch)
+            value = -processes.total(terms.energy(self.inducing, terms.share)) + self.inducing.divergence()
             if points.problem.learn_prior:  # below alpha = 1 the prior variance would otherwise shrink to zero
-                value = value + 0.5 * (1 - alpha) * points.penalty / scale
+                value = value + 0.5 * (1 - alpha) * points.penalty / points.log_scale.exp()
             if optimiser is not None:
                 optimiser.zero_grad()
                 variables = [t for group in optimiser.param_groups for t in group["params"]]
                 value.backward(inputs=variables)  # the graph contains the weights too, which must get no gradient
                 optimiser.step()
         with torch.no_grad():
-            information = share * torch.einsum("...cr,...cd,...ds->rs", rows, -(slope + slope.mT), rows)
+            (information,) = processes.sum([terms.information(self.inducing)])
             divergence = float(self.inducing.divergence())
-
-            def objective(q: Inducing) -> float:
-                return float(q.divergence() - energy(likelihood, alpha, f, q.posterior_cov(prior_cov, rows), y).sum())
-
-            if optimiser is None and len(batch.targets) == points.n_samples:
+            objective = lambda q: float(q.divergence() - processes.total(terms.energy(q)))
+            if optimiser is None and self.own.rows(batch) == points.n_samples:
                 self.inducing = self._line_search(information, objective)
             else:
                 self.inducing = self.inducing.updated(information, length)
         return float(value.detach()), divergence
 
-    def _anchors(self) -> tuple[tuple[LayerJacobians, ...], Tensor]:
-        """Return the rows J_Z at the present locations, in parts, and the whitening of their kernel."""
+    def _terms(self, batch: Batch | None) -> Terms:
+        """Return what the objective needs of the part of a batch, differentiable in all that is learned."""
+        given = (self.points.log_scale, self.points.log_noise, self.moves)
+        learned = [t for t in given if t is not None and t.requires_grad]
+        entered = self.own.processes.entering(*learned)
+        inside = iter(entered)
+        log_scale, log_noise, moves = (next(inside) if t is not None and t.requires_grad else t for t in given)
+        assert log_scale is not None
+        points = self.points if not entered else replace(self.points, log_scale=log_scale, log_noise=log_noise)
+        if batch is None:
+            return Terms(points.likelihood, self.alpha, entered)
+        anchors, white = self._anchors(moves)
+        scale, share = points.log_scale.exp(), self.own.count / len(batch.targets)
+        f, y, prior_cov, rows = whitened_rows(points.problem, batch, anchors, white)
+        return Terms(points.likelihood, self.alpha, entered, share, f, y, scale * prior_cov, scale.sqrt() * rows)
+
+    def _anchors(self, moves: Tensor | None) -> tuple[tuple[LayerJacobians, ...], Tensor]:
+        """Return the rows J_Z after these moves, in parts, and the whitening of their kernel."""
         anchors, prior = self.points.anchors, self.points.problem.prior
-        if self.moves is None:
+        if moves is None:
             return anchors.parts, smooth_whitening(anchors.kernel(prior))
-        jacobian = anchors.differentiable(self.points.moved(self.moves))
+        jacobian = anchors.differentiable(self.points.moved(moves))
         return (jacobian,), smooth_whitening(prior_kernel(jacobian, prior))
 
     def _line_search(self, information: Tensor, objective: Callable[[Inducing], float]) -> Inducing:
@@ -215,4 +291,5 @@ class Validation:
                 for i, cov in enumerate(covs):
                     totals[i] += float(likelihood.predict(FunctionGaussian(f, cov)).log_prob(y).sum())
                 count += len(f)
-        return [total / count for total in totals]
+        (sums,) = self.data.processes.sum([torch.tensor([*totals, count], dtype=torch.float64)])
+        return (sums[:-1] / sums[-1]).tolist()

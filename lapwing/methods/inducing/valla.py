@@ -81,6 +81,7 @@ class VaLLA:
     patience: int = 5
     candidates: int = 1000
     validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # those of fit
+    spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (Exactness(lambda weights, rows: VaLLA(num_inducing=rows), "network"),),
         small=lambda model: {"": VaLLA(num_inducing=3, steps=2)},

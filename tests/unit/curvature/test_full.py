@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lapwing as lw
 from lapwing.core.data import Data
+from lapwing.core.processes import ALONE
 from lapwing.curvature import full, hessian
 from lapwing.curvature.sweep import PerOutputCurvature
 from lapwing.linalg.gram import STRIP
@@ -151,7 +152,7 @@ def test_memory_of_the_matrix() -> None:
     size = network.selection.size
     assert size > 2 * STRIP
     matrix = 8 * size**2
-    sweep = SimpleNamespace(runs=lambda width: [network.linearise(x).jacobians()])
+    sweep = SimpleNamespace(runs=lambda width: [network.linearise(x).jacobians()], processes=ALONE)
     assert matrix <= peak(lambda: full.full_curvature(sweep, network)) < 1.9 * matrix
     curvature = full.FullCurvature(torch.eye(size, dtype=torch.float64), network.selection)
     prior = isotropic(1.0).bound(network.selection, network.theta())
