@@ -29,6 +29,7 @@ from benchmarks.clock import Peak, best_of, machine
 from lapwing.core.data import Data
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.blockwise import blockwise_sum
+from lapwing.curvature.factors import FACTOR_LIMIT
 from lapwing.curvature.kronecker import kronecker_curvature
 from lapwing.curvature.seeds import Seeds
 from lapwing.curvature.sweep import Sweep
@@ -67,7 +68,7 @@ def heads(full: bool) -> Iterator[str]:
         data = Data(batches, torch.device("cpu"), progress=False)
         sweep = Sweep(network, lw.Categorical(), data, Seeds("ggn"), closed=closed)
         if method == "Kron":
-            return kronecker_curvature(sweep, network, "expand", 1024)
+            return kronecker_curvature(sweep, network, "expand", 1024, FACTOR_LIMIT)
         return blockwise_sum(sweep, network, [DiagonalSum(block, network) for block in network.layout])
 
     batches = list(zip(x.split(128), y.split(128), strict=True))

@@ -177,6 +177,8 @@ def joined_processes(own: Any | None, processes: Processes, device: torch.device
     given = [each for each in processes.every(own) if each is not None]
     if not given:
         raise DataError("the loader is empty in all processes: no batch was yielded; expected at least one.")
+    if isinstance(given[0], AveragedClasses):
+        return on_device(AveragedClasses.joined(given), device)
     parts = tuple(part for each in given for part in each.parts) if all(each.parts for each in given) else ()
     if isinstance(given[0], JoinedClasses):
         return on_device(JoinedClasses(joined_rows([each.logs for each in given]), parts), device)
