@@ -52,7 +52,7 @@ def test_chunks_of_directions_and_samples_fit_the_budget(monkeypatch: pytest.Mon
     model, inputs = case.build(), case.batch(SIZE)
     network = Network.build(model, inputs)
     v = torch.randn(COUNT, network.selection.size, dtype=D)
-    numbers = max(network.selection.total, 2 * network.footprint.width)
+    numbers = max(network.selection.total, network.footprint.width)
     monkeypatch.setattr(directional, "temporary", lambda device: 2 * 8 * numbers)
     seen: list[tuple[int, int]] = []
     plain = passes.pushed
