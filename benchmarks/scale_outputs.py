@@ -204,7 +204,11 @@ def fits(device: torch.device, full: bool) -> Iterator[str]:
     fit = partial(lw.fit, model, train, "classification", method=method, progress=False)
     clock = Clock(device)
     fit(prior=1.0)
-    rows = {"given prior": {"prior": 1.0}, "guarded (default)": {}, "512 validation data": {"validation": held_out}}
+    rows: dict[str, dict[str, Any]] = {
+        "given prior": {"prior": 1.0},
+        "guarded (default)": {},
+        "512 validation data": {"validation": held_out},
+    }
     for name, settings in rows.items():
         seconds = clock.best(1, partial(fit, **settings))
         yield f"fit, {name:20s} {seconds:7.2f} s"

@@ -241,7 +241,7 @@ class MixturePosterior(Posterior):
                 n, generator, lambda each, count: each.deviations(count, generator), lambda _: none, none
             )
             moving = steps.any(1)  # not those of the plain network
-            f, products = outputs_along(self.problem.network, x, steps[moving])
+            f, products = outputs_along(self.members[0].problem.network, x, steps[moving])
             out = f.repeat(n, *[1] * f.ndim)
             out[moving] += products
             return out
@@ -261,8 +261,8 @@ class MixturePosterior(Posterior):
     @property
     def _one_tangent_model(self) -> bool:
         """Whether all beliefs are about the weights of the same tangent model."""
-        network = self.problem.network
-        return all(isinstance(each, HasDeviations) and each.problem.network is network for each in self.members)
+        networks = {id(each.problem.network) for each in self.members}
+        return len(networks) == 1 and all(isinstance(each, HasDeviations) for each in self.members)
 
     def _all_with(self, capability: Any, what: str) -> tuple[Any, ...]:
         """Return the posterior of each belief; raise if a base has not this capability."""
