@@ -139,9 +139,9 @@ class Data:
             batch = self._checked(batch, position)
             if share is not None and share.rows is not None and rows + batch.n_samples > share.rows:
                 batch = self._without_repeated(batch, rows, share)
+                if not batch.n_samples:
+                    continue
             rows += batch.n_samples
-            if not batch.n_samples:
-                continue
             if reading is not None:
                 leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
                 reading.add((*leaves, batch.targets), batch.n_samples)

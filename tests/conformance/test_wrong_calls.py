@@ -183,7 +183,7 @@ TABLE: list[tuple[str, Call, list[Any]]] = [
     ("pos_weight", lambda _: lw.Bernoulli(pos_weight=_), ["1", 1j, -1.0, [-1.0], NAN, object()]),
     ("binary link", lambda _: lw.Bernoulli(link=_), [None, "bridge", 3, {"probit"}]),
     # Methods
-    ("Kron curvature", lambda _: lw.Kron(curvature=_), [None, "gnn", 3, ["ggn"], X]),
+    ("Kron curvature", lambda _: lw.Kron(curvature=_), ["", "gnn", 3, ["ggn"], X]),
     ("Kron sharing", lambda _: lw.Kron(sharing=_), [None, "expnd", 3, X]),
     ("Kron full_limit", lambda _: lw.Kron(full_limit=_), [None, -1, 0.5, "10"]),
     ("Full limit", lambda _: lw.Full(limit=_), [None, 0, 0.5, "10"]),

@@ -40,7 +40,7 @@ def test_pieces_are_the_whole(rows: int, channels_first: bool, monkeypatch: pyte
 
 
 def test_only_large_jacobians_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Jacobian of 2 kB for each sample is below the limit as it is; and a graph must not be broken by changes in place."""
+    """A Jacobian of 2 kB for each sample is below the limit; and a graph must not be broken by changes in place."""
     part = jacobian(False)
     assert not part._near_cache
     monkeypatch.setattr(near_cache, "NEAR", 500)  # a row of 36 numbers fits, seven do not
