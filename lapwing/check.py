@@ -1,23 +1,35 @@
-"""A report before fitting: how each parameter is handled, and what each method would cost."""
+"""A report before fitting: how each parameter is handled, what each method would take, and the method to choose."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lapwing.core.data import TARGET_KEYS
 from lapwing.core.inputs import Inputs, accepts, moved
-from lapwing.core.settings import NONE, Rule, is_integer
+from lapwing.core.settings import FLAG, NONE, Rule, is_integer
 from lapwing.errors import DataError
-from lapwing.methods.protocol import Cost, HasCost
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.methods.protocol import Cost, HasCost, Workload
 from lapwing.methods.workload import workload_of
 from lapwing.networks.forward import device_of, outside_autocast
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.registry import METHODS, named
+from lapwing.priors.given import Isotropic
+from lapwing.problem import Problem
+from lapwing.registry import METHODS, Auto, Choice, named
+from lapwing.trials import Trials
+
+AUTO = Rule("the limits of the choice, such as lw.Auto(memory=2**30, seconds=60)", lambda v: isinstance(v, Auto))
+NAMES = Rule(
+    f"a list of names of methods, out of {', '.join(METHODS)}",
+    lambda v: isinstance(v, list | tuple) and all(isinstance(name, str) and name in METHODS for name in v),
+)
 
 
 @dataclass(frozen=True)
@@ -39,9 +51,17 @@ class Report:
     dtype: str
     layers: tuple[Layer, ...]
     costs: Mapping[str, Cost]  # by the name of the method's class
+    recommended: Choice  # the method that ``Auto`` would take for these data, and why
+    workload: Workload = field(repr=False)  # for the cost of other settings: lw.Kron(sharing="reduce").cost(workload)
     scale_free: tuple[ScaleFree, ...] = ()  # groups of weights whose scale does not change the outputs
-    data: int = 0  # the number of data that the costs are for
+    inputs: int = 0  # the number of inputs of a prediction
     unknown: tuple[str, ...] = field(default=())  # registered methods that do not say what they cost
+    timed: bool = False  # whether methods were timed on the batch
+
+    @property
+    def data(self) -> int:
+        """The number of data that the costs are for."""
+        return self.workload.data
 
     def __str__(self) -> str:
         width = max(len(layer.name) for layer in self.layers)
@@ -52,74 +72,132 @@ class Report:
         if self.scale_free:
             lines += ["", "weights whose scale the network ignores (see per_normalised_group):"]
             lines += [f"  {group}" for group in self.scale_free]
+        return "\n".join([*lines, "", *self._table(), "", self._basis(), "", f"Recommended: {self.recommended.why}"])
+
+    def _table(self) -> list[str]:
+        """Return the lines of the table of methods."""
         width = max(len(name) for name in ("KernelSpace", *self.costs, *self.unknown))
-        none = f"{'-':>10s} {'-':>12s}"
-        lines += ["", f"{'method':{width}s} {'stores':>10s} {'fit / epoch':>12s}"]
+        row = f"{{:{width}s}} {{:>9s}} {{:>9s}} {{:>9s}} {{:>9s}} {{:>10s}}  {{}}"
+        lines = [row.format("method", "stores", "peak", "fit/epoch", "fit", "predict/f", "").rstrip()]
         for name, cost in self.costs.items():
-            figures = f"{_bytes(cost.stored):>10s} {cost.fit_epochs:12.1f}" if cost.supported else none
-            lines.append(f"{name:{width}s} {figures}  {cost.note}".rstrip())
-        lines += [f"{name:{width}s} {none}  cost unknown" for name in self.unknown]
-        lines += ["", f"Costs are counted in multiplications, for {self.data} data; times on a machine differ."]
-        return "\n".join(lines)
+            figures = ["-"] * 5
+            if cost.supported:
+                seconds = "-" if cost.fit_seconds is None else _seconds(cost.fit_seconds)
+                sizes = _bytes(cost.stored), _bytes(cost.peak)
+                figures = [*sizes, _number(cost.fit_epochs), seconds, _number(cost.predict_passes)]
+            lines.append(row.format(name, *figures, cost.note).rstrip())
+        return lines + [row.format(name, *["-"] * 5, "cost unknown") for name in self.unknown]
+
+    def _basis(self) -> str:
+        """Return what the figures are for, and where they are from."""
+        what = f"For {self.data} data and predictions of {self.inputs} inputs"
+        if self.timed:
+            return f"{what}, extrapolated from times on this machine with one batch."
+        return f"{what}, counted in operations; timed=True measures on one batch."
 
 
 @outside_autocast
-def check(model: nn.Module, batch: Inputs, *, weights: Weights | str | None = None, data: int | None = None) -> Report:
-    """Report how Lapwing handles a model, and the memory and time of each registered method, without fitting one.
+@torch.inference_mode(False)
+def check(
+    model: nn.Module,
+    batch: Inputs,
+    *,
+    likelihood: Likelihood | str | None = None,
+    weights: Weights | str | None = None,
+    data: int | None = None,
+    auto: Auto | None = None,
+    timed: bool | Sequence[str] = False,
+) -> Report:
+    """Report how Lapwing handles a model, the memory and time of each method, and the one to choose; fit nothing.
 
     Args:
         model: The network, in evaluation mode.
         batch: A few inputs as ``fit`` takes them, or ``(inputs, targets)``.
+        likelihood: As for ``fit``, for the predictions that are timed; "classification" for several outputs and
+            "regression" for one if None.
         weights: The choice of weights, as in ``fit``; all by default.
         data: The number of training data that the costs are for; as many as in the batch by default.
+        auto: The limits under which the recommended method is chosen; ``lw.Auto()`` by default.
+        timed: Whether to fit every method to the batch and predict it, for times on this machine; or the names of the
+            methods for which to do so, such as ``["kron", "diagonal"]``. A method whose trial would take more than
+            ten seconds is counted at the speed of plain passes.
 
     Returns:
-        The layers, the groups of weights whose scale the network ignores, and the costs; print it to read it.
+        The layers, the groups of weights whose scale the network ignores, the costs, and the recommended method; print
+        it to read it.
 
     Raises:
         DataError: If ``data`` is below 1, or the batch cannot be used.
         ModelError: If ``fit`` would refuse the model, with the same message.
+        UnsupportedError: If another argument is not one of the above.
 
-    Cost: a few forward passes and one backward pass, and up to four more forward passes for each layer, to see which
-    scales the network ignores.
+    Cost: a few forward and backward passes, and up to four more forward passes for each layer, to see which scales
+    the network ignores. With ``timed`` a fit of each method to one batch, and to eight where that is quick.
 
-    >>> import torch
     >>> report = check(nn.Linear(3, 2), torch.zeros(4, 3))
     >>> report.layers[0].handled
     'linear map, with its bias'
     >>> report.costs["Full"].stored
-    512
+    544
+    >>> type(report.recommended.method).__name__
+    'Full'
     """
     whole = Rule("the number of training data, at least 1", lambda v: is_integer(v) and v >= 1, DataError)
     (whole | NONE).check("data", data)
+    (AUTO | NONE).check("auto", auto)
+    (FLAG | NAMES).check("timed", timed)
     device = device_of(model)
-    inputs = moved(_inputs(model, batch), lambda t: t.to(device))
+    given, targets = _inputs(model, batch)
+    inputs = moved(given, lambda t: t.to(device))
     network = Network.build(model, inputs, named("weights", weights))
+    problem = _problem(network, likelihood)
     workload = workload_of(network, inputs, data)
     layers = [
         Layer("+".join(block.names), block.size, work.positions, block.handling)
         for block, work in zip(network.layout, workload.blocks, strict=True)
     ]
-    methods = [kind() for kind in METHODS.values()]
+    methods = {type(method).__name__: method for method in (kind() for kind in METHODS.values())}
+    to_time = METHODS if timed is True else timed or ()
+    costs = {name: method.cost(workload) for name, method in methods.items() if isinstance(method, HasCost)}
+    if to_time:
+        trials = Trials.of(problem, inputs, None if targets is None else targets.to(device), workload)
+        names = {type(METHODS[name]()).__name__ for name in to_time}
+        costs = {name: trials.timed(methods[name], cost) if name in names else cost for name, cost in costs.items()}
     return Report(
-        workload.weights, network.output_shape, str(network.dtype).removeprefix("torch."), tuple(layers),
-        {type(method).__name__: method.cost(workload) for method in methods if isinstance(method, HasCost)},
-        scale_free_groups(network, inputs), workload.data,
-        tuple(type(method).__name__ for method in methods if not isinstance(method, HasCost)),
+        workload.weights, network.output_shape, str(network.dtype).removeprefix("torch."), tuple(layers), costs,
+        recommended(workload, device, Auto() if auto is None else auto), workload,
+        scale_free_groups(network, inputs), network.count(inputs),
+        tuple(name for name in methods if name not in costs), bool(to_time),
     )  # fmt: skip
 
 
-def _inputs(model: nn.Module, batch: Inputs) -> Inputs:
-    """Return the inputs alone: a pair is (inputs, targets) unless the model needs two arguments."""
+def recommended(workload: Workload, device: torch.device, auto: Auto) -> Choice:
+    """Return what ``fit(..., method=auto)`` chooses for these data, if the prior precision is to be learned."""
+    auto = replace(auto, gpu=auto.gpu or device.type == "cuda")
+    return auto.choose(workload.weights, workload.rows, workload.single, True, workload)
+
+
+def _problem(network: Network, likelihood: Likelihood | str | None) -> Problem:
+    """Return the problem that methods are timed on."""
+    usual = "classification" if network.output_shape[-1] > 1 else "regression"
+    chosen: Likelihood = named("likelihood", usual if likelihood is None else likelihood)
+    return Problem(network, chosen, Isotropic(1.0).bound(network.selection, network.theta(), None), False)
+
+
+def _inputs(model: nn.Module, batch: Inputs) -> tuple[Inputs, Tensor | None]:
+    """Return inputs and targets, if there are any: a pair has both unless the model needs two arguments."""
     if isinstance(batch, Mapping):
-        return {key: value for key, value in batch.items() if key not in TARGET_KEYS}
+        targets = [value for key, value in batch.items() if key in TARGET_KEYS]
+        inputs = {key: value for key, value in batch.items() if key not in TARGET_KEYS}
+        return inputs, targets[0] if len(targets) == 1 and isinstance(targets[0], Tensor) else None
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        return batch
-    first = batch[0]
+        return batch, None
+    first: Any = batch[0]
     suffices = isinstance(first, Mapping) or accepts(model, (first,))
     if isinstance(first, tuple | list):
         suffices = suffices or accepts(model, tuple(first))
-    return first if suffices else batch
+    second = batch[1] if isinstance(batch[1], Tensor) else None
+    return (first, second) if suffices else (batch, None)
 
 
 def _bytes(count: int) -> str:
@@ -128,3 +206,16 @@ def _bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def _number(value: float) -> str:
+    """Write a ratio with three digits or so."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _seconds(value: float) -> str:
+    """Write seconds, in a unit that fits."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if value >= 2 * size:
+            return f"{value / size:.1f} {unit}"
+    return f"{1000 * value:.0f} ms" if value >= 0.01 else f"{1000 * value:.1f} ms"

@@ -57,8 +57,10 @@ class Diagonal:
         return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Diagonal"))
 
     def cost(self, workload: Workload) -> Cost:
-        workload = workload.with_curvature(self.curvature, self.draws)
-        return workload.cost(workload.itemsize * workload.weights, workload.all_outputs + workload.squares)
+        workload, size = workload.with_curvature(self.curvature, self.draws), workload.weights
+        fit, predict = workload.blockwise + workload.squares, workload.predicted(workload.quadratic)
+        peak = workload.jacobian_bytes(formed=True) + 8 * size
+        return workload.cost(workload.itemsize * size, peak, fit, predict, workload.draws)
 
     @classmethod
     def offer(cls, budget: Budget) -> Offer:

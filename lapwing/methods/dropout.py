@@ -68,10 +68,12 @@ class MCDropout:
         return MembersPosterior(problem, members, statistics, network.theta())
 
     def cost(self, workload: Workload) -> Cost:
-        note = (
-            f"{self.samples} forward passes for a prediction" if workload.dropout else "the model has no dropout layer"
+        if not workload.dropout:
+            return Cost.refused("the model has no dropout layer")
+        predict = self.samples * workload.forward
+        return workload.cost(
+            0, workload.activations + workload.itemsize * workload.parameters, workload.forward, predict
         )
-        return workload.cost(workload.itemsize * workload.parameters, workload.forward, note, workload.dropout)
 
 
 WHOLE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)  # layers that drop whole channels

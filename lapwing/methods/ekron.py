@@ -13,6 +13,7 @@ from lapwing.curvature.factors import FACTOR_LIMIT
 from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import Sweep, chosen_seeds
+from lapwing.methods.kronecker_work import KroneckerWork
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
@@ -74,10 +75,12 @@ class EKron:
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:
-            return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
+            return Cost.refused("single weights have no Kronecker structure")
         workload = workload.with_curvature(self.curvature, self.draws)
-        factors = 2 * workload.factor_work(self.factor_limit) + workload.seeds * workload.other_blocks(self.full_limit)
-        work = 2 * workload.all_outputs + factors + workload.squares
-        stored = workload.itemsize * (workload.factors(self.factor_limit) + workload.weights)
-        note = "; ".join(filter(None, ("two passes", workload.diagonal_factors(self.factor_limit))))
-        return workload.cost(stored, work, note)
+        factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
+        peak = workload.jacobian_bytes(formed=True) + factors.nbytes + 8 * workload.weights  # the diagonals are float64
+        corrected = factors.rotated(workload.seeds, closed=True) + workload.squares
+        fit = 2 * workload.blockwise + factors.sums + corrected
+        predict = workload.predicted(factors.rotated(workload.outputs) + workload.quadratic)
+        note = "; ".join(filter(None, ("two passes", factors.note)))
+        return workload.cost(factors.basis_bytes, peak, fit, predict, factors.decompositions + factors.draws, note)

@@ -90,8 +90,14 @@ class Ensemble:
 
     def cost(self, workload: Workload) -> Cost:
         count = self.members if self.train is not None or not self.models else 1 + len(self.models)
-        stored = workload.itemsize * count * workload.parameters
-        return workload.cost(stored, count * workload.forward, f"{count} networks; their training is not counted")
+        stored, passes = workload.itemsize * count * workload.parameters, count * workload.forward
+        return workload.cost(
+            stored, workload.activations, passes, passes, note=f"{count} networks; their training is not counted"
+        )
+
+    def trial(self, workload: Workload) -> None:
+        """Return None: without its networks there is nothing to time."""
+        return
 
 
 @dataclass(frozen=True, eq=False)

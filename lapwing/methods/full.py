@@ -14,7 +14,8 @@ from lapwing.curvature.hessian import full_hessian
 from lapwing.curvature.seeds import CURVATURES, DRAWS, checked_curvature
 from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.errors import UnsupportedError
-from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
+from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
+from lapwing.methods.work import HALVES
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
@@ -71,10 +72,17 @@ class Full:
         return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Full"))
 
     def cost(self, workload: Workload) -> Cost:
-        size, supported = workload.weights, workload.weights <= self.limit
-        work = workload.all_outputs + workload.outputs * size**2
-        note = "" if supported else f"over {self.limit} weights: choose fewer"
-        return workload.cost(8 * size**2, work, note, supported)
+        size = workload.weights
+        if size > self.limit:
+            return Cost.refused(f"over {self.limit} weights: choose fewer")
+        head = workload.lone_head
+        workload = workload.with_curvature(self.curvature, self.draws)
+        formed = Work() if head else workload.whole(workload.seeds)
+        fit = workload.blockwise + formed + Work(doubles=(0.4 if head else HALVES * workload.seeds) * size**2)
+        whole = Work() if head else workload.whole(workload.outputs)
+        predict = workload.predicted(whole + Work(doubles=0.5 * (1 if head else workload.outputs) * size**2))
+        peak, once = workload.jacobian_bytes() + 16 * size**2, Work(cubes=size**3 / 3)
+        return workload.cost(8 * size**2, peak, fit, predict, once)
 
     @classmethod
     def offer(cls, budget: Budget) -> Offer:

@@ -16,7 +16,7 @@ from lapwing.core.spectra import svd
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.seeds import checked_curvature
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
+from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_unsteady
@@ -77,9 +77,14 @@ class KernelSpace:
 
     def cost(self, workload: Workload) -> Cost:
         rows, size = workload.rows, workload.weights
-        work = workload.all_outputs + workload.outputs * (2 * rows * size + 9 * rows**2)
-        note = f"{rows} rows" if rows <= self.limit else f"{rows} rows, over {self.limit}: fewer data"
-        return workload.cost(8 * min(rows, size) * size, work, note, rows <= self.limit)
+        if rows > self.limit:
+            return Cost.refused(f"{rows} rows, over {self.limit}: fewer data")
+        rank = min(rows, size)
+        fit = workload.repeated(0, 1) + workload.whole(workload.outputs).in_double
+        once = Work(doubles=rows * rank * size, cubes=2 * rows * rank * size + 9 * rank**3)
+        predict = workload.low_rank(rank)
+        peak = 8 * (rank * size + 2 * rows * rank) + workload.jacobian_bytes() + workload.kept
+        return workload.cost(8 * rank * (size + 1), peak, fit, predict, once, f"{rows} rows")
 
     @classmethod
     def offer(cls, budget: Budget) -> Offer:

@@ -12,6 +12,7 @@ from lapwing.curvature.factors import FACTOR_LIMIT
 from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import chosen_seeds, swept
+from lapwing.methods.kronecker_work import KroneckerWork
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
@@ -80,12 +81,13 @@ class Kron:
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:
-            return Cost(0, 0.0, "single weights have no Kronecker structure", supported=False)
+            return Cost.refused("single weights have no Kronecker structure")
         workload = workload.with_curvature(self.curvature, self.draws)
-        others = workload.other_blocks(self.full_limit)
-        work = workload.all_outputs + workload.factor_work(self.factor_limit) + workload.seeds * others
-        stored = 8 * (workload.factors(self.factor_limit) + others)
-        return workload.cost(stored, work, workload.diagonal_factors(self.factor_limit))
+        factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
+        peak = workload.jacobian_bytes() + factors.basis_bytes
+        predict = workload.predicted(factors.rotated(workload.outputs) + workload.quadratic)
+        once = factors.decompositions + factors.draws
+        return workload.cost(factors.nbytes, peak, workload.blockwise + factors.sums, predict, once, factors.note)
 
     @classmethod
     def offer(cls, budget: Budget) -> Offer | None:
@@ -110,7 +112,7 @@ class Kron:
 
     def _needs(self, workload: Workload, gpu: bool) -> tuple[float, float, float]:
         """Return the bytes of factors and eigenvectors, and the multiplications of the pass and of decompositions."""
-        memory = (8 + workload.itemsize) * workload.factors(self.factor_limit) + workload.itemsize * workload.weights
-        one_pass = self.cost(workload).fit_epochs * workload.training * workload.data
-        cubes = workload.decompositions(self.factor_limit)
-        return memory, one_pass, cubes * DECOMPOSITION["gpu" if gpu else "cpu"]
+        workload = workload.with_curvature(self.curvature, self.draws)
+        factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
+        cubes = factors.decompositions.cubes * DECOMPOSITION["gpu" if gpu else "cpu"]
+        return factors.nbytes + factors.basis_bytes, self.cost(workload).fit.total, cubes

@@ -14,8 +14,8 @@ from lapwing.core.settings import POSITIVE, require_integer
 from lapwing.curvature.low_rank import LowRankCurvature
 from lapwing.curvature.seeds import checked_curvature
 from lapwing.linalg.design import gram_product
-from lapwing.linalg.krylov import leading_eigenpairs
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
+from lapwing.linalg.krylov import OVERSAMPLE, leading_eigenpairs
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign
@@ -83,5 +83,13 @@ class LowRank:
         return WeightPosterior.fitted(problem, curvature, design.statistics)
 
     def cost(self, workload: Workload) -> Cost:
-        work = 8 * self.rank * workload.forward
-        return workload.cost(8 * self.rank * workload.weights, work, f"rank {self.rank}")
+        size = workload.weights
+        rank = min(self.rank, size)
+        basis = min(size, max(2 * rank, rank + OVERSAMPLE))
+        times = -(-basis // self.block) + 3  # products that find the basis, look for copies, and check the operator
+        vectors = basis + self.block
+        fit = workload.repeated(0, times) + workload.products(vectors).in_double
+        fit += Work(numbers=2 * times * workload.formed)  # in float64
+        once = Work(doubles=6 * basis**2 * size, numbers=8 * basis * size)
+        peak = 8 * (basis + 4 * self.block) * size + workload.jacobian_bytes() + workload.kept
+        return workload.cost(8 * rank * (size + 1), peak, fit, workload.low_rank(rank), once, f"rank {rank}")

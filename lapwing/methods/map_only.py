@@ -39,4 +39,6 @@ class MapOnly:
         return PointPosterior(problem, statistics, problem.network.theta())
 
     def cost(self, workload: Workload) -> Cost:
-        return workload.cost(0, workload.forward, "no error bars from the weights")
+        return workload.cost(
+            0, workload.activations, workload.forward, workload.forward, note="no error bars from the weights"
+        )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -13,12 +13,16 @@ from torch import nn
 
 from lapwing.core.data import Data
 from lapwing.core.processes import Processes
-from lapwing.curvature.factors import decomposition_work, factor_numbers, most_rows
-from lapwing.curvature.seeds import MANY
 from lapwing.errors import UnsupportedError
+from lapwing.methods.costs import Cost, Workload
+from lapwing.methods.work import BlockWork, Work
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
 
+__all__ = [
+    "AutoCandidate", "BlockWork", "Budget", "Conformance", "Cost", "Exactness", "HasCost", "HasTrial", "Method",
+    "NeedsPrior", "Offer", "SpansProcesses", "StopsEarly", "Work", "Workload", "refuse_processes", "with_validation",
+]  # fmt: skip
 M = TypeVar("M")
 
 
@@ -73,174 +77,23 @@ def with_validation(method: M, validation: Data) -> M:
     return stopped
 
 
-@dataclass(frozen=True)
-class FactorWork:
-    """The sizes of one Kronecker factor."""
-
-    side: str
-    size: int
-    rows: int  # at most its rank
-    summed: int  # outer products that its sum takes
-
-
-@dataclass(frozen=True)
-class BlockWork:
-    """The sizes of one block of parameters."""
-
-    size: int
-    positions: int = 1  # T: pixels, tokens or time steps that share the weight
-    form: tuple[int, int, int] | None = None  # (groups, d_out, d_in) of a linear map; None for other parameters
-    closed: bool = False  # the last layer, whose curvature needs no seeds
-    lookup: bool = False  # the table of an embedding, whose inputs are one-hot
-
-    @property
-    def product(self) -> int:
-        """Multiplications of the linear map for one datum."""
-        return 0 if self.form is None else self.positions * self.size
-
-    def factors(self, data: int, seeds: int) -> Iterator[FactorWork]:
-        """Yield the Kronecker factors that are no diagonal of counts."""
-        if self.form is not None:
-            groups, d_out, d_in = self.form
-            uses = data * self.positions
-            for _ in range(groups):
-                if not self.lookup:
-                    yield FactorWork("input", d_in, uses, uses)
-                yield FactorWork(
-                    "output", d_out, uses * (d_out if self.closed else seeds), uses * (1 if self.closed else seeds)
-                )
-
-    @property
-    def gradient(self) -> int:
-        """Numbers kept of the gradient of one output: the two factors of a linear map, or the row itself if shared."""
-        if self.form is None or self.positions > 1:
-            return self.size
-        groups, d_out, d_in = self.form
-        return groups * (d_in + d_out)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A network and its data in numbers, from which a method computes its cost. Work is counted in multiplications."""
-
-    blocks: tuple[BlockWork, ...]
-    weights: int  # P, the chosen weights
-    parameters: int  # of the whole model
-    output_shape: tuple[int, ...]  # (C,) or (T, C)
-    input_size: int  # numbers in one input
-    data: int
-    itemsize: int  # bytes of a number in the dtype of the network
-    width: int  # numbers that a backward pass holds for one datum and one output
-    single: bool = False  # weights are chosen one by one, so they have no Kronecker structure
-    dropout: bool = False  # the model has a dropout layer
-    drawn: int | None = None  # labels for each datum, if the curvature is estimated from them
-
-    @property
-    def outputs(self) -> int:
-        """Numbers in the output for one input: C, or T C with an output for each token."""
-        return torch.Size(self.output_shape).numel()
-
-    def with_curvature(self, curvature: str | None, draws: int) -> Workload:
-        """Return the workload of this curvature; None is the default, an estimate where there are many outputs."""
-        many = self.outputs > MANY and not all(block.closed for block in self.blocks)
-        estimated = curvature == "fisher_mc" or (curvature is None and many)
-        return replace(self, drawn=draws if estimated else None)
-
-    @property
-    def seeds(self) -> int:
-        """Backward passes for each datum: one for each output, or for each label that is drawn."""
-        return self.outputs if self.drawn is None else self.drawn
-
-    @property
-    def rows(self) -> int:
-        """Rows of the Jacobian over all data: n C."""
-        return self.data * self.outputs
-
-    @property
-    def forward(self) -> int:
-        """Work of a forward pass for one datum."""
-        return sum(block.product for block in self.blocks)
-
-    @property
-    def backward(self) -> int:
-        """Work of a backward pass for one datum, without gradients of the weights and of the first layer's input."""
-        products = [block.product for block in self.blocks if block.product]
-        return sum(products[1:])
-
-    @property
-    def training(self) -> int:
-        """Work of a plain training step for one datum: a forward and a backward pass, and the weights' gradients."""
-        return max(1, 2 * self.forward + self.backward)
-
-    @property
-    def all_outputs(self) -> int:
-        """Work of a forward pass and a backward pass for each output, or for each label drawn, for one datum."""
-        return self.forward + self.seeds * self.backward
-
-    @property
-    def gradient(self) -> int:
-        """Numbers kept of the gradient of one output; also the work for one entry of the tangent kernel."""
-        return sum(block.gradient for block in self.blocks)
-
-    @property
-    def squares(self) -> int:
-        """Work to sum the squared gradients of all outputs for one datum."""
-        once = lambda block: block.form is not None and (block.positions == 1 or block.closed)
-        each = lambda block: block.positions * block.size
-        return sum(block.product if once(block) else self.seeds * each(block) for block in self.blocks)
-
-    def _factors(self) -> list[FactorWork]:
-        return [factor for block in self.blocks for factor in block.factors(self.data, self.seeds)]
-
-    def factors(self, limit: int) -> int:
-        """Return how many numbers the Kronecker factors of all linear maps have, with this ``factor_limit``."""
-        counts = sum(block.form[2] for block in self.blocks if block.form is not None and block.lookup)
-        return counts + sum(factor_numbers(each.size, each.rows, limit) for each in self._factors())
-
-    def decompositions(self, limit: int) -> float:
-        """Return the sum of cubes that the decompositions of all factors take, with this ``factor_limit``."""
-        return sum(decomposition_work(each.size, each.rows, limit) for each in self._factors())
-
-    def diagonal_factors(self, limit: int) -> str:
-        """Say which factors would be a diagonal above this ``factor_limit``; empty if none."""
-        wide = [f for f in self._factors() if f.size > limit and f.rows > most_rows(f.size, limit)]
-        listed = list(dict.fromkeys(f"{f.side} factor diagonal: {f.size:,} > {limit:,}" for f in wide))
-        return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
-
-    def factor_work(self, limit: int) -> float:
-        """Return the work of the sums of all Kronecker factors for one datum, with this ``factor_limit``."""
-        is_matrix = lambda f: most_rows(f.size, limit) < f.rows and f.size <= limit
-        return sum(f.summed * f.size * (f.size if is_matrix(f) else 1) for f in self._factors()) / self.data
-
-    def other_blocks(self, full_limit: int) -> int:
-        """Return the size of blocks that are no linear map: a matrix up to ``full_limit`` entries, a diagonal above."""
-        sizes = [block.size for block in self.blocks if block.form is None]
-        return sum(size**2 if size <= full_limit else size for size in sizes)
-
-    def kernel(self, points: int) -> int:
-        """Return the work for the gradient of one output at each of ``points`` inputs, and for their kernel."""
-        return points * (self.forward + self.backward) + points**2 * self.gradient
-
-    def cost(self, stored: int, work: float, note: str = "", supported: bool = True) -> Cost:
-        """Return the cost of a fit with this ``work`` for each datum."""
-        return Cost(stored, work / self.training, note, supported)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a fit, before anything is fitted."""
-
-    stored: int  # bytes that the posterior keeps
-    fit_epochs: float  # work of the fit over that of one plain forward and backward pass over the same data
-    note: str = ""
-    supported: bool = True
-
-
 @runtime_checkable
 class HasCost(Protocol):
     """A method that knows its cost; ``check`` prints "cost unknown" for others."""
 
     def cost(self, workload: Workload) -> Cost: ...
+
+
+@runtime_checkable
+class HasTrial(Protocol):
+    """A method whose fit takes many steps whatever the data; ``check`` times a form of it with a few.
+
+    The other methods are timed as they are, with few data.
+    """
+
+    def trial(self, workload: Workload) -> Method | None:
+        """Return a quick form for these data; None if no quick form tells how long the method takes."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.operators import Solution
 from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
-from lapwing.methods.protocol import Budget, Conformance, Cost, Offer, Workload
+from lapwing.methods.protocol import Budget, Conformance, Cost, Offer, Work, Workload
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem
@@ -31,6 +31,7 @@ from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unste
 STOCHASTIC = ("sgd", "sdd")
 SOLVERS = ("krylov", "cg", *STOCHASTIC)
 BASIS = 320  # rows in a typical Krylov basis
+GROWTH = 10.0  # times the cubic root of the number of rows: vectors that are multiplied with the curvature, as measured
 VECTORS = 20  # vectors of P numbers that a solve holds for each sample at its peak, as measured, products included
 SQUARES = 4  # (d, d) matrices that belong to a basis of d rows
 SOLVES = 4  # cost of samples whose prior precision is learned, in solves at one precision
@@ -130,11 +131,16 @@ class Sampled:
         return SampledPosterior(problem, solver, design.statistics, network.theta())
 
     def cost(self, workload: Workload) -> Cost:
-        basis = min(BASIS, workload.weights)
-        vectors = basis + 2 * self.num_samples
-        work = workload.all_outputs + 4 * vectors * workload.forward
-        note = f"{self.num_samples} samples, a basis of {basis}"
-        return workload.cost(8 * vectors * workload.weights, work, note)
+        size, count = workload.weights, self.num_samples
+        vectors = min(size, max(4 * self.width, int(GROWTH * workload.rows ** (1 / 3))))
+        basis = min(BASIS, vectors)
+        fit = workload.repeated(vectors, -(-vectors // self.width))
+        once = Work(doubles=6 * basis**2 * size, numbers=8 * vectors * size)
+        ways = 2 * count * workload.forward, workload.jacobians() + workload.along(count)
+        along = min(ways, key=lambda work: work.total)
+        peak = 8 * (vectors + VECTORS * count) * size + workload.jacobian_bytes() + workload.kept
+        note = f"{count} samples, {-(-vectors // self.width)} products with the curvature; more if the prior is weak"
+        return workload.cost(8 * count * (size + 1), peak, fit, workload.forward + along, once, note)
 
     @classmethod
     def offer(cls, budget: Budget) -> Offer:

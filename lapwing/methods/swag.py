@@ -21,7 +21,7 @@ from lapwing.core.schema import ABOVE_ZERO, MEMBERS, Array, Whole
 from lapwing.core.settings import POSITIVE, is_real, require_integer
 from lapwing.core.state import State, saved
 from lapwing.errors import FileError, NumericalError, UnsupportedError
-from lapwing.methods.protocol import Conformance, Cost, Workload
+from lapwing.methods.protocol import Conformance, Cost, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of, spread
 from lapwing.posteriors.point import PointPosterior
@@ -29,6 +29,7 @@ from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
+SMALLEST = FIRST / 2**HALVINGS
 NEAR, FAR = 0.1, 1.0  # limits on the rise of the loss (see Descent.run) for a rate chosen here, and for a given one
 
 
@@ -122,14 +123,23 @@ class SWAG:
     def cost(self, workload: Workload) -> Cost:
         stored = workload.itemsize * (self.rank + 2) * workload.weights
         if 2 * workload.data < 3 * self.batch_size:
-            note = f"{workload.data} data are one mini-batch of {self.batch_size}: lower batch_size"
-            return Cost(stored, 0.0, note, supported=False)
+            return Cost.refused(f"{workload.data} data are one mini-batch of {self.batch_size}: lower batch_size")
         epochs: float = self.snapshots * self.epochs_between
         if self.steps_between is not None:
             epochs = self.snapshots * self.steps_between * self.batch_size / workload.data
-        work = epochs * workload.training + (1 + self.samples) * workload.forward
+        fit = epochs * workload.training + (1 + self.samples) * workload.forward
+        steps = epochs * workload.data / self.batch_size
+        once = Work(numbers=8 * steps * workload.weights)  # the optimiser's sums, in float64
+        drawn = Work(self.rank * workload.weights, numbers=workload.weights) / workload.inputs  # once for all inputs
+        predict = self.samples * (workload.forward + drawn)
+        peak = 8 * 4 * workload.weights + workload.activations
         trials = "" if self.learning_rate is not None else ", and those that try learning rates"
-        return workload.cost(stored, work, f"{epochs:.3g} epochs of SGD{trials}")
+        return workload.cost(stored, peak, fit, predict, once, f"{epochs:.3g} epochs of SGD{trials}")
+
+    def trial(self, workload: Workload) -> SWAG:
+        """Return the method with a few steps, at a learning rate that is not tried first."""
+        settings = {"snapshots": self.rank, "epochs_between": 1, "steps_between": 1}
+        return replace(self, **settings, learning_rate=self.learning_rate or SMALLEST)
 
     def _draws(self, descent: Descent) -> tuple[Draws, float]:
         """Return the draws and the learning rate, which is chosen if none is given."""

@@ -10,6 +10,7 @@ import torch
 from lapwing.core.memory import PIECE, evenly, runs, working
 
 GRADIENTS = 0.5  # share of the memory for intermediate results that the gradients of one chunk may take
+USUAL = 1.25  # copies of its gradients that a backward pass has in memory, as measured; at most two
 # For speed, in bytes:
 JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # the gradients of joined batches
 CACHED = 32 * 2**20  # gradients of a chunk on a CPU: near its caches a chunk is a third faster
@@ -69,6 +70,13 @@ class Footprint:
     def forward_runs(self, batch: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
         """Yield runs of samples whose activations fit the byte budget, for passes that record no gradients."""
         return runs(batch, _itemsize(dtype) * (self.graph + self.patches), device, GRADIENTS)
+
+    def chunk_bytes(self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Return the bytes that the largest chunk of a batch usually takes: less than chunks are made for."""
+        first = next(iter(self.chunks(batch, seeds, dtype, device)))
+        samples = first.stop - first.start
+        run = min(seeds, self.at_once(samples, dtype, device))
+        return int(samples * (USUAL * self._bytes(run, dtype, 1) + _itemsize(dtype) * self.graph))
 
     def at_once(self, samples: int, dtype: torch.dtype, device: torch.device, width: int = 0) -> int:
         """Return how many seeds fit the byte budget together for this many samples; at least one.

@@ -15,8 +15,10 @@ from lapwing.likelihoods.energies import refuse_energy, refuse_ignored
 from lapwing.methods.fmgp.features import Sight, Table, Units, last_layer_network
 from lapwing.methods.fmgp.learning import Learning, State
 from lapwing.methods.fmgp.posterior import KERNELS, FunctionPosterior
-from lapwing.methods.protocol import Conformance, Cost, Workload, with_validation
+from lapwing.methods.protocol import Conformance, Cost, Work, Workload, with_validation
 from lapwing.problem import Problem
+
+TRIAL = 20  # steps that are timed
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,20 @@ class FMGP:
 
     def cost(self, workload: Workload) -> Cost:
         if len(workload.output_shape) > 1:
-            return Cost(0, 0.0, "outputs for each token: use Kron", supported=False)
+            return Cost.refused("outputs for each token: use Kron")
         linear = [block.form for block in workload.blocks if block.form is not None]
         by_features = self.kernel == "features" or (self.kernel is None and workload.outputs > 1)
         dimensions = linear[-1][2] if by_features and linear else workload.input_size
         points, batch = self.num_inducing, self.batch_size
         kernel = points * (batch + points) * dimensions  # of a batch with the points, and of the points
-        step = 3 * (kernel + workload.outputs * batch * points**2 + points**3)  # with its gradient
+        rows = workload.outputs * batch * points
+        step = 3 * Work(doubles=kernel + rows * points, numbers=4 * rows, cubes=points**3)  # with its gradient
+        predict = workload.forward + Work(doubles=points * dimensions + workload.outputs * points**2)
+        stored = 8 * (points * (dimensions + points + 1) + workload.outputs**2)
+        peak = 8 * (workload.data * (dimensions + workload.outputs) + 6 * rows) + workload.activations
         note = f"{points} points, {self.steps} steps of {batch} data without the network"
-        return workload.cost(
-            8 * points * (dimensions + points), workload.forward + self.steps * step / workload.data, note
-        )
+        return workload.cost(stored, peak, workload.forward, predict, self.steps * step, note)
+
+    def trial(self, workload: Workload) -> FMGP:
+        """Return the method with a few steps."""
+        return replace(self, steps=min(self.steps, TRIAL))

@@ -33,6 +33,8 @@ MODES = ("nonlinear", "linearised", "pretrained")
 SOLVERS = ("newton", "adam")
 WIDE = 1_000_000  # largest number of weights for which everything runs in float64
 TUNED = 0.05  # default tolerance of variances by Adam
+ITERATIONS = 100  # products with the curvature that a system is assumed to take
+EPOCHS = 30  # gradients over all data that the response of an output is assumed to take
 EXACT = 20_000  # largest number of weights for which Newton steps are the default
 
 HFLPosterior = ResponsePosterior | LinearisedResponse | PushedWeights
@@ -163,16 +165,27 @@ class HFL:
 
     def cost(self, workload: Workload) -> Cost:
         """Return the cost of two Newton steps and the Hessian at their end: two gradients for each product with it."""
-        size = workload.weights
+        size, data, wide = workload.weights, workload.data, 8 * workload.weights
         if self.mode == "linearised":
+            predict = ITERATIONS * data * workload.products(workload.outputs)
+            note = "at every prediction one linear system for each output"
             return workload.cost(
-                8 * size, workload.all_outputs, "at every prediction one linear system for each output"
+                wide + workload.kept, workload.jacobian_bytes(), workload.repeated(0, 1), predict, note=note
             )
         if self._uses_adam(size):
-            return workload.cost(8 * size, workload.forward, "by Adam, at every prediction")
-        products = 3 * (size if size <= DENSE else 100)
-        stored = 8 * size * (size + 1 if size <= DENSE else 1)
-        return Cost(stored, 2.0 * products, "at every prediction some tens of epochs for each output")
+            steps = 2 * self.steps * self.batch_size * workload.outputs  # a push up and one down
+            return workload.cost(
+                wide, 6 * wide, workload.forward, steps * workload.training, note="by Adam, at every prediction"
+            )
+        products = 3 * (size if size <= DENSE else ITERATIONS)
+        stored = wide * (size + 1 if size <= DENSE else 1)
+        predict = 2 * EPOCHS * data * workload.outputs * workload.training.in_double
+        note = "at every prediction some tens of epochs for each output"
+        return workload.cost(stored, 2 * stored, 2 * products * workload.training.in_double, predict, note=note)
+
+    def trial(self, workload: Workload) -> None:
+        """Return None: it takes only weights at a minimum, and how long it takes depends on how near they are."""
+        return
 
     def _linearised(self, problem: Problem, data: Data) -> LinearisedResponse:
         network = problem.network

@@ -18,7 +18,7 @@ from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.inducing.anchors import Anchors, Placement
 from lapwing.methods.inducing.curvatures import BoundedCurvature, SubspaceCurvature
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import Problem, Statistics
@@ -105,9 +105,14 @@ class ELLA:
     def cost(self, workload: Workload) -> Cost:
         points = min(self.num_landmarks, workload.rows)
         rank = min(self.rank, points, workload.weights)
-        setup = workload.kernel(points) + 9 * points**3 + rank * points * workload.gradient
-        work = setup / workload.data + workload.all_outputs + 2 * rank * workload.forward
-        return workload.cost(8 * rank * workload.weights, work, f"rank {rank}, {points} landmarks")
+        size, note = workload.weights, f"rank {rank}, {points} landmarks"
+        combined = Work(doubles=rank * points * workload.gradient)
+        once = workload.kernel(points) + Work(cubes=points**3) + combined
+        fit = workload.jacobians() + workload.along(rank)
+        predict = workload.predicted(workload.along(rank))
+        stored = 8 * rank * (size + rank)
+        peak = workload.jacobian_bytes() + 8 * (points * workload.gradient + 3 * points**2)
+        return workload.cost(stored, peak, fit, predict, once, note)
 
 
 def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e-14) -> Tensor:

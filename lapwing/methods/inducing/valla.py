@@ -19,11 +19,12 @@ from lapwing.methods.inducing.anchors import STARTS, Placement
 from lapwing.methods.inducing.collapsed import learn_collapsed
 from lapwing.methods.inducing.points import InducingPoints
 from lapwing.methods.inducing.stochastic import STEPS, learn_stochastic
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload, with_validation
+from lapwing.methods.protocol import Conformance, Cost, Exactness, Work, Workload, with_validation
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import starting_precisions
 from lapwing.problem import Problem, summed_loss
 
+TRIAL = 5  # steps that are timed
 FEW_ROWS, FEW_BYTES = 20_000, 2**30  # outputs of all data, and bytes of their layer factors, up to which L-BFGS is used
 
 
@@ -177,15 +178,27 @@ class VaLLA:
     def cost(self, workload: Workload) -> Cost:
         rows, data = workload.rows, workload.data
         points = min(self.num_inducing, rows)
-        pairs = workload.outputs * points * workload.gradient  # the kernel of one datum with the points
-        fit_work = workload.kernel(min(max(self.candidates, points), rows))
+        pairs = Work(doubles=workload.outputs * points * workload.gradient)  # the kernel of one datum with the points
+        once = workload.kernel(min(max(self.candidates, points), rows))
         note = f"{points} points"
         if points < rows:
-            optimiser = self.optimiser or self.optimiser_for(workload.width, rows)
+            optimiser = self.optimiser or self.optimiser_for(workload.footprint.width, rows)
             all_data, steps = optimiser == "lbfgs", self.steps or STEPS[optimiser]
+            starts = 2 if all_data and self.start is None else 1
             batch = data if all_data else min(self.batch_size, data)
-            at_points = points * (4 * workload.training + 3 * points * workload.gradient + points**2)
-            fit_work += steps * (batch * ((0 if all_data else workload.all_outputs) + 3 * pairs) + at_points)
+            kernel = Work(doubles=3 * points * workload.gradient, cubes=points**2)
+            at_points = points * (4 * workload.jacobians(1) + kernel)
+            at_data = 3 * pairs if all_data else workload.jacobians() + 3 * pairs
+            once += starts * steps * (batch * at_data + at_points)
             note += f", {steps} steps of {batch} data"
-        stored = 8 * (points * (workload.gradient + points) + workload.weights)
-        return workload.cost(stored, fit_work / data + workload.all_outputs + pairs, note)
+        fit = workload.jacobians() + pairs + workload.squares.in_double
+        predict = workload.jacobians() + pairs + workload.quadratic.in_double
+        stored = points * (workload.itemsize * workload.input_size + 8 * (1 + points)) + 8 * workload.weights
+        candidates = min(max(self.candidates, points), rows)
+        peak = workload.jacobian_bytes(True) + 8 * candidates * (workload.gradient + 3 * candidates)
+        return workload.cost(stored, peak, fit, predict, once, note)
+
+    def trial(self, workload: Workload) -> VaLLA:
+        """Return the method with a few steps of the optimiser that it takes for these data."""
+        optimiser = self.optimiser or self.optimiser_for(workload.footprint.width, workload.rows)
+        return replace(self, steps=min(TRIAL, self.steps or TRIAL), optimiser=optimiser)

@@ -1,0 +1,47 @@
+"""The memory that a call takes: the most bytes of tensors at once, above what was held before. Needs torch alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import profile
+
+UNTOUCHED = 31 * 2**20  # a block that passes over the data reserve and free at once, and never write
+
+
+def peak(call: Callable[[], Any], device: torch.device) -> int:
+    """Run the call and return the most bytes of tensors that it held at once, what it leaves behind included.
+
+    On a GPU from its allocator; on a CPU from the profiler, which sees every allocation of PyTorch but no memory that
+    a library takes by itself.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+    with profile(profile_memory=True) as profiler:
+        call()
+    live = most = 0
+    for _, size in sorted(_allocations(profiler)):
+        live += size
+        most = max(most, live)
+    return most
+
+
+def _allocations(profiler: profile) -> Iterator[tuple[int, int]]:
+    """Yield the time of each allocation, and its bytes; they are negative where memory is freed."""
+    assert profiler.kineto_results is not None
+    events = list(profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.tag == _EventType.Allocation and abs(event.extra_fields.alloc_size) != UNTOUCHED:
+            yield event.start_time_ns, event.extra_fields.alloc_size

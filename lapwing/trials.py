@@ -1,0 +1,172 @@
+"""Methods timed on one batch, and what follows for all data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Data
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs
+from lapwing.errors import LapwingError
+from lapwing.methods.protocol import Cost, HasCost, HasTrial, Method, Work, Workload
+from lapwing.methods.work import NUMBER
+from lapwing.networks.plain import plain_passes, trained_names
+from lapwing.problem import Problem
+
+LONGEST = 10.0  # seconds that a trial of a method may take, by its count; longer ones are counted at measured speeds
+SHORT = 0.5  # seconds up to which a call is repeated, and a trial with more data
+BRIEF = 0.02  # seconds up to which a call is repeated more than three times
+COPIES = 4  # of the batch, in the repetition
+CLOCK = time.perf_counter
+SQUARE = 384  # rows of the matrices whose product and decomposition are timed
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds of plain passes over the batch, and of one multiplication of each kind of work."""
+
+    forward: float  # the batch
+    training: float  # the batch
+    product: float
+    double: float
+    cube: float
+
+    def seconds(self, work: Work) -> float:
+        """Return the time that the work takes at these speeds."""
+        plain = work.products + NUMBER * work.numbers
+        return self.product * plain + self.double * work.doubles + self.cube * work.cubes
+
+
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """One batch of a problem, on which methods are timed."""
+
+    problem: Problem
+    inputs: Inputs
+    targets: Tensor
+    workload: Workload  # for all data
+    speeds: Speeds
+
+    @classmethod
+    def of(cls, problem: Problem, inputs: Inputs, targets: Tensor | None, workload: Workload) -> Trials:
+        """Time the plain passes; targets are drawn from the network's predictive if there are none."""
+        network = problem.network
+        if targets is None:
+            targets = _drawn_targets(problem, inputs)
+        count, names = network.count(inputs), trained_names(network.model)
+        time_of = lambda call: clocked(call, network.device)
+        with plain_passes(network, inputs, names) as plain:
+            forward, training = time_of(plain.forward), time_of(plain.training)
+        square = torch.eye(SQUARE, dtype=torch.float64, device=network.device) + 1
+        speeds = Speeds(
+            forward,
+            training,
+            training / (count * (workload.training.products + NUMBER * workload.training.numbers)),
+            time_of(lambda: square @ square) / SQUARE**3,
+            time_of(lambda: torch.linalg.eigh(square)) / SQUARE**3,
+        )
+        return cls(problem, inputs, targets, workload, speeds)
+
+    @property
+    def count(self) -> int:
+        """The number of inputs in the batch."""
+        return self.problem.network.count(self.inputs)
+
+    def timed(self, method: Method, cost: Cost) -> Cost:
+        """Return the cost with seconds, from a trial on the batch, or at the speed of plain passes."""
+        if not cost.supported:
+            return cost
+        trial = method.trial(self.workload) if isinstance(method, HasTrial) else method
+        counted = self._with_seconds(cost, self._sum(cost), self.count * self.speeds.seconds(cost.predict))
+        if trial is None or not isinstance(trial, HasCost):
+            return counted
+        few = next((copies for copies in (1, COPIES) if self._expected(trial, copies).supported), None)
+        if few is None:  # it takes more data than that
+            return counted
+        first, more = self._expected(trial, few), self._expected(trial, few * COPIES)
+        if self._sum(first) + 2 * self.count * self.speeds.seconds(first.predict) > LONGEST:
+            return counted
+        try:
+            fit, predict = self._run(trial, few)
+            again = self._run(trial, few * COPIES)[0] if fit < SHORT and more.supported else None
+        except LapwingError as error:
+            return replace(counted, note="; ".join(filter(None, (cost.note, f"not timed: {error}"))))
+        if again is None:
+            seconds = fit * self._sum(cost) / self._sum(first)
+        else:
+            seconds = self._extrapolated(cost, (first, fit), (more, again))
+        return self._with_seconds(
+            cost, seconds, predict * self.speeds.seconds(cost.predict) / self.speeds.seconds(first.predict)
+        )
+
+    def _extrapolated(self, cost: Cost, first: tuple[Cost, float], more: tuple[Cost, float]) -> float:
+        """Return the seconds of a fit, from trials with one batch and with several."""
+        (one, few), (many, some) = first, more
+        speed = self.speeds.seconds
+        if many.once != one.once:  # it grows with the data as well
+            return some * self._sum(cost) / self._sum(many)
+        slope = max(0.0, some - few) / max(1e-30, speed(many.fit) - speed(one.fit))
+        once = max(0.0, few - slope * speed(one.fit))
+        return slope * speed(cost.fit) + once * (speed(cost.once) / speed(one.once) if one.once.total else 1.0)
+
+    def _expected(self, trial: HasCost, copies: int) -> Cost:
+        return trial.cost(replace(self.workload, data=copies * self.count))
+
+    def _sum(self, cost: Cost) -> float:
+        return self.speeds.seconds(cost.fit + cost.once)
+
+    def _with_seconds(self, cost: Cost, fit: float, predict: float) -> Cost:
+        epoch = self.speeds.training * self.workload.data / self.count
+        return replace(
+            cost, fit_seconds=fit, fit_epochs=fit / epoch, predict_seconds=predict,
+            predict_passes=predict / self.speeds.forward,
+        )  # fmt: skip
+
+    def _run(self, method: Any, copies: int) -> tuple[float, float]:
+        """Return the seconds of a fit to copies of the batch, with what its first prediction adds, and of the next."""
+        data = Data([(self.inputs, self.targets)] * copies, self.problem.network.device)
+        device, found = self.problem.network.device, []
+        fit = clocked(lambda: found.append(method.fit(self.problem, data, None)), device)
+        predict = lambda: used(found[-1].predict(self.inputs))
+        first = clocked(predict, device, once=True)
+        following = clocked(predict, device)
+        if fit < SHORT and first > 2 * following:  # the first prediction ever, or the first of this posterior?
+            found.append(method.fit(self.problem, data, None))
+            first = min(first, clocked(predict, device, once=True))
+        return fit + max(0.0, first - following), following
+
+
+def used(predictive: Any) -> Any:
+    """Use a predictive: its probabilities, or its mean and standard deviation."""
+    return predictive.probs if hasattr(predictive, "probs") else (predictive.mean, predictive.std)
+
+
+def clocked(call: Callable[[], Any], device: torch.device, once: bool = False) -> float:
+    """Return the seconds of the shortest of a few calls; a long one is not repeated."""
+    seconds: list[float] = []
+    while not seconds or (not once and sum(seconds) < SHORT and (len(seconds) < 3 or sum(seconds) < BRIEF)):
+        _wait(device)
+        start = CLOCK()
+        call()
+        _wait(device)
+        seconds.append(CLOCK() - start)
+    return min(seconds)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _drawn_targets(problem: Problem, inputs: Inputs) -> Tensor:
+    """Return targets drawn from the plain network's predictive."""
+    f = problem.network(inputs).to(problem.network.dtype)
+    belief = FunctionGaussian(f, 1e-6 * torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
+    drawn: Tensor = problem.likelihood.predict(belief).sample(1, torch.Generator(f.device).manual_seed(0))[0]
+    return drawn
