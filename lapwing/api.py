@@ -171,8 +171,8 @@ def fit(
 def _finished(posterior: Any, data: Data, held_out: Data | None) -> Any:
     """Return the posterior with the remarks on the data of all processes after those of its tuner."""
     processes = data.processes
-    if not processes.alone:
-        posterior.prepare()  # so that a process can predict without the others
+    for each in () if processes.alone else getattr(posterior, "members", (posterior,)):  # those of a mixture
+        each.prepare()  # so that a process can predict without the others
     remarks = processes.every((*data.findings, *(held_out.findings if held_out else ())))
     findings = tuple(dict.fromkeys(remark for each in remarks for remark in each))
     if not findings:

@@ -119,6 +119,21 @@ def embedded(share: Share) -> Result:
     return {"f": fit.functions(torch.tensor([[0, 3], [4, 1]])).cov}
 
 
+def wide(limit: int) -> Callable[[Share], Result]:
+    """A layer of 600 inputs, whose few rows are kept, or, above a limit for those of all processes, only squared."""
+
+    def run(share: Share) -> Result:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(600, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+        x, (_, y) = torch.randn(20, 600, generator=torch.Generator().manual_seed(4), dtype=torch.float64), rows(20)
+        method = lw.Kron(factor_limit=limit)
+        fit = lw.fit(model, share.batches(x, y), "classification", method=method, prior=1.0, process_group=share.group)
+        kind = type(fit.posterior.curvature.blocks[0].inp).__name__
+        return seen(fit, x[:3]) | {"kind": kind, "evidence": fit.log_evidence().detach()}
+
+    return run
+
+
 def one_map(share: Share) -> Result:
     """A single linear map, whose sums over pairs of outputs need a form that only data show."""
     x, y = rows(2)
@@ -360,6 +375,8 @@ EXACT = {  # sums and what follows from them in closed form: 1e-10
     "regression": regression,
     "noises": noise_for_each_output,
     "embedding": embedded,
+    "wide, rows": wide(8192),
+    "wide, diagonal": wide(100),  # rows up to 100² / 600 = 16, more than any process has
     "one map": one_map,
     "grid": fitted(lw.Kron(), tuner=lambda share: T.Grid(held_out(share), precisions=(0.1, 1.0, 10.0))),
     "folds": fitted(lw.Kron(), tuner=lambda share: T.CrossValidated(held_out(share), (0.1, 1.0, 10.0), folds=3)),

@@ -192,7 +192,7 @@ class Processes:
         """
         if self.group is None:
             return [list(job()) for job in jobs]
-        owners = _assigned(work, self.size)
+        owners = self.owners(work)
         done = {i: list(job()) for i, job in enumerate(jobs) if owners[i] == self.rank}
         forms: dict[int, Any] = {}
         for part in self.every({i: [_form(t) for t in result] for i, result in done.items()}):
@@ -203,6 +203,10 @@ class Processes:
             for dtype in dict.fromkeys(forms[i][k][1] for i, k in places):
                 self._spread(owner, [(i, k) for i, k in places if forms[i][k][1] == dtype], forms, done, results)
         return [[None if t is None else t.to(device) for t in result] for result in results]
+
+    def owners(self, work: Sequence[float]) -> list[int]:
+        """Return the process that ``shared`` gives each job to."""
+        return _assigned(work, self.size)
 
     def _spread(
         self, owner: int, places: list[tuple[int, int]], forms: dict[int, Any], done: dict[int, Any], results: Any

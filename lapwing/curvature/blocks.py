@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lapwing.core.processes import Processes
 from lapwing.core.schema import Array, semidefinite
 from lapwing.core.state import State, saved
 from lapwing.curvature.factors import Factor
@@ -65,6 +66,10 @@ class BlockSum(Protocol):
 
     def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
         """Add one chunk of data, for a run of seeds; ``first`` says whether these data are new."""
+        ...
+
+    def settle(self, processes: Processes) -> None:
+        """Agree with the other processes on the form of the sums, if it depends on the data."""
         ...
 
     def totals(self) -> list[Tensor | None]:
@@ -191,6 +196,9 @@ class DiagonalSum:
     def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
         self._squares += part.squares().reshape(self._squares.shape)
 
+    def settle(self, processes: Processes) -> None:
+        return
+
     def totals(self) -> list[Tensor | None]:
         return [self._squares]
 
@@ -292,6 +300,9 @@ class FullSum:
     def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
         assert not isinstance(part, ClosedForm), "the last linear layer is kept in factors"
         self._gram.add(part.whole().flatten(0, 1), exact=True)
+
+    def settle(self, processes: Processes) -> None:
+        return
 
     def totals(self) -> list[Tensor | None]:
         return [self._gram.total()]

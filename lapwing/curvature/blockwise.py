@@ -177,6 +177,8 @@ def blockwise_sum(sweep: Sweep, network: Network, sums: Sequence[BlockSum]) -> B
     for number, part, first in sweep.blocks():
         sums[number].add(part, first)
         del part  # before the next one is computed
+    for total in sums:
+        total.settle(sweep.processes)
     own = [total.totals() for total in sums]
     everywhere = iter(sweep.processes.sum([part for parts in own for part in parts]))
     blocks = tuple(total.value([next(everywhere) for _ in parts]) for total, parts in zip(sums, own, strict=True))

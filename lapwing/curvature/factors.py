@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lapwing.core.processes import Processes
 from lapwing.core.progress import ProgressBar, is_showing
 from lapwing.core.spectra import batches, eigh_each
 from lapwing.curvature.protocols import weighted_sum
@@ -234,16 +235,15 @@ def added(factors: Sequence[Any], weights: Tensor | None = None) -> Any:
 class FactorSum:
     """The sum of a factor over a pass, which keeps the rows until there are too many.
 
-    Sums are float64: rounding of a large direction would drown the small ones. One of several processes, not ``alone``,
-    keeps no rows: the processes add up matrices or diagonals.
+    Sums are float64: rounding of a large direction would drown the small ones. Several processes ``settle`` first
+    whether the rows of all of them are few.
     """
 
-    def __init__(
-        self, size: int, groups: int, device: torch.device, dtype: torch.dtype, limit: int, alone: bool = True
-    ) -> None:
+    def __init__(self, size: int, groups: int, device: torch.device, dtype: torch.dtype, limit: int) -> None:
         self._size, self._groups, self._device, self._dtype, self._limit = size, groups, device, dtype, limit
-        self._most_rows = most_rows(size, limit) if alone else 0
+        self._most_rows = most_rows(size, limit)
         self._kept: list[Tensor] | None = []  # None once the rows are summed
+        self._others = (0, 0)  # rows of the processes before this one and after it
         self._sum: Gram | Tensor | None = None  # a tensor is a diagonal
         self._diagonal: Tensor | None = None  # of terms whose diagonal is known
         self._less: Gram | None = None  # what is subtracted off that diagonal
@@ -299,26 +299,38 @@ class FactorSum:
             self.add(x)
         return False
 
+    def settle(self, processes: Processes) -> None:
+        """Agree with the other processes on the form: rows if those of all are few, else this one sums its own."""
+        if processes.alone or not self._most_rows:
+            return
+        kept = processes.each(-1 if self._kept is None else sum(x.shape[1] for x in self._kept))
+        if min(kept) < 0 or sum(kept) > self._most_rows:
+            self._still_few(self._most_rows + 1)
+        else:
+            self._others = (sum(kept[: processes.rank]), sum(kept[processes.rank + 1 :]))
+
     def totals(self) -> list[Tensor | None]:
         """Return what processes add up, None for what nothing was added to.
 
-        Those are the sum of the rows, the known diagonal, what is subtracted off it, and whether something was dropped.
+        Those are the rows, with zeros in the place of other processes', or their sum; the known diagonal, what is
+        subtracted off it, and whether something was dropped.
         """
+        rows = torch.nn.functional.pad(torch.cat(self._kept, 1), (0, 0, *self._others)) if self._kept else None
         summed = self._sum.total() if isinstance(self._sum, Gram) else self._sum
         less = None if self._less is None else self._less.total()
-        return [summed, self._diagonal, less, torch.tensor(float(self._dropped), dtype=torch.float64)]
+        return [rows, summed, self._diagonal, less, torch.tensor(float(self._dropped), dtype=torch.float64)]
 
     def value(self, totals: Sequence[Any]) -> Any:
         """Return the factor with these ``totals``; one that nothing was added to is zero."""
         parts: list[Any] = []
-        summed, diagonal, less, dropped = totals
+        rows, summed, diagonal, less, dropped = totals
         matrix = lambda total: mirrored(total).reshape(self._groups, self._size, self._size)
         if summed is not None and summed.ndim == 3:
             parts.append(MatrixFactor(matrix(summed), self._dtype))
         elif summed is not None:
             parts.append(DiagonalFactor(summed, self._dtype, exact=False))
-        elif self._kept:
-            parts.append(RowsFactor(torch.cat(self._kept, 1), self._dtype, self._limit))
+        elif rows is not None:
+            parts.append(RowsFactor(rows, self._dtype, self._limit))
         if less is not None:
             less = matrix(less).neg_()
             less.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
@@ -349,6 +361,24 @@ def decompose(factors: Sequence[Any]) -> list[Spectrum]:
         for factor, (values, vectors) in zip(together, pairs, strict=True):
             vars(factor)["spectrum"] = factor.spectrum_from(values, vectors)  # where its cached property looks
     return [factor.spectrum for factor in factors]
+
+
+def share_spectra(factors: Sequence[Any], processes: Processes) -> None:
+    """Decompose factors, each in the process that has the least to do so far; all get the same spectra."""
+    each = [factor for factor in factors if not isinstance(factor, DiagonalFactor)]
+    tensors = [factor.rows if isinstance(factor, RowsFactor) else factor.matrix for factor in each]
+    work = [float(min(t.shape[1:])) ** 2 * max(t.shape[1:]) for t in tensors]
+    own = [factor for factor, owner in zip(each, processes.owners(work), strict=True) if owner == processes.rank]
+    decompose(own)  # those of equal size together
+    jobs = [partial(_spectrum_numbers, factor) for factor in each]
+    spectra = processes.shared(jobs, work, tensors[0].device if tensors else torch.device("cpu"))
+    for factor, (values, vectors) in zip(each, spectra, strict=True):
+        basis = (ThinBasis if isinstance(factor, RowsFactor) else FullBasis)(vectors)
+        vars(factor)["spectrum"] = Spectrum(values, basis)  # where its cached property looks
+
+
+def _spectrum_numbers(factor: Any) -> list[Tensor]:
+    return [factor.spectrum.values, factor.spectrum.basis.vectors]
 
 
 def psd_eigh_each(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[tuple[Tensor, Tensor]]:

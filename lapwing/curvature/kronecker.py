@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from lapwing.curvature.factors import (
     RowsFactor,
     Spectrum,
     added,
-    psd_eigh_each,
+    share_spectra,
 )
 from lapwing.curvature.protocols import floored
 from lapwing.curvature.seeds import check_estimate
@@ -55,7 +55,7 @@ def kronecker_curvature(
         raise UnsupportedError("a subnetwork of single weights has no Kronecker structure; use Full() or Diagonal().")
     other = lambda block: (FullSum if block.size <= full_limit else DiagonalSum)(block, network)
     sums: list[BlockSum] = [
-        _KroneckerSum(block, sharing, network, factor_limit, sweep.processes.alone) if block.linear else other(block)
+        _KroneckerSum(block, sharing, network, factor_limit) if block.linear else other(block)
         for block in network.layout
     ]
     return blockwise_sum(sweep, network, sums)
@@ -64,8 +64,8 @@ def kronecker_curvature(
 class _KroneckerSum:
     """The two factors of a linear block, summed over a pass."""
 
-    def __init__(self, block: Block, sharing: str, network: Network, limit: int, alone: bool) -> None:
-        factor = lambda size: FactorSum(size, block.groups, network.device, network.dtype, limit, alone)
+    def __init__(self, block: Block, sharing: str, network: Network, limit: int) -> None:
+        factor = lambda size: FactorSum(size, block.groups, network.device, network.dtype, limit)
         self._reduce, self._inp, self._out = sharing == "reduce", factor(block.d_in), factor(block.d_out)
         self._rows = 0
 
@@ -86,6 +86,10 @@ class _KroneckerSum:
         elif rows.outputs is not None:
             (self._out.add_runs if rows.by_runs else self._out.add)(rows.outputs)
 
+    def settle(self, processes: Processes) -> None:
+        self._inp.settle(processes)
+        self._out.settle(processes)
+
     def totals(self) -> list[Tensor | None]:
         rows = torch.tensor(float(self._rows), dtype=torch.float64)
         return [*self._inp.totals(), *self._out.totals(), rows]
@@ -103,17 +107,8 @@ def eigen_shared(kron: C, processes: Processes) -> C:
     if processes.group is None or not isinstance(kron, BlockwiseCurvature):
         return kron
     blocks = [block for block in kron.blocks if isinstance(block, KroneckerBlock)]
-    factors = [f for block in blocks for f in (block.out, block.inp) if isinstance(f, MatrixFactor)]
-    work = [float(factor.matrix.shape[-1]) ** 3 for factor in factors]
-    jobs = [partial(_eigenpairs, factor) for factor in factors]
-    device = factors[0].matrix.device if factors else torch.device("cpu")
-    for factor, (values, vectors) in zip(factors, processes.shared(jobs, work, device), strict=True):
-        vars(factor)["spectrum"] = factor.spectrum_from(values, vectors)  # where its cached property looks
+    share_spectra([factor for block in blocks for factor in (block.out, block.inp)], processes)
     return kron
-
-
-def _eigenpairs(factor: MatrixFactor) -> tuple[Tensor, Tensor]:
-    return psd_eigh_each([factor.symmetric()], factor.dtype)[0]
 
 
 @dataclass(frozen=True, eq=False)

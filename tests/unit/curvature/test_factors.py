@@ -242,7 +242,8 @@ def test_a_batch_that_does_not_use_an_embedding_adds_nothing() -> None:
     for tokens in (without, with_rare):
         for total, (_, part) in zip(sums, network.linearise(tokens).jacobians(), strict=True):
             total.add(part, first=True)
-    rare = {block.weight: total.value() for block, total in zip(network.layout, sums, strict=True)}["rare.weight"]
+    values = [total.value(total.totals()) for total in sums]
+    rare = {block.weight: value for block, value in zip(network.layout, values, strict=True)}["rare.weight"]
     assert rare.inp.values.tolist() == [torch.bincount(with_rare % 10, minlength=10).tolist()]
     assert rare.rows == 4
 
@@ -281,7 +282,7 @@ def test_a_sum_keeps_rows_until_there_are_too_many(limit: int, counts: tuple[int
             runs = torch.randn(2, 1, 24, count, dtype=D).mT  # as the gradient of a convolution lies in memory
             total.add_runs(runs) if count % 2 else total.add(runs.flatten(1, 2))
             parts.append(runs.flatten(1, 2))
-        rows, value = torch.cat(parts, 1), total.value()
+        rows, value = torch.cat(parts, 1), total.value(total.totals())
     assert type(value) is kind
     expected = rows.mT @ rows
     assert_close(value.diagonal(), expected.diagonal(dim1=1, dim2=2))
