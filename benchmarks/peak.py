@@ -43,5 +43,6 @@ def _allocations(profiler: profile) -> Iterator[tuple[int, int]]:
     while events:
         event = events.pop()
         events.extend(event.children)
-        if event.tag == _EventType.Allocation and abs(event.extra_fields.alloc_size) != UNTOUCHED:
-            yield event.start_time_ns, event.extra_fields.alloc_size
+        size = getattr(event.extra_fields, "alloc_size", UNTOUCHED)
+        if event.tag == _EventType.Allocation and abs(size) != UNTOUCHED:
+            yield event.start_time_ns, size

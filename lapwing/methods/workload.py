@@ -9,6 +9,7 @@ import torch
 
 from lapwing.core.counting import OperationCount
 from lapwing.core.inputs import Inputs, tensors_in
+from lapwing.core.memory import budget
 from lapwing.methods.protocol import BlockWork, Work, Workload
 from lapwing.networks.dense_jacobian import LookupJacobian
 from lapwing.networks.forward import has_dropout
@@ -56,7 +57,7 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
         inputs=count,
         single=network.selection.index is not None,
         dropout=any(has_dropout(module) for module in network.model.modules()),
-        cache=CACHE if network.device.type != "cuda" else torch.cuda.mem_get_info(network.device)[0] // 3,
+        cache=int(CACHE * budget(network.device)),
     )
 
 

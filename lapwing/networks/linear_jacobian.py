@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.memory import gathered, runs
 from lapwing.linalg.bases import Basis, pooled_pairs
+from lapwing.networks import near_cache
 from lapwing.networks.dense_jacobian import DenseJacobian, whole_between
 from lapwing.networks.halves import product, product_onto
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
@@ -109,9 +110,19 @@ class LinearJacobian:
     def whole(self) -> Tensor:
         return self._products().transpose(1, 2)
 
+    @property
+    def _near_cache(self) -> bool:
+        """Whether the Jacobian of one sample is larger than a processor's cache, so that it is formed in pieces."""
+        if not self.a.is_cpu or len(self.a) > 1 or self.a.requires_grad or self.g.requires_grad:
+            return False
+        row = self.a.element_size() * self.g.shape[1] * self.a.shape[-1]
+        return row <= near_cache.NEAR < row * self.g.shape[-1]
+
     def squares(self) -> Tensor:
         if self.positions == 1:
             return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
+        if self._near_cache:
+            return near_cache.squares(self.a[0], self.g[0]).unsqueeze(0)
         (groups, outputs, _, _, d_out), d_in = self.g.shape, self.a.shape[-1]
         seeds = list(runs(outputs, 4 * self.a.element_size() * groups * d_out * d_in, self.a.device))
         if len(seeds) > 1:
@@ -144,6 +155,8 @@ class LinearJacobian:
         if self.positions == 1:
             squares = self.a[:, :, 0].square()
             return torch.stack([self._diagonal_form(squares @ each.mT, tokens, full) for each in weights])
+        if self._near_cache:
+            return near_cache.weighted(self.a[0], self.g[0], weights[:, 0], tokens, full)
         numbers = weights.shape[1] * outputs * (2 * weights.shape[-1] + full * classes)  # for each output of the layer
         if len(bands := self._bands(numbers)) > 1:
             sums = (self._band(band).weighted_each(weights[:, :, band], tokens, full) for band in bands)

@@ -128,6 +128,10 @@ class MixturePosterior(Posterior):
         """The posterior of each belief."""
         return tuple(member(self.bases, belief) for belief in self.beliefs)
 
+    def prepare(self) -> None:
+        for each in self.members:
+            each.prepare()
+
     def with_trace(self, trace: Trace) -> MixturePosterior:
         return replace(self, trace=trace)
 
