@@ -60,11 +60,11 @@ def fitted(data: list[tuple[Tensor, Tensor]], group: Any) -> tuple[lw.Fitted, di
 
 def messages(posterior: lw.Fitted) -> dict[str, int]:
     """Return the bytes of the sums that are reduced, and of the eigendecompositions that are sent."""
-    blocks = posterior.posterior.curvature.blocks
-    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    factors = [factor for block in posterior.posterior.curvature.blocks for factor in (block.inp, block.out)]
+    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
     return {
-        "sums": sum(size((block.inp, block.out)) for block in blocks),
-        "eigenvectors": sum(size(block.eigen) for block in blocks),
+        "sums": sum(size(factor.tensors().values()) for factor in factors),
+        "eigenvectors": sum(size((factor.spectrum.values, factor.spectrum.basis.vectors)) for factor in factors),
     }
 
 
