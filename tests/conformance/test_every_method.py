@@ -120,6 +120,15 @@ def test_chosen_outputs_are_those_of_the_whole_answer(name: str, chosen: list[An
     assert_close(joint.cov, together.cov[rows, numbers][:, :, rows, numbers], SOLVED)
 
 
+def test_a_loader_gives_one_predictive_for_all_rows(name: str) -> None:
+    posterior = standard(name)
+    batches = [(NEW[:2], Y[:2]), (NEW[2:], Y[2:5])]
+    whole, joined = posterior.predict(NEW), posterior.predict(batches)
+    assert_close(joined.probs, whole.probs, SOLVED)
+    assert_close(joined.log_prob(Y[:5]), whole.log_prob(Y[:5]), SOLVED)
+    assert_close(posterior.functions(batches).cov, posterior.functions(NEW).cov, SOLVED)
+
+
 def test_predictions_do_not_depend_on_the_batch_they_are_asked_in(name: str) -> None:
     posterior = standard(name)
     together = posterior.functions(NEW)
