@@ -80,8 +80,8 @@ TASKS: dict[str, Callable[[Language], Task]] = {SCRATCH: from_scratch, ADAPTERS:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this experiment."""
     add_data_dir(parser, "sst2.npz")
-    parser.add_argument("--data", type=positive, help="training phrases of the classifier (6,000)")
-    parser.add_argument("--sentences", type=positive, help="training sentences of the language model (3,000)")
+    parser.add_argument("--data", type=positive, help="training phrases of the classifier (10,000)")
+    parser.add_argument("--sentences", type=positive, help="training sentences of the language model (6,000)")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--full", action="store_true", help="all training phrases and sentences, and 8,000 words")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="methods to compare; the fast ones by default")

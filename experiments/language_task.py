@@ -30,14 +30,14 @@ class Language:
     words: int = 2000
     longest: int = 40  # words of a sentence that are read
     shape: Shape = Shape()
-    data: int | None = 6_000  # training phrases of the classifier; None takes all
-    sentences: int | None = 3_000  # training sentences of the language model
+    data: int | None = 10_000  # training phrases of the classifier; None takes all
+    sentences: int | None = 6_000  # training sentences of the language model
     test: int | None = 1_000  # scored sentences of the classifier; None takes all
     validation_tokens: int = 40  # validation sentences of the language model
     test_tokens: int = 150  # its scored sentences
     written: int = 40  # sentences that it writes in each way
     training: Training = Training(12)
-    adapting: Training = Training(8, learning_rate=3e-3)
+    adapting: Training = Training(12, learning_rate=3e-3)
     modelling: Training = Training(8, learning_rate=2e-3, batch_size=32)
     rank: int = 8  # of the adapters
     networks: tuple[str, ...] = (SCRATCH, ADAPTERS)
