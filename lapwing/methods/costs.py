@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from lapwing.core.memory import budget
 from lapwing.curvature.seeds import MANY
 from lapwing.methods.work import NOTHING, BlockWork, Work, summed
 from lapwing.networks.budget import Footprint, temporary
 from lapwing.posteriors.draws import MANY as MANY_PREDICTED
 from lapwing.posteriors.draws import SAMPLES
+from lapwing.tangent.design import CACHE
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,6 @@ class Workload:
     single: bool = False  # weights are chosen one by one, so they have no Kronecker structure
     dropout: bool = False  # the model has a dropout layer
     drawn: int | None = None  # labels for each datum, if the curvature is estimated from them
-    cache: int = 2**31  # bytes of gradients that are kept between products
 
     @property
     def outputs(self) -> int:
@@ -160,7 +161,7 @@ class Workload:
     def kept(self) -> int:
         """Bytes of the gradients of all data, if they are kept between products; otherwise zero."""
         size = self.itemsize * self.data * self.formed
-        return size if size <= self.cache else 0
+        return size if size <= CACHE * budget(self.device) else 0
 
     def repeated(self, vectors: float, times: int) -> Work:
         """Return the work of Jᵀ J v for so many vectors v in so many passes, with the gradients kept if they fit."""

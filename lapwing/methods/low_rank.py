@@ -85,7 +85,7 @@ class LowRank:
     def cost(self, workload: Workload) -> Cost:
         size = workload.weights
         rank = min(self.rank, size)
-        basis = min(size, max(2 * rank, rank + OVERSAMPLE))
+        basis = min(size, workload.rows, max(2 * rank, rank + OVERSAMPLE))
         times = -(-basis // self.block) + 3  # products that find the basis, look for copies, and check the operator
         vectors = basis + self.block
         fit = workload.repeated(0, times) + workload.products(vectors).in_double

@@ -132,7 +132,8 @@ class Sampled:
 
     def cost(self, workload: Workload) -> Cost:
         size, count = workload.weights, self.num_samples
-        vectors = min(size, max(4 * self.width, int(GROWTH * workload.rows ** (1 / 3))))
+        vectors = max(4 * self.width, int(GROWTH * workload.rows ** (1 / 3)))
+        vectors = min(size, workload.rows + 2 * self.width, vectors)
         basis = min(BASIS, vectors)
         fit = workload.repeated(vectors, -(-vectors // self.width))
         once = Work(doubles=6 * basis**2 * size, numbers=8 * vectors * size)

@@ -9,14 +9,12 @@ import torch
 
 from lapwing.core.counting import OperationCount
 from lapwing.core.inputs import Inputs, tensors_in
-from lapwing.core.memory import budget
 from lapwing.methods.protocol import BlockWork, Work, Workload
 from lapwing.networks.dense_jacobian import LookupJacobian
 from lapwing.networks.forward import has_dropout
 from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.plain import plain_passes, trained_names
-from lapwing.tangent.design import CACHE
 
 
 def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Workload:
@@ -37,7 +35,8 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
         with plain_passes(network, inputs, trained) as plain:
             training = _counted(plain.training) / count
     products = max(forward.products, sum(block.product for block in blocks))  # fused layers hide their products
-    gradients = sum(block.product for block in blocks)
+    biases = sum(work.ends[1] for work, block in zip(blocks, network.layout, strict=True) if block.bias is not None)
+    gradients = sum(block.product for block in blocks) - biases  # of biases without a product
     return Workload(
         blocks,
         weights=network.selection.size,
@@ -57,7 +56,6 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
         inputs=count,
         single=network.selection.index is not None,
         dropout=any(has_dropout(module) for module in network.model.modules()),
-        cache=int(CACHE * budget(network.device)),
     )
 
 

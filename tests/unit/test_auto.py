@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.protocol import BlockWork, Budget, Offer, Workload
+from lapwing.methods.kronecker_work import KroneckerWork
+from lapwing.methods.protocol import BlockWork, Budget, Offer, Work, Workload
+from lapwing.networks.budget import Footprint
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.registry import METHODS, RATE, Choice
 from tests import problems
@@ -119,7 +121,12 @@ def layers(width: int, data: int, hidden: int = 50) -> Workload:
     """A network of two linear maps with ten outputs."""
     sizes = (BlockWork((width + 1) * hidden, 1, (1, hidden, width + 1)), BlockWork(51 * 10, 1, (1, 10, hidden + 1)))
     weights = sum(block.size for block in sizes)
-    return Workload(sizes, weights, weights, (10,), width, data, itemsize=4, width=60)
+    forward = Work(weights, numbers=2 * (hidden + 10))
+    backward = Work(sizes[1].size, numbers=2 * (hidden + 10))
+    return Workload(
+        sizes, weights, weights, (10,), width, data, forward, backward, forward + backward + Work(weights),
+        Footprint(hidden + 10, 0), torch.float32, torch.device("cpu"), inputs=128,
+    )  # fmt: skip
 
 
 def chosen(width: int, data: int, **limits: Any) -> Choice:
@@ -144,8 +151,8 @@ def test_decompositions_never_take_more_than_the_time_or_the_pass(data: int) -> 
         workload, method = layers(width, data), chosen(width, data, seconds=seconds, memory=math.inf).method
         if not isinstance(method, lw.Kron):
             continue
-        cubes, one_pass = workload.decompositions(method.factor_limit), method.cost(workload).fit_epochs
-        time, longest = 7 * cubes / RATE, one_pass * workload.training * data / RATE
+        cubes = KroneckerWork(workload, method.full_limit, method.factor_limit).decompositions.cubes
+        time, longest = 7 * cubes / RATE, method.cost(workload).fit.total / RATE
         assert time <= max(seconds - longest, longest) or method.factor_limit == 512
 
 
