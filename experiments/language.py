@@ -96,7 +96,6 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         words=8000 if arguments.full else default.words,
         data=arguments.data or (None if arguments.full else default.data),
         sentences=arguments.sentences or (None if arguments.full else default.sentences),
-        test=None if arguments.full else default.test,
         networks=tuple(NETWORKS[part] for part in PARTS if part in parts and part in NETWORKS),
         methods=chosen(arguments.methods, METHODS, "--methods") if arguments.methods else (),
         device=arguments.device,

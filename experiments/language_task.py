@@ -32,7 +32,7 @@ class Language:
     shape: Shape = Shape()
     data: int | None = 10_000  # training phrases of the classifier; None takes all
     sentences: int | None = 6_000  # training sentences of the language model
-    test: int | None = 1_000  # scored sentences of the classifier; None takes all
+    test: int | None = None  # scored sentences of the classifier; None takes all
     validation_tokens: int = 40  # validation sentences of the language model
     test_tokens: int = 150  # its scored sentences
     written: int = 40  # sentences that it writes in each way
