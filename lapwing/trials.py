@@ -86,7 +86,7 @@ class Trials:
         counted = self._with_seconds(cost, self._sum(cost), self.count * self.speeds.seconds(cost.predict))
         if trial is None or not isinstance(trial, HasCost):
             return counted
-        few = next((copies for copies in (1, COPIES) if self._expected(trial, copies).supported), None)
+        few = next((copies for copies in (1, COPIES, COPIES**2) if self._expected(trial, copies).supported), None)
         if few is None:  # it takes more data than that
             return counted
         first, more = self._expected(trial, few), self._expected(trial, few * COPIES)

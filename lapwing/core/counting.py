@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+# Operations that write nothing: a view that is not marked as one, and memory that is only reserved.
+SILENT = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
 class OperationCount(TorchDispatchMode):
@@ -15,9 +20,9 @@ class OperationCount(TorchDispatchMode):
 
     The operations of a backward pass count as well. Each costs some microseconds more.
 
-    >>> x = torch.ones(4, 3)
+    >>> x, w = torch.ones(4, 3), torch.ones(3, 2)
     >>> with OperationCount() as count:
-    ...     y = (x @ torch.ones(3, 2)).relu()
+    ...     y = (x @ w).relu()
     >>> count.products, count.numbers
     (24, 8)
     """
@@ -25,7 +30,7 @@ class OperationCount(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.products = 0  # multiplications in matrix products and convolutions
-        self.numbers = 0  # numbers that other operations wrote; views write none
+        self.numbers = 0  # numbers that other operations wrote; views and reserved memory are not written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -33,6 +38,6 @@ class OperationCount(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             self.products += flop_registry[packet](*args, **kwargs, out_val=result) // 2  # it counts additions too
-        elif not func.is_view:
+        elif not func.is_view and packet not in SILENT:
             self.numbers += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result

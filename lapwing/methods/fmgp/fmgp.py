@@ -113,7 +113,7 @@ class FMGP:
         linear = [block.form for block in workload.blocks if block.form is not None]
         by_features = self.kernel == "features" or (self.kernel is None and workload.outputs > 1)
         dimensions = linear[-1][2] if by_features and linear else workload.input_size
-        points, batch = self.num_inducing, self.batch_size
+        points, batch = min(self.num_inducing, workload.data), self.batch_size
         kernel = points * (batch + points) * dimensions  # of a batch with the points, and of the points
         rows = workload.outputs * batch * points
         step = 3 * Work(doubles=kernel + rows * points, numbers=4 * rows, cubes=points**3)  # with its gradient
