@@ -98,22 +98,40 @@ def wide() -> Iterator[str]:
         x, y = torch.randn(rows, features, device=DEVICE), torch.randint(0, 10, (rows,), device=DEVICE)
         fit = partial(lw.fit, model, (x, y), "classification", method=method, progress=False)
         took, posterior = seconds(fit, 1), fit()
-        predicted = seconds(lambda p=posterior, some=x[:100]: p.predict(some).probs, 1)
+        predicted = seconds(partial(probabilities, posterior, x[:100]), 1)
         forms = [type(block.inp).__name__ for block in getattr(posterior.base.curvature, "blocks", ())]
         yield f"  {features:6d} inputs, n = {rows:5d}, {method:5s}: {took:7.2f} {predicted:6.2f}  {forms[0]}"
 
 
-def counted(workload: Workload, sharing: str, limit: int) -> tuple[float, float]:
+def counted(workload: Workload, sharing: str) -> tuple[float, float]:
     """Return the epochs of a fit and the forward passes of a prediction, by multiplications alone."""
     seeds, outputs = workload.outputs - 1, workload.outputs
-    shared = workload.factor_work(limit)
-    positions = max(block.positions for block in workload.blocks)
-    grams = SAVED * shared * seeds / outputs / (positions if sharing == "reduce" else 1)
-    fit = (workload.forward + seeds * workload.backward + grams) / workload.training
     blocks = [(block.positions, *block.form) for block in workload.blocks if block.form and not block.lookup]
+    products = [block.product for block in workload.blocks if block.product]
+    forward, backward = sum(products), sum(products[1:])
     rotated = sum(t * g * (i**2 + outputs * o**2) for t, g, o, i in blocks)
+    positions = max(block.positions for block in workload.blocks)
+    grams = SAVED * rotated * seeds / outputs / (positions if sharing == "reduce" else 1)
+    fit = (forward + seeds * backward + grams) / (2 * forward + backward)
     formed = sum(outputs * t * g * o * i for t, g, o, i in blocks if t > 1)
-    return fit, (workload.forward + outputs * workload.backward + rotated + formed) / workload.forward
+    return fit, (forward + outputs * backward + rotated + formed) / forward
+
+
+def probabilities(posterior: Any, x: Tensor) -> Tensor:
+    return posterior.predict(x).probs  # type: ignore[no-any-return]
+
+
+def covariances(posterior: Any, x: Tensor) -> Tensor:
+    return posterior(x).cov  # type: ignore[no-any-return]
+
+
+def plain_epoch(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
+    for x, y in batches:
+        torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+
+
+def fitted(method: Any, problem: Any, data: Data, made: list[Any]) -> None:
+    made.append(method.fit(problem, data))
 
 
 def transformers(width: int = 96, rows: int = 256) -> Iterator[str]:
@@ -127,23 +145,20 @@ def transformers(width: int = 96, rows: int = 256) -> Iterator[str]:
     for name, (model, inputs, classes) in cases.items():
         model, x = model.to(DEVICE).eval(), inputs.to(DEVICE)
         y = torch.arange(rows, device=DEVICE) % classes
-        parameters = list(model.parameters())
         batches = list(zip(x.split(64), y.split(64), strict=True))
-        epoch = seconds(lambda m=model, d=batches, p=parameters: [
-            torch.autograd.grad(F.cross_entropy(m(a), b), p) for a, b in d
-        ])  # fmt: skip
+        epoch = seconds(partial(plain_epoch, model, batches))
         with torch.no_grad():
-            forward = seconds(lambda m=model, some=x[:8]: m(some), 7)
+            forward = seconds(partial(model, x[:8]), 7)
         problem = lw.fit(model, batches[:1], "classification", prior=1.0, progress=False).base.problem
         workload = workload_of(problem.network, x[:4], rows)
         slow = [block.weight for block in problem.network.layout if not block.has_rule]
         for method in (lw.Kron(), lw.Kron(sharing="reduce"), lw.Diagonal()):
             data, made = Data(batches, DEVICE, None, False), list[Any]()
-            fit = seconds(lambda m=method, p=problem, d=data, kept=made: kept.append(m.fit(p, d)), 1)
+            fit = seconds(partial(fitted, method, problem, data, made), 1)
             made[0](x[:8])
-            cov = seconds(lambda p=made[0], some=x[:8]: p(some).cov, 4)
+            cov = seconds(partial(covariances, made[0], x[:8]), 4)
             sharing = getattr(method, "sharing", "")
-            count = counted(workload, sharing, method.factor_limit) if isinstance(method, lw.Kron) else (0.0, 0.0)
+            count = counted(workload, sharing) if isinstance(method, lw.Kron) else (0.0, 0.0)
             counts = f"(counted {count[0]:4.1f} and {count[1]:4.1f})" if sharing else ""
             title = f"{name}, {type(method).__name__} {sharing}"
             yield f"  {title:32s} {fit / epoch:5.1f} epochs, {cov / forward:5.1f} forward passes {counts}"
