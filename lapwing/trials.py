@@ -131,13 +131,13 @@ class Trials:
     def _run(self, method: Any, copies: int) -> tuple[float, float]:
         """Return the seconds of a fit to copies of the batch, with what its first prediction adds, and of the next."""
         data = Data([(self.inputs, self.targets)] * copies, self.problem.network.device)
-        device, found = self.problem.network.device, []
-        fit = clocked(lambda: found.append(method.fit(self.problem, data, None)), device)
-        predict = lambda: used(found[-1].predict(self.inputs))
+        device, posteriors = self.problem.network.device, []
+        fit = clocked(lambda: posteriors.append(method.fit(self.problem, data, None)), device)
+        predict = lambda: used(posteriors[-1].predict(self.inputs))
         first = clocked(predict, device, once=True)
         following = clocked(predict, device)
         if fit < SHORT and first > 2 * following:  # the first prediction ever, or the first of this posterior?
-            found.append(method.fit(self.problem, data, None))
+            posteriors.append(method.fit(self.problem, data, None))
             first = min(first, clocked(predict, device, once=True))
         return fit + max(0.0, first - following), following
 

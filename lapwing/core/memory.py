@@ -243,8 +243,8 @@ def _folders(root: Path) -> list[Path]:
     except OSError:
         return [root]
     paths = [line.split(":", 2)[2].strip("/") for line in text.splitlines() if line.count(":") >= 2]
-    found = {root}
+    folders = {root}
     for path in paths:
         folder = root / path
-        found |= {each for each in (folder, *folder.parents) if root in each.parents}
-    return sorted(found)
+        folders |= {each for each in (folder, *folder.parents) if root in each.parents}
+    return sorted(folders)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,6 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
-from lapwing.core.memory import gathered
 from lapwing.core.random import uniform
 from lapwing.core.schema import ROUNDING, SMALLEST, Array, ListOf, Maybe, Real, Record, Text, Whole
 from lapwing.core.state import Part, State, Unread, saved
@@ -23,8 +22,7 @@ from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional
-from lapwing.networks.jacobians import LayerJacobians
-from lapwing.networks.tangent import Tangent
+from lapwing.posteriors.beliefs import beliefs_at
 from lapwing.posteriors.draws import drawn_predictive, numbers_of
 from lapwing.posteriors.protocols import (
     HasDeviations,
@@ -34,7 +32,6 @@ from lapwing.posteriors.protocols import (
     Posterior,
     required,
 )
-from lapwing.posteriors.weight_space import WIDE
 from lapwing.predictives.protocol import Mixable
 from lapwing.problem import Problem, Statistics
 
@@ -385,47 +382,3 @@ def member(bases: Sequence[Any], belief: Belief) -> Any:
     if belief.precisions is None:
         return base
     return base.with_problem(base.problem.with_precisions(belief.precisions))
-
-
-def beliefs_at(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None = None) -> list[FunctionGaussian]:
-    """Return the belief of every posterior about all or some outputs at x, by one pass of the network for all of them.
-
-    With many outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
-    """
-    network = members[0].problem.network
-    alone = lambda each: each(x) if outputs is None else each.chosen(x, outputs)
-    shape = network.output_shape if outputs is None else outputs.shape(network.output_shape)
-    if shape[-1] > WIDE:
-        return [alone(each) for each in members]
-    linearised = [each for each in members if each.linearised]
-    means: list[Tensor] = []
-
-    def parts() -> Iterator[Tensor]:
-        for _, tangent in network.tangents(x, chosen=outputs):
-            means.append(tangent.f.to(network.dtype))
-            yield covariances(linearised, tangent)
-
-    covs = iter(gathered(parts(), network.count(x), 1) if linearised else ())
-    mean = gathered(means, network.count(x)) if linearised else network.theta()[:0]
-    return [FunctionGaussian(mean, next(covs)) if each.linearised else alone(each) for each in members]
-
-
-def covariances(members: Sequence[Any], tangent: Tangent) -> Tensor:
-    """Return the covariance of the wanted outputs under every posterior, (K, B, [T,] C, C), from one Jacobian of them.
-
-    Where the outputs of all tokens do not fit the byte budget, tokens are taken in runs.
-    """
-    groups: dict[int, list[int]] = {}
-    for i, each in enumerate(members):
-        groups.setdefault(id(each.shared), []).append(i)
-
-    def of_run(jacobian: LayerJacobians) -> Tensor:
-        out: list[Tensor] = [torch.empty(0)] * len(members)
-        for numbers in groups.values():
-            together = [members[i] for i in numbers]
-            for i, cov in zip(numbers, together[0].covariances(jacobian, together), strict=True):
-                out[i] = cov
-        return torch.stack(out)  # (K, B, tokens, C, C)
-
-    cov = gathered(map(of_run, tangent.runs(whole_tokens=True)), tangent.tokens, 2)
-    return cov.reshape(len(members), -1, *tangent.shape, tangent.shape[-1])

@@ -16,8 +16,9 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.posteriors.beliefs import beliefs_at
 from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces, prefers_draws
-from lapwing.posteriors.mixture import RARE, Belief, Cell, beliefs_at, member
+from lapwing.posteriors.mixture import RARE, Belief, Cell, member
 from lapwing.problem import named_targets
 
 PLAIN = 0.3  # prior probability of the network without error bars
