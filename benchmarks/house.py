@@ -10,6 +10,7 @@ Counts the library under FOLDER (``lapwing`` by default) without docstrings, com
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import itertools
 import re
@@ -125,7 +126,8 @@ def main(argv: list[str]) -> int:
 
     import lapwing as lw
 
-    print(f"public flat names: {len(lw.__all__)}")
+    namespaces = [name for name in lw.__all__ if inspect.ismodule(getattr(lw, name))]
+    print(f"public flat names: {len(lw.__all__) - len(namespaces)}, and {len(namespaces)} namespaces")
     net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).eval()
     x, y = torch.randn(20, 3), torch.randint(0, 2, (20,))
     fits: list[Any] = []
