@@ -65,7 +65,6 @@ FITS: dict[str, dict[str, Fit]] = {  # for each network, the methods in the orde
         "Kron": Fit(lw.Kron, lw.named("lora")),
         "EKron": Fit(lw.EKron, lw.named("lora")),
         "Diagonal": Fit(lw.Diagonal, lw.named("lora")),
-        "Full": Fit(lw.Full, lw.named("lora"), slow=True),
         "LowRank": Fit(lambda: lw.LowRank(20), lw.named("lora")),
         "Sampled": Fit(lw.Sampled, lw.named("lora")),
         "ELLA": Fit(lambda: lw.ELLA(500, 20), lw.named("lora"), padded=True),

@@ -134,13 +134,14 @@ class Adapted(nn.Module):
 
 
 def adapted(body: Body, rank: int, seed: int) -> Classifier:
-    """Return a classifier on the body, which is frozen but for adapters at queries and values. Changes the body."""
+    """Return a classifier on the body, which is frozen but for adapters at all its linear maps. Changes the body."""
     body.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for block in body.blocks:
-            for name in ("query", "value"):
-                setattr(block.attention, name, Adapted(getattr(block.attention, name), rank))
+        for parent in list(body.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, Adapted(child, rank))
         return Classifier(body)
 
 

@@ -219,12 +219,12 @@ def test_adapters_start_at_the_frozen_network_and_alone_are_trained(settings: La
     assert_close(model.body(tokens, mask), before)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if "lora" in name or "head" in name}
-    assert sum(isinstance(module, Adapted) for module in model.modules()) == 2
+    assert sum(isinstance(module, Adapted) for module in model.modules()) == 6
     untouched = language_model(settings).state_dict()
     task = with_adapters(settings)
     assert all("lora" not in name for name in untouched)  # the adapters are in a copy
     posterior = lw.fit(task.model, task.train, "classification", weights=lw.named("lora"), prior=1.0)
-    assert posterior.network.selection.size == 4 * 2 * 8
+    assert posterior.network.selection.size == 2 * (4 * (8 + 8) + 2 * (8 + 16))  # rank times the sizes of six maps
 
 
 def test_batches_hold_sentences_of_similar_length_and_all_of_them(settings: Language) -> None:
