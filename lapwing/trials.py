@@ -13,6 +13,7 @@ from torch import Tensor
 from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
+from lapwing.core.spectra import eigh
 from lapwing.errors import LapwingError
 from lapwing.methods.protocol import Cost, HasCost, HasTrial, Method, Work, Workload
 from lapwing.methods.work import NUMBER
@@ -69,7 +70,7 @@ class Trials:
             training,
             training / (count * (workload.training.products + NUMBER * workload.training.numbers)),
             time_of(lambda: square @ square) / SQUARE**3,
-            time_of(lambda: torch.linalg.eigh(square)) / SQUARE**3,
+            time_of(lambda: eigh(square)) / SQUARE**3,
         )
         return cls(problem, inputs, targets, workload, speeds)
 

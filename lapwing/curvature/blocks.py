@@ -110,12 +110,12 @@ class BlockCurvature(Protocol):
         ...
 
     def factors(self, prior: BlockPrior) -> Sequence[Factor]:
-        """Return the factors whose eigendecompositions ``precision`` needs under this prior."""
-        ...
+        """Return the factors whose eigendecompositions ``precision`` needs under this prior; none by default."""
+        return ()
 
     def remarks(self, block: Block) -> Sequence[str]:
-        """Return what the structure approximates beyond its definition, in words."""
-        ...
+        """Return what the structure approximates beyond its definition, in words; nothing by default."""
+        return ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,12 @@ CURVATURE = [*NAMED, "hessian"]
 BAD: dict[type, dict[str, list[Any]]] = {
     lw.Full: {"limit": WHOLE, "curvature": NAMED, "draws": WHOLE},
     lw.Diagonal: {"curvature": CURVATURE, "draws": WHOLE},
-    lw.Kron: {"curvature": CURVATURE, "sharing": NAMED, "full_limit": WHOLE[1:], "draws": WHOLE},
-    lw.EKron: {"curvature": CURVATURE, "sharing": NAMED, "full_limit": WHOLE[1:], "draws": WHOLE},
+    **{
+        kind: {
+            "curvature": CURVATURE, "sharing": NAMED, "full_limit": WHOLE[1:], "draws": WHOLE, "factor_limit": WHOLE,
+        }
+        for kind in (lw.Kron, lw.EKron)
+    },
     lw.LowRank: {"rank": WHOLE, "block": WHOLE, "tolerance": [*POSITIVE, math.inf], "curvature": CURVATURE},
     lw.KernelSpace: {"limit": WHOLE, "curvature": CURVATURE},
     lw.Sampled: {
