@@ -147,11 +147,14 @@ class FunctionGaussian:
         """Return the belief with its covariance times ``factor``, around the same mean."""
         return self if factor == 1 else replace(self, covariance=factor * self.covariance)
 
-    @cached_property
+    @property
     def marginal(self) -> FunctionGaussian:
         """The belief about each input alone, without the covariance between inputs: ``cov`` is (B, C, C)."""
-        if not self.joint:
-            return self
+        # Not cached for the belief itself: a reference to itself would keep its covariance until garbage is collected.
+        return self._each_input if self.joint else self
+
+    @cached_property
+    def _each_input(self) -> FunctionGaussian:
         size, outputs = self.mean.shape[:-1].numel(), self.mean.shape[-1]
         blocks = self.cov.reshape(size, outputs, size, outputs).diagonal(dim1=0, dim2=2).movedim(-1, 0)
         return FunctionGaussian(self.mean, blocks.reshape(*self.mean.shape, outputs))

@@ -10,6 +10,7 @@ from lapwing.core.memory import budget
 from lapwing.curvature.seeds import MANY
 from lapwing.methods.work import NOTHING, BlockWork, Work, summed
 from lapwing.networks.budget import Footprint, temporary
+from lapwing.networks.near_cache import NEAR
 from lapwing.posteriors.draws import MANY as MANY_PREDICTED
 from lapwing.posteriors.draws import SAMPLES
 from lapwing.tangent.design import CACHE
@@ -84,8 +85,10 @@ class Workload:
 
     def _formed_bytes(self, samples: int, seeds: int) -> int:
         """Return the bytes of the largest Jacobian of one layer that is formed, for a few samples at a time."""
-        largest = max((block.size for block in self.blocks if block.shared), default=0)
-        each = self.itemsize * seeds * largest
+        sizes = [self.itemsize * seeds * block.size for block in self.blocks if block.shared]
+        if self.device.type == "cpu":  # larger ones are formed in pieces that stay in the cache
+            sizes = [min(size, NEAR) for size in sizes]
+        each = max(sizes, default=0)
         return min((2 * min(samples, 32) + 1) * each, temporary(self.device) + each)
 
     @property

@@ -33,6 +33,7 @@ SOLVERS = ("krylov", "cg", *STOCHASTIC)
 BASIS = 320  # rows in a typical Krylov basis
 GROWTH = 10.0  # times the cubic root of the number of rows: vectors that are multiplied with the curvature, as measured
 VECTORS = 20  # vectors of P numbers that a solve holds for each sample at its peak, as measured, products included
+USUAL = 12  # the same on average
 SQUARES = 4  # (d, d) matrices that belong to a basis of d rows
 SOLVES = 4  # cost of samples whose prior precision is learned, in solves at one precision
 
@@ -139,7 +140,7 @@ class Sampled:
         once = Work(doubles=6 * basis**2 * size, numbers=8 * vectors * size)
         ways = 2 * count * workload.forward, workload.jacobians() + workload.along(count)
         along = min(ways, key=lambda work: work.total)
-        peak = 8 * (vectors + VECTORS * count) * size + workload.jacobian_bytes() + workload.kept
+        peak = 8 * (basis + USUAL * count) * size + workload.jacobian_bytes() + workload.kept
         note = f"{count} samples, {-(-vectors // self.width)} products with the curvature; more if the prior is weak"
         return workload.cost(8 * count * (size + 1), peak, fit, workload.forward + along, once, note)
 
