@@ -65,7 +65,6 @@ FITS: dict[str, dict[str, Fit]] = {  # for each network, the methods in the orde
         "Kron": Fit(lw.Kron, lw.named("lora")),
         "EKron": Fit(lw.EKron, lw.named("lora")),
         "Diagonal": Fit(lw.Diagonal, lw.named("lora")),
-        "Full": Fit(lw.Full, lw.named("lora"), slow=True),
         "LowRank": Fit(lambda: lw.LowRank(20), lw.named("lora")),
         "Sampled": Fit(lw.Sampled, lw.named("lora")),
         "ELLA": Fit(lambda: lw.ELLA(500, 20), lw.named("lora"), padded=True),
@@ -82,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_data_dir(parser, "sst2.npz")
     parser.add_argument("--data", type=positive, help="training phrases of the classifier (10,000)")
     parser.add_argument("--sentences", type=positive, help="training sentences of the language model (6,000)")
+    parser.add_argument("--test", type=positive, help="scored sentences of the classifiers; all by default")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--full", action="store_true", help="all training phrases and sentences, and 8,000 words")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="methods to compare; the fast ones by default")
@@ -96,6 +96,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         words=8000 if arguments.full else default.words,
         data=arguments.data or (None if arguments.full else default.data),
         sentences=arguments.sentences or (None if arguments.full else default.sentences),
+        test=arguments.test,
         networks=tuple(NETWORKS[part] for part in PARTS if part in parts and part in NETWORKS),
         methods=chosen(arguments.methods, METHODS, "--methods") if arguments.methods else (),
         device=arguments.device,
