@@ -81,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_data_dir(parser, "sst2.npz")
     parser.add_argument("--data", type=positive, help="training phrases of the classifier (10,000)")
     parser.add_argument("--sentences", type=positive, help="training sentences of the language model (6,000)")
+    parser.add_argument("--test", type=positive, help="scored sentences of the classifiers; all by default")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--full", action="store_true", help="all training phrases and sentences, and 8,000 words")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="methods to compare; the fast ones by default")
@@ -95,6 +96,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         words=8000 if arguments.full else default.words,
         data=arguments.data or (None if arguments.full else default.data),
         sentences=arguments.sentences or (None if arguments.full else default.sentences),
+        test=arguments.test,
         networks=tuple(NETWORKS[part] for part in PARTS if part in parts and part in NETWORKS),
         methods=chosen(arguments.methods, METHODS, "--methods") if arguments.methods else (),
         device=arguments.device,
