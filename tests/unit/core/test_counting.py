@@ -45,3 +45,12 @@ def test_nothing_is_counted_outside() -> None:
         pass
     torch.ones(3, 3) @ torch.ones(3, 3)
     assert (count.products, count.numbers) == (0, 0)
+
+
+def test_decompositions_take_cubes() -> None:
+    square, rows = torch.eye(3).expand(2, 3, 3), torch.ones(5, 4)
+    with OperationCount() as count:
+        torch.linalg.eigh(square)
+        torch.linalg.svd(rows, full_matrices=False)
+        torch.linalg.cholesky(square)
+    assert (count.products, count.cubes) == (0, 2 * 27 + 5 * 4 * 4 + 2 * 27)
