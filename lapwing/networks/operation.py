@@ -6,7 +6,7 @@ left to autograd, a probe decides which rows belong to which sample, and paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -19,6 +19,8 @@ LEAF = "torch::autograd::AccumulateGrad"  # the name of a node that stands for a
 Keeps = Callable[[int, Node, int], bool]  # (operand, its node, which output of that node) -> rows are in the same order
 Rows = Callable[[Node, Shape], Keeps | None]  # (node, output shape) -> which operands keep the order of the rows
 Pull = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), operand) -> gradient (K, *operand)
+# (node, gradients (K, *output) of its outputs, operands) -> gradients (K, *operand), which nobody else holds
+JointPull = Callable[[Node, Sequence[Tensor | None], Sequence[int]], list[Tensor]]
 
 
 class Source(NamedTuple):
@@ -71,6 +73,7 @@ class Operation:
         data_operand: the only operand whose rows belong to samples (the input of a product with a weight).
         rows: which operands have their rows in the order of the output's rows, such as ``row_wise``.
         gradient: how the gradients of K seeds are pulled back: ``Slope``, ``New``, ``View`` or ``Expanded``.
+        joint_gradient: the same for an operation with several outputs, or whose operands share work.
         uses: how it uses the parameters among its operands.
         norm: the statistics of a normalisation.
         seed_by_seed: whether autograd must take one seed at a time here, given the node and whether it is on a CPU.
@@ -89,6 +92,7 @@ class Operation:
     data_operand: int | None = None
     rows: Rows | None = None
     gradient: Gradient | None = None
+    joint_gradient: JointPull | None = None
     uses: UseRule | None = None
     norm: Callable[[Node], NormStatistics | None] = lambda node: None
     seed_by_seed: Callable[[Node, bool], bool] = lambda node, on_cpu: False
@@ -99,6 +103,11 @@ class Operation:
     def carries_parameter(self) -> bool:
         """Whether a parameter may pass through it and still be that parameter."""
         return self.reshapes or self.moves
+
+    @cached_property
+    def has_gradient(self) -> bool:
+        """Whether the gradients of several seeds can be pulled back through it together."""
+        return self.gradient is not None or self.joint_gradient is not None
 
     @cached_property
     def follows_shapes(self) -> bool:

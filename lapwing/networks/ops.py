@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lapwing.networks import norm_rules, rules
+from lapwing.networks import attention_rules, moving_rules, norm_rules, rules
 from lapwing.networks.operation import (
     Expanded,
     New,
@@ -51,13 +51,18 @@ register(
     Operation("TransposeBackward0", moves=True, rows=along("dim0", "dim1"), gradient=View(rules.transpose)),
     Operation("TransposeBackward1", rows=along("dim0", "dim1")),
     Operation("PermuteBackward0", moves=True, rows=permuted, gradient=View(rules.permute)),
-    *_alike("Split SplitWithSizes UnsafeSplit Slice Select Unbind", moves=True, rows=along("dim")),
-    *_alike("Cat Stack", rows=along("dim")),
+    *_alike("Split SplitWithSizes UnsafeSplit", moves=True, rows=along("dim"), joint_gradient=moving_rules.split),
+    Operation("UnbindBackward0", moves=True, rows=along("dim"), joint_gradient=moving_rules.unbind),
+    Operation("SliceBackward0", moves=True, rows=along("dim"), gradient=View(moving_rules.part)),
+    Operation("SelectBackward0", moves=True, rows=along("dim"), gradient=New(moving_rules.select)),
+    Operation("CatBackward0", rows=along("dim"), gradient=View(moving_rules.cat)),
+    Operation("StackBackward0", rows=along("dim"), gradient=View(moving_rules.stack)),
     Operation("FlipBackward0", rows=along("dims")),
     Operation("RepeatBackward0", rows=reordered),
     Operation("ExpandBackward0", expands=True, rows=row_wise, uses=rules.use_expand),
     *_alike("ConstantPadNd ReflectionPad2D ReplicationPad2D", rows=row_wise),
-    *_alike("PixelShuffle UpsampleNearest2D UpsampleBilinear2D", rows=row_wise),
+    Operation("UpsampleNearest2DBackward0", rows=row_wise, gradient=New(moving_rules.upsample_nearest)),
+    *_alike("PixelShuffle UpsampleBilinear2D", rows=row_wise),
     # Products with a weight.
     Operation("MmBackward0", data_operand=0, gradient=New(rules.pull_mm), uses=rules.use_mm),
     Operation("AddmmBackward0", data_operand=1, gradient=New(rules.pull_addmm), uses=rules.use_addmm),
@@ -81,13 +86,15 @@ register(
     ),
     # Reentrant checkpointing that does not go through torch.utils.checkpoint.checkpoint.
     Operation("CheckpointFunctionBackward", not_derivative=rules.checkpoint_hides),
-    *_alike("Bmm Baddbmm", rows=reordered),
+    Operation("BmmBackward0", rows=reordered, joint_gradient=attention_rules.batched_product),
+    Operation("BaddbmmBackward0", rows=reordered),
     *_alike("ThnnFusedLstmCell ThnnFusedGruCell", rows=reordered, uses=rules.use_fused_cell),
-    # Attention in one kernel, which autograd takes one seed at a time.
+    # Attention in one kernel, of which autograd takes one seed at a time.
     *_alike(
         "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention "
         "ScaledDotProductFusedAttentionOverrideable ScaledDotProductCudnnAttention",
         rows=reordered,
+        joint_gradient=attention_rules.attention,
         seed_by_seed=lambda node, on_cpu: True,
     ),
     # Normalisations.
@@ -124,8 +131,10 @@ register(
     Operation("MulBackward0", rows=row_wise, gradient=New(rules.pull_mul), uses=rules.use_mul),
     *_alike("Elu Celu Selu Hardtanh Softplus Exp Expm1 Log Log1P Sqrt Rsqrt Neg Abs Sin Cos Erf", rows=row_wise),
     *_alike("Threshold Mish Hardswish Hardsigmoid Clamp ClampMin ClampMax Reciprocal LogSigmoid", rows=row_wise),
-    *_alike("Pow Sub Div NativeDropout Where MaskedFill", rows=row_wise),
-    *_alike("Add Mul Sub Div Pow Rsub Clamp", "Backward1", rows=row_wise),
+    Operation("MaskedFillBackward0", rows=row_wise, gradient=New(attention_rules.masked_fill)),
+    Operation("MulBackward1", rows=row_wise, gradient=New(attention_rules.pull_scaled)),
+    *_alike("Pow Sub Div NativeDropout Where", rows=row_wise),
+    *_alike("Add Sub Div Pow Rsub Clamp", "Backward1", rows=row_wise),
     # Pooling, sums and other reductions.
     Operation("MaxPool2DWithIndicesBackward0", rows=row_wise, gradient=New(rules.max_pool)),
     Operation("AdaptiveAvgPool2DBackward0", rows=row_wise, gradient=New(rules.adaptive_pool)),
@@ -133,5 +142,6 @@ register(
     *_alike("MaxPool3DWithIndices AvgPool3D AdaptiveMaxPool2D MkldnnMaxPool2D", rows=row_wise),
     Operation("MeanBackward1", rows=along("dim"), gradient=New(rules.mean)),
     Operation("SumBackward1", rows=along("dim"), gradient=Expanded(rules.total)),
-    *_alike("Softmax LogSoftmax Amax Max Cumsum Glu", rows=along("dim")),
+    *_alike("Softmax SafeSoftmax", rows=along("dim"), gradient=New(attention_rules.softmax)),
+    *_alike("LogSoftmax Amax Max Cumsum Glu", rows=along("dim")),
 )

@@ -7,8 +7,7 @@ table has no gradient is left to autograd.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
 
 import torch
@@ -20,25 +19,42 @@ from lapwing.core.inputs import Inputs
 from lapwing.core.switches import FORWARD_MODE, math_attention, quiet
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import Graph
-from lapwing.networks.operation import NoRuleError
+from lapwing.networks.operation import NoRuleError, Operation
 from lapwing.networks.selection import Selection
 from lapwing.networks.uses import Node, Shape, output_shape
 
 
 def gradients(
     raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool, differentiable: bool = False
-) -> list[Tensor]:
-    """Return the gradients (K, ...) of seeds · raw at the outputs of the nodes; zero where there is no path.
+) -> Iterator[tuple[Node, Tensor]]:
+    """Yield the nodes, as the pass reaches them, with the gradient (K, ...) of seeds · raw at their outputs.
 
-    ``differentiable`` gradients are part of a graph that leads back to the inputs, by autograd and seed by seed.
+    It is zero where there is no path. Whoever drops each before the next needs the memory of a few layers, not of all;
+    only a pass by autograd has all at once. ``differentiable`` gradients are part of a graph that leads back to the
+    inputs, by autograd and seed by seed.
     """
     leading = None if recurrent or differentiable else _leading_to(graph, nodes, seeds.dtype)
+    remaining = dict.fromkeys(nodes)
     if leading is not None:
-        with contextlib.suppress(NoRuleError), torch.no_grad():
-            return _folded(graph, nodes, leading, seeds)
+        walk = _folded(graph, remaining, leading, seeds)
+        try:
+            while True:
+                with torch.no_grad():  # not while the caller works
+                    node, grad = next(walk)
+                del remaining[node]
+                yield node, grad
+                del grad
+        except StopIteration:
+            for node in remaining:
+                yield node, seeds.new_zeros(len(seeds), *output_shape(node))
+            return
+        except NoRuleError:  # the rest by autograd
+            del walk
     looped = differentiable or seed_by_seed(graph, seeds, recurrent)
-    grads = by_autograd(raw, [GradientEdge(node, 0) for node in nodes], seeds, looped, differentiable)
-    return [_or_zero(grad, seeds, (len(seeds), *output_shape(node))) for grad, node in zip(grads, nodes, strict=True)]
+    rest = list(remaining)
+    grads = by_autograd(raw, [GradientEdge(node, 0) for node in rest], seeds, looped, differentiable)
+    for node in rest:
+        yield node, _or_zero(grads.pop(0), seeds, (len(seeds), *output_shape(node)))
 
 
 def _or_zero(grad: Tensor | None, like: Tensor, shape: Shape) -> Tensor:
@@ -71,38 +87,75 @@ def by_autograd(
     ]
 
 
-def _folded(graph: Graph, targets: list[Node], leading: set[Node], seeds: Tensor) -> list[Tensor]:
-    """Return the gradients (K, *output) at the targets for seeds (K, *output of the root); zero where no path leads.
+def _folded(
+    graph: Graph, targets: Collection[Node], leading: set[Node], seeds: Tensor
+) -> Iterator[tuple[Node, Tensor]]:
+    """Yield the targets that a path leads to, with the gradients (K, *output) for seeds (K, *output of the root).
 
     ``leading`` are the nodes that lead to the targets.
     """
-    grads: dict[Node, Tensor] = {graph.nodes[0]: seeds}
-    owned: dict[Node, bool] = {}  # whether nobody else holds the gradient, so that it may be changed in place
-    at_targets: dict[Node, Tensor] = {}
-    remaining = set(targets)
+    held = _Held(graph.nodes[0], seeds)
+    left = len(targets)
     for node in graph.nodes:
-        grad = grads.pop(node, None)
-        if grad is None:
+        if node not in held:
             continue
-        may_change = owned.pop(node, False)
-        if node in remaining:
-            at_targets[node] = grad
-            remaining.discard(node)
-            may_change = False
-        if not remaining:
-            break
-        gradient = graph.operations[node].gradient
-        for operand, (child, number) in enumerate(node.next_functions):
-            if child is None or child not in leading:
-                continue
-            if number != 0 or gradient is None:
+        grads, owned = held.taken(node)
+        if node in targets:
+            if grads[0] is None or (len(grads) > 1 and any(grad is not None for grad in grads[1:])):
                 raise NoRuleError(node.name())
-            part, new = gradient.pull(node, grad, operand, may_change)
-            if part.shape[1:] != output_shape(child):
-                raise NoRuleError(node.name())
-            owned[child] = new and child not in grads
-            grads[child] = grads[child] + part if child in grads else part
-    return [_or_zero(at_targets.get(node), seeds, (len(seeds), *output_shape(node))) for node in targets]
+            yield node, grads[0]
+            left, owned = left - 1, False
+        if not left:
+            return
+        operands = [i for i, (child, _) in enumerate(node.next_functions) if child is not None and child in leading]
+        for operand, (part, new) in zip(operands, _pulled(graph.operations[node], node, grads, operands, owned)):
+            held.add(node.next_functions[operand], part, new)
+            del part
+        del grads
+
+
+class _Held:
+    """The gradients of a pass that are in memory: those that were reached and not yet pulled further."""
+
+    def __init__(self, root: Node, seeds: Tensor) -> None:
+        self._grads: dict[Node, list[Tensor | None]] = {root: [seeds]}
+        self._owned: set[Node] = set()  # nobody else holds their gradient, so that it may be changed in place
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._grads
+
+    def taken(self, node: Node) -> tuple[list[Tensor | None], bool]:
+        """Return the gradients of all outputs of a node, and whether nobody else holds them; forget them."""
+        owned = node in self._owned
+        self._owned.discard(node)
+        return self._grads.pop(node), owned
+
+    def add(self, edge: tuple[Node, int], part: Tensor, new: bool) -> None:
+        """Add a part of the gradient of one output of a node."""
+        node, number = edge
+        if part.shape[1:] != output_shape(node, number):
+            raise NoRuleError(node.name())
+        outputs = len(node._input_metadata)
+        grads = self._grads.setdefault(node, [None] * outputs)
+        before = grads[number]
+        grads[number] = part if before is None else before + part
+        if outputs == 1 and (new or before is not None):  # a sum is new
+            self._owned.add(node)
+
+
+def _pulled(
+    facts: Operation, node: Node, grads: list[Tensor | None], operands: list[int], owned: bool
+) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the gradients of the operands, and whether nobody else holds them."""
+    if not operands:
+        return
+    if facts.joint_gradient is not None:
+        yield from ((part, True) for part in facts.joint_gradient(node, grads, operands))
+        return
+    if facts.gradient is None or len(grads) != 1 or grads[0] is None:
+        raise NoRuleError(node.name())
+    for operand in operands:
+        yield facts.gradient.pull(node, grads[0], operand, owned)
 
 
 def _leading_to(graph: Graph, targets: list[Node], dtype: torch.dtype) -> set[Node] | None:
@@ -113,7 +166,7 @@ def _leading_to(graph: Graph, targets: list[Node], dtype: torch.dtype) -> set[No
     leading = set(targets)
     for node in reversed(graph.nodes):  # producers before consumers
         if any(child in leading for child, _ in node.next_functions):
-            if graph.operations[node].gradient is None or node._input_metadata[0].dtype != dtype:
+            if not graph.operations[node].has_gradient or node._input_metadata[0].dtype != dtype:
                 return None
             leading.add(node)
     return leading

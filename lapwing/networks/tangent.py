@@ -146,8 +146,7 @@ class Tangent:
             grads[last] = raw_seeds.reshape(len(seeds), *output_shape(last))
         rest = [node for node in nodes if node not in grads]
         if rest:
-            others = gradients(self.raw, graph, rest, raw_seeds, self.network.recurrent, self.differentiable)
-            grads.update(zip(rest, others, strict=True))
+            grads.update(gradients(self.raw, graph, rest, raw_seeds, self.network.recurrent, self.differentiable))
         return grads
 
     def _block(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import lapwing as lw
 from lapwing.networks import passes
+from lapwing.networks.graph import read
 from lapwing.networks.network import Network
 from lapwing.networks.operation import NoRuleError
 from lapwing.networks.ops import Operation, Slope, entries, operation, register, row_wise
@@ -113,8 +117,82 @@ FUNCTIONS = {
     "mean": lambda x: x.mean(1, keepdim=True),
     "max_pool": lambda x: nn.functional.max_pool2d(x[None], 2, 1),
     "avg_pool": lambda x: nn.functional.avg_pool2d(x[None], 2),
+    "scaled": lambda x: x * 0.3,
+    "softmax": lambda x: x.softmax(-2),
+    "masked_fill": lambda x: x.masked_fill(x.detach() > 0, 1.0),
+    "select": lambda x: x.select(-1, -2),
+    "slice": lambda x: x[:, 1:-1],
+    "slice_with_steps": lambda x: x[..., 1::2],
+    "slice_of_all": lambda x: x[:, :100],
+    "cat": lambda x: torch.cat([x, torch.ones(3, 2, 6, dtype=D)], 1),
+    "stack": lambda x: torch.stack([x, x.detach()], -1),
+    "nearest": lambda x: nn.functional.interpolate(x[None], scale_factor=2.0),
     "adaptive_pool": lambda x: nn.functional.adaptive_avg_pool2d(x[None], (2, 3)),
 }
+
+
+def attention(x: Tensor, **options: Any) -> Tensor:
+    """Attention of 4 queries to 6 keys with 2 heads."""
+    q, k, v = x.unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return nn.functional.scaled_dot_product_attention(q[:, :, :4], k, v, **options)
+
+
+MASK = torch.ones(4, 6, dtype=torch.bool)
+MASK[0, 2:] = MASK[1] = False  # the second query has no key
+JOINT = {
+    "attention": attention,
+    "attention_causal": lambda x: attention(x, is_causal=True),
+    "attention_scaled": lambda x: attention(x, scale=0.7),
+    "attention_masked": lambda x: attention(x, attn_mask=MASK),
+    "attention_biased": lambda x: attention(x, attn_mask=torch.linspace(-1, 1, 24, dtype=D).view(4, 6)),
+    "bmm": lambda x: torch.bmm(x, (2 * x).mT),
+    "unbind": lambda x: torch.stack(x.unbind(-1)[1:4:2]),
+    "split": lambda x: torch.cat(x.split([1, 2, 3], -1)[::-1], -1),
+    "chunk": lambda x: 2 * x.chunk(3, 1)[1],
+    "several_uses": lambda x: torch.relu(x.unbind(0)[0] + x.unbind(0)[0].tanh()),
+}
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_gradients_of_several_outputs_and_operands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole pass against autograd, seed by seed, with all seeds at once and with one at a time."""
+    x = torch.randn(3, 6, 24 if "attention" in name else 6, dtype=D, generator=torch.Generator().manual_seed(0))
+    output = JOINT[name](x * torch.ones_like(x[0], requires_grad=True))
+    graph = read(output)
+    target = next(node for node in graph.nodes if node.name() == "MulBackward0" and node.next_functions[0][0] is None)
+    seeds = torch.randn(5, *output.shape, dtype=D)
+    expected = [torch.autograd.grad(output, [GradientEdge(target, 0)], seed, retain_graph=True)[0] for seed in seeds]
+    monkeypatch.setattr(passes, "by_autograd", lambda *_: pytest.fail("autograd ran"))
+    for size in ("1GB", 1):
+        with lw.memory.limited(size):
+            ((_, grad),) = passes.gradients(output, graph, [target], seeds, recurrent=False)
+        assert_close(grad, torch.stack(expected))
+
+
+def test_attention_with_shared_heads_is_left_to_autograd() -> None:
+    q, kv = torch.randn(2, 4, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 8)
+    output = nn.functional.scaled_dot_product_attention(q * 1.0, kv, kv, enable_gqa=True)
+    graph = read(output)
+    target = next(node for node in graph.nodes if node.name() == "MulBackward0")
+    ((_, grad),) = passes.gradients(output, graph, [target], torch.ones(1, *output.shape), recurrent=False)
+    (expected,) = torch.autograd.grad(output, [GradientEdge(target, 0)], torch.ones_like(output))
+    assert_close(grad[0], expected)
+
+
+def test_gradients_come_one_by_one_and_no_grad_stays_outside() -> None:
+    """A caller that drops each has few in memory, and computes with gradients where it likes."""
+    model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(4, 4), nn.Tanh())])
+    x = torch.randn(3, 4)
+    tangent = Network.build(model, x).linearise(x)
+    nodes = list(dict.fromkeys(use.node for use in tangent.graph.uses))
+    alive: list[weakref.ref[Tensor]] = []
+    for _, grad in passes.gradients(tangent.raw, tangent.graph, nodes, torch.ones(2, 3, 4), recurrent=False):
+        assert torch.is_grad_enabled()
+        alive = [other for other in alive if other() is not None]
+        assert len(alive) <= 2
+        alive.append(weakref.ref(grad))
+        del grad
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
