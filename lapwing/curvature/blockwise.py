@@ -33,13 +33,13 @@ class BlockwisePrecision:
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
-        pairs = zip(self.blocks, jacobian, strict=True)
-        return reduce(_added, (precision.quadratic(part, jacobian.tokens, full) for precision, (_, part) in pairs))
+        each = (self.blocks[i].quadratic(part, jacobian.tokens, full) for i, part in jacobian.each())
+        return reduce(_added, each)
 
     def quadratics(self, precisions: Sequence[BlockwisePrecision], jacobian: LayerJacobians) -> list[Tensor]:
         """Return ``quadratic`` of all precisions; every block is formed, and rotated into its basis, once."""
         totals: list[Tensor] | None = None
-        for i, (_, part) in enumerate(jacobian):
+        for i, part in jacobian.each():
             blocks = [precision.blocks[i] for precision in precisions]
             covariances = blocks[0].quadratics(blocks, part, jacobian.tokens)
             totals = covariances if totals is None else [*map(_added, totals, covariances)]

@@ -100,24 +100,21 @@ class Sweep:
         """
         closed = self.has_closed_form
         n_seeds = CLOSED if self._closed_alone else max(self._n_seeds, CLOSED * closed)
-        for tangent, f, targets in self._chunks(n_seeds):
-            numbers = list(range(len(self.network.layout)))
+        for tangent, f, targets in self._chunks(n_seeds, self.network.blockwise):
+            numbers = set(range(len(self.network.layout)))
             head = self._closed_form(tangent, f, targets) if closed else None
             if head is not None:
                 numbers.remove(head[0])
                 yield *head, True
             del head
             first = True
-            for seeds in self._seed_runs(f, targets) if numbers else ():
-                jacobians = tangent.jacobians(seeds)
-                for number in numbers:
-                    part = jacobians.parts[number]()
+            for seeds in self._seed_runs(f, targets, network=tangent.network) if numbers else ():
+                for number, part in tangent.jacobians(seeds).each(numbers):
                     if self.seeds.sampled:
                         self.error.add(number, part)
                     yield number, part, first
                     del part
                 first = False
-                del jacobians
             del tangent
 
     @cached_property
@@ -146,9 +143,11 @@ class Sweep:
         hessian = hessian if self.seeds.output is None else hessian.only(self.seeds.output)
         return tangent.closed_form(hessian.diagonal, hessian.outer)
 
-    def _seed_runs(self, f: Tensor, targets: Tensor, width: int = 0) -> Iterator[Tensor]:
+    def _seed_runs(
+        self, f: Tensor, targets: Tensor, width: int = 0, network: Network | None = None
+    ) -> Iterator[Tensor]:
         """Yield the seeds of a chunk in runs that fit the byte budget; usually all at once."""
-        network, count = self.network, self.seeds.count(tuple(f.shape[1:]))
+        network, count = network or self.network, self.seeds.count(tuple(f.shape[1:]))
         self._drew = self.seeds.sampled
         most = network.footprint.at_once(len(f), network.dtype, network.device, width)
         if count <= most:
@@ -156,9 +155,9 @@ class Sweep:
         else:
             yield from self.seeds.runs(self.likelihood, f, targets, most)
 
-    def _chunks(self, n_seeds: int) -> Iterator[tuple[Tangent, Tensor, Tensor]]:
+    def _chunks(self, n_seeds: int, network: Network | None = None) -> Iterator[tuple[Tangent, Tensor, Tensor]]:
         """Yield the network linearised at a chunk of the data, its outputs and targets; sum up losses and counts."""
-        network, likelihood = self.network, self.likelihood
+        network, likelihood = network or self.network, self.likelihood
         total = torch.zeros((), dtype=torch.float64, device=network.device)
         count: int | Tensor = 0
         # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of

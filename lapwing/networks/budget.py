@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -35,6 +35,18 @@ class Footprint:
     patches: int  # the largest unfolded input
     whole: int = 0  # Jacobians that are kept whole, for each seed
     graph: int = 0  # outputs of all operations, which a forward pass that records gradients may keep
+    live: int = 0  # gradients that a pass holds at once for each seed if each is dropped after its use; 0: unknown
+    streams: bool = False  # whether each is dropped after its use; not saved
+
+    @property
+    def held(self) -> int:
+        """The gradients that are in memory at once, for each seed."""
+        return self.live if self.streams and self.live else self.width
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What a file keeps of it."""
+        return {name: value for name, value in asdict(self).items() if name != "streams"}
 
     def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many samples are worth joining into one pass: their gradients should stay small."""
@@ -84,11 +96,11 @@ class Footprint:
         ``width`` counts further numbers for each sample and seed.
         """
         fixed = _itemsize(dtype) * (self.patches + self.graph)
-        each = _itemsize(dtype) * (2 * (self.width + self.whole) + width)
+        each = _itemsize(dtype) * (2 * (self.held + self.whole) + width)
         return max(1, (int(GRADIENTS * working(device)) - samples * fixed) // (samples * each))
 
     def _bytes(self, seeds: int, dtype: torch.dtype, copies: int) -> int:
-        return _itemsize(dtype) * (copies * max(1, seeds) * (self.width + self.whole) + self.patches)
+        return _itemsize(dtype) * (copies * max(1, seeds) * (self.held + self.whole) + self.patches)
 
 
 def _itemsize(dtype: torch.dtype) -> int:

@@ -11,7 +11,7 @@ normalised weights, the byte budget counts it and a chunk has fewer samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -223,6 +223,9 @@ class BlockJacobian(Protocol):
         ...
 
 
+Stream = Callable[[Collection[int]], Iterator[tuple[int, BlockJacobian]]]  # wanted blocks -> their Jacobians
+
+
 @dataclass(frozen=True, eq=False)
 class LayerJacobians:
     """The Jacobian of a batch, block by block, for K = ``outputs`` seeds; a sample has ``tokens`` data."""
@@ -234,6 +237,15 @@ class LayerJacobians:
     outputs: int
     dtype: torch.dtype
     tokens: int = 1
+    stream: Stream | None = None  # a pass that holds few gradients at once
+
+    def each(self, wanted: Collection[int] | None = None) -> Iterator[tuple[int, BlockJacobian]]:
+        """Yield the number and the Jacobian of all or some blocks, in any order, for sums over blocks.
+
+        Where the network streams, this is a backward pass of its own, which drops each gradient after its use.
+        """
+        wanted = range(len(self.parts)) if wanted is None else wanted
+        return ((i, self.parts[i]()) for i in wanted) if self.stream is None else self.stream(wanted)
 
     def __iter__(self) -> Iterator[tuple[Block, BlockJacobian]]:
         """Yield block by block. Each is formed when it is reached and dropped afterwards, so only one is in memory.
@@ -254,12 +266,13 @@ class LayerJacobians:
         if rows == slice(0, self.batch):
             return self
         parts = tuple(partial(_some, part, rows) for part in self.parts)
-        return replace(self, parts=parts, batch=rows.stop - rows.start)
+        return replace(self, parts=parts, stream=None, batch=rows.stop - rows.start)
 
     def double(self) -> LayerJacobians:
         """Return it in float64, for differences in which digits cancel."""
         parts = tuple(partial(_in_double, part) for part in self.parts)
-        return replace(self, parts=parts, dtype=torch.float64)
+        stream = None if self.stream is None else partial(_double_stream, self.stream)
+        return replace(self, parts=parts, stream=stream, dtype=torch.float64)
 
     def jvp(self, v: Tensor) -> Tensor:
         """Return J v for every row of v (n, P): (n, B, K), from the stored factors."""
@@ -281,7 +294,7 @@ class LayerJacobians:
             left -= block.nbytes
             parts.append(partial(_same, block) if left >= 0 else part)
             del block
-        ready = replace(self, parts=tuple(parts))
+        ready = replace(self, parts=tuple(parts), stream=None)
         return ready.vjp(ready.jvp(v))
 
     def formed(self) -> LayerJacobians:
@@ -289,7 +302,7 @@ class LayerJacobians:
         return self._with_parts(part().formed() for part in self.parts)
 
     def _with_parts(self, parts: Iterable[BlockJacobian]) -> LayerJacobians:
-        return replace(self, parts=tuple(partial(_same, part) for part in parts))
+        return replace(self, parts=tuple(partial(_same, part) for part in parts), stream=None)
 
     def formed_bytes(self) -> int:
         """Return the bytes that ``formed`` would take; the blocks are formed one after another."""
@@ -318,6 +331,10 @@ def _same(part: BlockJacobian) -> BlockJacobian:
 
 def _some(part: Callable[[], BlockJacobian], rows: slice) -> BlockJacobian:
     return part().samples(rows)
+
+
+def _double_stream(stream: Stream, wanted: Collection[int]) -> Iterator[tuple[int, BlockJacobian]]:
+    return ((number, part.to(torch.float64)) for number, part in stream(wanted))
 
 
 def _in_double(part: Callable[[], BlockJacobian]) -> BlockJacobian:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from lapwing.errors import FileError
 from lapwing.networks.budget import Footprint
 from lapwing.networks.graph import Graph, Patterns
 from lapwing.networks.jacobians import Block
+from lapwing.networks.passes import numbers_at_once
 from lapwing.networks.selection import Selection
-from lapwing.networks.uses import Node, Shape, Use, output_shape
+from lapwing.networks.uses import Node, Shape, Use, output_numbers, output_shape
 
 Layout = tuple[Block, ...]
 
@@ -112,8 +113,9 @@ def refuse_other_parameters(selection: Selection, layout: Layout, model: nn.Modu
             raise FileError(f"the block of {block.weight!r} in the file does not fit the parameter")
 
 
-def footprint(layout: Layout, graph: Graph, batch: int, outputs: int) -> Footprint:
-    """Return the memory of one sample, measured on a batch of this size with this many outputs for each sample."""
+def footprint(layout: Layout, graph: Graph, raw: Tensor, outputs: int, recurrent: bool) -> Footprint:
+    """Return the memory of one sample, measured on the graph of a batch with this many outputs for each sample."""
+    batch = len(raw)
     width = _gradient_numbers(graph.uses) // batch
     patches = max((use.patch_size // batch for use in graph.uses), default=0)
     # Jacobians that are larger than the gradients they are read from. Those of opaque blocks exist together, since one
@@ -126,15 +128,12 @@ def footprint(layout: Layout, graph: Graph, batch: int, outputs: int) -> Footpri
             read = _gradient_numbers(use for use in graph.uses if use.name == block.weight) // batch
             largest = max(largest, block.size if block.size > read else 0)
     moved = {node for node, facts in graph.operations.items() if facts.carries_parameter}  # views of other results
-    computed = sum(_numbers(node) for node in graph.nodes if node not in moved and node not in graph.leaves)
-    return Footprint(max(width, outputs), patches, opaque + largest, computed // batch)
+    computed = sum(output_numbers(node) for node in graph.nodes if node not in moved and node not in graph.leaves)
+    at_once = None if recurrent else numbers_at_once(graph, {use.node for use in graph.uses}, raw.dtype)
+    live = width if at_once is None else min(width, at_once // batch)
+    return Footprint(max(width, outputs), patches, opaque + largest, computed // batch, max(live, outputs))
 
 
 def _gradient_numbers(uses: Iterable[Use]) -> int:
     """Return how many numbers the gradients at the nodes of these uses have, for each seed."""
-    return sum(_numbers(node) for node in {use.node for use in uses})
-
-
-def _numbers(node: Node) -> int:
-    """Return how many numbers the first output of a node has; ragged dimensions, without a size, are left out."""
-    return math.prod(n for n in output_shape(node) if type(n) is int)
+    return sum(output_numbers(node) for node in {use.node for use in uses})

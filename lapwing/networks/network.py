@@ -109,7 +109,7 @@ class Network:
         with plain_kernels(plain):
             patterns, _ = find_patterns(raw, graph)
         layout = arranged(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
-        sizes = footprint(layout, graph, len(raw), f[0].numel())
+        sizes = footprint(layout, graph, raw, f[0].numel(), recurrent)
         forward_mode = not recurrent and not forward_differs(graph)
         follows = (operation(node).norm(node) and node.next_functions[0][0] for node in graph.nodes)
         normalised = any(follows) or any(isinstance(module, nn.RMSNorm) for module in model.modules())
@@ -124,7 +124,7 @@ class Network:
         """Return what a file needs, besides the model, to build the network again."""
         settings = {
             "names": self.selection.names, "shapes": self.selection.shapes,
-            "layout": [asdict(block) for block in self.layout], "footprint": asdict(self.footprint),
+            "layout": [asdict(block) for block in self.layout], "footprint": self.footprint.numbers,
             "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
             "normalised": self.normalised, "private": self.private, "known": dict(self.known),
         }  # fmt: skip
@@ -139,9 +139,10 @@ class Network:
             Block, kind=Text(KINDS), weight=Text(), shape=sizes, bias=Maybe(Text()), groups=Whole(1), why=Text()
         )
         most = Whole(0, 2**40)
+        later = Later(most)
         fields = state.read(
             names=ListOf(Text()), shapes=ListOf(sizes), layout=ListOf(layout), output_shape=ListOf(Whole(1)),
-            footprint=Record(Footprint, width=Whole(1, 2**40), patches=most, whole=most, graph=Later(most)),
+            footprint=Record(Footprint, width=Whole(1, 2**40), patches=most, whole=most, graph=later, live=later),
             forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
             shift=Maybe(Array((None,))),
             index=Maybe(Array((None,), 0, whole=True, also=increasing)),
@@ -230,8 +231,24 @@ class Network:
 
     def shifted(self, shift: Tensor | None) -> Network:
         """Return the tangent model at theta = w̃ + shift: its outputs change, its Jacobian does not."""
-        network = replace(self, shift=None if shift is None else shift.to(self.device, self.dtype))
-        vars(network)["_memory"] = self._memory  # the same model: facts about batches hold for both
+        return self._same_model(shift=None if shift is None else shift.to(self.device, self.dtype))
+
+    @cached_property
+    def blockwise(self) -> Network:
+        """The same network for sums over blocks: chunks are larger, since few gradients are in memory at once.
+
+        Its Jacobians are for one use, by ``each``: any other holds all gradients, and chunks are too large for that.
+        """
+        return self._same_model(footprint=replace(self.footprint, streams=True))
+
+    @cached_property
+    def gathering(self) -> Network:
+        """The same network for Jacobians that are used several times: the gradients of all layers are in memory."""
+        return self._same_model(footprint=replace(self.footprint, streams=False))
+
+    def _same_model(self, **changes: Any) -> Network:
+        network = replace(self, **changes)
+        vars(network)["_memory"] = self._memory  # facts about batches hold for both
         return network
 
     def linearise(self, inputs: Inputs, differentiable: bool = False) -> Tangent:

@@ -21,7 +21,7 @@ from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import Graph
 from lapwing.networks.operation import NoRuleError, Operation
 from lapwing.networks.selection import Selection
-from lapwing.networks.uses import Node, Shape, output_shape
+from lapwing.networks.uses import Node, Shape, output_numbers, output_shape
 
 
 def gradients(
@@ -158,7 +158,7 @@ def _pulled(
         yield facts.gradient.pull(node, grads[0], operand, owned)
 
 
-def _leading_to(graph: Graph, targets: list[Node], dtype: torch.dtype) -> set[Node] | None:
+def _leading_to(graph: Graph, targets: Collection[Node], dtype: torch.dtype) -> set[Node] | None:
     """Return the targets and every node from which one of them is reached.
 
     None if one on the way has no rule or another dtype; casts are left to autograd.
@@ -170,6 +170,28 @@ def _leading_to(graph: Graph, targets: list[Node], dtype: torch.dtype) -> set[No
                 return None
             leading.add(node)
     return leading
+
+
+def numbers_at_once(graph: Graph, targets: Collection[Node], dtype: torch.dtype) -> int | None:
+    """Return how many numbers the gradients of a pass to the targets have that are in memory at once, for each seed.
+
+    None if the pass is left to autograd, which holds those of all targets.
+    """
+    leading = _leading_to(graph, targets, dtype)
+    if leading is None:
+        return None
+    held, most = {graph.nodes[0]: output_numbers(graph.nodes[0])}, 0
+    for node in graph.nodes:
+        if node not in held:
+            continue
+        own = held.pop(node)
+        edges = {edge for edge in node.next_functions if edge[0] is not None and edge[0] in leading}
+        new = sum(output_numbers(*edge) for edge in edges if edge[0] not in held)
+        in_place = graph.operations[node].carries_parameter  # a view of the gradient of its output
+        most = max(most, sum(held.values()) + max(own, new) + (0 if in_place else min(own, new)))
+        for child, number in edges:
+            held[child] = held.get(child, 0) + (0 if child in held else output_numbers(child, number))
+    return most
 
 
 def tangents_of(model: nn.Module, selection: Selection, v: Tensor) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
@@ -104,10 +105,14 @@ class Tangent:
         seeds = seeds.to(self.raw.dtype)
         with plain_kernels(network.plain):
             patterns = network.patterns(self)
-            grads = self._pulled_back(seeds)
-        opaque = cache(partial(self._fallback, seeds))
-        parts = tuple(partial(self._block, block, seeds, grads, patterns, opaque) for block in network.layout)
-        return LayerJacobians(parts, network.layout, network.selection, len(f), len(seeds), network.dtype, tokens)
+        read = partial(self._block, seeds, patterns, cache(partial(self._fallback, seeds)))
+        gathered = cache(lambda: dict(self._pulled_back(seeds)))
+        if not network.footprint.streams:
+            gathered()
+        parts = tuple(partial(_from_gathered, read, block, gathered) for block in network.layout)
+        stream = partial(self._stream, seeds, read) if network.footprint.streams else None
+        sizes = len(f), len(seeds), network.dtype, tokens
+        return LayerJacobians(parts, network.layout, network.selection, *sizes, stream)
 
     def closed_form(self, diagonal: Tensor, outer: Tensor | None) -> tuple[int, ClosedForm] | None:
         """Return the curvature of the last linear layer, and the number of its block, from H in the outputs.
@@ -133,29 +138,60 @@ class Tangent:
         a, g = part.a.to(network.dtype), part.g.flatten(2, 3)  # (G, values, B T, d_out)
         return head.number, ClosedForm(a, g[:, 0], None if outer is None else _by_token(g[:, 1], g[:, 2]))
 
-    def _pulled_back(self, seeds: Tensor) -> Gradients:
-        """Return the gradients at all nodes that use a parameter."""
+    def _stream(
+        self, seeds: Tensor, read: Callable[[Block, Gradients], BlockJacobian], wanted: Collection[int]
+    ) -> Iterator[tuple[int, BlockJacobian]]:
+        """Yield the number and the Jacobian of each wanted block as soon as a pass has reached all its uses."""
+        layout = self.network.layout
+        numbers = {layout[number].weight: number for number in wanted if layout[number].has_rule}
+        uses = {(use.node, numbers[use.name]) for use in self.graph.uses if use.name in numbers}
+        missing, waiting = Counter(number for _, number in uses), Counter(node for node, _ in uses)
+        by_node = {node: [number for other, number in uses if other is node] for node in waiting}
+        grads: dict[Node, Tensor] = {}
+        for node, grad in self._pulled_back(seeds):
+            if node in by_node:
+                grads[node] = grad
+            del grad
+            for number in by_node.get(node, ()):
+                missing[number] -= 1
+                if missing[number]:
+                    continue
+                yield number, read(layout[number], grads)
+                for used in [each for each in grads if number in by_node[each]]:
+                    waiting[used] -= 1
+                    if not waiting[used]:
+                        del grads[used]
+        rest = set(wanted) - set(missing)  # without a rule, or not used by this batch
+        yield from ((number, read(layout[number], {})) for number in sorted(rest))
+
+    def _pulled_back(self, seeds: Tensor) -> Iterator[tuple[Node, Tensor]]:
+        """Yield the nodes that use a parameter, and the gradients there, as a backward pass reaches them."""
         graph = self.graph
         nodes = list(dict.fromkeys(use.node for use in graph.uses))
         raw_seeds = seeds.reshape(len(seeds), *self.raw.shape)
         last = graph.nodes[0]
         while graph.operations[last].reshapes and len(last.next_functions) == 1:
             last = last.next_functions[0][0]
-        grads: dict[Node, Tensor] = {}
         if last in nodes and graph.consumers[last] <= 1:  # the layer before the output needs no backward pass
-            grads[last] = raw_seeds.reshape(len(seeds), *output_shape(last))
-        rest = [node for node in nodes if node not in grads]
-        if rest:
-            grads.update(gradients(self.raw, graph, rest, raw_seeds, self.network.recurrent, self.differentiable))
-        return grads
+            nodes.remove(last)
+            yield last, raw_seeds.reshape(len(seeds), *output_shape(last))
+        if nodes:
+            walk = gradients(self.raw, graph, nodes, raw_seeds, self.network.recurrent, self.differentiable)
+            while True:
+                with plain_kernels(self.network.plain):  # not while the caller works
+                    step = next(walk, None)
+                if step is None:
+                    return
+                yield step
+                del step
 
     def _block(
         self,
-        block: Block,
         seeds: Tensor,
-        grads: Gradients,
         patterns: Patterns,
         opaque: Callable[[], Mapping[str, Tensor]],
+        block: Block,
+        grads: Gradients,
     ) -> BlockJacobian:
         """Return the sum of the Jacobians of all uses of the block's weight; zero where this batch does not use it."""
         if not block.has_rule:
@@ -195,6 +231,12 @@ class Tangent:
                 network.replica, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2)
             )
         return {name: jacobian.to(network.dtype) for name, jacobian in jacobians.items()}
+
+
+def _from_gathered(
+    read: Callable[[Block, Gradients], BlockJacobian], block: Block, gathered: Callable[[], Gradients]
+) -> BlockJacobian:
+    return read(block, gathered())
 
 
 def _token_numbers(values: Tensor) -> Tensor:

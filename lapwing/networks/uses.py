@@ -32,6 +32,11 @@ def output_shape(node: Node, number: int = 0) -> Shape:
         return ()
 
 
+def output_numbers(node: Node, number: int = 0) -> int:
+    """Return how many numbers an output of a node has; ragged dimensions, without a size, are left out."""
+    return math.prod(n for n in output_shape(node, number) if type(n) is int)
+
+
 def saved(tensor: Tensor) -> Tensor:
     """Return a tensor that a node saved: part of the graph where gradients are recorded, otherwise detached."""
     return tensor if torch.is_grad_enabled() else tensor.detach()

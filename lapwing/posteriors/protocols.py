@@ -18,6 +18,7 @@ from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.networks.functionals import Functional
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.posteriors import pushforward
 from lapwing.posteriors.draws import Kept, drawn_predictive, numbers_of
 from lapwing.priors.bound import BoundPrior
@@ -142,7 +143,7 @@ class Linearised(Posterior, Reweightable, Protocol):
 
     def marginal(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
         """Return the belief about all or some outputs of each input at x, whose covariance is computed at once."""
-        network, means = self.problem.network, []
+        network, means = self.passing, []
 
         def parts() -> Iterator[Tensor]:
             for _, tangent in network.tangents(x, chosen=outputs):
@@ -152,6 +153,11 @@ class Linearised(Posterior, Reweightable, Protocol):
 
         cov = gathered(parts(), network.count(x))
         return FunctionGaussian(gathered(means, len(cov)), cov)
+
+    @property
+    def passing(self) -> Network:
+        """The network as a covariance passes through it: block by block where the posterior allows it."""
+        return self.problem.network
 
     @property
     def shared(self) -> object:

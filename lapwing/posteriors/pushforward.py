@@ -50,6 +50,7 @@ def covariances(precision: Precision, tangent: Tangent) -> Tensor:
         runs = tangent.runs(whole_tokens=True)
         cov = gathered((precision.quadratic(jacobian, True) for jacobian in runs), tangent.tokens, 1)
     else:  # two runs are in memory at once
+        tangent = replace(tangent, network=network.gathering)
         pieces = list(network.footprint.seed_runs(outputs, 2 * batch, network.dtype, network.device))
         each = (_of_token(precision, tangent, token * outputs, pieces) for token in range(tangent.tokens))
         cov = gathered(each, tangent.tokens, 1)

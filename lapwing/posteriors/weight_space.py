@@ -34,6 +34,7 @@ from lapwing.errors import FileError
 from lapwing.networks.directional import outputs_along
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
 from lapwing.posteriors import pushforward
 from lapwing.posteriors.draws import numbered_normals
 from lapwing.posteriors.protocols import Linearised
@@ -176,7 +177,7 @@ class WeightPosterior(Linearised):
         self, x: Inputs, full: bool, centred: bool = False, outputs: ChosenOutputs | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs and their covariances, or variances; ``centred`` takes the mean over outputs off first."""
-        network, means = self.problem.network, []
+        network, means = self.passing, []
 
         def parts() -> Iterator[Tensor]:
             for _, tangent in network.tangents(x, chosen=outputs):
@@ -195,6 +196,11 @@ class WeightPosterior(Linearised):
 
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         return self.precision.cross(jacobian, other)
+
+    @property
+    def passing(self) -> Network:
+        network = self.problem.network
+        return network.blockwise if isinstance(self.precision, SharesRotation) else network
 
     @property
     def shared(self) -> object:
