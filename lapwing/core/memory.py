@@ -24,7 +24,7 @@ from lapwing.errors import UnsupportedError
 VARIABLE = "LAPWING_MEMORY"
 FREE = 0.25  # share of the free memory that is taken by default
 MOST = {"cpu": 2**32, "cuda": 2**35}  # by default never more
-FAST = {"cpu": 2**30, "cuda": 2**33}  # above this much memory for intermediate results nothing is faster
+FAST = {"cpu": 2**30, "cuda": 2**34}  # above this much memory for intermediate results nothing is faster
 UNKNOWN = 2**34  # free bytes that are assumed where the system does not tell
 LEAST = 2**20  # of the default, however little is free
 AGE = 10.0  # seconds after which the free memory is read again

@@ -222,14 +222,20 @@ class CholeskyPrecision:
         eye = torch.eye(len(self.factor), dtype=self.factor.dtype, device=self.factor.device)
         return torch.linalg.solve_triangular(self.factor, eye, upper=False)
 
+    @cached_property
+    def _inverse_single(self) -> Tensor:
+        """L⁻¹ in float32, for networks in it."""
+        return self._inverse_factor.float()
+
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
         rows = self._whitened(jacobian)
         return row_products(rows.reshape(rows.shape[0], tokens, -1, rows.shape[-1]), full)
 
     def _whitened(self, jacobian: BlockJacobian) -> Tensor:
         """Return J L⁻ᵀ, (B, K, p)."""
-        j = jacobian.whole().flatten(2)
-        return j @ self._inverse_factor.to(j.dtype).mT
+        j = jacobian.whole().flatten(2).transpose(0, 1)  # seeds first, as small Jacobians lie in memory
+        inverse = self._inverse_single if j.dtype == torch.float32 else self._inverse_factor.to(j.dtype)
+        return (j @ inverse.mT).transpose(0, 1)
 
     def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
         return [each.quadratic(jacobian, tokens, True) for each in precisions]

@@ -135,9 +135,13 @@ def structure_of(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _quick(model: nn.Module) -> tuple[float, ...]:
+    """Return one mark for all tensors of a dtype and device: few operations, however many tensors there are."""
+    together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     with torch.no_grad():
-        marks = [_mark(t, torch.float32).double() for t in (*model.parameters(), *model.buffers())]
-        return tuple(torch.stack(marks).tolist())
+        for t in (*model.parameters(), *model.buffers()):
+            rows = _across(t, torch.float32)
+            together.setdefault((rows.dtype, rows.device), []).append(rows)
+        return tuple(float(_along(torch.cat(rows))) for rows in together.values())
 
 
 def _norm(t: Tensor) -> Tensor:
@@ -150,19 +154,29 @@ def _norm(t: Tensor) -> Tensor:
 def _mark(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Return p · T q for a matrix T and fixed patterns p, q. Cost: one read of T, as in a forward pass.
 
-    ``dtype`` is the least for real numbers: sums of 16-bit ones lose changes, and their kernels may fail. Whole numbers
-    have an exact sum, to 53 bits.
+    ``dtype`` is the least for real numbers: sums of 16-bit ones lose changes, and their kernels may fail.
     """
+    return _along(_across(t, dtype))
+
+
+def _across(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return T q, or a vector as it is; whole numbers and truth values as long integers."""
     t = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
     if not t.is_floating_point():
-        steps = (2 * torch.arange(t.numel(), device=t.device) + 1) * 0x1E3779B97F4A7C15
-        return ((t.reshape(-1).long() * steps).sum() & (2**53 - 1)).double()
+        return t.reshape(-1).long()
     t = t if t.dtype == torch.float64 else t.to(dtype)
     if t.ndim < 2:
-        return torch.dot(t.reshape(-1), _pattern(t.numel(), 0.0, t.dtype, t.device))
+        return t.reshape(-1)
     rows = t.flatten(1)
-    across = rows @ _pattern(rows.shape[1], 1.0, t.dtype, t.device)
-    return torch.dot(across, _pattern(len(rows), 0.0, t.dtype, t.device))
+    return rows @ _pattern(rows.shape[1], 1.0, t.dtype, t.device)
+
+
+def _along(rows: Tensor) -> Tensor:
+    """Return p · rows, in float64. Whole numbers have an exact sum, to 53 bits."""
+    if not rows.is_floating_point():
+        steps = (2 * torch.arange(len(rows), device=rows.device) + 1) * 0x1E3779B97F4A7C15
+        return ((rows * steps).sum() & (2**53 - 1)).double()
+    return torch.dot(rows.double(), _pattern(len(rows), 0.0, torch.float64, rows.device))
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Walking an autograd graph: where each parameter is used, and which rows belong to which sample.
+"""Walking an autograd graph: where each parameter is used, and where samples stay in order.
 
 The network runs as it is. Afterwards the graph that autograd built is walked from the output: a product whose weight
 operand leads to a parameter is one use of that parameter, and the tensor that the node saved is its input. Nothing is
@@ -12,17 +12,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
 from lapwing.networks.operation import LEAF, Operation, Source
 from lapwing.networks.ops import operation
 from lapwing.networks.rules import broadcast_lookup
-from lapwing.networks.uses import Node, Pattern, Ragged, Regular, Use, lookup, output_shape
-
-Patterns = Mapping[Node, Pattern | None]  # how rows run over the samples; None if samples share rows
+from lapwing.networks.uses import Node, Use, lookup, output_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,86 +159,3 @@ def refuse_wrong_gradients(graph: Graph) -> None:
 def forward_differs(graph: Graph) -> bool:
     """Return whether forward mode disagrees with the gradient of an operation."""
     return any(facts.forward_differs(node) for node, facts in graph.operations.items())
-
-
-# Which rows at a node belong to which sample. In most networks the walk over the graph already knows: rows are
-# batch-major. Attention works time-major inside, and recurrent networks stack time steps; there a probe decides. The
-# seeds of the samples whose number has bit j set are doubled, with one backward pass for each bit: the gradient of a
-# row doubles if its sample has that bit, in every dtype. A row whose gradient neither doubles nor stays belongs to
-# several samples (it lies before a broadcast over the batch).
-
-
-def find_patterns(raw: Tensor, graph: Graph) -> tuple[Patterns, bool]:
-    """Return for each node that uses a parameter how its rows run over the samples; None if samples share rows.
-
-    The flag says whether these patterns hold for every batch of the same shapes. They may not if several patterns fit
-    this batch: a row that no gradient reaches may belong to any sample. They do not if the rows follow no order.
-    """
-    batch = raw.shape[0]
-    patterns: dict[Node, Pattern | None] = {}
-    probed: dict[Node, int] = {}
-    for node, rows in {use.node: use.n_rows for use in graph.uses}.items():
-        if graph.batch_major[node] and rows % batch == 0:
-            patterns[node] = Regular(1, batch, rows // batch)
-        else:
-            probed[node] = rows
-    if not probed:
-        return patterns, True
-    certain = True
-    for node, owner in _owners(raw, probed, batch).items():
-        fits = [] if owner is None else _fitting(owner, batch)
-        patterns[node] = fits[0] if fits else None if owner is None else Ragged.of(owner, batch)
-        certain = certain and len(fits) == 1
-    return patterns, certain
-
-
-def _owners(raw: Tensor, rows_of: Mapping[Node, int], batch: int) -> dict[Node, Tensor | None]:
-    """Return the sample of every row: -1 where no gradient arrives, None if samples share rows."""
-    nodes = list(rows_of)
-    generator = torch.Generator().manual_seed(0)
-    seed = (torch.randn(raw.shape, generator=generator).abs() + 0.5).to(raw)
-    edges = [GradientEdge(node, 0) for node in nodes]
-
-    def pull(scale: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = seed * scale.to(raw).view(-1, *(1,) * (raw.ndim - 1))
-        return torch.autograd.grad(raw, edges, scaled, retain_graph=True, allow_unused=True)
-
-    numbers = torch.arange(batch, device=raw.device)
-    plain = pull(torch.ones(batch, device=raw.device))
-    sizes = {
-        node: raw.new_zeros(rows) if grad is None or not rows else grad.reshape(rows, -1).abs().amax(1)
-        for (node, rows), grad in zip(rows_of.items(), plain, strict=True)
-    }
-    owners: dict[Node, Tensor | None] = {node: torch.where(size > 0, 0, -1) for node, size in sizes.items()}
-    tolerance = 64 * torch.finfo(raw.dtype).eps
-    for bit in range(max(1, (batch - 1).bit_length())):
-        doubled = pull(1.0 + ((numbers >> bit) & 1))
-        for node, before, after in zip(nodes, plain, doubled, strict=True):
-            owner = owners[node]
-            rows = 0 if owner is None else len(owner)
-            if owner is None or before is None or after is None or not rows:
-                continue
-            before, after = before.reshape(rows, -1), after.reshape(rows, -1)
-            limit = tolerance * sizes[node]
-            same = (after - before).abs().amax(1) <= limit
-            twice = (after - 2 * before).abs().amax(1) <= limit
-            reached = owner >= 0
-            if bool((reached & ~same & ~twice).any()):
-                owners[node] = None
-            else:
-                owners[node] = torch.where(reached & twice, owner + (1 << bit), owner)
-    return owners
-
-
-def _fitting(owner: Tensor, batch: int) -> list[Regular]:
-    """Return every regular pattern that fits: row r belongs to sample (r // inner) % batch."""
-    if len(owner) % batch:
-        return []
-    share = len(owner) // batch
-    rows = torch.arange(len(owner), device=owner.device)
-    unreached = owner < 0
-    return [
-        Regular(share // inner, batch, inner)
-        for inner in range(share, 0, -1)
-        if share % inner == 0 and bool((((rows // inner) % batch == owner) | unreached).all())
-    ]

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from lapwing.errors import FileError
 from lapwing.networks.budget import Footprint
-from lapwing.networks.graph import Graph, Patterns
+from lapwing.networks.graph import Graph
 from lapwing.networks.jacobians import Block
 from lapwing.networks.passes import numbers_at_once
+from lapwing.networks.patterns import Patterns
 from lapwing.networks.selection import Selection
 from lapwing.networks.uses import Node, Shape, Use, output_numbers, output_shape
 

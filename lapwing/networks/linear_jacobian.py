@@ -172,8 +172,8 @@ class LinearJacobian:
                 # Many small products over the outputs of the layer: one long one would leave a GPU idle.
                 scaled = scaled.reshape(size, -1, tokens, classes, last)
                 forms.append((scaled @ scaled.mT).sum(1) if full else scaled.square().sum((1, -1)))
-            parts.append(torch.stack(forms))
-        return torch.cat(parts, 1)
+            parts.append(torch.stack(forms) if len(forms) > 1 else forms[0].unsqueeze(0))
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def _diagonal_form(self, scale: Tensor, tokens: int, full: bool) -> Tensor:
         groups, _, batch, _, d_out = self.g.shape

@@ -84,10 +84,8 @@ def batch_norm_scale(node: Node) -> Tensor:
 
 
 def _batch_normalised(node: Node) -> Tensor:
-    x = node._saved_input
-    shape = (1, -1) + (1,) * (x.ndim - 2)
-    unit = (x - node._saved_running_mean.to(x.dtype).view(shape)) * batch_norm_scale(node).to(x.dtype).view(shape)
-    return unit.to(x.dtype)
+    x, mean, variance = node._saved_input, node._saved_running_mean, node._saved_running_var
+    return torch.batch_norm(x, None, None, mean, variance, False, 0.0, batch_norm_eps(node), False)
 
 
 def group_normalised(node: Node) -> Tensor:

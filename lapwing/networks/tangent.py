@@ -18,11 +18,12 @@ from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import plain_kernels, recording, shaped
-from lapwing.networks.graph import Graph, Patterns
+from lapwing.networks.graph import Graph
 from lapwing.networks.head import find_head, is_local
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.passes import gradients
+from lapwing.networks.patterns import Patterns
 from lapwing.networks.uses import Node, Regular, output_shape
 
 if TYPE_CHECKING:

@@ -229,7 +229,8 @@ def elementwise(
         else:
             extents = tuple(g.shape[g.ndim - len(shape) :])
         rows = math.prod(g.shape[1:]) // math.prod(extents)
-        total = pattern.split(g.reshape(g.shape[0], rows, *extents), 1).sum(2)  # (K, B, *extents)
+        by_sample = pattern.split(g.reshape(g.shape[0], rows, *extents), 1)
+        total = by_sample.sum(2) if by_sample.shape[2] != 1 else by_sample.squeeze(2)  # (K, B, *extents)
         broadcast = [i + 2 for i, (have, want) in enumerate(zip(extents, shape, strict=True)) if have != want]
         if broadcast and part is None:
             total = total.sum(broadcast)

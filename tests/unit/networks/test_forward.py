@@ -157,7 +157,7 @@ def test_a_few_samples_are_enough_to_examine_a_model() -> None:
     seen: list[int] = []
     model = Wrapped(lambda m, x: (seen.append(len(x)), m.head(x))[1], head=nn.Linear(4, 3)).double()
     Network.build(model, x(500))
-    assert sorted(seen) == [32, 32, 32, 32, 64]
+    assert sorted(seen) == [15, 16, 31, 31, 31]
 
 
 def test_several_inputs_are_not_cut_to_see_whether_a_forward_pass_is_random() -> None:
