@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.core.memory import runs
 
 # Blocks narrower than this are not split further, for many and for few rows: few rows save less, so blocks are wider.
-NARROWEST = {"cpu": (128, 192), "cuda": (1024, 1024)}
+NARROWEST = {"cpu": (128, 192), "cuda": (384, 384)}
 MANY = 512  # rows from which the narrower blocks are used
 LOSS = 1e-3  # of the smallest eigenvalue, that products in the dtype of the rows may lose
 PENDING = 32  # products that are added in the dtype of the rows before they are added to the sum
