@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,14 @@ class Graph:
     leaves: Mapping[Node, str]  # the nodes that stand for a parameter, and its name
     uses: tuple[Use, ...]
     without_rule: Mapping[Node, tuple[str, ...]]  # the nodes that use parameters without a rule, and these parameters
+
+    @cached_property
+    def uses_of(self) -> Mapping[str, list[Use]]:
+        """The uses of each parameter that has some, by its name."""
+        by_name: dict[str, list[Use]] = {}
+        for use in self.uses:
+            by_name.setdefault(use.name, []).append(use)
+        return by_name
 
     @property
     def last(self) -> str:

@@ -144,10 +144,13 @@ class Tangent:
     ) -> Iterator[tuple[int, BlockJacobian]]:
         """Yield the number and the Jacobian of each wanted block as soon as a pass has reached all its uses."""
         layout = self.network.layout
-        numbers = {layout[number].weight: number for number in wanted if layout[number].has_rule}
-        uses = {(use.node, numbers[use.name]) for use in self.graph.uses if use.name in numbers}
+        uses_of = self.graph.uses_of
+        ruled = (i for i in sorted(wanted) if layout[i].has_rule)
+        uses = dict.fromkeys((use.node, i) for i in ruled for use in uses_of.get(layout[i].weight, ()))
         missing, waiting = Counter(number for _, number in uses), Counter(node for node, _ in uses)
-        by_node = {node: [number for other, number in uses if other is node] for node in waiting}
+        by_node: dict[Node, list[int]] = {node: [] for node in waiting}
+        for node, number in uses:
+            by_node[node].append(number)
         grads: dict[Node, Tensor] = {}
         for node, grad in self._pulled_back(seeds):
             if node in by_node:
@@ -205,9 +208,7 @@ class Tangent:
             return DenseJacobian(opaque()[block.weight])
         total: BlockJacobian | None = None
         dtype = self.network.dtype
-        for use in self.graph.uses:
-            if use.name != block.weight:
-                continue
+        for use in self.graph.uses_of.get(block.weight, ()):
             pattern = patterns[use.node]
             if pattern is None or (block.linear and (use.kind, use.groups) != (block.kind, block.groups)):
                 raise ModelError(
