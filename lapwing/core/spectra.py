@@ -10,9 +10,9 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from lapwing.errors import NumericalError
 
-# A GPU takes several launches for each column of a matrix, some milliseconds in all whatever its size; up to this size
-# a processor is done before, transfer included. ``python -m benchmarks.factors`` prints both times.
-HOST = 192
+# A GPU takes several launches for each column of a matrix; up to this size a processor is done before, transfer
+# included. At 192 an H200 takes .4 of the time of its host. ``python -m benchmarks.factors`` prints both times.
+HOST = 128
 BATCHED = 512  # size up to which matrices are copied into one batch; above, one of them keeps a GPU busy
 
 
