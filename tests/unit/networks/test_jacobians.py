@@ -19,6 +19,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.selection import named, subnetwork
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, Wrapped, cast
+from tests.peak import peak
 from tests.references import dense
 from tests.tolerances import assert_close
 
@@ -55,6 +56,37 @@ def test_first_batch_of_one_says_nothing_about_the_next(case: Case) -> None:
     model, inputs = case.build(), case.batch(4)
     network = Network.build(model, case.batch(1, seed=3))
     assert_close(layerwise(network, inputs), dense.jacobian(model, inputs, 4))
+
+
+def test_a_stream_has_the_same_blocks_in_any_order(case: Case) -> None:
+    inputs = case.batch(3)
+    network = Network.build(case.build(), inputs)
+    parts = [part() for part in network.linearise(inputs).jacobians().parts]
+    stream = network.blockwise.linearise(inputs).jacobians()
+    seen: list[int] = []
+    for number, part in stream.each():
+        seen.append(number)
+        assert_close(part.whole(), parts[number].whole())
+    assert sorted(seen) == list(range(len(parts)))
+    assert [number for number, _ in stream.each([0])] == [0]  # a pass of its own
+    assert_close(stream.whole(), network.linearise(inputs).jacobians().whole())  # other uses hold all gradients
+
+
+def test_a_stream_drops_the_gradients_of_layers_that_were_read() -> None:
+    """Its memory does not grow with the number of layers, beyond the activations that every pass keeps."""
+    taken = {}
+    for depth in (4, 24):
+        model = nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(64, 64), nn.ReLU())])
+        x = torch.randn(16, 64)
+        network = Network.build(model, x)
+        assert network.footprint.width == 64 * depth
+        assert network.footprint.live <= 3 * 64
+        for streams in (True, False):
+            tangent = (network.blockwise if streams else network).linearise(x)
+            taken[streams, depth] = peak(lambda tangent=tangent: sum(1 for _ in tangent.jacobians().each())).taken
+    each = 64 * 16 * 64 * 4  # bytes of the gradient at one layer, for 64 outputs
+    assert taken[True, 24] - taken[True, 4] < 2 * each
+    assert taken[False, 24] - taken[False, 4] > 15 * each
 
 
 def test_output_is_the_models(case: Case) -> None:
