@@ -68,28 +68,29 @@ class Workload:
         """Bytes that a plain forward pass of the inputs of a prediction holds."""
         return 4 * self.itemsize * self.inputs * max(self.input_size, *(block.ends[1] for block in self.blocks))
 
-    def jacobian_bytes(self, formed: bool = False) -> int:
+    def jacobian_bytes(self, formed: bool = False, streams: bool = False) -> int:
         """Return the bytes of the Jacobians that a fit or a prediction holds at once.
 
-        A prediction forms those of single layers whose weight is shared; a fit only where ``formed``.
+        A prediction forms those of single layers whose weight is shared; a fit only where ``formed``. Sums over blocks
+        stream: they drop each gradient after its use.
         """
-        options = self.dtype, self.device
-        joined = -(-self.footprint.joined(self.seeds, *options) // self.inputs) * self.inputs  # whole batches
+        options, sizes = (self.dtype, self.device), replace(self.footprint, streams=streams)
+        joined = -(-sizes.joined(self.seeds, *options) // self.inputs) * self.inputs  # whole batches
         batch, seeds = max(1, min(self.data, joined)), 1 if self.lone_head else self.seeds
-        fit = self.footprint.chunk_bytes(batch, seeds, *options)
+        fit = sizes.chunk_bytes(batch, seeds, *options)
         fit += self._formed_bytes(batch, seeds) if formed else 0
         if self.pairs:
-            return max(fit, self.itemsize * self.pairs * 2 * (self.weights + self.inputs * self.footprint.width))
-        predict = self.footprint.chunk_bytes(self.inputs, self.outputs, *options)
+            return max(fit, self.itemsize * self.pairs * 2 * (self.weights + self.inputs * sizes.width))
+        predict = sizes.chunk_bytes(self.inputs, self.outputs, *options)
         return max(fit, predict + self._formed_bytes(self.inputs, self.outputs))
 
     def _formed_bytes(self, samples: int, seeds: int) -> int:
         """Return the bytes of the largest Jacobian of one layer that is formed, for a few samples at a time."""
         sizes = [self.itemsize * seeds * block.size for block in self.blocks if block.shared]
         if self.device.type == "cpu":  # larger ones are formed in pieces that stay in the cache
-            sizes = [min(size, NEAR) for size in sizes]
+            sizes = [size for size in sizes if size <= NEAR]
         each = max(sizes, default=0)
-        return min((2 * min(samples, 32) + 1) * each, temporary(self.device) + each)
+        return min((min(samples, 32) + 2) * each, temporary(self.device) + each)
 
     @property
     def lone_head(self) -> bool:

@@ -59,7 +59,7 @@ class Diagonal:
     def cost(self, workload: Workload) -> Cost:
         workload, size = workload.with_curvature(self.curvature, self.draws), workload.weights
         fit, predict = workload.blockwise + workload.squares, workload.predicted(workload.quadratic)
-        peak = workload.jacobian_bytes(formed=True) + 8 * size
+        peak = workload.jacobian_bytes(formed=True, streams=True) + 8 * size
         return workload.cost(workload.itemsize * size, peak, fit, predict, workload.draws)
 
     @classmethod

@@ -78,7 +78,8 @@ class EKron:
             return Cost.refused("single weights have no Kronecker structure")
         workload = workload.with_curvature(self.curvature, self.draws)
         factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
-        peak = workload.jacobian_bytes(formed=True) + factors.nbytes + 8 * workload.weights  # the diagonals are float64
+        diagonals = 8 * workload.weights  # in float64
+        peak = workload.jacobian_bytes(formed=True, streams=True) + factors.nbytes + diagonals
         corrected = factors.rotated(workload.seeds, closed=True) + workload.squares
         fit = 2 * workload.blockwise + factors.sums + corrected
         predict = workload.predicted(factors.rotated(workload.outputs) + workload.quadratic)

@@ -84,7 +84,7 @@ class Kron:
             return Cost.refused("single weights have no Kronecker structure")
         workload = workload.with_curvature(self.curvature, self.draws)
         factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
-        peak = workload.jacobian_bytes() + factors.basis_bytes
+        peak = workload.jacobian_bytes(streams=True) + factors.basis_bytes
         predict = workload.predicted(factors.rotated(workload.outputs) + workload.quadratic)
         once = factors.decompositions + factors.draws
         return workload.cost(factors.nbytes, peak, workload.blockwise + factors.sums, predict, once, factors.note)
