@@ -10,7 +10,9 @@ PEER := .venv-peer
 run: $(READY)
 	$(BIN)/lapwing run --out out
 
-test: lint types imports pytest
+# mypy takes one core for a minute: beside it, the tests have begun.
+test: $(READY)
+	$(MAKE) --no-print-directory -j 2 lint imports types pytest
 
 setup: $(READY)
 

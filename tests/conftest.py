@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,16 @@ import torch
 
 SEED = int(os.environ.get("LAPWING_TEST_SEED", "0"))
 torch.set_num_threads(int(os.environ.get("LAPWING_TEST_THREADS", "1")))
+
+for accelerator in (torch.cuda, torch.xpu, torch.mtia):
+    if not accelerator.is_available():  # torch.manual_seed would keep a call for it, with its stack as text: half a ms
+        accelerator.manual_seed_all = lambda seed: None
+
+gc.disable()  # while tests are collected: all that is made then stays
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

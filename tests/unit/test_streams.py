@@ -112,11 +112,11 @@ METHODS: dict[str, Any] = {
 
 @pytest.mark.parametrize(("name", "kind"), [*((name, "regression") for name in METHODS), ("kron", "classification")])
 def test_a_fit_holds_a_few_batches_at_a_time(name: str, kind: str) -> None:
-    rows = Rows(40 * BATCH, kind)
+    rows = Rows(24 * BATCH, kind)
     prior = 1.0 if name == "sampled" else None
     posterior = lw.fit(network(), rows, kind, method=METHODS[name], prior=prior)
     assert rows.most_alive <= 12  # the guard of a tuner looks at 700 data together
-    assert posterior.base.statistics.data == 40 * BATCH
+    assert posterior.base.statistics.data == 24 * BATCH
 
 
 @pytest.mark.parametrize("name", ["default", "valla"])
@@ -140,16 +140,16 @@ def test_tails_and_comparisons_do_not_grow_with_the_rows() -> None:
 @pytest.mark.parametrize("kind", ["regression", "classification"])
 def test_a_prediction_holds_a_few_batches_and_its_answer(kind: str) -> None:
     posterior = lw.fit(network(), Rows(300, kind), kind, method=lw.Kron())
-    rows = Rows(40 * BATCH, kind)
+    rows = Rows(16 * BATCH, kind)
     predictive = posterior.predict(rows)
     assert rows.most_alive <= 3
     assert not len(rows.alive)
     everything = torch.cat([x for x, _ in rows])
     assert_close(predictive.mean, posterior.predict(everything).mean)
     assert_close(posterior.functions(rows).std, posterior.functions(everything).std)
-    one, many = (peak(lambda n=n: posterior.predict(Rows(n, kind))) for n in (BATCH, 40 * BATCH))
+    one, many = (peak(lambda n=n: posterior.predict(Rows(n, kind))) for n in (BATCH, 16 * BATCH))
     cells = len(posterior.posterior.cells)
-    answer = 8 * 39 * BATCH * 2 * (1 + 4 * cells)  # mean, and the covariance, noise and rounding of every cell
+    answer = 8 * 15 * BATCH * 2 * (1 + 4 * cells)  # mean, and the covariance, noise and rounding of every cell
     assert many - one <= 2 * answer
 
 
