@@ -302,7 +302,7 @@ class Fitted:
         x, network = self._checked(x), self.network
         steps = self.weight_samples(n, generator) - network.theta()
         with torch.no_grad():
-            samples = torch.stack([network.under(network.weights(step), x) for step in steps]).to(network.dtype)
+            samples = torch.stack([network.at(step, x) for step in steps]).to(network.dtype)
         check_finite(samples[0], "outputs of the network")
         return samples
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.memory import gathered, runs
+from lapwing.core.memory import gathered, refuse_beyond, runs
 from lapwing.core.random import normal
 from lapwing.core.settings import require_integer, seen
 from lapwing.core.spectra import eigh
 from lapwing.errors import DataError, NumericalError
 
+ROOT = 4  # float64 copies of a covariance that its root takes
 ROUNDING = 1e-4  # size of a negative variance, relative to the largest, that counts as rounding
 REACH = 8.5  # standard deviations on either side; the probability beyond is below 1e-16
 
@@ -84,9 +85,9 @@ class FunctionGaussian:
         """
         if joint:
             flat = deviations.flatten(1)
-            return cls.across(mean, flat.mT @ flat / count)
+            return cls.across(mean, flat.mT @ (flat / count))
         variance = lambda: deviations.square().sum(0) / count
-        cov = lambda: torch.einsum("k...c,k...d->...cd", deviations, deviations) / count
+        cov = lambda: torch.einsum("k...c,k...d->...cd", deviations, deviations / count)
         centred = lambda: (deviations - deviations.mean(-1, keepdim=True)).square().sum(0) / count
         return cls(mean, Deferred(variance, cov, centred))
 
@@ -182,10 +183,19 @@ class FunctionGaussian:
         torch.Size([5, 2, 1])
         """
         require_integer("n", n)
-        shape = self.mean.reshape(-1).shape if self.joint else self.mean.shape
-        root = psd_root(self.cov.reshape(*shape, shape[-1]))
-        eps = normal((n, *shape), generator, root)
-        return self.mean + torch.einsum("...cd,n...d->n...c", root, eps).reshape(n, *self.mean.shape)
+        size = self.mean.numel() if self.joint else self.mean.shape[-1]
+        if self.joint:
+            what = f"a draw of {size} outputs together"
+            refuse_beyond(ROOT * 8 * size**2, self.mean.device, what, "Draw at fewer inputs at a time")
+        cov = self.cov.reshape(-1, size, size)
+        eps = normal((n, len(cov), size), generator, self.mean)
+
+        def drawn(part: slice) -> Tensor:
+            return torch.einsum("bcd,nbd->nbc", psd_root(cov[part]), eps[:, part])
+
+        parts = (drawn(part) for part in runs(len(cov), ROOT * 8 * size**2, cov.device))
+        draws = gathered(parts, len(cov), 1) if len(cov) else eps
+        return self.mean + draws.reshape(n, *self.mean.shape)
 
 
 def psd_root(matrix: Tensor) -> Tensor:

@@ -26,8 +26,9 @@ FREE = 0.25  # share of the free memory that is taken by default
 MOST = {"cpu": 2**32, "cuda": 2**35}  # by default never more
 FAST = {"cpu": 2**30, "cuda": 2**34}  # above this much memory for intermediate results nothing is faster
 UNKNOWN = 2**34  # free bytes that are assumed where the system does not tell
-LEAST = 2**20  # of the default, however little is free
+LEAST = 2**20  # of the default, however little is free; no less is ever refused
 AGE = 10.0  # seconds after which the free memory is read again
+BEYOND = 4  # times the budget that a result which cannot be cut may take
 PIECE = 0.25  # share for one kind of intermediate result
 
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -144,25 +145,40 @@ def evenly(count: int, most: int) -> Iterator[slice]:
         yield slice(start, min(count, start + step))
 
 
+def refuse_beyond(needed: int, device: torch.device, what: str, advice: str) -> None:
+    """Raise if one result that cannot be cut needs more than four times the budget: by default, about what is free.
+
+    Raises:
+        UnsupportedError: With the bytes that are needed, and how to allow them.
+    """
+    allowed = max(LEAST, BEYOND * budget(device))
+    if needed > allowed:
+        raise UnsupportedError(
+            f"{what} takes {needed / 2**30:.3g} GiB at once; expected at most {allowed / 2**30:.3g} GiB, {BEYOND} "
+            f'times the byte budget. {advice}, or raise it: lw.memory.limit("{-(-needed // (BEYOND * 2**20))}MiB").'
+        )
+
+
 def gathered(parts: Iterable[Tensor], count: int, dim: int = 0) -> Tensor:
     """Return consecutive parts as one tensor with ``count`` entries along a dimension.
 
     ``torch.cat`` would hold all parts and their copy at once; here a part is freed before the next one is made.
     """
     each = iter(parts)
-    part = next(each)
+    part: Tensor | None = next(each)
+    assert part is not None
     if part.shape[dim] == count:
         return part
     if part.requires_grad:
         return torch.cat([part, *each], dim)
     whole = part.new_empty([*part.shape[:dim], count, *part.shape[dim:][1:]])
     start = 0
-    while start < count:
+    while part is not None:
         whole.narrow(dim, start, part.shape[dim]).copy_(part)
         start += part.shape[dim]
         del part
-        if start < count:
-            part = next(each)
+        part = next(each, None)
+    assert start == count, "as many entries as there are parts for"
     return whole
 
 

@@ -29,7 +29,7 @@ from lapwing.core.random import uniform
 from lapwing.errors import DataError
 
 PIECE = 2**16  # random keys that are drawn at a time
-KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from
+KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from: with fewer, other rows would be drawn
 
 
 @dataclass(frozen=True, eq=False)

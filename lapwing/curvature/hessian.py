@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.inputs import check_finite
+from lapwing.core.inputs import Inputs, check_finite
+from lapwing.core.memory import runs
 from lapwing.core.switches import math_attention
 from lapwing.curvature.full import FullCurvature
 from lapwing.errors import UnsupportedError
@@ -19,7 +21,7 @@ from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
 from lapwing.networks.passes import seed_by_seed, vjp
-from lapwing.problem import Statistics
+from lapwing.problem import Statistics, sample_count
 
 
 def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[FullCurvature, Statistics]:
@@ -31,12 +33,12 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
     chosen = [tensors[name] for name in selection.names]
     total = torch.zeros(selection.size, selection.size, dtype=torch.float64, device=network.device)
     loss_sum, count = 0.0, 0
-    for batch in data.batches("Hessian"):
+    for inputs, targets in _parts(network, data):
         with math_attention, recording(tensors, selection.names, network.plain):
-            raw = raw_output(network.replica, batch.inputs)
+            raw = raw_output(network.replica, inputs)
             f = shaped(raw)
             check_finite(f.detach(), "outputs of the network")
-            y = likelihood.targets(f.detach(), batch.targets)
+            y = likelihood.targets(f.detach(), targets)
             loss = likelihood.loss(f, y).sum()
             grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
             gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
@@ -49,6 +51,16 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
     symmetrise(total)
     statistics = Statistics(loss_sum, count, network.output_shape[-1]).over(data.processes)
     return FullCurvature(total, selection, definite=False), statistics
+
+
+def _parts(network: Network, data: Data) -> Iterator[tuple[Inputs, Tensor]]:
+    """Yield inputs and targets in parts whose graph, and that of their gradients, fits the byte budget."""
+    each = 4 * torch.finfo(network.dtype).bits // 8 * (network.footprint.graph + network.footprint.width)
+    for batch in data.batches("Hessian"):
+        count = sample_count(network, batch)
+        for rows in runs(count, each, network.device):
+            whole = rows == slice(0, count)
+            yield (batch.inputs, batch.targets) if whole else (network.take(batch.inputs, rows), batch.targets[rows])
 
 
 def _add_slopes(total: Tensor, gradient: Tensor, network: Network, batch: int, looped: bool) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from lapwing.core.memory import gathered
+from lapwing.core.memory import gathered, runs
 from lapwing.core.schema import ROUNDING, Array
 from lapwing.core.spectra import eigh, svd
 from lapwing.core.state import State, saved
@@ -47,21 +47,28 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """The vectors W (r, P) as a tensor."""
+    """The vectors W = diag(sizes) · vectors (r, P) as a tensor, with their sizes (r,) apart: W itself is not formed."""
 
-    w: Tensor
+    vectors: Tensor
+    sizes: Tensor
 
     def gram(self, prior: BoundPrior) -> Tensor:
-        return (self.w / prior.vector.to(self.w)) @ self.w.mT
+        v, precision = self.vectors, prior.vector.to(self.vectors)
+        parts = runs(v.shape[1], 2 * v.element_size() * len(v), v.device)
+        total = reduce(torch.add, ((v[:, part] / precision[part]) @ v[:, part].mT for part in parts))
+        return self.sizes[:, None] * total * self.sizes
 
     def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
-        return jacobian.jvp(self.w / prior.vector.to(self.w)).to(self.w).flatten(1)
+        v, precision = self.vectors, prior.vector.to(self.vectors)
+        each = 3 * v.element_size() * v.shape[1]
+        parts = (jacobian.jvp(v[part] / precision).to(v).flatten(1) for part in runs(len(v), each, v.device))
+        return gathered(parts, len(v)) * self.sizes[:, None]
 
     def times(self, v: Tensor) -> Tensor:
-        return v @ self.w.mT
+        return (v @ self.vectors.mT) * self.sizes
 
     def combined(self, c: Tensor) -> Tensor:
-        return c @ self.w
+        return (c * self.sizes) @ self.vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +101,12 @@ class LowRankPrecision:
         return prior_precision(self.prior, self.layout, self.selection)
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
-        double = jacobian.double()
-        return self._reduced(self._prior_only.quadratic(double, full), double, full).to(jacobian.dtype)
+        classes = jacobian.outputs // jacobian.tokens if full else 1
+        parts = (
+            self._reduced(self._prior_only.quadratic(some, full), some, full).to(jacobian.dtype)
+            for some in in_runs(jacobian.double(), 4 * (len(self._gram) + classes), self._gram.device)
+        )
+        return gathered(parts, jacobian.batch)
 
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         double = jacobian.double()
@@ -213,8 +224,8 @@ class LowRankCurvature:
         return replace(self, values=singular.square()[nonzero], vectors=right[nonzero], residual=residual)
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> LowRankPrecision:
-        tall = self.values.sqrt()[:, None] * self.vectors / phi.to(self.values).sqrt()
-        return LowRankPrecision(prior, StoredRows(tall), self.layout, self.selection)
+        sizes = (self.values / phi.to(self.values)).sqrt()
+        return LowRankPrecision(prior, StoredRows(self.vectors, sizes), self.layout, self.selection)
 
     def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """Return the log-determinant of H/φ + A; for one precision from the eigenvalues alone."""

@@ -74,6 +74,13 @@ class Sweep:
             yield jacobians
             del jacobians
 
+    def jacobians(self, width: int = 0) -> Iterator[LayerJacobians]:
+        """Yield the Jacobians for sums of JᵀJ, in runs of seeds as ``runs`` does, and never in closed form."""
+        for tangent, f, targets in self._chunks(self._n_seeds):
+            for seeds in self._seed_runs(f, targets, width):
+                yield tangent.jacobians(seeds)
+            del tangent
+
     def runs(self, width: int = 0) -> Iterator[LayerJacobians | ClosedForm]:
         """Yield the Jacobians for sums of JᵀJ: where all seeds of a sample do not fit the byte budget, in runs of them.
 

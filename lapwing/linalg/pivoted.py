@@ -42,11 +42,12 @@ def trace_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
     floor, chosen = cut * float(remaining.diagonal().max()), []
     for _ in range(min(count, len(remaining))):
         variance = remaining.diagonal()
-        gain = torch.where(variance > floor, remaining.square().sum(0) / variance.clamp_min(floor), -1.0)
+        squares = torch.linalg.vector_norm(remaining, dim=0).square()
+        gain = torch.where(variance > floor, squares / variance.clamp_min(floor), -1.0)
         pivot = int(gain.argmax())
         if float(gain[pivot]) <= 0:
             break
         row = remaining[pivot].clone()
-        remaining = remaining - torch.outer(row, row) / row[pivot]
+        remaining.addr_(row, row, alpha=-1 / float(row[pivot]))
         chosen.append(pivot)
     return torch.tensor(chosen, dtype=torch.long, device=kernel.device)

@@ -139,6 +139,10 @@ class Masks:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def together(self) -> bool:
+        return any(has_dropout(module) for module in self.model.modules())
+
     def __call__(self, x: Inputs) -> Tensor:
         outputs = []
         device = next((p.device for p in self.model.parameters() if p.is_cuda), torch.device("cpu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import is_recurrent, needs_plain_kernels, output_alone, refuse_training_mode, shaped
 from lapwing.networks.replica import Replica, can_be_copied
-from lapwing.posteriors.members import MembersPosterior, mean_of
+from lapwing.posteriors.members import MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
@@ -83,7 +84,8 @@ class Ensemble:
                 raise ModelError(f"a member is a {type(model).__name__}; expected a trained torch.nn.Module.")
             refuse_training_mode(model)
         networks = Networks(tuple(models))
-        statistics = summed_loss(mean_of(networks), problem.likelihood, data, "outputs of a member")
+        outputs = partial(outputs_of, networks, network)
+        statistics = summed_loss(mean_of(outputs), problem.likelihood, data, "outputs of a member")
         problem = problem.with_residual_noise(statistics).with_known_prior()
         networks = Networks(networks.models, tuple(map(Fingerprint.of, models)))
         return MembersPosterior(problem, networks, statistics, network.theta())
@@ -107,6 +109,7 @@ class Networks:
     models: tuple[nn.Module, ...]
     fingerprints: tuple[Fingerprint, ...] = ()  # of the models at the fit
     _replicas: tuple[Replica, ...] = field(init=False)
+    together: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         vars(self)["_replicas"] = tuple(Replica(model, (), can_be_copied(model)) for model in self.models)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
+from lapwing.core.memory import budget
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import POSITIVE, is_real, one_of, require, require_integer
@@ -35,6 +36,7 @@ GROWTH = 10.0  # times the cubic root of the number of rows: vectors that are mu
 VECTORS = 20  # vectors of P numbers that a solve holds for each sample at its peak, as measured, products included
 USUAL = 12  # the same on average
 SQUARES = 4  # (d, d) matrices that belong to a basis of d rows
+LARGEST = 4 * 2**30  # bytes that a basis may take, whatever the budget: with another one samples would be others
 SOLVES = 4  # cost of samples whose prior precision is learned, in solves at one precision
 
 
@@ -62,7 +64,8 @@ class Sampled:
         epochs: For "sgd" and "sdd": the number of passes over the data, for every precision.
         memory: The bytes that a fit and its solves may take, besides what a pass of the network holds for one chunk of
             data. Memory that the samples do not need is used to keep factors between products, and for a larger basis.
-            None stands for 2 GiB of factors and 4 GiB of basis, or on a GPU a third of the free memory for each.
+            None stands for half of ``lw.memory.budget()`` for factors, and for 4 GiB, or as much as that if it is
+            more, for the basis, which the posterior keeps.
 
     Raises:
         UnsupportedError: If a setting is not one of the above, or ``fit`` needs more than ``memory``.
@@ -120,12 +123,10 @@ class Sampled:
             refuse_reordered(design)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
-        settings: dict[str, int] = {"width": self.width}
+        most = min(data.processes.each(max(LARGEST, budget(network.device))))
+        settings: dict[str, int] = {"width": self.width, "bytes": most}
         if self.memory is not None:
             settings["bytes"] = 8 * design.size * min(data.processes.each(self._most_rows(design)))
-        elif network.device.type == "cuda":  # a basis may take a third of the free memory
-            free = min(data.processes.each(torch.cuda.mem_get_info(network.device)[0]))
-            settings["bytes"] = max(4 * 2**30, free // 3)
         ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
         problem = problem.with_residual_noise(design.statistics)
         solver = RidgeSolver(self, ridge, data.processes)

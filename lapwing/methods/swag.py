@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
@@ -303,8 +304,7 @@ class Draws:
 
     def outputs(self, x: Inputs, d: Tensor) -> Tensor:
         """Return f (B, [T,] C) with the weights moved by d (P,)."""
-        with torch.no_grad():
-            return self.network.under(self.network.weights(d), x)
+        return self.network.at(d, x)
 
     def numbered(self, k: int) -> Tensor:
         """Return draw k as a step from w̃, (P,)."""
@@ -340,17 +340,16 @@ class DrawnPosterior(Posterior):
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n outputs of the network, (n, B, [T,] C); without a generator those of the seeds seed, seed + 1, ..."""
-        each = (self.draws.outputs(x, d) for d in self._steps(n, generator))
-        return torch.stack([f.to(self.theta.dtype) for f in each])
+        return torch.stack([self.draws.outputs(x, d).to(self.theta.dtype) for d in self._steps(n, generator)])
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n sets of weights, (n, P): those of ``function_samples``."""
-        return self.theta + self._steps(n, generator)
+        return torch.stack([self.theta + d for d in self._steps(n, generator)])
 
-    def _steps(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Draw n steps from w̃, (n, P)."""
+    def _steps(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Draw n steps from w̃, (P,) each, one after another."""
         draws = self.draws
-        return torch.stack([draws.numbered(k) if generator is None else draws.drawn(generator) for k in range(n)])
+        return (draws.numbered(k) if generator is None else draws.drawn(generator) for k in range(n))
 
     def state(self) -> State:
         draws = self.draws

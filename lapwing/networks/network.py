@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take
+from lapwing.core.memory import gathered
 from lapwing.core.schema import Array, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
 from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention
@@ -195,20 +196,30 @@ class Network:
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Return the output f (B, [T,] C) without a graph; for a shifted network that of the tangent model."""
-        return torch.cat([self._outputs(part) for part in self.runs(inputs)])
+        return self.in_runs(inputs, self._outputs)
 
     def _outputs(self, inputs: Inputs) -> Tensor:
         f = self._checked(shaped(output_alone(self.replica, inputs, self.plain)))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
 
-    def runs(self, inputs: Inputs) -> Iterator[Inputs]:
-        """Yield a batch in runs of samples whose activations fit the byte budget; often it is one run."""
+    def in_runs(self, inputs: Inputs, run: Callable[[Inputs], Tensor], dim: int = 0) -> Tensor:
+        """Return what ``run`` returns for a batch, in runs of samples whose activations fit the byte budget.
+
+        Samples are along a dimension of the result. Often there is one run.
+        """
         count = self._memory.rows.count(inputs)
         if count is None:  # only the outputs tell how many samples there are
-            yield inputs
-            return
-        for part in self.footprint.forward_runs(count, self.dtype, self.device):
-            yield inputs if part == slice(0, count) else self.take(inputs, part)
+            return run(inputs)
+        parts = list(self.footprint.forward_runs(count, self.dtype, self.device))
+        if len(parts) == 1:
+            return run(inputs)
+        return gathered((run(self.take(inputs, part)) for part in parts), count, dim)
+
+    def at(self, d: Tensor, inputs: Inputs) -> Tensor:
+        """Return the output f (B, [T,] C) with d (P,) added to the selected weights, without a graph."""
+        weights = self.weights(d)
+        with torch.no_grad():
+            return self.in_runs(inputs, lambda part: self.under(weights, part))
 
     def _checked(self, f: Tensor) -> Tensor:
         """Return the outputs; raise if they have another form than those that the network was built with."""
@@ -316,11 +327,15 @@ class Network:
         return forward_products(self, inputs, v)[1]
 
     def vjp(self, inputs: Inputs, u: Tensor) -> Tensor:
-        """Return Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P)."""
-        tangent = self.linearise(inputs)
-        looped = passes.seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
-        with plain_kernels(self.plain):
-            return passes.vjp(self.replica, self.selection, tangent.raw, u, looped).to(self.dtype)
+        """Return Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P); in chunks that fit the budget."""
+        total: Tensor | None = None
+        for part, tangent in self.tangents(inputs, len(u)):
+            looped = passes.seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
+            with plain_kernels(self.plain):
+                product = passes.vjp(self.replica, self.selection, tangent.raw, u[:, part], looped).to(self.dtype)
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        return total
 
     def patterns(self, tangent: Tangent) -> Patterns:
         """Return which rows belong to which sample, remembered where the shapes alone decide it."""

@@ -15,6 +15,7 @@ from lapwing.core.inputs import Inputs
 from lapwing.core.schema import Array
 from lapwing.core.state import Part, State, saved
 from lapwing.errors import UnsupportedError
+from lapwing.networks.network import Network
 from lapwing.posteriors.point import PointPosterior
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics
@@ -28,6 +29,11 @@ class Members(Protocol):
         ...
 
     def __len__(self) -> int: ...
+
+    @property
+    def together(self) -> bool:
+        """Whether all inputs of a call must run together: members that draw numbers for them would draw others."""
+        ...
 
     def refuse_changed(self) -> None:
         """Raise ``ModelError`` if a network has other weights than at the fit."""
@@ -65,7 +71,7 @@ class MembersPosterior(Posterior):
 
     def _outputs(self, x: Inputs) -> Tensor:
         self.members.refuse_changed()
-        return self.members(x).to(self.theta.dtype)
+        return outputs_of(self.members, self.problem.network, x).to(self.theta.dtype)
 
     def state(self) -> State:
         settings = {"statistics": asdict(self.statistics)}
@@ -81,6 +87,11 @@ def spread(outputs: Tensor, joint: bool) -> FunctionGaussian:
     """Return the mean and covariance of K functions with outputs (K, B, [T,] C)."""
     mean = outputs.mean(0)
     return FunctionGaussian.of_deviations(mean, outputs - mean, max(1, len(outputs) - 1), joint)
+
+
+def outputs_of(members: Members, network: Network, x: Inputs) -> Tensor:
+    """Return the outputs of all members, (K, B, [T,] C), in runs of inputs that fit the byte budget."""
+    return members(x) if members.together else network.in_runs(x, members, dim=1)
 
 
 def mean_of(members: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:

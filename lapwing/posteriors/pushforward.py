@@ -6,6 +6,7 @@ output by itself, a covariance every two runs together. The numbers are the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs
-from lapwing.core.memory import gathered
+from lapwing.core.memory import evenly, gathered
 from lapwing.curvature.protocols import Precision
+from lapwing.networks.budget import temporary
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
@@ -99,8 +101,11 @@ def outputs_in_pieces(network: Network, x: Inputs, chosen: ChosenOutputs | None)
     f = network(x).to(network.dtype)
     f = f if chosen is None else chosen.of(f)
     size, options = f[0].numel(), (network.dtype, network.device)
-    chunks = list(network.footprint.largest(len(f), 2 * size, *options))
-    runs = list(network.footprint.seed_runs(size, 2 * (chunks[0].stop - chunks[0].start), *options))
+    rows = math.isqrt(temporary(network.device) // (3 * f.element_size()))  # their covariance is a piece as well
+    chunks = list(network.footprint.largest(len(f), 2 * size, *options, max(1, rows // size)))
+    longest = chunks[0].stop - chunks[0].start
+    most = network.footprint.at_once(2 * longest, *options)
+    runs = list(evenly(size, min(most, max(1, rows // longest))))
     return f, [(chunk, run) for chunk in chunks for run in runs]
 
 

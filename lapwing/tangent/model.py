@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.memory import budget, runs
+from lapwing.core.memory import budget, gathered, runs
 from lapwing.core.processes import ALONE, Processes
 from lapwing.curvature.protocols import in_runs
 from lapwing.likelihoods.protocol import Likelihood
@@ -118,8 +118,8 @@ class DenseTangent:
     def _own_products(self, delta: Tensor, v: Tensor) -> Tensor:
         jv = torch.cat([delta[None], v.to(delta)]).to(self.jacobian) @ self.jacobian.mT
         jv = jv.double().reshape(len(jv), *self.f.shape)
-        root = self.likelihood.root(self.f + jv[0], self.y)
-        return (root_product(root, jv[1:]).reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
+        product = hessian_product(self.likelihood, self.f + jv[0], self.y, jv[1:])
+        return (product.reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
         own = torch.zeros(len(steps), dtype=torch.float64, device=delta.device)
@@ -171,8 +171,8 @@ class StreamedTangent:
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
         total = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
         for inputs, f, y, jv in self._products("tangent products", torch.cat([delta[None].to(v), v])):
-            root = self.likelihood.root(f + jv[0], y)
-            total += self.network.vjp(inputs, root_product(root, jv[1:]).to(self.network.dtype))
+            product = hessian_product(self.likelihood, f + jv[0], y, jv[1:])
+            total += self.network.vjp(inputs, product.to(self.network.dtype))
         return self.data.processes.sum([total])[0]
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
@@ -192,6 +192,12 @@ def loss_slope(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Te
     return loss.detach(), slope
 
 
-def root_product(root: Tensor, u: Tensor) -> Tensor:
-    """Return R Rᵀ u for u (n, B, [T,] C)."""
-    return torch.einsum("...ck,...dk,n...d->n...c", root, root, u)
+def hessian_product(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+    """Return R Rᵀ u for u (n, B, [T,] C) with the root R of the Hessian at f, for a few data at a time."""
+
+    def product(part: slice) -> Tensor:
+        root = likelihood.root(f[part], y[part])
+        return torch.einsum("...ck,...dk,n...d->n...c", root, root, u[:, part])
+
+    each = 3 * f.element_size() * f[0].numel() * f.shape[-1]
+    return gathered((product(part) for part in runs(len(f), each, f.device)), len(f), 1)

@@ -14,6 +14,7 @@ from lapwing.core.data import Batch, Data, merged
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
+from lapwing.core.memory import runs
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.posteriors.beliefs import beliefs_at
@@ -224,10 +225,14 @@ def _beliefs(
     members: Sequence[Any], x: Inputs, numbers: Sequence[range], kept: Kept
 ) -> Iterator[tuple[slice, Iterable[FunctionGaussian | FunctionSamples]]]:
     """Yield rows of a batch, and the belief of every member about them: from functions if there are numbers."""
+    network = members[0].problem.network
     if not numbers:
-        yield slice(None), beliefs_at(members, x)
+        shape, count = network.output_shape, network.count(x)
+        covariance = torch.Size(shape).numel() * shape[-1] * torch.finfo(network.dtype).bits // 8
+        for rows in runs(count, 4 * (len(members) + 1) * covariance, network.device):
+            yield rows, beliefs_at(members, x if rows == slice(0, count) else network.take(x, rows))
         return
-    for rows, part in pieces(members[0].problem.network, x, max(map(len, numbers))):
+    for rows, part in pieces(network, x, max(map(len, numbers))):
         yield rows, drawn_beliefs(members, part, numbers, kept)
 
 

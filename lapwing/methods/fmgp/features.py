@@ -26,8 +26,9 @@ class Sight:
     def __call__(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Return features (B, D) and outputs (B, C), in float64."""
         if self.last is not None:
-            u, f = features(self.last, x)
-            return u.double(), f.double()
+            classes = self.last.output_shape[-1]
+            both = self.last.in_runs(x, lambda part: torch.cat([t.double() for t in features(self.last, part)], 1))
+            return both[:, :-classes], both[:, -classes:]
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             raise UnsupportedError(
                 "the rbf kernel needs inputs that are one tensor of real numbers; use kernel='features'."
@@ -82,7 +83,7 @@ class Table:
         table = cls(torch.cat(features), torch.cat(outputs), torch.cat(targets))
         return table, total_loss(likelihood, zip(outputs, targets, strict=True)).over(data.processes)
 
-    def rows(self, index: Tensor) -> Table:
+    def rows(self, index: Tensor | slice) -> Table:
         """Return the rows with these numbers."""
         return Table(self.u[index], self.f[index], self.y[index])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.memory import runs
 from lapwing.core.pool import class_labels
 from lapwing.core.progress import EarlyStopping, ProgressBar
 from lapwing.core.random import normal, uniform
@@ -28,6 +30,8 @@ from lapwing.problem import Problem, Statistics
 
 if TYPE_CHECKING:
     from lapwing.methods.fmgp.fmgp import FMGP
+
+STEP = 24  # float64 copies of the covariance of the outputs that a step holds for each datum
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +88,9 @@ class State:
         """Return W (M, M) with W Wᵀ = K_Z⁻¹; ``inducing`` is in these coordinates, so the jitter must not change."""
         return smooth_whitening(self.kernel.points(self.points, self.numbers), jitter=1e-6)
 
-    def whitened(self, table: Table) -> tuple[Tensor, Tensor]:
+    def whitened(self, table: Table, white: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the prior covariance (B, C, C) and the whitened rows (B, C, M) of some data."""
-        rows = self.kernel.between(table.u, self.points, self.numbers) @ self.whitening()
+        rows = self.kernel.between(table.u, self.points, self.numbers) @ (self.whitening() if white is None else white)
         return self.kernel.marginal(table.u), rows
 
     def likelihood(self, given: Likelihood) -> Likelihood:
@@ -192,30 +196,46 @@ class Learning:
         """
         table, state = self.table, self.state
         draw = uniform((self.settings.batch_size,), self.generator, torch.empty(0, dtype=torch.float64))
-        part = table.rows((draw * len(table)).long().to(table.f.device))
-        share = len(table) / len(part)
-        prior, rows = state.whitened(part)
-        cov = state.inducing.posterior_cov(prior, rows)
+        batch = table.rows((draw * len(table)).long().to(table.f.device))
+        share = len(table) / len(batch)
         likelihood = state.likelihood(self.given)
-        second = rows @ state.mean + self.shift  # the mean of the second process
-        fixed = cov.detach().requires_grad_()
-        energies = lambda mean, cov: energy(likelihood, 1.0, mean, cov, part.y).sum()
-        (weights,) = torch.autograd.grad(energies(part.f, fixed) + energies(second.detach(), fixed), fixed)
-        divergence = 2 * state.inducing.divergence() + 0.5 * state.mean.square().sum()
-        value = divergence - share * (energies(part.f, cov) + energies(second, cov))
+        white = state.whitening()
         optimiser.zero_grad()
-        value.backward()
+        value, information = 0.0, torch.zeros(()).to(state.mean)
+        for some in self._parts(len(batch)):
+            part = batch.rows(some)
+            prior, rows = state.whitened(part, white)
+            cov = state.inducing.posterior_cov(prior, rows)
+            second = rows @ state.mean + self.shift  # the mean of the second process
+            fixed = cov.detach().requires_grad_()
+            energies = lambda mean, cov, y=part.y: energy(likelihood, 1.0, mean, cov, y).sum()
+            (weights,) = torch.autograd.grad(energies(part.f, fixed) + energies(second.detach(), fixed), fixed)
+            term = -share * (energies(part.f, cov) + energies(second, cov))
+            term.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            value += float(term.detach())
+            with torch.no_grad():  # both processes share the covariance, so its update is the average of the two
+                omega = -0.5 * (weights + weights.mT)
+                information = information + share * torch.einsum("bcr,bcd,bds->rs", rows, omega, rows)
+        divergence = 2 * state.inducing.divergence() + 0.5 * state.mean.square().sum()
+        divergence.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-        with torch.no_grad():  # both processes share the covariance, so its update is the average of the two
-            rows, omega = rows.detach(), -0.5 * (weights + weights.mT)
-            information = share * torch.einsum("bcr,bcd,bds->rs", rows, omega, rows)
-            self.state = replace(state, inducing=state.inducing.updated(information, length))
-        return float(value.detach())
+        self.state = replace(state, inducing=state.inducing.updated(information, length))
+        return value + float(divergence.detach())
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        """Yield parts of a mini-batch whose covariances, and their graph, fit the byte budget."""
+        outputs, points = self.table.f.shape[-1], len(self.state.points)
+        each = 8 * outputs * (6 * points + STEP * outputs)
+        return runs(count, each, self.table.f.device)
 
     def held_out_score(self) -> float:
         """Return the mean predictive log-likelihood of the held-out data."""
         assert self.held_out is not None
         with torch.no_grad():
-            cov = self.state.inducing.posterior_cov(*self.state.whitened(self.held_out))
-            belief = FunctionGaussian(self.held_out.f, cov)
-            return float(self.state.likelihood(self.given).predict(belief).log_prob(self.held_out.y).mean())
+            total, white = 0.0, self.state.whitening()
+            for some in self._parts(len(self.held_out)):
+                part = self.held_out.rows(some)
+                cov = self.state.inducing.posterior_cov(*self.state.whitened(part, white))
+                belief = FunctionGaussian(part.f, cov)
+                total += float(self.state.likelihood(self.given).predict(belief).log_prob(part.y).sum())
+            return total / len(self.held_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
+from lapwing.core.memory import gathered, runs
 from lapwing.core.schema import ROUNDING, Array, Either, Maybe, Text
 from lapwing.core.spectra import eigvalsh
 from lapwing.core.state import Part, State, saved
@@ -97,9 +99,14 @@ class FreeKernel:
         variances = KERNELS[self.kind].variance(u, self.log_lengths.exp())
         return (variances[:, None, None] * self.outputs).expand(len(u), *self.mixing.shape)
 
-    def joint(self, u: Tensor) -> Tensor:
-        """Return the covariance of all outputs at all inputs, (B, C, B, C)."""
-        return torch.einsum("ij,cd->icjd", self._base(u, u), self.outputs)
+    def variances(self, u: Tensor) -> Tensor:
+        """Return the variance of each output at each input, (B, C)."""
+        variances = KERNELS[self.kind].variance(u, self.log_lengths.exp())
+        return (variances[:, None] * self.outputs.diagonal()).expand(len(u), -1)
+
+    def joint(self, u: Tensor, v: Tensor | None = None) -> Tensor:
+        """Return the covariance of all outputs at inputs u with those at inputs v, or at u itself, (B, C, B', C)."""
+        return torch.einsum("ij,cd->icjd", self._base(u, u if v is None else v), self.outputs)
 
 
 @saved
@@ -121,25 +128,62 @@ class FunctionPosterior(Posterior):
     trace: Trace | None = None
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        if not joint:
+            return self._marginal(x)
         with torch.no_grad():
             u, f = self.sight(x)
             mean = f.to(self.problem.network.dtype)
-            rows = self.kernel.between(u, self.points, self.numbers) @ self.mix  # (B, C, r)
-            if joint:
-                flat = rows.flatten(0, 1)
-                cov = self.kernel.joint(u) - (flat @ flat.mT).reshape(*f.shape, *f.shape)
-                return FunctionGaussian.across(mean, cov)
-            return _reduced(mean, self.kernel.marginal(u), rows)
+            return FunctionGaussian.across(mean, self._joint(u, mean))
 
     def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        if joint:
-            return super().chosen(x, outputs, joint)
-        with torch.no_grad():
-            u, f = self.sight(x)
-            rows = self.kernel.between(u, self.points, self.numbers) @ self.mix
-            rows = outputs.of(rows.movedim(-1, 0)).movedim(0, -1)
-            mean = outputs.of(f.to(self.problem.network.dtype))
-            return _reduced(mean, outputs.blocks(self.kernel.marginal(u)), rows)
+        return super().chosen(x, outputs, joint) if joint else self._marginal(x, outputs)
+
+    def _rows(self, u: Tensor) -> Tensor:
+        """Return K_xZ mix for features u (B, D): (B, C, r)."""
+        return self.kernel.between(u, self.points, self.numbers) @ self.mix
+
+    def _joint(self, u: Tensor, mean: Tensor) -> Tensor:
+        """Return the covariance between all outputs at all inputs, (B C, B C), a few inputs at a time."""
+        rows, size = self._rows(u), mean.numel()
+        flat = rows.flatten(0, 1)
+
+        def part(inputs: slice) -> Tensor:
+            prior = self.kernel.joint(u[inputs], u).reshape(-1, size)
+            return prior.addmm_(rows[inputs].flatten(0, 1), flat.mT, alpha=-1).to(mean)
+
+        return gathered((part(each) for each in runs(len(u), 2 * 8 * mean.shape[-1] * size, u.device)), size)
+
+    def _marginal(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+        """Return the belief about all or some outputs at each input; with many outputs variances come by themselves."""
+        network, classes = self.problem.network, len(self.kernel.mixing)
+        count, means = network.count(x), []
+        each = 8 * (classes * (3 * len(self.points) + 3 * classes) + 3 * self.points.shape[1])
+
+        def computed(compute: Any) -> Iterator[Tensor]:
+            for part in runs(count, each, network.device):
+                some = None if outputs is None else outputs.samples(part)
+                with torch.no_grad():
+                    u, f = self.sight(x if part == slice(0, count) else network.take(x, part))
+                    f = f.to(network.dtype)
+                    means.append(f if some is None else some.of(f))
+                    rows = self._rows(u)
+                    rows = rows if some is None else some.of(rows.movedim(-1, 0)).movedim(0, -1)
+                    yield compute(u, rows, some).to(network.dtype)
+
+        def covariance(u: Tensor, rows: Tensor, some: ChosenOutputs | None) -> Tensor:
+            prior = self.kernel.marginal(u)
+            return (prior if some is None else some.blocks(prior)) - rows @ rows.mT
+
+        def variance(u: Tensor, rows: Tensor, some: ChosenOutputs | None) -> Tensor:
+            prior = self.kernel.variances(u)
+            return (prior if some is None else some.of(prior)) - rows.square().sum(-1)
+
+        wide = (classes if outputs is None else outputs.shape((classes,))[-1]) > WIDE
+        whole = lambda compute: gathered(computed(compute), count)
+        first = whole(variance if wide else covariance)
+        mean = gathered(means[:], count)
+        covariances = Deferred(lambda: first, lambda: whole(covariance)) if wide else first
+        return FunctionGaussian(mean, covariances)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n functions at x, (n, B, C), consistent between the inputs of one call."""
@@ -170,15 +214,6 @@ class FunctionPosterior(Posterior):
         kernel = FreeKernel(fields.pop("kernel"), fields.pop("log_lengths"), fields.pop("mixing"))
         _refuse_impossible(kernel, fields, last := fields.pop("last"))
         return cls(problem, Sight(network, last), kernel, **fields)
-
-
-def _reduced(mean: Tensor, prior: Tensor, rows: Tensor) -> FunctionGaussian:
-    """Return the belief with the covariance prior (B, C, C) less rows rowsᵀ, rows (B, C, r)."""
-    whole = lambda: (prior - rows @ rows.mT).to(mean)
-    if mean.shape[-1] <= WIDE:
-        return FunctionGaussian(mean, whole())
-    variance = lambda: (prior.diagonal(dim1=-2, dim2=-1) - rows.square().sum(-1)).to(mean)
-    return FunctionGaussian(mean, Deferred(variance, whole))
 
 
 def _refuse_impossible(kernel: FreeKernel, fields: dict[str, Any], last: Network | None) -> None:

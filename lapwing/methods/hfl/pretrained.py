@@ -122,9 +122,7 @@ class PushedWeights(Posterior):
         f = network(x).to(network.dtype)
         scores = []
         for row, strength in zip(self.moved, self.strength, strict=True):
-            with torch.no_grad():
-                pushed = network.under(network.weights(row), x).to(network.dtype)
-            scores.append((pushed - f) / strength.to(f))
+            scores.append((network.at(row, x).to(network.dtype) - f) / strength.to(f))
         return f, torch.stack(scores)
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from lapwing.core.inputs import Inputs, check_finite
+from lapwing.core.memory import budget, gathered
 from lapwing.core.pool import Pool, class_labels
 from lapwing.core.random import uniform
 from lapwing.linalg.kmeans import centres_by_class
@@ -29,7 +31,7 @@ class Anchors:
     """M rows J_Z (M, P) of the Jacobian: that of output ``outputs[m]`` at input m, for each m.
 
     J_Z is kept between calls as the inputs and gradients of every layer; a layer that is shared over many positions
-    keeps its rows themselves (at most M P numbers).
+    keeps its rows themselves (at most M P numbers). What does not fit the byte budget is computed anew at every call.
     """
 
     network: Network
@@ -39,15 +41,29 @@ class Anchors:
     def __len__(self) -> int:
         return len(self.outputs)
 
-    @cached_property
-    def parts(self) -> tuple[LayerJacobians, ...]:
+    @property
+    def parts(self) -> Iterable[LayerJacobians]:
         """J_Z in float64, in chunks of anchors that fit the byte budget."""
-        parts = []
-        for rows in self.network.footprint.chunks(len(self), 1, self.network.dtype, self.network.device):
-            tangent = self.network.linearise(self.network.take(self.inputs, rows))
+        return _Anew(self) if self._kept is None else self._kept
+
+    @cached_property
+    def _kept(self) -> tuple[LayerJacobians, ...] | None:
+        """All chunks, if they take at most half of the byte budget."""
+        kept, left = [], budget(self.network.device) // 2
+        for part in _Anew(self):
+            kept.append(part)
+            left -= part.nbytes
+            if left < 0:
+                return None
+        return tuple(kept)
+
+    def computed(self) -> Iterator[LayerJacobians]:
+        """Compute J_Z in chunks."""
+        network = self.network
+        for rows in network.footprint.chunks(len(self), 1, network.dtype, network.device):
+            tangent = network.linearise(network.take(self.inputs, rows))
             check_finite(tangent.network_output, "outputs of the network")
-            parts.append(tangent.jacobians(self._seeds(self.outputs[rows])).formed().double().formed())
-        return tuple(parts)
+            yield tangent.jacobians(self._seeds(self.outputs[rows])).formed().double().formed()
 
     def differentiable(self, inputs: Tensor) -> LayerJacobians:
         """Return J_Z at other inputs, differentiable in these."""
@@ -62,28 +78,38 @@ class Anchors:
 
     def kernel(self, prior: BoundPrior) -> Tensor:
         """Return J_Z A⁻¹ J_Zᵀ, (M, M)."""
-        return torch.cat([self.against(part, prior) for part in self.parts])
+        return gathered((self.against(part, prior) for part in self.parts), len(self))
 
     def against(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         """Return J A⁻¹ J_Zᵀ for the rows of another Jacobian, (B K, M), in float64."""
         jacobian = jacobian if jacobian.dtype == torch.float64 else jacobian.double()
-        return torch.cat([prior_kernel(jacobian, prior, part) for part in self.parts], 1)
+        return gathered((prior_kernel(jacobian, prior, part) for part in self.parts), len(self), 1)
 
     def times(self, v: Tensor) -> Tensor:
         """Return v J_Zᵀ for v (n, P): (n, M)."""
-        return torch.cat([part.jvp(v)[:, :, 0] for part in self.parts], 1)
+        return gathered((part.jvp(v)[:, :, 0] for part in self.parts), len(self), 1)
 
     def combined(self, c: Tensor) -> Tensor:
         """Return c J_Z for c (n, M): (n, P)."""
-        chunks = c[:, :, None].split([part.batch for part in self.parts], 1)
-        total = self.parts[0].vjp(chunks[0])
-        for part, chunk in zip(self.parts[1:], chunks[1:], strict=True):
-            total = total + part.vjp(chunk)
+        total, start = c.new_zeros(len(c), self.network.selection.size), 0
+        for part in self.parts:
+            total += part.vjp(c[:, start : start + part.batch, None])
+            start += part.batch
         return total
 
     def at(self, inputs: Inputs) -> Anchors:
         """Return anchors with the same outputs at other inputs."""
         return Anchors(self.network, inputs, self.outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Anew:
+    """The rows of anchors, computed whenever they are iterated over."""
+
+    anchors: Anchors
+
+    def __iter__(self) -> Iterator[LayerJacobians]:
+        return self.anchors.computed()
 
 
 @dataclass(frozen=True, eq=False)

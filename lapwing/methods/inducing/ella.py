@@ -143,7 +143,7 @@ def within(
     """
     sweep = Sweep(problem.network, problem.likelihood, data, label="features")
     total = directions.new_zeros(len(directions), len(directions))
-    for jacobians in sweep:
+    for jacobians in sweep.jacobians(width=2 * len(directions)):
         if squares is not None:
             jacobians = jacobians.double()
             squares.add(jacobians)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -139,7 +140,8 @@ def _information(problem: Problem, data: Data, anchors: Anchors, white: Tensor) 
     Both at unit dispersion, in float64: the part of the GGN that the points miss is their small difference.
     """
     information, squares = white.new_zeros(white.shape[1], white.shape[1]), SquaredSum(problem.network)
-    for jacobians in Sweep(problem.network, problem.likelihood, data, label="inducing points"):
+    sweep = Sweep(problem.network, problem.likelihood, data, label="inducing points")
+    for jacobians in sweep.jacobians(width=4 * len(white)):
         jacobians = jacobians.double()
         rows = anchors.against(jacobians, problem.prior) @ white
         information += rows.mT @ rows
@@ -149,7 +151,7 @@ def _information(problem: Problem, data: Data, anchors: Anchors, white: Tensor) 
 
 
 def whitened_rows(
-    problem: Problem, batch: Batch, anchors: tuple[LayerJacobians, ...], white: Tensor
+    problem: Problem, batch: Batch, anchors: Iterable[LayerJacobians], white: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return outputs, checked targets, prior covariance and whitened rows of a batch, in float64.
 
@@ -160,10 +162,15 @@ def whitened_rows(
     precision = prior_precision(problem.prior, network.layout, network.selection)
     outputs, covariances, rows = [], [], []
     for _, tangent in network.tangents(batch.inputs):
-        jacobians = tangent.jacobians().double()
         outputs.append(tangent.f.double())
-        covariances.append(precision.quadratic(jacobians).reshape(*tangent.f.shape, -1))
-        rows.append(torch.cat([prior_kernel(jacobians, problem.prior, part) for part in anchors], 1) @ white)
+        covs, kernels = [], []
+        for run in tangent.runs(whole_tokens=True):
+            jacobians = run.double()
+            covs.append(precision.quadratic(jacobians))  # (B, tokens, C, C)
+            kernel = torch.cat([prior_kernel(jacobians, problem.prior, part) for part in anchors], 1)
+            kernels.append((kernel @ white).unflatten(0, (run.batch, run.outputs)))
+        covariances.append(torch.cat(covs, 1).reshape(*tangent.f.shape, -1))
+        rows.append(torch.cat(kernels, 1))
     f = torch.cat(outputs)
     y = problem.likelihood.targets(f, batch.targets)
     return f, y, torch.cat(covariances), torch.cat(rows).reshape(*f.shape, -1)

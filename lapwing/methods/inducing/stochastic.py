@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.memory import runs
 from lapwing.core.pool import shuffled
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import EarlyStopping, ProgressBar
@@ -120,37 +121,32 @@ class Own:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """The part of a batch that one process has, as far as the objective needs it; without outputs if it has no data."""
+    """Some data of a batch, as far as the objective needs them, differentiable in all that is learned."""
 
     likelihood: Likelihood
     alpha: float
-    entered: tuple[Tensor, ...]  # all that is learned
-    share: float = 1.0  # data of the process for each datum of the batch
-    f: Tensor | None = None
-    y: Tensor | None = None
-    prior_cov: Tensor | None = None
-    rows: Tensor | None = None  # whitened, (B, [T,] C, r)
+    f: Tensor
+    y: Tensor
+    prior_cov: Tensor
+    rows: Tensor  # whitened, (B, [T,] C, r)
 
-    def energy(self, q: Inducing, share: float = 1.0) -> Tensor:
-        """Return the sum of the energies, times a factor, differentiable in all that is learned."""
-        if self.rows is None or self.prior_cov is None:
-            nothing = [0 * t.sum().double() for t in self.entered]
-            return torch.stack([*nothing, q.average.new_zeros(())]).sum()
-        return share * self._energy(q.posterior_cov(self.prior_cov, self.rows))
+    def energy(self, q: Inducing) -> Tensor:
+        """Return the sum of the energies."""
+        return self._energy(q.posterior_cov(self.prior_cov, self.rows))
 
     def _energy(self, cov: Tensor) -> Tensor:
-        assert self.f is not None
-        assert self.y is not None
         return energy(self.likelihood, self.alpha, self.f, cov, self.y).sum()
 
     def information(self, q: Inducing) -> Tensor:
-        """Return the information of this part, (r, r), from the slope of its energy in the covariance."""
-        if self.rows is None or self.prior_cov is None:
-            return torch.zeros_like(q.average)
+        """Return the information of these data, (r, r), from the slope of their energy in the covariance."""
         leaf = q.posterior_cov(self.prior_cov, self.rows).detach().requires_grad_()
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(self._energy(leaf), leaf)
-        return self.share * torch.einsum("...cr,...cd,...ds->rs", self.rows, -(slope + slope.mT), self.rows)
+        return torch.einsum("...cr,...cd,...ds->rs", self.rows, -(slope + slope.mT), self.rows)
+
+    def detached(self) -> Terms:
+        """Return the same without a graph."""
+        return replace(self, prior_cov=self.prior_cov.detach(), rows=self.rows.detach())
 
 
 @dataclass(eq=False)
@@ -186,44 +182,85 @@ class Stochastic:
 
         ``batch`` is the part of a batch that this process has; None if it has no data.
         """
-        points, alpha, processes = self.points, self.alpha, self.own.processes
+        points, processes = self.points, self.own.processes
+        searching = optimiser is None and self.own.rows(batch) == points.n_samples
+        learned = [t for t in (points.log_scale, points.log_noise, self.moves) if t is not None and t.requires_grad]
+        value, information, slopes, seen = self._sums(batch, learned, searching)
+        value, information, *slopes = processes.sum([value, information, *slopes])
         with torch.enable_grad():
-            terms = self._terms(batch)
-            value = -processes.total(terms.energy(self.inducing, terms.share)) + self.inducing.divergence()
+            rest = self.inducing.divergence()
             if points.problem.learn_prior:  # below alpha = 1 the prior variance would otherwise shrink to zero
-                value = value + 0.5 * (1 - alpha) * points.penalty / points.log_scale.exp()
+                rest = rest + 0.5 * (1 - self.alpha) * points.penalty / points.log_scale.exp()
             if optimiser is not None:
-                optimiser.zero_grad()
-                variables = [t for group in optimiser.param_groups for t in group["params"]]
-                value.backward(inputs=variables)  # the graph contains the weights too, which must get no gradient
+                for tensor, slope in zip(learned, slopes, strict=True):
+                    tensor.grad = slope
+                if rest.requires_grad:
+                    rest.backward(inputs=learned)
                 optimiser.step()
         with torch.no_grad():
-            (information,) = processes.sum([terms.information(self.inducing)])
             divergence = float(self.inducing.divergence())
-            objective = lambda q: float(q.divergence() - processes.total(terms.energy(q)))
-            if optimiser is None and self.own.rows(batch) == points.n_samples:
+
+            def objective(q: Inducing) -> float:
+                own = torch.stack([torch.zeros_like(value), *(terms.energy(q) for terms in seen)]).sum()
+                return float(q.divergence() - processes.sum([own])[0])
+
+            if searching:
                 self.inducing = self._line_search(information, objective)
             else:
                 self.inducing = self.inducing.updated(information, length)
-        return float(value.detach()), divergence
+        return float(value + rest.detach()), divergence
 
-    def _terms(self, batch: Batch | None) -> Terms:
-        """Return what the objective needs of the part of a batch, differentiable in all that is learned."""
+    def _sums(
+        self, batch: Batch | None, learned: Sequence[Tensor], keep: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Terms]]:
+        """Return the data term of the objective, its information and its slopes in all that is learned.
+
+        They are those of this process. Only if asked for, also return what they were computed from, without a graph.
+        """
+        inside = [t.detach().requires_grad_() for t in learned]
+        information, seen = torch.zeros_like(self.inducing.average), []
+        value = information.new_zeros(())
+        with torch.enable_grad():
+            for terms, share in self._terms(batch, inside) if batch is not None else ():
+                term = -share * terms.energy(self.inducing)
+                if inside:  # the graph contains the weights too, which must get no gradient
+                    term.backward(inputs=inside, retain_graph=True)
+                value += term.detach()
+                terms = terms.detached()
+                information += share * terms.information(self.inducing)
+                seen += [terms] if keep else []
+                del term, terms
+        return value, information, [torch.zeros_like(t) if t.grad is None else t.grad for t in inside], seen
+
+    def _terms(self, batch: Batch, inside: Sequence[Tensor]) -> Iterator[tuple[Terms, float]]:
+        """Yield parts of a batch that fit the byte budget, differentiable in ``inside``, all that is learned.
+
+        Each comes with the number of data of this process that a datum of the batch stands for.
+        """
+        values = iter(inside)
         given = (self.points.log_scale, self.points.log_noise, self.moves)
-        learned = [t for t in given if t is not None and t.requires_grad]
-        entered = self.own.processes.entering(*learned)
-        inside = iter(entered)
-        log_scale, log_noise, moves = (next(inside) if t is not None and t.requires_grad else t for t in given)
+        log_scale, log_noise, moves = (next(values) if t is not None and t.requires_grad else t for t in given)
         assert log_scale is not None
-        points = self.points if not entered else replace(self.points, log_scale=log_scale, log_noise=log_noise)
-        if batch is None:
-            return Terms(points.likelihood, self.alpha, entered)
+        points = replace(self.points, log_scale=log_scale, log_noise=log_noise)
         anchors, white = self._anchors(moves)
         scale, share = points.log_scale.exp(), self.own.count / len(batch.targets)
-        f, y, prior_cov, rows = whitened_rows(points.problem, batch, anchors, white)
-        return Terms(points.likelihood, self.alpha, entered, share, f, y, scale * prior_cov, scale.sqrt() * rows)
+        for part in self._parts(batch):
+            f, y, prior_cov, rows = whitened_rows(points.problem, part, anchors, white)
+            yield Terms(points.likelihood, self.alpha, f, y, scale * prior_cov, scale.sqrt() * rows), share
+            del f, y, prior_cov, rows
 
-    def _anchors(self, moves: Tensor | None) -> tuple[tuple[LayerJacobians, ...], Tensor]:
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the batch in parts whose kernel with the points, and its graph, fit the byte budget."""
+        network, points = self.points.problem.network, len(self.points.anchors)
+        outputs = torch.Size(network.output_shape).numel()
+        each = 8 * outputs * ((len(network.layout) + 4) * points + 8 * network.output_shape[-1])
+        for rows in runs(batch.n_samples, each, network.device):
+            if rows == slice(0, batch.n_samples):
+                yield batch
+            else:
+                yield Batch(network.take(batch.inputs, rows), batch.targets[rows])
+
+    def _anchors(self, moves: Tensor | None) -> tuple[Iterable[LayerJacobians], Tensor]:
         """Return the rows J_Z after these moves, in parts, and the whitening of their kernel."""
         anchors, prior = self.points.anchors, self.points.problem.prior
         if moves is None:
