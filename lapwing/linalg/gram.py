@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lapwing.core.memory import runs
+from lapwing.core.memory import fitting, runs
 
 # Blocks narrower than this are not split further, for many and for few rows: few rows save less, so blocks are wider.
 NARROWEST = {"cpu": (128, 192), "cuda": (384, 384)}
 MANY = 512  # rows from which the narrower blocks are used
 LOSS = 1e-3  # of the smallest eigenvalue, that products in the dtype of the rows may lose
 PENDING = 32  # products that are added in the dtype of the rows before they are added to the sum
-STRIP = 512  # rows that are mirrored at a time, which limits the extra memory
+STRIP = 512  # rows that are mirrored at a time, which limits the extra memory; fewer if the byte budget is small
 
 
 class Gram:
@@ -154,8 +154,10 @@ def symmetrise(matrix: Tensor) -> None:
 
 def _strips(matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield views for a few rows at a time: the block on the diagonal, the part right of it and the part below it."""
-    for start in range(0, matrix.shape[-1], STRIP):
-        here, rest = slice(start, start + STRIP), slice(start + STRIP, None)
+    row = 4 * matrix.element_size() * matrix.shape[:-1].numel()  # copies of a strip, for each of its rows
+    step = fitting(STRIP, row, matrix.device)
+    for start in range(0, matrix.shape[-1], step):
+        here, rest = slice(start, start + step), slice(start + step, None)
         yield matrix[..., here, here], matrix[..., here, rest], matrix[..., rest, here]
 
 
