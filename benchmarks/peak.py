@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,22 @@ from torch.autograd.profiler import profile
 UNTOUCHED = 31 * 2**20  # a block that passes over the data reserve and free at once, and never write
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes of tensors that a call held, above what was held before it."""
+
+    most: int  # at once
+    kept: int  # at the end: the answer, and what the objects that it was given keep
+    result: Any  # of the call
+
+
 def peak(call: Callable[[], Any], device: torch.device) -> int:
-    """Run the call and return the most bytes of tensors that it held at once, what it leaves behind included.
+    """Run the call and return the most bytes of tensors that it held at once, what it leaves behind included."""
+    return held(call, device).most
+
+
+def held(call: Callable[[], Any], device: torch.device) -> Held:
+    """Run the call and return what it held.
 
     On a GPU from its allocator; on a CPU from the profiler, which sees every allocation of PyTorch but no memory that
     a library takes by itself.
@@ -24,16 +39,19 @@ def peak(call: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        call()
+        result = call()
         torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated() - before)
+        most = int(torch.cuda.max_memory_allocated() - before)
+        gc.collect()
+        return Held(most, int(torch.cuda.memory_allocated() - before), result)
     with profile(profile_memory=True) as profiler:
-        call()
+        result = call()
+        gc.collect()
     live = most = 0
     for _, size in sorted(_allocations(profiler)):
         live += size
         most = max(most, live)
-    return most
+    return Held(most, live, result)
 
 
 def _allocations(profiler: profile) -> Iterator[tuple[int, int]]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import pytest
 import torch
 
 import lapwing as lw
+from benchmarks import memory
+from benchmarks.peak import held
+from lapwing.errors import UnsupportedError
 from tests.conformance.declared import SMALL
 from tests.conformance.test_every_method import NEW, everything, fitted, standard
+from tests.peak import peak
 from tests.tolerances import SOLVED, assert_close
 
 
@@ -19,3 +25,31 @@ def test_the_budget_changes_no_result(name: str) -> None:
     wanted = everything(standard(name), NEW, torch.Generator().manual_seed(5))
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, SOLVED)
+
+
+@cache
+def network(name: str) -> memory.Case:
+    return memory.case(name)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("case", memory.NETWORKS)
+def test_no_call_takes_more_than_the_budget_and_its_answer(case: str, name: str) -> None:
+    """Bytes of PyTorch's allocator, which follow from shapes; the rules for methods are in docs/scale.md."""
+    reason, here, budget = memory.left_out(name, case), network(case), memory.budget_of(name)
+    if reason:
+        pytest.skip(reason)
+    method = memory.methods(here.model)[name]
+    try:
+        for what, found in memory.measured(name, here, budget, peak):
+            more = memory.allowed(name, method, here, what)
+            assert found.taken <= budget + more, f"{what}: {found.taken} bytes, budget {budget}, held {more}"
+    except UnsupportedError as error:
+        assert "tokens" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("case", memory.NETWORKS)
+def test_without_a_budget_calls_take_more(case: str) -> None:
+    """Otherwise the test above would say nothing. A fit reserves a block that it never writes, which does not count."""
+    found = dict(memory.measured("kron", network(case), 2**32, partial(held, device=memory.CPU)))
+    assert min(found["fit"].most, found["predict"].most) > 1.5 * memory.BUDGET

@@ -27,7 +27,8 @@ class Sight:
         """Return features (B, D) and outputs (B, C), in float64."""
         if self.last is not None:
             classes = self.last.output_shape[-1]
-            both = self.last.in_runs(x, lambda part: torch.cat([t.double() for t in features(self.last, part)], 1))
+            last = self.last  # whose own graph is only that of the last layer: the whole network says what fits
+            both = self.network.in_runs(x, lambda part: torch.cat([t.double() for t in features(last, part)], 1))
             return both[:, :-classes], both[:, -classes:]
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             raise UnsupportedError(

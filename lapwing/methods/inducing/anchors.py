@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from lapwing.core.inputs import Inputs, check_finite
-from lapwing.core.memory import budget, gathered
+from lapwing.core.memory import budget, fitting, gathered
 from lapwing.core.pool import Pool, class_labels
 from lapwing.core.random import uniform
 from lapwing.linalg.kmeans import centres_by_class
@@ -24,6 +24,7 @@ from lapwing.priors.kernel import prior_kernel
 
 PIVOTS = {"greedy": greedy_pivots, "trace": trace_pivots}
 STARTS = (*PIVOTS, "kmeans", "random")
+COPIES = 3  # float64 chunks of rows that a kernel between rows holds: two, and one that is being computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,9 @@ class Anchors:
     def computed(self) -> Iterator[LayerJacobians]:
         """Compute J_Z in chunks."""
         network = self.network
-        for rows in network.footprint.chunks(len(self), 1, network.dtype, network.device):
+        each = 8 * COPIES * (network.footprint.width + network.footprint.whole)
+        most = fitting(len(self), each, network.device)
+        for rows in network.footprint.chunks(len(self), 1, network.dtype, network.device, most):
             tangent = network.linearise(network.take(self.inputs, rows))
             check_finite(tangent.network_output, "outputs of the network")
             yield tangent.jacobians(self._seeds(self.outputs[rows])).formed().double().formed()
