@@ -109,10 +109,10 @@ def case(name: str) -> Case:
 
 # model, shape of an input, classes, rows, rows for slow methods, whether outputs are for each token
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int, bool]] = {
-    "narrow MLP": (partial(mlp, 4, 16, 6), (4,), 6, 1000, 24, False),
-    "wide MLP": (partial(mlp, 5, 200, 4), (5,), 4, 240, 16, False),
-    "convolutions": (convolutional, (1, 6, 6), 4, 160, 16, False),
-    "tokens": (lambda: Tokens(9, 6), (6,), 9, 20, 3, True),
+    "narrow MLP": (partial(mlp, 4, 16, 6), (4,), 6, 800, 16, False),
+    "wide MLP": (partial(mlp, 5, 200, 4), (5,), 4, 128, 12, False),
+    "convolutions": (convolutional, (1, 6, 6), 4, 128, 12, False),
+    "tokens": (lambda: Tokens(9, 6), (6,), 9, 16, 3, True),
 }
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lapwing.core.memory import gathered, runs
 from lapwing.networks.budget import temporary
 
 if TYPE_CHECKING:
@@ -294,8 +295,8 @@ class LayerJacobians:
             left -= block.nbytes
             parts.append(partial(_same, block) if left >= 0 else part)
             del block
-        ready = replace(self, parts=tuple(parts), stream=None)
-        return ready.vjp(ready.jvp(v))
+        ready, each = replace(self, parts=tuple(parts), stream=None), 4 * v.element_size() * self.batch * self.outputs
+        return gathered((ready.vjp(ready.jvp(v[some])) for some in runs(len(v), each, v.device)), len(v))
 
     def formed(self) -> LayerJacobians:
         """Return it with every block formed now, in the form in which repeated products are cheapest."""
