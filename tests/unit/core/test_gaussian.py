@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import lapwing as lw
 from lapwing.core.gaussian import Deferred, FunctionGaussian, psd_root
 from lapwing.errors import NumericalError, UnsupportedError
-from tests.tolerances import assert_close, assert_within
+from tests.tolerances import SOLVED, assert_close, assert_within
 
 D = torch.float64
 B, C = 3, 2
@@ -120,3 +121,19 @@ def test_a_generator_that_is_none() -> None:
     belief: Any = FunctionGaussian(torch.zeros(B, C, dtype=D), covariance(B, C))
     with pytest.raises(UnsupportedError, match=r"generator is 5; expected torch.Generator\(\).manual_seed"):
         belief.sample(2, 5)
+
+
+def test_draws_in_pieces_are_the_same_draws() -> None:
+    """The roots of all covariances would take several times their memory."""
+    root = torch.randn(7, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    belief = FunctionGaussian(torch.zeros(7, 3, dtype=torch.float64), root @ root.mT)
+    whole = belief.sample(4, torch.Generator().manual_seed(2))
+    with lw.memory.limited(1):
+        assert_close(belief.sample(4, torch.Generator().manual_seed(2)), whole, SOLVED)
+
+
+def test_joint_draws_of_too_many_outputs_are_refused() -> None:
+    size = 20_000
+    belief = FunctionGaussian.across(torch.zeros(size, 1), torch.zeros(1).expand(size, 1, size, 1))
+    with lw.memory.limited("1MiB"), pytest.raises(UnsupportedError, match="20000 outputs together"):
+        belief.sample(1)

@@ -159,3 +159,14 @@ def test_memory_of_the_matrix() -> None:
     assert peak(lambda: curvature.precision(torch.tensor(2.0), prior)) < 2.5 * matrix
     each = PerOutputCurvature((curvature,) * 5, torch.ones(5))
     assert peak(lambda: each.at(torch.arange(1.0, 6.0))) < 1.5 * matrix
+
+
+def test_a_hessian_in_parts_of_a_batch_is_that_of_the_batch() -> None:
+    case = BY_NAME["mlp"]
+    net = Network.build(case.build(), case.batch(6))
+    x, targets = case.batch(6), torch.arange(6) % net.output_shape[-1]
+    found = []
+    for size in ("1GiB", 1):
+        with lw.memory.limited(size):
+            found.append(hessian.full_hessian(net, lw.Categorical(), Data([(x, targets)], torch.device("cpu")))[0])
+    assert_close(found[1].matrix, found[0].matrix)

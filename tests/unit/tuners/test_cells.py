@@ -9,6 +9,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.core.data import as_data
 from lapwing.tuners.cells import MOST, RARE, TEMPERATURES, grid_of, log_scores, mixture_weights, thinned
+from tests.tolerances import SOLVED, assert_close
 
 
 def test_thinning_drops_precisions_and_gives_the_plain_network_no_weight() -> None:
@@ -28,3 +29,14 @@ def test_thinning_drops_precisions_and_gives_the_plain_network_no_weight() -> No
     plain = grid.scales == 0
     assert float(after[plain].sum()) == pytest.approx(float(before[plain].sum()))
     assert torch.allclose(after[plain], before[plain])
+
+
+def test_scores_in_parts_are_the_same_scores() -> None:
+    """The covariances of all members at all data would not fit."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(9, 3, generator=generator), torch.randint(0, 3, (9,), generator=generator)
+    posterior = lw.fit(nn.Linear(3, 3).double(), (x.double(), y), "classification", prior=1.0).posterior
+    grid, data = grid_of(posterior, None, TEMPERATURES), as_data((x.double(), y), torch.device("cpu"))
+    whole = log_scores(grid, data)
+    with lw.memory.limited(1):
+        assert_close(log_scores(grid, data), whole, SOLVED)

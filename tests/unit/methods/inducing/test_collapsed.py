@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from torch import nn
 
 import lapwing as lw
+from lapwing.core.data import Data
+from lapwing.methods.inducing.anchors import Anchors
+from lapwing.methods.inducing.collapsed import collapsed_bound
+from lapwing.methods.inducing.points import InducingPoints
 from tests.cases import BY_NAME
-from tests.tolerances import assert_close
-from tests.unit.methods.sine import D, classes, exact, fitted
+from tests.tolerances import SOLVED, assert_close
+from tests.unit.methods.sine import D, classes, curve, exact, fitted
 
 MLP = BY_NAME["mlp"]
 
@@ -99,3 +104,20 @@ def test_a_search_that_overflows_keeps_the_best_state(activation: Any, noise: fl
     fit = lambda method: lw.fit(net, [(x, y)], lw.Gaussian(noise_std=noise), method=method, prior=prior)
     initial, posterior = (fit(lw.VaLLA(6, steps=40, optimiser=optimiser)) for optimiser in ("none", "lbfgs"))
     assert float(posterior.log_evidence()) > float(initial.log_evidence())
+
+
+def test_a_bound_that_computes_its_kernel_again_has_the_same_slopes() -> None:
+    """Where neither the Jacobians of the data nor their kernel with the points fit the byte budget."""
+    problem = replace(fitted(lw.Full(), prior=0.5).posterior.problem, learn_prior=True)
+    anchors = Anchors(problem.network, torch.linspace(-2, 2, 4, dtype=D)[:, None], torch.zeros(4).long())
+    start = InducingPoints(problem, anchors, exact().posterior.statistics, 40, True)
+    ends = []
+    for size in ("1GiB", 1):
+        points, moves = start.learnable(noise=False)
+        assert moves is not None
+        with lw.memory.limited(size):
+            value, divergence = collapsed_bound(points, Data([curve()], torch.device("cpu")))(moves)
+            slopes = torch.autograd.grad(value, [moves, points.log_scale])
+        ends.append((value.detach(), torch.tensor(divergence, dtype=D), *slopes))
+    for kept, again in zip(*ends, strict=True):
+        assert_close(again, kept, SOLVED)

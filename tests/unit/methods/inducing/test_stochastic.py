@@ -268,3 +268,20 @@ def test_an_objective_that_is_not_finite_is_refused() -> None:
         lw.errors.NumericalError, match=r"VaLLA: the objective is \S+ at step \d+.* Lower learning_rate"
     ):
         fitted(lw.VaLLA(4, alpha=1.0, learning_rate=1e4, steps=50), lw.Gaussian(), None)
+
+
+def test_a_step_in_parts_is_the_step_on_the_whole_batch() -> None:
+    """One part for each datum: objective, covariance, locations and prior after two steps, to rounding."""
+    ends = []
+    for size in ("1GiB", 1):
+        start, _ = fixed_points()
+        problem = replace(start.problem, learn_prior=True)
+        state = Stochastic.of(replace(start, problem=problem, movable=True), 0.5)
+        optimiser = state.optimiser(0.1)
+        with lw.memory.limited(size):
+            values = [state.step(Batch(*curve()), optimiser, 0.5)[0] for _ in range(2)]
+        assert state.moves is not None
+        values = torch.tensor(values, dtype=D)
+        ends.append((values, state.inducing.average, state.moves.detach(), state.points.log_scale.detach()))
+    for whole, parts in zip(*ends, strict=True):
+        assert_close(parts, whole, SOLVED)
