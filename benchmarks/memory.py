@@ -172,13 +172,13 @@ def calls(name: str, method: Any, here: Case) -> Iterator[tuple[str, Callable[[]
     posterior: list[Any] = []
     fit = partial(lw.fit, here.model, data, "classification", method=method, prior=PRIOR)
     yield "fit", fit, posterior.append
-    yield "predict", lambda: _probabilities(posterior[0], x), lambda _: None
+    yield "predict", lambda: probabilities(posterior[0], x), lambda _: None
     if isinstance(posterior[0].base, HasFunctionSamples):
         draw = lambda: posterior[0].function_samples(x, DRAWS, torch.Generator().manual_seed(1))
         yield "samples", draw, lambda _: None
 
 
-def _probabilities(posterior: Any, x: Tensor) -> tuple[Any, Tensor]:
+def probabilities(posterior: Any, x: Tensor) -> tuple[Any, Tensor]:
     predictive = posterior.predict(x)
     return predictive, predictive.probs
 

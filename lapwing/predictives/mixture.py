@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from lapwing.core.memory import gathered, runs
 from lapwing.core.random import uniform
 from lapwing.core.settings import require_integer
 from lapwing.predictives.densities import cdf, log_density, quantile, whole_quantile
@@ -36,17 +37,29 @@ class Mixture(Predictive, Protocol):
 
     def each(self, part: Callable[[Any], Tensor]) -> Tensor:
         """Return a part of every component, (K, ...)."""
-        return torch.stack([part(component) for component in self.components])
+        return torch.cat(self._values(part))
+
+    def _values(self, part: Callable[[Any], Tensor]) -> list[Tensor]:
+        """Return a part of the components, (k, B, ...) each: K leading entries together."""
+        return [part(component).unsqueeze(0) for component in self.components]
 
     def average(self, part: Callable[[Any], Tensor]) -> Tensor:
         """Return Σ w_k v_k of a part v of the components."""
-        values = self.each(part)
-        return torch.einsum("k,k...->...", self.weights.to(values), values)
+        return self._over_inputs(part, lambda v: torch.einsum("k,k...->...", self.weights.to(v), v))
 
     def log_average(self, part: Callable[[Any], Tensor]) -> Tensor:
         """Return log Σ w_k exp(v_k) of a part v of the components."""
-        values = self.each(part)
-        return torch.logsumexp(values + self.weights.log().to(values).reshape(-1, *[1] * (values.ndim - 1)), 0)
+        weights = lambda v: self.weights.log().to(v).reshape(-1, *[1] * (v.ndim - 1))
+        return self._over_inputs(part, lambda v: torch.logsumexp(v + weights(v), 0))
+
+    def _over_inputs(self, part: Callable[[Any], Tensor], summed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a sum over the components (K, B, ...), for as many inputs at a time as fit the byte budget."""
+        values = self._values(part)
+        first, each = values[0], 3 * len(self.weights) * values[0].element_size()
+        if first.ndim == 1 or not first.numel():
+            return summed(torch.cat(values))
+        some = runs(first.shape[1], each * first[0, 0].numel(), first.device)
+        return gathered((summed(torch.cat([v[:, rows] for v in values])) for rows in some), first.shape[1])
 
     def log_prob(self, y: Tensor) -> Tensor:
         return self.log_average(lambda component: component.log_prob(y))
@@ -90,8 +103,8 @@ class ClassMixture(ClassPredictive, LabelMixture):
     components: tuple[Any, ...]
     weights: Tensor
 
-    def each(self, part: Callable[[Any], Tensor]) -> Tensor:
-        return torch.cat([part(component) for component in self.components])
+    def _values(self, part: Callable[[Any], Tensor]) -> list[Tensor]:
+        return [part(component) for component in self.components]
 
     @cached_property
     def log_probs(self) -> Tensor:

@@ -198,11 +198,13 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             each = torch.cat([_cell_scores(grid, beliefs, y[part]) for part, beliefs in parts]).double()
             rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
             count += len(rows[-1])
+            del each
     if not sum(data.processes.each(count)):
         raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
     scores = data.processes.gather(torch.cat(rows)[:limit] if rows else None)
+    rows.clear()
     assert scores is not None
-    if not bool(torch.isfinite(scores).all()):
+    if not all(map(math.isfinite, torch.aminmax(scores))):  # NaN if a score is; without a copy of the scores
         raise DataError(
             f"{data.name}: {int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; "
             "expected finite ones. Check the targets, and the network for overflow."

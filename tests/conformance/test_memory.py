@@ -58,3 +58,14 @@ def test_without_a_budget_calls_take_more(case: str) -> None:
     """Otherwise the test above would say nothing. A fit reserves a block that it never writes, which does not count."""
     found = dict(memory.measured("kron", network(case), 2**32, partial(held, device=memory.CPU)))
     assert min(found["fit"].most, found["predict"].most) > 1.5 * memory.BUDGET
+
+
+def test_a_mixture_keeps_the_budget() -> None:
+    """The default fit with validation data: scores of cells are kept for every row, twice while they are joined."""
+    here, rows, cells, budget = network("wide MLP"), 16, 256, memory.BUDGET // 2
+    train, held_out = ([(here.x[part], here.y[part])] for part in (slice(0, rows), slice(rows, 2 * rows)))
+    with lw.memory.limited(budget):
+        fitted = peak(lambda: lw.fit(here.model, train, "classification", method=lw.Diagonal(), validation=held_out))
+        asked = peak(lambda: memory.probabilities(fitted.result, here.x))
+    assert fitted.taken <= budget + 16 * rows * cells
+    assert asked.taken <= budget

@@ -37,16 +37,18 @@ def average(values: list[torch.Tensor]) -> torch.Tensor:
     return sum(w * value for w, value in zip(WEIGHTS, values, strict=True))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("classes", [3, 40])
-def test_class_probabilities_are_averages(classes: int) -> None:
-    p, components = mixture([lw.Categorical(link_temperature=t) for t in (0.5, 1.0, 3.0)], classes)
-    assert_close(p.probs, average([each.probs for each in components]))
-    y = torch.randint(0, classes, (B,))
-    assert_close(p.log_prob(y), average([each.log_prob(y).exp() for each in components]).log())
-    assert_close(p.entropy, torch.special.entr(p.probs).sum(-1))
-    assert_close(p.aleatoric, average([each.aleatoric for each in components]))
-    total = torch.special.entr(average([each.integrated_probs for each in components])).sum(-1)
-    assert_close(p.epistemic, total - p.aleatoric)
+@pytest.mark.parametrize(("classes", "budget"), [(3, "1GiB"), (40, "1GiB"), (3, 1)])
+def test_class_probabilities_are_averages(classes: int, budget: int | str) -> None:
+    """With one byte, for one input at a time."""
+    with lw.memory.limited(budget):
+        p, components = mixture([lw.Categorical(link_temperature=t) for t in (0.5, 1.0, 3.0)], classes)
+        assert_close(p.probs, average([each.probs for each in components]))
+        y = torch.randint(0, classes, (B,))
+        assert_close(p.log_prob(y), average([each.log_prob(y).exp() for each in components]).log())
+        assert_close(p.entropy, torch.special.entr(p.probs).sum(-1))
+        assert_close(p.aleatoric, average([each.aleatoric for each in components]))
+        total = torch.special.entr(average([each.integrated_probs for each in components])).sum(-1)
+        assert_close(p.epistemic, total - p.aleatoric)
 
 
 def test_log_probabilities_stay_finite_where_probabilities_are_zero() -> None:
