@@ -102,9 +102,10 @@ class LowRankPrecision:
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         classes = jacobian.outputs // jacobian.tokens if full else 1
-        rows, itemsize = jacobian.batch * jacobian.outputs, torch.finfo(jacobian.dtype).bits // 8
-        block = max(part.nbytes for _, part in jacobian) // (rows * itemsize)  # its numbers, copied and scaled
-        numbers = 4 * (len(self._gram) + classes) + 3 * block
+        numbers = 4 * (len(self._gram) + classes)
+        if jacobian.stream is None:  # the largest block is copied and scaled
+            rows, itemsize = jacobian.batch * jacobian.outputs, torch.finfo(jacobian.dtype).bits // 8
+            numbers += 3 * max(part.nbytes for _, part in jacobian) // (rows * itemsize)
         each = (some.double() for some in in_runs(jacobian, numbers, self._gram.device))
         parts = (self._reduced(self._prior_only.quadratic(some, full), some, full).to(jacobian.dtype) for some in each)
         return gathered(parts, jacobian.batch)
