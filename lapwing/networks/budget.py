@@ -14,6 +14,7 @@ USUAL = 1.25  # copies of its gradients that a backward pass has in memory, as m
 # For speed, in bytes:
 JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # the gradients of joined batches
 CACHED = 32 * 2**20  # gradients of a chunk on a CPU: near its caches a chunk is a third faster
+AT_ONCE = 3  # results of operations that a forward pass without gradients has in memory: input, output, a branch
 MOST = 1024  # joining more samples than this gains nothing
 
 
@@ -36,6 +37,7 @@ class Footprint:
     whole: int = 0  # Jacobians that are kept whole, for each seed
     graph: int = 0  # outputs of all operations, which a forward pass that records gradients may keep
     live: int = 0  # gradients that a pass holds at once for each seed if each is dropped after its use; 0: unknown
+    widest: int = 0  # the largest result of an operation, of all layers; 0: unknown
     streams: bool = False  # whether each is dropped after its use; not saved
 
     @property
@@ -44,13 +46,20 @@ class Footprint:
         return self.live if self.streams and self.live else self.width
 
     @property
+    def passing(self) -> int:
+        """The numbers that a forward pass keeps for gradients, or those of a few layers where it keeps fewer."""
+        return max(self.graph, AT_ONCE * self.widest)
+
+    @property
     def numbers(self) -> dict[str, int]:
         """What a file keeps of it."""
         return {name: value for name, value in asdict(self).items() if name != "streams"}
 
     def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many samples are worth joining into one pass: their gradients should stay small."""
-        return max(1, min(MOST, near(device) // self._bytes(seeds, dtype, 1)))
+        forward = _itemsize(dtype) * AT_ONCE * self.widest
+        most = min(MOST, temporary(device) // max(1, forward))
+        return max(1, min(most, near(device) // self._bytes(seeds, dtype, 1)))
 
     def chunks(
         self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device, most: int | None = None
@@ -66,7 +75,7 @@ class Footprint:
     ) -> Iterator[slice]:
         """Yield runs of samples that fit the byte budget, as many samples as fit, where fewer would not be faster."""
         each = self._bytes(seeds, dtype, 2)  # a backward pass needs about the same memory again
-        return runs(batch, each + _itemsize(dtype) * self.graph, device, GRADIENTS, most)
+        return runs(batch, each + _itemsize(dtype) * self.passing, device, GRADIENTS, most)
 
     def seed_runs(
         self, seeds: int, batch: int, dtype: torch.dtype, device: torch.device, unit: int = 1
@@ -81,21 +90,21 @@ class Footprint:
 
     def forward_runs(self, batch: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
         """Yield runs of samples whose activations fit the byte budget, for passes that record no gradients."""
-        return runs(batch, _itemsize(dtype) * (self.graph + self.patches), device, GRADIENTS)
+        return runs(batch, _itemsize(dtype) * (self.passing + self.patches), device, GRADIENTS)
 
     def chunk_bytes(self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return the bytes that the largest chunk of a batch usually takes: less than chunks are made for."""
         first = next(iter(self.chunks(batch, seeds, dtype, device)))
         samples = first.stop - first.start
         run = min(seeds, self.at_once(samples, dtype, device))
-        return int(samples * (USUAL * self._bytes(run, dtype, 1) + _itemsize(dtype) * self.graph))
+        return int(samples * (USUAL * self._bytes(run, dtype, 1) + _itemsize(dtype) * self.passing))
 
     def at_once(self, samples: int, dtype: torch.dtype, device: torch.device, width: int = 0) -> int:
         """Return how many seeds fit the byte budget together for this many samples; at least one.
 
         ``width`` counts further numbers for each sample and seed.
         """
-        fixed = _itemsize(dtype) * (self.patches + self.graph)
+        fixed = _itemsize(dtype) * (self.patches + self.passing)
         each = _itemsize(dtype) * (2 * (self.held + self.whole) + width)
         return max(1, (int(GRADIENTS * working(device)) - samples * fixed) // (samples * each))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -128,11 +128,22 @@ def footprint(layout: Layout, graph: Graph, raw: Tensor, outputs: int, recurrent
         elif not block.linear:
             read = _gradient_numbers(use for use in graph.uses if use.name == block.weight) // batch
             largest = max(largest, block.size if block.size > read else 0)
-    moved = {node for node, facts in graph.operations.items() if facts.carries_parameter}  # views of other results
-    computed = sum(output_numbers(node) for node in graph.nodes if node not in moved and node not in graph.leaves)
+    computed = sum(map(output_numbers, _computing(graph)))
     at_once = None if recurrent else numbers_at_once(graph, {use.node for use in graph.uses}, raw.dtype)
     live = width if at_once is None else min(width, at_once // batch)
     return Footprint(max(width, outputs), patches, opaque + largest, computed // batch, max(live, outputs))
+
+
+def widest_result(graph: Graph, batch: int) -> int:
+    """Return how many numbers the largest result of an operation has, for each sample."""
+    return max(map(output_numbers, _computing(graph)), default=0) // batch
+
+
+def _computing(graph: Graph) -> Iterator[Node]:
+    """Yield the nodes whose output is a result of its own: no parameter, and no view of another result."""
+    return (
+        node for node, facts in graph.operations.items() if not facts.carries_parameter and node not in graph.leaves
+    )
 
 
 def _gradient_numbers(uses: Iterable[Use]) -> int:

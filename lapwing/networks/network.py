@@ -37,7 +37,7 @@ from lapwing.networks.forward import (
 from lapwing.networks.graph import forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.head import find_head
 from lapwing.networks.jacobians import KINDS, Block
-from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters
+from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters, widest_result
 from lapwing.networks.ops import operation
 from lapwing.networks.patterns import Patterns, find_patterns
 from lapwing.networks.replica import Replica, can_be_copied
@@ -102,6 +102,12 @@ class Network:
         graph = read(raw, tensors, needed)
         refuse_wrong_gradients(graph)
         selection = weights.choose(model, graph)
+        widest = widest_result(graph, len(raw))
+        if len(needed) < len(tensors):  # layers before them are not in the graph
+            two = take(inputs, rows.per_sample(inputs, len(raw)), slice(0, 2))
+            with recording(tensors, tensors, plain):
+                whole = read(raw_output(replica.model, two), tensors, tensors)
+            widest = max(widest, widest_result(whole, 2))
         if selection.names != needed:
             replica = replace(replica, names=selection.names)
             tensors = dict(replica.model.named_parameters())
@@ -111,7 +117,7 @@ class Network:
         with plain_kernels(plain):
             patterns, _ = find_patterns(raw, graph, recurrent)
         layout = arranged(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
-        sizes = footprint(layout, graph, raw, f[0].numel(), recurrent)
+        sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent), widest=widest)
         forward_mode = not recurrent and not forward_differs(graph)
         follows = (operation(node).norm(node) and node.next_functions[0][0] for node in graph.nodes)
         normalised = any(follows) or any(isinstance(module, nn.RMSNorm) for module in model.modules())
@@ -144,7 +150,9 @@ class Network:
         later = Later(most)
         fields = state.read(
             names=ListOf(Text()), shapes=ListOf(sizes), layout=ListOf(layout), output_shape=ListOf(Whole(1)),
-            footprint=Record(Footprint, width=Whole(1, 2**40), patches=most, whole=most, graph=later, live=later),
+            footprint=Record(
+                Footprint, width=Whole(1, 2**40), patches=most, whole=most, graph=later, live=later, widest=later
+            ),
             forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
             shift=Maybe(Array((None,))),
             index=Maybe(Array((None,), 0, whole=True, also=increasing)),

@@ -49,7 +49,7 @@ def test_whole_jacobians_are_in_the_byte_budget(name: str) -> None:
     assert network.footprint.whole == numbers
     sizes = network.footprint
     budget = (
-        6 * 8 * (2 * network.output_shape[0] * (numbers + sizes.width) + sizes.patches + sizes.graph)
+        6 * 8 * (2 * network.output_shape[0] * (numbers + sizes.width) + sizes.patches + sizes.passing)
     )  # six samples
     with lw.memory.limited(2 * budget):
         parts = [tangent.jacobians() for _, tangent in network.tangents(inputs)]

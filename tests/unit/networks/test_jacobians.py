@@ -213,7 +213,7 @@ def test_tiny_byte_budget_changes_nothing(case: Case) -> None:
 def test_chunks_cover_the_batch_once() -> None:
     case = BY_NAME["mlp"]
     network = Network.build(case.build(), case.batch(3))
-    each = 8 * (2 * 3 * network.footprint.width + network.footprint.graph)
+    each = 8 * (2 * 3 * network.footprint.width + network.footprint.passing)
     with lw.memory.limited(2 * 3 * each):  # half of it is for gradients and activations
         parts = list(network.footprint.chunks(8, 3, network.dtype, network.device))
     assert [(part.start, part.stop) for part in parts] == [(0, 3), (3, 6), (6, 8)]
@@ -298,3 +298,16 @@ def test_convolutions_are_whole_for_many_vectors_alone() -> None:
     forms = {n: [type(part.formed(n)).__name__ for _, part in jacobians] for n in (1, 40)}
     assert "DenseJacobian" not in forms[1][:1]
     assert forms[40][0] == "DenseJacobian"
+
+
+@pytest.mark.parametrize("weights", [lw.last_layer, named("head")])
+def test_the_budget_counts_layers_before_the_selected_ones(weights: Any) -> None:
+    """A wide layer that is not in the graph limits how many samples pass at once."""
+    model = Wrapped(lambda m, x: m.head(torch.tanh(m.down(torch.relu(m.body(x))))), body=nn.Linear(3, 5000),
+                    down=nn.Linear(5000, 4), head=nn.Linear(4, 2))  # fmt: skip
+    network = Network.build(model, torch.randn(40, 3), weights)
+    assert network.footprint.widest == 5000
+    with lw.memory.limited("4MiB"):  # a quarter of it is for one kind of results, three of 20 kB for each sample
+        assert network.footprint.joined(2, network.dtype, network.device) == 2**20 // (3 * 4 * 5000)
+        chunks = list(network.footprint.chunks(100, 2, network.dtype, network.device))
+    assert len(chunks) > 2
