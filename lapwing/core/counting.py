@@ -1,4 +1,4 @@
-"""The operations of a computation, counted while it runs: the same numbers on every machine."""
+"""The operations and the sizes of a computation, counted while it runs: the same numbers on every machine."""
 
 from __future__ import annotations
 
@@ -45,4 +45,26 @@ class OperationCount(TorchDispatchMode):
         elif not func.is_view and packet not in SILENT:
             self.cubes += args[0].numel() * min(args[0].shape[-2:]) if packet in CUBIC else 0
             self.numbers += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes how many numbers the largest result inside a ``with`` block has.
+
+    >>> x, w = torch.ones(4, 3), torch.ones(3, 2)
+    >>> with LargestResult() as largest:
+    ...     y = (x @ w).sum()
+    >>> largest.numbers
+    8
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_nested]
+            self.numbers = max(self.numbers, *sizes, 0)
         return result

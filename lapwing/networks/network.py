@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.chosen import ChosenOutputs
+from lapwing.core.counting import LargestResult
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take
 from lapwing.core.memory import gathered
 from lapwing.core.schema import Array, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
@@ -105,9 +106,9 @@ class Network:
         widest = widest_result(graph, len(raw))
         if len(needed) < len(tensors):  # layers before them are not in the graph
             two = take(inputs, rows.per_sample(inputs, len(raw)), slice(0, 2))
-            with recording(tensors, tensors, plain):
-                whole = read(raw_output(replica.model, two), tensors, tensors)
-            widest = max(widest, widest_result(whole, 2))
+            with LargestResult() as largest:
+                output_alone(replica.model, two, plain)
+            widest = max(widest, largest.numbers // 2)
         if selection.names != needed:
             replica = replace(replica, names=selection.names)
             tensors = dict(replica.model.named_parameters())
