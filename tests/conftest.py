@@ -23,6 +23,7 @@ gc.disable()  # while tests are collected: all that is made then stays
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # no later collection looks at the tests themselves
     gc.enable()
 
 
