@@ -31,7 +31,6 @@ from lapwing.methods.sampled import VECTORS
 from lapwing.posteriors.protocols import HasFunctionSamples
 from lapwing.registry import METHODS
 
-CPU = torch.device("cpu")
 BUDGET = 512 * 2**10
 PRIOR, DRAWS = 1e3, 2
 FEW_FITTED = ("full", "kernel_space", "valla", "swag", "hfl")  # methods that get few data
@@ -185,19 +184,17 @@ def probabilities(posterior: Any, x: Tensor) -> tuple[Any, Tensor]:
     return predictive, predictive.probs
 
 
-def measured(
-    name: str, here: Case, budget: int, measure: Callable[[Callable[[], Any]], Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the name of every call of a method and what ``measure`` says of it, under a byte budget.
+def measured(name: str, here: Case, budget: int) -> Iterator[tuple[str, Held]]:
+    """Yield the name of every call of a method and the memory that it holds, under a byte budget.
 
     Raises:
         UnsupportedError: If the method does not take the network.
     """
     with lw.memory.limited(budget):
         for what, call, take in calls(name, methods(here.model)[name], here):
-            found = measure(call)
-            take(found.result)
-            yield what, found
+            memory = held(call)
+            take(memory.result)
+            yield what, memory
 
 
 def left_out(name: str, network: str) -> str:
@@ -217,22 +214,20 @@ def lines(network: str) -> Iterator[str]:
     yield f"\n{network}: {here.weights} weights, {here.outputs} outputs for an input, {len(here.x)} rows"
     heads = ("rows", "budget", "unlimited", "limited", "answer", "excess", "held")
     yield f"{'':<15}{'call':<9}" + "".join(f"{head:>10}" for head in heads)
-    measure = partial(held, device=CPU)
     for name, method in methods(here.model).items():
         if left_out(name, network):
             yield f"{name:<15}not measured: {left_out(name, network)}"
             continue
         budget = budget_of(name)
         try:
-            free = dict(measured(name, here, 2**32, measure))
-            kept: dict[str, Held] = dict(measured(name, here, budget, measure))
+            free, limited = dict(measured(name, here, 2**32)), dict(measured(name, here, budget))
         except UnsupportedError as error:
             yield f"{name:<15}not measured: {str(error).split(';', maxsplit=1)[0]}"
             continue
-        for what, found in kept.items():
+        for what, memory in limited.items():
             rows = here.rows(name)[what != "fit"]
-            excess = max(0, found.most - found.kept - budget)
-            figures = (budget, free[what].most, found.most, found.kept, excess, allowed(name, method, here, what))
+            excess = max(0, memory.taken - budget)
+            figures = (budget, free[what].most, memory.most, memory.kept, excess, allowed(name, method, here, what))
             sizes = "".join(f"{-(-size // 2**10):>10}" for size in figures)
             yield f"{name if what == 'fit' else '':<15}{what:<9}{rows:>10}{sizes}"
 

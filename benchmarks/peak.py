@@ -11,6 +11,7 @@ import torch
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
 
+CPU = torch.device("cpu")
 UNTOUCHED = 31 * 2**20  # a block that passes over the data reserve and free at once, and never write
 
 
@@ -22,19 +23,25 @@ class Held:
     kept: int  # at the end: the answer, and what the objects that it was given keep
     result: Any  # of the call
 
+    @property
+    def taken(self) -> int:
+        """The bytes that the call took besides what it leaves behind."""
+        return self.most - self.kept
 
-def peak(call: Callable[[], Any], device: torch.device) -> int:
+
+def peak(call: Callable[[], Any], device: torch.device = CPU) -> int:
     """Run the call and return the most bytes of tensors that it held at once, what it leaves behind included."""
     return held(call, device).most
 
 
-def held(call: Callable[[], Any], device: torch.device) -> Held:
+def held(call: Callable[[], Any], device: torch.device = CPU) -> Held:
     """Run the call and return what it held.
 
     On a GPU from its allocator; on a CPU from the profiler, which sees every allocation of PyTorch but no memory that
-    a library takes by itself.
+    a library takes by itself (MKL, oneDNN), and slows the call by a third.
     """
     gc.collect()
+    gc.freeze()  # later collections look at the objects of the call alone, which is quick
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

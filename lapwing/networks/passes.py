@@ -36,7 +36,7 @@ def gradients(
     leading = None if recurrent or differentiable else _leading_to(graph, nodes, seeds.dtype)
     remaining = dict.fromkeys(nodes)
     if leading is not None:
-        walk = _folded(graph, remaining, leading, seeds)
+        walk = _folded(graph, frozenset(nodes), leading, seeds)
         try:
             while True:
                 with torch.no_grad():  # not while the caller works

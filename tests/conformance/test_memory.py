@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from benchmarks.peak import held
 from lapwing.errors import UnsupportedError
 from tests.conformance.declared import SMALL
 from tests.conformance.test_every_method import NEW, everything, fitted, standard
-from tests.peak import peak
 from tests.tolerances import SOLVED, assert_close
 
 
@@ -47,7 +46,7 @@ def test_no_call_takes_more_than_the_budget_and_its_answer(case: str, name: str)
     here, budget = network(case), memory.budget_of(name)
     method = memory.methods(here.model)[name]
     try:
-        for what, found in memory.measured(name, here, budget, peak):
+        for what, found in memory.measured(name, here, budget):
             more = memory.allowed(name, method, here, what)
             assert found.taken <= budget + more, f"{what}: {found.taken} bytes, budget {budget}, held {more}"
     except UnsupportedError as error:
@@ -57,7 +56,7 @@ def test_no_call_takes_more_than_the_budget_and_its_answer(case: str, name: str)
 @pytest.mark.parametrize("case", memory.NETWORKS)
 def test_without_a_budget_calls_take_more(case: str) -> None:
     """Otherwise the test above would say nothing. A fit reserves a block that it never writes, which does not count."""
-    found = dict(memory.measured("kron", network(case), 2**32, partial(held, device=memory.CPU)))
+    found = dict(memory.measured("kron", network(case), 2**32))
     assert min(found["fit"].most, found["predict"].most) > 1.5 * memory.BUDGET
 
 
@@ -66,7 +65,7 @@ def test_a_mixture_keeps_the_budget() -> None:
     here, rows, cells, budget = network("wide MLP"), 16, 256, memory.BUDGET // 2
     train, held_out = ([(here.x[part], here.y[part])] for part in (slice(0, rows), slice(rows, 2 * rows)))
     with lw.memory.limited(budget):
-        fitted = peak(lambda: lw.fit(here.model, train, "classification", method=lw.Diagonal(), validation=held_out))
-        asked = peak(lambda: memory.probabilities(fitted.result, here.x))
+        fitted = held(lambda: lw.fit(here.model, train, "classification", method=lw.Diagonal(), validation=held_out))
+        asked = held(lambda: memory.probabilities(fitted.result, here.x))
     assert fitted.taken <= budget + 16 * rows * cells
     assert asked.taken <= budget

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from benchmarks.peak import held
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import named, subnetwork
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, Wrapped, cast
-from tests.peak import peak
 from tests.references import dense
 from tests.tolerances import assert_close
 
@@ -83,7 +83,7 @@ def test_a_stream_drops_the_gradients_of_layers_that_were_read() -> None:
         assert network.footprint.live <= 3 * 64
         for streams in (True, False):
             tangent = (network.blockwise if streams else network).linearise(x)
-            taken[streams, depth] = peak(lambda tangent=tangent: sum(1 for _ in tangent.jacobians().each())).taken
+            taken[streams, depth] = held(lambda tangent=tangent: sum(1 for _ in tangent.jacobians().each())).taken
     each = 64 * 16 * 64 * 4  # bytes of the gradient at one layer, for 64 outputs
     assert taken[True, 24] - taken[True, 4] < 2 * each
     assert taken[False, 24] - taken[False, 4] > 15 * each
