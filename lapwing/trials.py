@@ -23,7 +23,8 @@ from lapwing.problem import Problem
 LONGEST = 10.0  # seconds that a trial of a method may take, by its count; longer ones are counted at measured speeds
 SHORT = 0.5  # seconds up to which a call is repeated, and a trial with more data
 BRIEF = 0.02  # seconds up to which a call is repeated more than three times
-COPIES = 4  # of the batch, in the repetition
+COPIES = 4  # factor between the numbers of copies of the batch in two trials
+GROWTH = 3.0  # of the time between the first trial and the last, so that their difference is not noise
 CLOCK = time.perf_counter
 SQUARE = 384  # rows of the matrices whose product and decomposition are timed
 
@@ -90,21 +91,35 @@ class Trials:
         few = next((copies for copies in (1, COPIES, COPIES**2) if self._expected(trial, copies).supported), None)
         if few is None:  # it takes more data than that
             return counted
-        first, more = self._expected(trial, few), self._expected(trial, few * COPIES)
+        first = self._expected(trial, few)
         if self._sum(first) + 2 * self.count * self.speeds.seconds(first.predict) > LONGEST:
             return counted
         try:
             fit, predict = self._run(trial, few)
-            again = self._run(trial, few * COPIES)[0] if fit < SHORT and more.supported else None
+            more = self._longer(trial, few, fit)
         except LapwingError as error:
             return replace(counted, note="; ".join(filter(None, (cost.note, f"not timed: {error}"))))
-        if again is None:
+        if more is None:
             seconds = fit * self._sum(cost) / self._sum(first)
         else:
-            seconds = self._extrapolated(cost, (first, fit), (more, again))
+            seconds = self._extrapolated(cost, (first, fit), more)
         return self._with_seconds(
             cost, seconds, predict * self.speeds.seconds(cost.predict) / self.speeds.seconds(first.predict)
         )
+
+    def _longer(self, trial: Any, copies: int, fit: float) -> tuple[Cost, float] | None:
+        """Return cost and seconds of a trial with more copies of the batch; None if one with ``copies`` is long.
+
+        On a GPU a small fit takes hardly longer for four batches than for one, so copies are added until it does.
+        """
+        longer = None
+        while fit < SHORT and (longer is None or longer[1] < min(GROWTH * fit, SHORT)):
+            copies *= COPIES
+            more = self._expected(trial, copies)
+            if not more.supported or (longer is not None and copies * self.count > self.workload.data):
+                break
+            longer = more, self._run(trial, copies)[0]
+        return longer
 
     def _extrapolated(self, cost: Cost, first: tuple[Cost, float], more: tuple[Cost, float]) -> float:
         """Return the seconds of a fit, from trials with one batch and with several."""
@@ -133,6 +148,8 @@ class Trials:
         """Return the seconds of a fit to copies of the batch, with what its first prediction adds, and of the next."""
         data = Data([(self.inputs, self.targets)] * copies, self.problem.network.device)
         device, posteriors = self.problem.network.device, []
+        if device.type == "cuda":  # the first fit loads kernels
+            method.fit(self.problem, data, None)
         fit = clocked(lambda: posteriors.append(method.fit(self.problem, data, None)), device)
         predict = lambda: used(posteriors[-1].predict(self.inputs))
         first = clocked(predict, device, once=True)
