@@ -404,7 +404,7 @@ SOLVED = {  # iterations, and the noise of the same global batches
     "valla, 2 data": fitted(lw.VaLLA(num_inducing=2, steps=3), n=2, prior=1.0),
     "valla by batches": fitted(lw.VaLLA(num_inducing=4, optimiser="adam", steps=4), prior=1.0),
     "valla, alpha 1": fitted(lw.VaLLA(num_inducing=4, alpha=1.0, steps=4), evidence=False, validation=held_out),
-    "mode": fitted(lw.Kron(), n=12, tuner=lambda share: T.LinearMode()),
+    "mode": fitted(lw.Kron(), n=8, tuner=lambda share: T.LinearMode()),
 }
 TRAINED = {
     "online": trained(lw.recipes.online(epochs=2, rate=1e-2, update=T.Ascend(steps=10))),
@@ -413,12 +413,16 @@ TRAINED = {
 }
 
 
-SMALL = ("kron, default", "full", "padded", "later", "exchanges", "sampled", "valla", "online")
+METHODS = ("kron", "ekron", "diagonal", "full", "low rank", "sampled", "kernel", "ella", "valla", "online")
+OTHERS = ("kron, default", "padded", "later", "exchanges")
 
 
 def sizes(name: str) -> tuple[int, ...]:
-    """The numbers of processes that a case is run with: two data leave one of three processes without any."""
-    return (3,) if "2 data" in name else (1, 2, 3) if name in SMALL else (2, 3)
+    """The numbers of processes that a case is run with: every method with one, two and three, its variants with three.
+
+    Two data leave one of three processes without any.
+    """
+    return (1, 2, 3) if name in METHODS + OTHERS else (3,)
 
 
 def failing(share: Share, **settings: Any) -> list[tuple[Tensor, Tensor]]:
