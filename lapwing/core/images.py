@@ -76,7 +76,8 @@ class ImageForm:
             listed = ", ".join(map(str, self.sizes))
             raise DataError(
                 f"targets have the shape {tuple(y.shape)} and the outputs are images of {self}; expected (B, {listed}) "
-                f"for class numbers or a single channel, or (B, C, {listed})."
+                f"for class numbers or a single channel, or (B, C, {listed}). If they are no images, let the model "
+                "return (B, C)."
             )
         return y.flatten(1) if y.ndim == dims + 1 else pixels(y)
 
