@@ -32,6 +32,7 @@ from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwr
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
+from lapwing.posteriors.draws import MANY
 from lapwing.posteriors.protocols import HasEvidence, Tunable
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem, checked_targets, fitting_targets, mean_squared_residual, named_targets
@@ -94,8 +95,9 @@ def fit(
         tuner: Learns the precision in another way: an object from ``lw.tuners``, such as ``MaximiseEvidence()``, the
             naive evidence. Without one, a precision from the evidence (about ten factorisations, no data) is the
             centre of a mixture: over ``validation``, or, without such data, a guarded one that cannot do much harm
-            (``lw.tuners.Budget``; for Gaussian noise, Student tails and, up to 4,096 weights or rows, the average with
-            the exact posterior). With a given prior only a tuner that is given runs, from that prior.
+            (``lw.tuners.Budget``; for Gaussian noise, Student tails and, up to 4,096 weights or rows and 256 outputs
+            of an input, the average with the exact posterior). With a given prior only a tuner that is given runs,
+            from that prior.
         target_key: The key of the target in batches that are mappings; "labels", "label", "targets", "target" and "y"
             are recognised without it.
         generator: The source of randomness for methods that draw; a fixed seed if None, so equal calls give equal
@@ -191,6 +193,8 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     """
     problem, statistics = posterior.problem, posterior.statistics
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
+    if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
+        return ()
     if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY and data.processes.all(data.repeats()):
         method: Method = KernelSpace()
     elif size <= LARGEST:
