@@ -114,8 +114,8 @@ def fitting_targets(network: Network, likelihood: Likelihood, f: Tensor, y: Tens
         if not network.image:
             raise
         raise DataError(
-            f"{error} Here images (B, C, H, W) are their pixels (B, H W, C): give class numbers as (B, H, W), with "
-            "y.argmax(1) for one-hot ones, and other targets as (B, C, H, W)."
+            f"{error} These are the pixels (B, H W, C) of images (B, C, H, W): give class numbers as (B, H, W), from "
+            "one-hot targets by y.argmax(1), and other targets as (B, C, H, W)."
         ) from error
 
 

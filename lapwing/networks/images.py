@@ -12,11 +12,13 @@ from torch import Tensor
 from lapwing.core.data import Batch
 from lapwing.core.images import ImageForm
 from lapwing.core.inputs import Inputs, map_tensors, placed
-from lapwing.errors import DataError
+from lapwing.errors import DataError, InputError
 from lapwing.networks.forward import model_output, plain_kernels
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network
+
+ADVICE = "Has x a batch dimension? For one input, give x[None]."
 
 
 def shapes_of_sample(inputs: Inputs, per_sample: Sequence[bool]) -> tuple[torch.Size, ...] | None:
@@ -30,14 +32,16 @@ def shapes_of_sample(inputs: Inputs, per_sample: Sequence[bool]) -> tuple[torch.
 def seen_form(network: Network, inputs: Inputs) -> ImageForm:
     """Return the height and width of the images that these inputs give, by a forward pass of one sample."""
     one = map_tensors(network.take(inputs, slice(0, 1)), lambda t: t.to(network.device))
-    with torch.no_grad(), plain_kernels(network.plain):
-        out = model_output(network.replica, one)
+    try:
+        with torch.no_grad(), plain_kernels(network.plain):
+            out = model_output(network.replica, one)
+    except InputError as error:
+        raise InputError(f"{error} This was the first sample alone. {ADVICE}") from error
     channels = network.output_shape[-1]
     if out.ndim != len(network.image) + 2 or out.shape[1] != channels:
         raise DataError(
-            f"these inputs give outputs of shape {tuple(out.shape)} for one sample; expected (1, {channels}, "
-            f"{', '.join('DHW'[-len(network.image) :])}), images as before. Has x a batch dimension? For one input, "
-            "give x[None]."
+            f"the first of these inputs gives outputs of shape {tuple(out.shape)}; expected (1, {channels}, "
+            f"{', '.join('DHW'[-len(network.image) :])}), images as before. {ADVICE}"
         )
     return ImageForm(tuple(out.shape[2:]))
 
