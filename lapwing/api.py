@@ -32,9 +32,10 @@ from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwr
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
+from lapwing.posteriors.draws import MANY
 from lapwing.posteriors.protocols import HasEvidence, Tunable
 from lapwing.priors.bound import Prior
-from lapwing.problem import Problem, checked_targets, mean_squared_residual, named_targets
+from lapwing.problem import Problem, checked_targets, fitting_targets, mean_squared_residual, named_targets
 from lapwing.registry import Auto, named, prior_given
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
@@ -94,8 +95,9 @@ def fit(
         tuner: Learns the precision in another way: an object from ``lw.tuners``, such as ``MaximiseEvidence()``, the
             naive evidence. Without one, a precision from the evidence (about ten factorisations, no data) is the
             centre of a mixture: over ``validation``, or, without such data, a guarded one that cannot do much harm
-            (``lw.tuners.Budget``; for Gaussian noise, Student tails and, up to 4,096 weights or rows, the average with
-            the exact posterior). With a given prior only a tuner that is given runs, from that prior.
+            (``lw.tuners.Budget``; for Gaussian noise, Student tails and, up to 4,096 weights or rows and 256 outputs
+            of an input, the average with the exact posterior). With a given prior only a tuner that is given runs,
+            from that prior.
         target_key: The key of the target in batches that are mappings; "labels", "label", "targets", "target" and "y"
             are recognised without it.
         generator: The source of randomness for methods that draw; a fixed seed if None, so equal calls give equal
@@ -137,10 +139,12 @@ def fit(
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
     problem = _problem(model, batches, likelihood, weights, prior)
+    batches = problem.network.arranging(batches)
     if isinstance(chosen, Auto):
         chosen, why = _chosen_by(chosen, problem, batches)
     refuse_processes(chosen, processes)
     if held_out is not None:
+        held_out = problem.network.arranging(held_out)
         held_out.look()
         for batch in held_out.batches("checking validation data"):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
@@ -189,6 +193,8 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     """
     problem, statistics = posterior.problem, posterior.statistics
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
+    if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
+        return ()
     if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY and data.processes.all(data.repeats()):
         method: Method = KernelSpace()
     elif size <= LARGEST:
@@ -211,9 +217,9 @@ def _problem(
     refuse_other_models(network.model, data.processes)
     f = network(first.inputs)
     chosen = _likelihood(likelihood, network, first, f)
-    chosen.targets(f, first.targets)
+    fitting_targets(network, chosen, f, network.arranged(first).targets)
     if chosen.needs_residuals:
-        chosen = chosen.prepared(mean_squared_residual(network, chosen, data))
+        chosen = chosen.prepared(mean_squared_residual(network, chosen, network.arranging(data)))
     given = prior_given(1.0 if prior is None else prior)
     groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
     groups = data.processes.every(groups)[0] if given.needs_groups else None
@@ -227,11 +233,11 @@ def _likelihood(given: Likelihood | str, network: Network, batch: Batch, f: Tens
     """
     is_binary = isinstance(given, str) and given == "classification" and f.shape[-1] == 1
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
-    likelihood.check_outputs(f)
+    likelihood.check_outputs(f.flatten(0, 1) if network.image else f)  # the channels of images are known
     likelihood.check_last(network.last_operation)
     own = own_loss(network.replica, batch, network.plain)
     if own is not None:
-        likelihood.check_loss(f, batch.targets, own)
+        likelihood.check_loss(f, network.arranged(batch).targets, own)
     return likelihood
 
 
@@ -361,7 +367,7 @@ def train(
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     modes = [module.training for module in unwrapped(model).modules()]
     before = structure_of(network.model)
-    posterior, state = training.run(network, modes, batches, chosen, recipe, resume, checkpoint)
+    posterior, state = training.run(network, modes, network.arranging(batches), chosen, recipe, resume, checkpoint)
     fitted = Fitted(posterior, Fingerprint.of(network.model, before), type(recipe.method).__name__, "", processes)
     return Trained(network.model, fitted, state.history, state)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import TARGET_KEYS
+from lapwing.core.data import TARGET_KEYS, Batch
 from lapwing.core.inputs import Inputs, accepts, moved
 from lapwing.core.settings import FLAG, NONE, Rule, is_integer
 from lapwing.errors import DataError
@@ -160,11 +160,13 @@ def check(
     to_time = METHODS if timed is True else timed or ()
     costs = {name: method.cost(workload) for name, method in methods.items() if isinstance(method, HasCost)}
     if to_time:
-        trials = Trials.of(problem, inputs, None if targets is None else targets.to(device), workload)
+        if targets is not None:
+            targets = network.arranged(Batch(inputs, targets.to(device))).targets
+        trials = Trials.of(problem, inputs, targets, workload)
         names = {type(METHODS[name]()).__name__ for name in to_time}
         costs = {name: trials.timed(methods[name], cost) if name in names else cost for name, cost in costs.items()}
     return Report(
-        workload.weights, network.output_shape, str(network.dtype).removeprefix("torch."), tuple(layers), costs,
+        workload.weights, _outputs(network), str(network.dtype).removeprefix("torch."), tuple(layers), costs,
         recommended(workload, device, Auto() if auto is None else auto), workload,
         scale_free_groups(network, inputs), network.count(inputs),
         tuple(name for name in methods if name not in costs), bool(to_time),
@@ -175,6 +177,11 @@ def recommended(workload: Workload, device: torch.device, auto: Auto) -> Choice:
     """Return what ``fit(..., method=auto)`` chooses for these data, if the prior precision is to be learned."""
     auto = replace(auto, gpu=auto.gpu or device.type == "cuda")
     return auto.choose(workload.weights, workload.rows, workload.single, True, workload)
+
+
+def _outputs(network: Network) -> tuple[int, ...]:
+    """Return the shape of the outputs of one input, as the model returns them."""
+    return (network.output_shape[-1], *network.image) if network.image else network.output_shape
 
 
 def _problem(network: Network, likelihood: Likelihood | str | None) -> Problem:

@@ -15,6 +15,7 @@ from lapwing import files
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.images import pixels
 from lapwing.core.inputs import Inputs, check_finite, moved
 from lapwing.core.processes import ALONE, Processes, in_all_processes
 from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, usable_device
@@ -37,6 +38,7 @@ from lapwing.posteriors.protocols import (
     Reweightable,
     required,
 )
+from lapwing.predictives.images import Images
 from lapwing.predictives.joined import joined, joined_beliefs, joined_processes
 from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.registry import prior_given
@@ -131,16 +133,19 @@ class Fitted:
             x: A batch of inputs, as the model takes them, or a loader, as for ``predict``.
             joint: Whether to include the covariance between inputs. Memory then grows with the square of the batch.
             outputs: The numbers of some outputs, in the order wanted: (k,) for all inputs, or (B, k) for each, such as
-                its top classes; (B, T, k) for token-level outputs. None means all. The answer is that for all
-                outputs at these numbers, and costs the backward passes of these alone.
-            tokens: For token-level outputs, the numbers of some tokens: (S,) for all inputs, or (B, S) for each.
+                its top classes; (B, T, k) for token-level outputs, (B, k, H, W) for images. None means all. The
+                answer is that for all outputs at these numbers, and costs the backward passes of these alone.
+            tokens: For token-level outputs, the numbers of some tokens: (S,) for all inputs, or (B, S) for each. For
+                images those of some pixels, h W + w; the answer is then (B, S, C), no image.
             target_key: As for ``predict``.
             progress: As for ``predict``.
             device: As for ``predict``.
 
         Returns:
             A ``FunctionGaussian``: ``mean`` and ``std`` (B, C), ``cov`` (B, C, C), or (B, C, B, C) if joint; with k in
-            place of C if outputs are chosen. For a loader of more than 32 outputs it has variances alone.
+            place of C if outputs are chosen. For images ``mean`` and ``std`` are (B, C, H, W), ``cov`` is
+            (B, H, W, C, C), or the shape of the mean twice if joint. For a loader of more than 32 outputs it has
+            variances alone.
 
         Raises:
             ModelError: If the model's weights have changed since the fit.
@@ -148,23 +153,30 @@ class Fitted:
             UnsupportedError: If ``joint`` is set for a loader.
         """
         FLAG.check("joint", joint)
+        if self.network.image and isinstance(outputs, Tensor) and outputs.ndim == len(self.network.image) + 2:
+            outputs = pixels(outputs)
         chosen = ChosenOutputs.given(outputs, tokens, self.network.output_shape, self.network.device)
         batches, home = self._batches(x, target_key, progress, device)
+        images = Images()
         if not isinstance(batches, InputStream):
-            belief = self._belief(x, joint, chosen)
+            belief = self._belief(x, joint, chosen, images)
             if joint:
-                return replace(belief, mean=belief.mean.to(home), covariance=belief.cov.to(home))
-            return belief if batches is None else joined_beliefs([belief], home)
+                belief = replace(belief, mean=belief.mean.to(home), covariance=belief.cov.to(home))
+            elif batches is not None:
+                belief = joined_beliefs([belief], home)
+            return images.belief(belief)
         if joint or (chosen is not None and chosen.differ):
             raise UnsupportedError(
                 "joint=True, or outputs for each input, and a loader were given; expected one batch of inputs for "
                 "these. Ask for the batches one by one, or choose the same outputs for all."
             )
-        return joined_beliefs((self._belief(batch, False, chosen) for batch in batches), home)
+        return images.belief(joined_beliefs((self._belief(batch, False, chosen, images) for batch in batches), home))
 
-    def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None) -> FunctionGaussian:
-        """Return the belief about all or some outputs of one batch."""
+    def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None, images: Images) -> FunctionGaussian:
+        """Return the belief about all or some outputs of one batch; of images about their pixels."""
         x = self._checked(x)
+        if chosen is None or chosen.tokens is None:  # some pixels of an image are no image
+            images.add(self.network.image_form(x))
         if chosen is None:
             belief = self.posterior(x, joint)
         else:
@@ -206,7 +218,7 @@ class Fitted:
         Returns:
             For classification ``.probs`` (B, C) and their ``.standard_error``, zero unless functions were drawn; for
             regression ``.mean``, ``.std``, ``.interval(level)``; for all ``.log_prob(y)``, ``.sample(n)`` and
-            ``.distribution``.
+            ``.distribution``. For images (B, C, H, W) in place of (B, C), and (B, H, W) in place of (B,).
 
         Raises:
             ModelError: If the model's weights have changed since the fit.
@@ -217,14 +229,22 @@ class Fitted:
         SAMPLES_RULE.check("samples", samples)
         processes = Processes.of(process_group)
         batches, home = self._batches(x, target_key, progress, device, processes)
+        images = Images()
         if batches is None:
-            return self.posterior.predict(self._checked(x), samples)
-        each = (self.posterior.predict(self._checked(batch), samples) for batch in batches)
+            return images.predictive(self._predictive(x, samples, images))
+        each = (self._predictive(batch, samples, images) for batch in batches)
         if processes.group is None:
-            return joined(each, home)
+            return images.predictive(joined(each, home))
         first = next(each, None)
         own = None if first is None else joined(chain([first], each), torch.device("cpu"))
-        return joined_processes(own, processes, home)
+        images.over(processes.every(images.form))
+        return images.predictive(joined_processes(own, processes, home))
+
+    def _predictive(self, x: Inputs, samples: int | None, images: Images) -> Any:
+        """Return the predictive of one batch; of images that of their pixels."""
+        x = self._checked(x)
+        images.add(self.network.image_form(x))
+        return self.posterior.predict(x, samples)
 
     def _batches(
         self,
@@ -251,7 +271,7 @@ class Fitted:
 
     @outside_autocast
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n functions drawn from the posterior, evaluated at x: (n, B, C).
+        """Return n functions drawn from the posterior, evaluated at x: (n, B, C), or (n, B, C, H, W) of images.
 
         Each draw uses one set of weights for every input, and equal generators give the same functions at whatever
         inputs they are asked for.
@@ -266,9 +286,11 @@ class Fitted:
         """
         require_integer("n", n)
         required(self.base, HasFunctionSamples, "function samples", self.method)
-        samples = self.posterior.function_samples(self._checked(x), n, generator)
+        x, images = self._checked(x), Images()
+        images.add(self.network.image_form(x))
+        samples = self.posterior.function_samples(x, n, generator)
         check_finite(samples[0], "outputs of the network")
-        return samples
+        return images.outputs(samples)
 
     @outside_autocast
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -290,6 +312,7 @@ class Fitted:
     def network_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return outputs (n, B, C) of the real network, not the tangent model, with sampled weights.
 
+        Those of images are (n, B, C, H, W).
         Usually worse than ``function_samples``: the posterior's spread belongs to the tangent model, and a network
         that far from its optimum underfits (Immer et al. 2021 report 84 % against 92 % accuracy on Fashion-MNIST).
         Here for comparison. Cost: n forward passes.
@@ -299,12 +322,13 @@ class Fitted:
             n: The number of draws.
             generator: The source of randomness; the global generator if None.
         """
-        x, network = self._checked(x), self.network
+        x, network, images = self._checked(x), self.network, Images()
+        images.add(network.image_form(x))
         steps = self.weight_samples(n, generator) - network.theta()
         with torch.no_grad():
             samples = torch.stack([network.at(step, x) for step in steps]).to(network.dtype)
         check_finite(samples[0], "outputs of the network")
-        return samples
+        return images.outputs(samples)
 
     @outside_autocast
     @outside_inference
@@ -356,7 +380,8 @@ class Fitted:
         To first order in the function for methods with a belief about weights.
 
         Args:
-            function: Takes all weights by name, or, if ``x`` is given, the outputs f (B, C) there; returns a scalar.
+            function: Takes all weights by name, or, if ``x`` is given, the outputs f (B, C) there, as the model
+                returns them; returns a scalar.
             x: A batch of inputs, for a function of the outputs.
 
         >>> import lapwing as lw
@@ -373,6 +398,9 @@ class Fitted:
             self._unchanged()
         else:
             x = self._checked(x)
+            form = self.network.image_form(x)
+            given = function
+            function = given if form is None else lambda f: given(form.outputs(f))
         what = "variance of functions of the weights"
         return required(self.posterior, HasVarianceOf, what, self.method).variance_of(function, x)
 
@@ -380,7 +408,7 @@ class Fitted:
     def jacobian(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
         """Return the Jacobian J of all outputs over these data as an operator (N C, P); no matrix is formed.
 
-        ``J @ v`` and ``J.T @ u`` take many vectors at once.
+        ``J @ v`` and ``J.T @ u`` take many vectors at once. Rows of images are in the order (N, H, W, C).
 
         Args:
             data: Batches, as for ``fit``.
@@ -407,7 +435,8 @@ class Fitted:
         self._unchanged()
         batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
         batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
-        return NetworkDesign.build(self.network.shifted(None), self.likelihood, batches, curvature=curvature)
+        network = self.network.shifted(None)
+        return NetworkDesign.build(network, self.likelihood, network.arranging(batches), curvature=curvature)
 
     @property
     def base(self) -> Any:

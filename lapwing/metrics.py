@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.core.images import pixels
 from lapwing.core.settings import INTEGER, TENSOR, require_integer, seen
 from lapwing.errors import DataError
 
@@ -38,8 +39,8 @@ def categorical_nll(probs: Tensor, y: Tensor, *, ignore_index: int = -100) -> fl
     """Return the mean negative log-probability of the labels.
 
     Args:
-        probs: Class probabilities, (B, C).
-        y: Labels, (B,).
+        probs: Class probabilities, (B, C), or (B, C, H, W) of images.
+        y: Labels, (B,), or (B, H, W).
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
@@ -56,8 +57,8 @@ def accuracy(probs: Tensor, y: Tensor, *, ignore_index: int = -100) -> float:
     """Return the share of inputs whose most probable class is the label.
 
     Args:
-        probs: Class probabilities, (B, C).
-        y: Labels, (B,).
+        probs: Class probabilities, (B, C), or (B, C, H, W) of images.
+        y: Labels, (B,), or (B, H, W).
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
@@ -74,8 +75,8 @@ def brier(probs: Tensor, y: Tensor, *, ignore_index: int = -100) -> float:
     """Return the mean squared distance to the one-hot label, summed over classes: 0 at best, 2 at worst.
 
     Args:
-        probs: Class probabilities, (B, C).
-        y: Labels, (B,).
+        probs: Class probabilities, (B, C), or (B, C, H, W) of images.
+        y: Labels, (B,), or (B, H, W).
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
@@ -93,8 +94,8 @@ def ece(probs: Tensor, y: Tensor, bins: int = 15, *, ignore_index: int = -100) -
     """Return the expected calibration error of the most probable class (Guo et al. 2017).
 
     Args:
-        probs: Class probabilities, (B, C).
-        y: Labels, (B,).
+        probs: Class probabilities, (B, C), or (B, C, H, W) of images.
+        y: Labels, (B,), or (B, H, W).
         bins: Number of bins of equal width between 0 and 1.
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
@@ -150,13 +151,19 @@ def _within(probs: Tensor) -> bool:
 
 
 def _checked_labels(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return probabilities (B, C) in float64 and labels (B,), without the ignored ones; raise if they do not fit."""
+    """Return probabilities (B, C) in float64 and labels (B,), without the ignored ones; raise if they do not fit.
+
+    Those of images, (B, C, H, W) and (B, H, W), become those of their pixels.
+    """
     INTEGER.check("ignore_index", ignore_index)
     TENSOR.check("probs", probs)
     TENSOR.check("y", y)
+    if probs.ndim > 3 and y.shape == (*probs.shape[:1], *probs.shape[2:]):
+        probs, y = pixels(probs).flatten(0, 1), y.flatten()
     if probs.ndim != 2 or y.shape != probs.shape[:1] or not len(y) or y.is_floating_point():
         raise DataError(
-            f"probs is {seen(probs)}, y is {seen(y)}; expected probabilities (B, C) and whole class numbers (B,)."
+            f"probs is {seen(probs)}, y is {seen(y)}; expected probabilities (B, C) and whole class numbers (B,), or "
+            "(B, C, H, W) and (B, H, W) of images."
         )
     probs, y = probs.detach().double(), y.detach().long().to(probs.device)
     if not _within(probs) or not bool(((probs.sum(1) - 1).abs() < 1e-3).all()):

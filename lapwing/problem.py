@@ -103,7 +103,20 @@ def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> t
     if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
         shape = (batch.targets.shape[1], shape[1])
     outputs = torch.empty(1, dtype=network.dtype, device=network.device).expand(size, *shape)
-    return outputs, likelihood.targets(outputs, batch.targets)
+    return outputs, fitting_targets(network, likelihood, outputs, batch.targets)
+
+
+def fitting_targets(network: Network, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """Return targets that fit the outputs f; raise if they do not, and for images say how their pixels are seen."""
+    try:
+        return likelihood.targets(f, y)
+    except DataError as error:
+        if not network.image:
+            raise
+        raise DataError(
+            f"{error} These are the pixels (B, H W, C) of images (B, C, H, W): give class numbers as (B, H, W), from "
+            "one-hot targets by y.argmax(1), and other targets as (B, C, H, W)."
+        ) from error
 
 
 def named_targets(network: Network, likelihood: Likelihood, batch: Batch, name: str) -> Tensor:

@@ -92,6 +92,7 @@ class Data:
     readings: Readings = field(default_factory=Readings, repr=False)
     stream: Stream | None = None  # the random numbers that the source draws, if not from the global generators as is
     processes: Processes = ALONE  # those that read the other parts
+    arranged: Callable[[Batch], Batch] | None = None  # applied to every batch, see ``Network.arranging``
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
@@ -146,7 +147,7 @@ class Data:
                 leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
                 reading.add((*leaves, batch.targets), batch.n_samples)
                 self._refuse_more(reading)
-            yield batch
+            yield self._in_form(batch, position)
         if not rows and self.processes.alone:
             raise DataError(
                 f"{self.name} is empty: no batch was yielded; expected at least one with rows, (inputs, targets)."
@@ -154,6 +155,16 @@ class Data:
         if reading is not None:
             self.readings.add(reading)
             self._refuse_other()
+
+    def _in_form(self, batch: Batch, position: int) -> Batch:
+        """Return the batch as ``arranged`` makes it; an error says which one it was."""
+        try:
+            return batch if self.arranged is None else self.arranged(batch)
+        except DataError as error:
+            raise DataError(f"{self._where(position)}: {error}") from error
+
+    def _where(self, position: int) -> str:
+        return f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
 
     def _without_repeated(self, batch: Batch, before: int, share: Share) -> Batch:
         """Return the last batch of a pass without the data that a DistributedSampler repeats after its part."""
@@ -311,7 +322,7 @@ class Data:
             raise DataError(f"targets are {batch.targets.dtype}; expected real numbers. Give real and imaginary parts.")
         move = lambda t: (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
         inputs, targets = moved(batch.inputs, move), moved(batch.targets, move)
-        where = f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
+        where = self._where(position)
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
         return Batch(inputs, targets, batch.key)

@@ -48,13 +48,15 @@ class FunctionGaussian:
     """A Gaussian belief f(x) ~ N(mean, cov) about the outputs for a batch of inputs.
 
     Shapes: ``mean`` (B, C); ``cov`` (B, C, C); ``variance`` and ``std`` (B, C). Token-level outputs have
-    (B, T, C) and (B, T, C, C). With ``joint=True`` the covariance is also between inputs: ``cov`` is
-    (B, C, B, C), and ``cov.reshape(B * C, B * C)`` is the joint matrix.
+    (B, T, C) and (B, T, C, C), images (B, C, H, W) and (B, H, W, C, C). With ``joint=True`` the covariance is also
+    between inputs and between the pixels or tokens of one: ``cov`` is (B, C, B, C), or the shape of the mean twice in
+    general, and ``cov.reshape(n, n)`` with ``n = mean.numel()`` is the joint matrix.
 
     Args:
         mean: The mean of the outputs.
         covariance: Their covariance, or functions that compute it later.
         joint: Whether the covariance is also between inputs.
+        outputs_dim: The dimension of the mean along which the outputs of one datum lie: the last, or 1 for images.
 
     >>> belief = FunctionGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1))
     >>> belief.std.tolist()
@@ -64,11 +66,13 @@ class FunctionGaussian:
     mean: Tensor
     covariance: Tensor | Deferred
     joint: bool = False
+    outputs_dim: int = -1
 
     def __post_init__(self) -> None:
         if not isinstance(self.mean, Tensor) or not isinstance(self.covariance, Tensor | Deferred):
             raise DataError(f"mean is {seen(self.mean)}, covariance {seen(self.covariance)}; expected two tensors.")
-        shape = (*self.mean.shape, *self.mean.shape) if self.joint else (*self.mean.shape, *self.mean.shape[-1:])
+        last = self._outputs_last(self.mean).shape
+        shape = (*self.mean.shape, *self.mean.shape) if self.joint else (*last, last[-1])
         if isinstance(self.covariance, Tensor) and self.covariance.shape != shape:
             raise DataError(f"covariance has the shape {tuple(self.covariance.shape)}; expected {shape}.")
 
@@ -99,9 +103,17 @@ class FunctionGaussian:
         deferred = Deferred(stack(lambda b: b.variance), stack(lambda b: b.cov), stack(lambda b: b.centred_variance))
         return cls(torch.stack([belief.mean for belief in beliefs]), deferred)
 
+    def _outputs_last(self, t: Tensor) -> Tensor:
+        """Return values in the shape of the mean with the outputs of a datum last."""
+        return t.movedim(self.outputs_dim, -1)
+
+    def _as_mean(self, t: Tensor) -> Tensor:
+        """Return values with the outputs of a datum last in the shape of the mean."""
+        return t.movedim(-1, self.outputs_dim)
+
     @cached_property
     def cov(self) -> Tensor:
-        """The covariance, (B, [T,] C, C), or (B, C, B, C) of a joint belief."""
+        """The covariance, (B, [T,] C, C), (B, H, W, C, C) of images, or the shape of the mean twice if joint."""
         return self.covariance.cov() if isinstance(self.covariance, Deferred) else self.covariance
 
     @cached_property
@@ -116,7 +128,7 @@ class FunctionGaussian:
         if self.joint:
             size = self.mean.numel()
             return _without_negative_rounding(self.cov.reshape(size, size).diagonal().reshape(self.mean.shape))
-        return _without_negative_rounding(self.cov.diagonal(dim1=-2, dim2=-1))
+        return _without_negative_rounding(self._as_mean(self.cov.diagonal(dim1=-2, dim2=-1)))
 
     @cached_property
     def centred_variance(self) -> Tensor:
@@ -127,7 +139,7 @@ class FunctionGaussian:
         cov = self.marginal.cov
         rows = cov.mean(-1)
         centred = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
-        return _without_negative_rounding(centred)
+        return _without_negative_rounding(self._as_mean(centred))
 
     def chosen(self, outputs: ChosenOutputs) -> FunctionGaussian:
         """Return the belief about some of the outputs, in their order."""
@@ -156,9 +168,10 @@ class FunctionGaussian:
 
     @cached_property
     def _each_input(self) -> FunctionGaussian:
-        size, outputs = self.mean.shape[:-1].numel(), self.mean.shape[-1]
-        blocks = self.cov.reshape(size, outputs, size, outputs).diagonal(dim1=0, dim2=2).movedim(-1, 0)
-        return FunctionGaussian(self.mean, blocks.reshape(*self.mean.shape, outputs))
+        places = torch.arange(self.mean.numel(), device=self.mean.device).reshape(self.mean.shape)
+        rows = self._outputs_last(places)  # (B, [T,] C), or (B, H, W, C): those of one datum together
+        blocks = self.cov.reshape(places.numel(), -1)[rows.unsqueeze(-1), rows.unsqueeze(-2)]
+        return FunctionGaussian(self.mean, blocks, outputs_dim=self.outputs_dim)
 
     @property
     def std(self) -> Tensor:
@@ -183,7 +196,8 @@ class FunctionGaussian:
         torch.Size([5, 2, 1])
         """
         require_integer("n", n)
-        size = self.mean.numel() if self.joint else self.mean.shape[-1]
+        shape = self.mean.shape if self.joint else self._outputs_last(self.mean).shape
+        size = shape.numel() if self.joint else shape[-1]
         if self.joint:
             what = f"a draw of {size} outputs together"
             refuse_beyond(ROOT * 8 * size**2, self.mean.device, what, "Draw at fewer inputs at a time")
@@ -194,8 +208,8 @@ class FunctionGaussian:
             return torch.einsum("bcd,nbd->nbc", psd_root(cov[part]), eps[:, part])
 
         parts = (drawn(part) for part in runs(len(cov), ROOT * 8 * size**2, cov.device))
-        draws = gathered(parts, len(cov), 1) if len(cov) else eps
-        return self.mean + draws.reshape(n, *self.mean.shape)
+        draws = (gathered(parts, len(cov), 1) if len(cov) else eps).reshape(n, *shape)
+        return self.mean + (draws if self.joint or self.outputs_dim == -1 else draws.movedim(-1, self.outputs_dim + 1))
 
 
 def psd_root(matrix: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class SampleSet(ABC):
         """Return what the model is called with: one object, a tuple by position, or a mapping by keyword."""
 
     def outputs(self, out: Tensor) -> Tensor:
-        """Return the outputs of the model as (B, C) or (B, T, C), with a row for each sample."""
+        """Return the outputs of the model as (B, C), (B, T, C) or (B, C, H, W), with a row for each sample."""
         return out
 
 

@@ -227,7 +227,7 @@ class Maybe:
 
 
 class Later:
-    """A value of a record that files of earlier versions do not have."""
+    """A value that files of earlier versions do not have, and that then is not among the values read."""
 
     def __init__(self, field: Field) -> None:
         self.field, self.place = field, field.place
@@ -260,7 +260,8 @@ def read(state: State, fields: Mapping[str, Field]) -> dict[str, Any]:
     }  # fmt: skip
     for place, source in sources.items():
         expected = [name for name, field in fields.items() if field.place == place]
-        optional = [name for name in expected if isinstance(fields[name], Maybe) and place != "settings"]
+        absent = Later if place == "settings" else Later | Maybe
+        optional = [name for name in expected if isinstance(fields[name], absent)]
         missing, unknown = set(expected) - set(source) - set(optional), set(source) - set(expected)
         if missing or unknown:
             raise FileError(
@@ -268,6 +269,8 @@ def read(state: State, fields: Mapping[str, Field]) -> dict[str, Any]:
             )
     for name, field in fields.items():
         source = sources[field.place]
+        if isinstance(field, Later) and name not in source:
+            continue
         values[name] = _named(f"{name} of {state.name}", field, source.get(name), sizes)
     return values
 

@@ -122,6 +122,11 @@ class Categorical(LogitLikelihood):
 
     def check_outputs(self, f: Tensor) -> None:
         """Raise if the outputs are probabilities, which as logits would be near uniform, or do not show the classes."""
+        if self.shift and f.ndim != 3:
+            raise ModelError(
+                f"Categorical(shift=True): outputs have the shape {tuple(f.shape)}; expected tokens (B, T, C), of "
+                "which each predicts the next target. Leave out shift."
+            )
         if f.ndim == 3 and f.shape[1] == f.shape[2] and self.class_dim is None:
             raise ModelError(
                 f"Categorical: outputs have the shape {tuple(f.shape)}, which may be (B, T, C) or (B, C, T); expected "

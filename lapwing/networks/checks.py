@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lapwing.core.inputs import Inputs, Leaf, SampleRows, map_leaves, place_name, placed, take
 from lapwing.errors import DataError, ModelError
-from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording
+from lapwing.networks.forward import model_output, output_alone, plain_kernels, positions, raw_output, recording
 from lapwing.networks.replica import Bypass, Replica
 
 FEW = 32  # samples that show whether two forward passes agree
@@ -53,14 +53,18 @@ def refusing_changes(model: nn.Module) -> Iterator[nn.Module]:
         )
 
 
-def first_run(replica: Replica, inputs: Inputs, plain: bool) -> tuple[Replica, Tensor]:
-    """Return the output with its graph, and the replica: one without a private copy if that is bypassed."""
+def first_run(replica: Replica, inputs: Inputs, plain: bool) -> tuple[Replica, Tensor, tuple[int, ...]]:
+    """Return the replica, the output with its graph, and the sizes (H, W) if it is an image.
+
+    The replica is one without a private copy if that is bypassed.
+    """
     one = replica.trial()
     tensors = dict(one.named_parameters())
     with Bypass(replica.source) as watch, refusing_changes(one), recording(tensors, replica.names, plain):
-        raw = raw_output(one, inputs)
+        out = model_output(one, inputs)
+        raw = positions(out)
     if not replica.private or not watch.seen:
-        return replica, raw
+        return replica, raw, tuple(out.shape[2:]) if out.ndim > 3 else ()
     return first_run(replace(replica, private=False), inputs, plain)
 
 

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from lapwing.core.checkpoints import without_checkpoints
 from lapwing.core.data import Batch
+from lapwing.core.images import DIMS, pixels
 from lapwing.core.inputs import Inputs, call, map_tensors, takes, tensors_in
 from lapwing.core.interrupts import deferred, poll
 from lapwing.core.samples import SampleSet
@@ -92,9 +93,22 @@ def plain_kernels(plain: bool) -> AbstractContextManager[None]:
 
 
 def raw_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the tensor that the model returns, taken from ``.logits`` if the model returns an object.
+    """Return what the model returns, (B,), (B, C) or (B, T, C); the pixels (B, H W, C) of images (B, C, H, W).
 
     ``values`` are other values for some of its parameters and buffers, which a copy gets for this run.
+    """
+    return positions(model_output(model, inputs, values))
+
+
+def positions(out: Tensor) -> Tensor:
+    """Return the tensor of a model with images (B, C, H, W) as their pixels (B, H W, C), others as they are."""
+    return pixels(out) if out.ndim > 3 else out
+
+
+def model_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Return the tensor that the model returns as it is, taken from ``.logits`` if the model returns an object.
+
+    ``values`` as for ``raw_output``.
     """
     poll()
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
@@ -117,16 +131,17 @@ def raw_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | 
         out = inputs.outputs(out)
     if not out.is_floating_point():
         raise ModelError(f"the model returns {out.dtype}; expected real numbers: logits, means or log-rates.")
-    if out.ndim not in (1, 2, 3) or out.shape[-1] == 0 or out.shape[0] == 0:
+    if not 1 <= out.ndim <= 2 + max(DIMS) or 0 in (out.shape if out.ndim > 3 else (out.shape[0], out.shape[-1])):
         raise ModelError(
-            f"the model returns the shape {tuple(out.shape)}; expected (B,), (B, C) or (B, T, C) with the classes "
-            "or outputs last. Wrap the model in a module that reshapes."
+            f"the model returns the shape {tuple(out.shape)}; expected (B,), (B, C), or (B, T, C) with the classes or "
+            "outputs last, or images (B, C, H, W) or (B, C, D, H, W) with the channels second. Wrap the model in a "
+            "module that reshapes."
         )
     return out
 
 
 def output_alone(model: nn.Module, inputs: Inputs, plain: bool) -> Tensor:
-    """Return the tensor that the model returns, without a graph; ``plain`` switches vendors' kernels off."""
+    """Return what ``raw_output`` returns, without a graph; ``plain`` switches vendors' kernels off."""
     with torch.no_grad(), plain_kernels(plain):
         return raw_output(model, inputs)
 

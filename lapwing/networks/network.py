@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.counting import LargestResult
+from lapwing.core.data import Batch, Data
+from lapwing.core.images import DIMS, ImageForm
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take
 from lapwing.core.memory import gathered
 from lapwing.core.schema import Array, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
@@ -37,6 +40,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.graph import forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.head import find_head
+from lapwing.networks.images import pixel_targets, seen_form, shapes_of_sample
 from lapwing.networks.jacobians import KINDS, Block
 from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters, widest_result
 from lapwing.networks.ops import operation
@@ -54,7 +58,7 @@ class Network:
     model: nn.Module
     selection: Selection
     layout: Layout
-    output_shape: tuple[int, ...]  # of one sample: (C,) or (T, C)
+    output_shape: tuple[int, ...]  # of one sample: (C,) or (T, C); (H W, C) for images
     footprint: Footprint
     forward_mode: bool  # whether forward-mode products are defined for every operation
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
@@ -64,6 +68,7 @@ class Network:
     known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows.known
     last_operation: str = ""  # the operation that made the output, such as "sigmoid"; not saved
     head: str = ""  # the weight of the linear map that makes the outputs, if one does and it is selected; not saved
+    image: tuple[int, ...] = ()  # (H, W) or (D, H, W) of the first batch if outputs are images; others may differ
     _memory: _Memory = field(init=False, repr=False)
 
     @classmethod
@@ -92,7 +97,7 @@ class Network:
             tensors_alone = all(isinstance(leaf, Tensor) for _, leaf in placed(inputs))  # a set says it itself
             twice = torch.zeros(2, dtype=torch.long)
             inputs = take(inputs, rows.per_sample(inputs, 1), twice) if tensors_alone else inputs
-        replica, raw = first_run(replica, inputs, plain)
+        replica, raw, image = first_run(replica, inputs, plain)
         tensors = dict(replica.model.named_parameters())
         f = shaped(raw.detach())
         check_finite(f, "outputs of the network")
@@ -125,8 +130,10 @@ class Network:
         facts = tuple(f.shape[1:]), sizes, forward_mode, recurrent, normalised
         head = find_head(graph, layout)
         learned = None, replica.private, rows.known, graph.last, "" if head is None else head.use.name
-        network = cls(model, selection, layout, *facts, *learned)
+        network = cls(model, selection, layout, *facts, *learned, image)
         network._memory.replica = replica
+        if image:
+            network._memory.forms[shapes_of_sample(inputs, rows.per_sample(inputs, len(raw)))] = ImageForm(image)
         return network
 
     def state(self) -> State:
@@ -136,6 +143,7 @@ class Network:
             "layout": [asdict(block) for block in self.layout], "footprint": self.footprint.numbers,
             "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
             "normalised": self.normalised, "private": self.private, "known": dict(self.known),
+            **({"image": self.image} if self.image else {}),
         }  # fmt: skip
         tensors = {"index": self.selection.index, "shift": self.shift}
         return State("Network", settings, {name: t for name, t in tensors.items() if t is not None})
@@ -155,7 +163,7 @@ class Network:
                 Footprint, width=Whole(1, 2**40), patches=most, whole=most, graph=later, live=later, widest=later
             ),
             forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
-            shift=Maybe(Array((None,))),
+            shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),
             index=Maybe(Array((None,), 0, whole=True, also=increasing)),
         )  # fmt: skip
         names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
@@ -163,6 +171,9 @@ class Network:
         refuse_other_parameters(selection, fields["layout"], model)
         if fields["recurrent"] != is_recurrent(model) or len(fields["output_shape"]) not in (1, 2):
             raise FileError("the file has other facts about the network than the model: recurrent layers, output shape")
+        image = fields.get("image", ())
+        if image and (len(image) not in DIMS or (math.prod(image),) != fields["output_shape"][:-1]):
+            raise FileError(f"the file has images {image} and outputs {fields['output_shape']}; expected their pixels")
         if shift is not None and len(shift) != selection.size:
             raise FileError(f"the file shifts {len(shift)} weights; expected {selection.size}")
         return cls(model, selection, **fields).shifted(shift)
@@ -239,6 +250,29 @@ class Network:
                 "batch dimension? For one input, give x[None]."
             )
         return f
+
+    def image_form(self, inputs: Inputs) -> ImageForm | None:
+        """Return the height and width of the images that these inputs give; None if outputs are no images.
+
+        The first inputs of a shape cost a forward pass of one sample.
+        """
+        if not self.image:
+            return None
+        key = shapes_of_sample(inputs, self.per_sample(inputs))
+        if key is None:  # samples of a set may differ
+            return seen_form(self, inputs)
+        if key not in self._memory.forms:
+            self._memory.forms[key] = seen_form(self, inputs)
+        return self._memory.forms[key]
+
+    def arranging(self, data: Data) -> Data:
+        """Return the data with the targets of every batch in the form of the outputs, see ``arranged``."""
+        return replace(data, arranged=self.arranged) if self.image else data
+
+    def arranged(self, batch: Batch) -> Batch:
+        """Return the batch with targets in the form of the outputs: those of images (B, [C,] H, W) as (B, H W, [C])."""
+        form = self.image_form(batch.inputs)
+        return batch if form is None else pixel_targets(batch, form, self.output_shape[-1])
 
     def weights(self, d: Tensor) -> dict[str, Tensor]:
         """Return the selected parameters by name, with d (P,) added to them."""
@@ -369,3 +403,4 @@ class _Memory:
     rows: SampleRows
     replica: Replica
     patterns: dict[Any, Any] = field(default_factory=dict)
+    forms: dict[Any, ImageForm] = field(default_factory=dict)  # of images, by the shapes of the inputs of a sample

@@ -227,7 +227,7 @@ class NumberPredictive(Predictive, Protocol):
 
 def checked_labels(y: Any, like: Tensor) -> Tensor:
     """Return class numbers as (..., 1) for logits or probabilities ``like`` (..., C); raise unless they are such."""
-    shape, count, y = like.shape[:-1], like.shape[-1], _tensor(y)
+    shape, count, y = like.shape[:-1], like.shape[-1], given_tensor(y)
     whole = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex()
     if not whole or y.shape not in (shape, (*shape, 1)):
         raise DataError(f"y is {seen(y)}; expected whole class numbers of the shape {tuple(shape)}.")
@@ -243,7 +243,7 @@ def checked_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float,
     A single output may come without its dimension. ``one`` allows one number for all. ``within`` has the lowest and
     the highest that is possible.
     """
-    given = _tensor(y)
+    given = given_tensor(y)
     TENSOR.check("y", given)
     if (given.ndim or not one) and given.shape != like.shape and (*given.shape, 1) != like.shape:
         expected = f"{tuple(like.shape)}, one number for each output" + (", or one for all" if one else "")
@@ -255,7 +255,7 @@ def checked_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float,
     return numbers.reshape(like.shape) if numbers.ndim else numbers
 
 
-def _tensor(y: Any) -> Any:
+def given_tensor(y: Any) -> Any:
     """Return a number, a list or an array as a tensor; anything else as it is, for the error message."""
     try:
         return torch.as_tensor(y)

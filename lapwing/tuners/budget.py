@@ -86,7 +86,7 @@ class Budget:
         """Return the mixture."""
         base = posterior.base
         likelihood = base.problem.likelihood
-        data = required_data("Budget", self.data, base.problem.network.device)
+        data = required_data("Budget", self.data, base.problem.network)
         mixture = self._with_tails(base, data) if likelihood.has_tails else self._guarded(base, data)
         assert mixture.trace is not None
         return mixture.with_trace(mixture.trace.after(base.trace))

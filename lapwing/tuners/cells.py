@@ -17,6 +17,7 @@ from lapwing.core.inputs import Inputs
 from lapwing.core.memory import runs
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.network import Network
 from lapwing.posteriors.beliefs import beliefs_at
 from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import RARE, Belief, Cell, member
@@ -192,7 +193,7 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
     wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
     numbers, kept = drawn_numbers(members, wide, likelihood), Kept()
     with torch.no_grad():
-        for batch in merged(_limited(data, limit), TOGETHER):
+        for batch in merged(_limited(data, limit, network, likelihood), TOGETHER):
             y = named_targets(network, likelihood, batch, data.name)
             parts = _beliefs(members, batch.inputs, numbers, kept)
             each = torch.cat([_cell_scores(grid, beliefs, y[part]) for part, beliefs in parts]).double()
@@ -249,12 +250,20 @@ def _cell_scores(grid: CellGrid, beliefs: Iterable[FunctionGaussian | FunctionSa
     return torch.stack([columns[i] for i in range(len(grid.cells))], 1)
 
 
-def _limited(data: Data, limit: int | None) -> Iterator[Batch]:
-    """Yield batches until ``limit`` samples have passed."""
+def _limited(data: Data, limit: int | None, network: Network, likelihood: Likelihood) -> Iterator[Batch]:
+    """Yield batches until ``limit`` data have passed; a batch of tokens without the samples beyond, which are many."""
     count = 0
     for batch in data.batches("validation data" if limit is None else "training data"):
-        count += batch.n_samples
-        yield batch
+        if limit is not None and len(network.output_shape) == 2:
+            y = named_targets(network, likelihood, batch, data.name)
+            known = (~likelihood.ignored(y)).reshape(*y.shape[:2], -1).any(-1).sum(1).cumsum(0)
+            needed = int((known < limit - count).sum()) + 1
+            count += int(known[-1])
+            rows = slice(0, needed)
+            yield batch if needed >= len(y) else Batch(network.take(batch.inputs, rows), batch.targets[rows])
+        else:
+            count += batch.n_samples
+            yield batch
         if limit is not None and count >= limit:
             return
 

@@ -246,7 +246,7 @@ class SampleEM:
         if self.mode == "network":
             return None
         network = posterior.problem.network.shifted(None)
-        data = required_data("SampleEM", self.data, network.device)
+        data = required_data("SampleEM", self.data, network)
         model = tangent_model(network, posterior.problem.likelihood, data)
         return ModeSolver(model, base, self.solver_tolerance)
 

@@ -237,7 +237,8 @@ def held_out_scores(candidates: Sequence[Any], source: Iterable[Any] | Data, met
     every candidate computes its variances from the same Jacobian. Cost: one pass over the data for as many candidates
     as fit in memory together.
     """
-    data = as_data(source, candidates[0].problem.network.device)
+    network = candidates[0].problem.network
+    data = network.arranging(as_data(source, network.device))
     passes: list[_Pass] = []
     n_scored = 0
     while n_scored < len(candidates):

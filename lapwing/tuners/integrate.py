@@ -78,7 +78,7 @@ class Integrate:
         """Return the mixture."""
         base = posterior.base
         network, likelihood = base.problem.network, base.problem.likelihood
-        data = as_data(self.data, network.device, name="validation")
+        data = network.arranging(as_data(self.data, network.device, name="validation"))
         grid = grid_of(base, self.ratios, self.temperatures)
         scores = log_scores(grid, data)
         if likelihood.has_tails and likelihood.learns_dispersion:

@@ -178,7 +178,7 @@ class LinearMode:
         if not isinstance(posterior, WeightPosterior):
             raise UnsupportedError(f"{type(posterior).__name__} has no weights to optimise; use a method that has.")
         network = posterior.problem.network
-        data = required_data("LinearMode", self.data, network.device)
+        data = required_data("LinearMode", self.data, network)
         base = network.shifted(None).theta().double()
         model = tangent_model(network.shifted(None), posterior.problem.likelihood, data)
         current, steps = posterior if posterior.mode is not None else _at_start(posterior), []

@@ -101,7 +101,7 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     processes = getattr(posterior, "processes", ALONE)
     with processes.together():
         part = data if isinstance(data, Data) else Data(data, network.device, processes=processes)
-        for term in terms(core.problem, part, block):
+        for term in terms(core.problem, network.arranging(part), block):
             total = total + term(core.problem)
         total = processes.total(total)
     return total - 0.5 * core.problem.prior.penalty(core.theta.double())
@@ -155,7 +155,7 @@ class MaximiseBound:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior after the last step."""
-        data = required_data("MaximiseBound", self.data, posterior.problem.network.device)
+        data = required_data("MaximiseBound", self.data, posterior.problem.network)
         search = Search.of(posterior, self.noise, "MaximiseBound", "estimate of the bound from one block")
         if search.noise and posterior.noise.ndim:
             raise UnsupportedError(

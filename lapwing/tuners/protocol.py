@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from lapwing.core.data import Data, as_data
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.settings import FUNCTION, Rule, is_data
 from lapwing.errors import UnsupportedError
+from lapwing.networks.network import Network
 
 
 class Tuner(Protocol):
@@ -22,7 +21,7 @@ class Tuner(Protocol):
     >>> def fixed(posterior):
     ...     prior = posterior.problem.prior
     ...     return posterior.with_problem(posterior.problem.with_prior(prior.with_precision(0 * prior.values + 3.0)))
-    >>> import lapwing as lw
+    >>> import torch, lapwing as lw
     >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
     >>> lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", tuner=fixed).prior.values.item()
     3.0
@@ -61,23 +60,23 @@ def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
 def applied(tuner: Tuner, posterior: Any, data: Data | None = None, processes: Processes = ALONE) -> Any:
     """Return the posterior that the tuner makes of this one; raise if it makes none."""
     together = processes if data is None else data.processes
-    tuned = spread(checked_tuner(tuner, data), together, posterior.problem.network.device)(posterior)
+    tuned = spread(checked_tuner(tuner, data), together, posterior.problem.network)(posterior)
     Rule("a posterior", lambda v: hasattr(v, "problem")).check(f"the result of the tuner {tuner!r:.60}", tuned)
     return tuned
 
 
-def spread(tuner: Tuner, processes: Processes, device: torch.device) -> Tuner:
+def spread(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
     """Return the tuner with its own ``data`` as one part of several, if there are several processes."""
     own = getattr(tuner, "data", None)
     if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
         return tuner
-    part = Data(own, device, name=f"data of {type(tuner).__name__}", processes=processes)
+    part = Data(own, network.device, name=f"data of {type(tuner).__name__}", processes=processes)
     part.look()  # raises if other processes read the same
-    return replace(tuner, data=part)  # type: ignore[type-var, return-value]
+    return replace(tuner, data=network.arranging(part))  # type: ignore[type-var, return-value]
 
 
-def required_data(tuner: str, source: Iterable[Any] | Data | None, device: torch.device) -> Data:
+def required_data(tuner: str, source: Iterable[Any] | Data | None, network: Network) -> Data:
     """Return the data of a tuner, or raise if it has none."""
     if source is None:
         raise UnsupportedError(f"{tuner} needs the training data: {tuner}(data), or give it to fit().")
-    return as_data(source, device)
+    return network.arranging(as_data(source, network.device))

@@ -85,7 +85,7 @@ class FMGP:
         refuse_energy(problem.likelihood, 1.0)
         network = problem.network
         if len(network.output_shape) > 1:
-            raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C); use Kron().")
+            raise UnsupportedError("FMGP() takes outputs (B, C), not tokens (B, T, C) or images; use Kron().")
         generator = independent_generator(generator)
         one_number = network.output_shape[-1] == 1 and not problem.likelihood.has_logits
         kind = self.kernel or ("rbf" if one_number else "features")

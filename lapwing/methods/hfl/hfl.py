@@ -249,7 +249,7 @@ class HFL:
         if self.calibration is None:
             return posterior
         held_out = Data(self.calibration, problem.network.device, data.target_key, name="calibration")
-        return calibrated(posterior, held_out)
+        return calibrated(posterior, problem.network.arranging(held_out))
 
     def _push(
         self, problem: Problem, responder: AnyResponder, data: Data, variant: str, generator: torch.Generator

@@ -234,7 +234,11 @@ def test_what_a_model_may_return(how: str) -> None:
     [
         (lambda f: (f, f), r"returns a tuple; expected a tensor or an object with \.logits"),
         (lambda f: {"scores": f}, "returns a dict; expected a tensor"),
-        (lambda f: f[:, :, None, None], r"shape \(6, 3, 1, 1\); expected \(B,\), \(B, C\) or \(B, T, C\)"),
+        (
+            lambda f: f[:, :, None, None, None, None],
+            r"shape \(6, 3, 1, 1, 1, 1\); expected \(B,\), .*\(B, C, D, H, W\)",
+        ),
+        (lambda f: f[:, :, None, None].expand(6, 3, 2, 0), r"shape \(6, 3, 2, 0\)"),
         (lambda f: f.sum(), r"shape \(\); expected \(B,\)"),
         (lambda f: f[:, :0], r"shape \(6, 0\)"),
         (lambda f: f[:4], "half a batch gives 4 outputs; expected 2: one for each sample"),

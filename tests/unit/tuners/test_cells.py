@@ -40,3 +40,21 @@ def test_scores_in_parts_are_the_same_scores() -> None:
     whole = log_scores(grid, data)
     with lw.memory.limited(1):
         assert_close(log_scores(grid, data), whole, SOLVED)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_limit_of_tokens_runs_no_more_samples_than_it_needs(ignored: bool) -> None:
+    """Samples have five tokens. Where the first sample and a token of the others are ignored, 13 take five samples."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(9, 5, 2, generator=generator).double(), torch.randint(0, 3, (9, 5), generator=generator)
+    if ignored:
+        y[:, 1] = y[0] = -100
+    model = nn.Linear(2, 3).double()
+    posterior = lw.fit(model, [(x, y)], "classification", prior=1.0).posterior
+    grid, data = grid_of(posterior, None, TEMPERATURES), as_data([(x[:7], y[:7]), (x[7:], y[7:])], torch.device("cpu"))
+    counts: list[int] = []
+    posterior.problem.network.replica.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
+    scores = log_scores(grid, data, 13)
+    assert max(counts) == (5 if ignored else 3)
+    assert_close(scores, log_scores(grid, data)[:13])
+    assert max(counts) == 9

@@ -1,0 +1,83 @@
+"""Networks with images as outputs: when the model runs to show their size, and what it may return later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lapwing.core.data import Batch
+from lapwing.core.images import ImageForm
+from lapwing.errors import DataError
+from lapwing.networks.network import Network
+from tests.cases import Wrapped
+from tests.tolerances import assert_close
+
+X = torch.randn(6, 2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def convolution() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Conv2d(2, 3, (1, 3), padding="same").double()
+
+
+def test_outputs_are_pixels_inside() -> None:
+    network, f = Network.build(convolution(), X), convolution()(X).detach()
+    assert network.image == (4, 5)
+    assert network.output_shape == (20, 3)
+    assert_close(network(X), f.flatten(2).mT)
+    assert network.head == "weight"  # the last layer keeps its closed form
+    assert Network.build(nn.Linear(5, 7).double(), X[:, 0]).image == ()
+
+
+def test_channels_last_in_memory_is_the_same() -> None:
+    model = convolution().to(memory_format=torch.channels_last)
+    network = Network.build(model, X.to(memory_format=torch.channels_last))
+    assert_close(network(X), Network.build(convolution(), X)(X))
+    assert network.image_form(X) == ImageForm((4, 5))
+
+
+def test_a_sample_runs_once_for_every_shape_of_inputs() -> None:
+    runs: list[int] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        runs.append(len(x))
+        return m.net(x)
+
+    network = Network.build(Wrapped(run, net=convolution()), X)
+    runs.clear()
+    for size in (6, 3):
+        assert network.image_form(X[:size]) == ImageForm((4, 5))
+    assert runs == []
+    for _ in range(2):
+        assert network.image_form(X.mT) == ImageForm((5, 4))
+    assert runs == [1]
+
+
+def test_several_inputs() -> None:
+    """The size of the images may be that of a tensor that all samples share."""
+    model = Wrapped(lambda m, x, grid: m.net(x)[..., : grid.shape[0], :] + grid.sum(), net=convolution())
+    network = Network.build(model, (X, torch.zeros(3, 7).double()))
+    assert network.image_form((X, torch.zeros(3, 7).double())) == ImageForm((3, 5))
+    assert network.image_form((X, torch.zeros(2, 7).double())) == ImageForm((2, 5))
+
+
+def test_outputs_of_another_kind_are_refused() -> None:
+    model = Wrapped(lambda m, x: m.net(x).squeeze(-2), net=convolution())
+    network = Network.build(model, X)
+    with pytest.raises(DataError, match=r"outputs of shape \(1, 3, 5\); expected \(1, 3, H, W\), images as before"):
+        network.image_form(X[:, :, :1])
+
+
+def test_targets_take_the_form_of_the_outputs() -> None:
+    network, labels = Network.build(convolution(), X), torch.arange(120).reshape(6, 4, 5)
+    assert torch.equal(network.arranged(Batch(X, labels)).targets, labels.flatten(1))
+    numbers = torch.randn(6, 3, 4, 5)
+    batch = network.arranged(Batch(X, numbers, "labels"))
+    assert torch.equal(batch.targets, numbers.flatten(2).mT)
+    assert batch.key == "labels"
+    plain = Network.build(nn.Linear(5, 7).double(), X[:, 0])
+    given = Batch(X[:, 0], labels[..., 0])
+    assert plain.arranged(given) is given
