@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from lapwing.priors.taps import TapGrid, tap_grid
 JITTER = 1e-6  # added to the variance of every tap, relative, so that long length-scales can be factorised
 MOST_TAPS = 1024  # a larger array with three dimensions is hardly a kernel
 RANGE = (1e-10, 1e12)  # of variances relative to squared weights, and of length-scales in taps; outside is no optimum
+STARTS = (1e-8, 1e6)  # factors of the variances, for weights that are all zero or very large
 BLOCKS = Rule("a mapping from regular expressions to names of blocks, or None", lambda v: _is_mapping(v) or v is None)
 
 
@@ -206,22 +207,31 @@ class BoundFilterGP(ClassCovariance):
         sizes = [block.n_values for block in self.blocks]
         return torch.cat([b.coefficients(v) for b, v in zip(self.blocks, self.values.split(sizes), strict=True)])
 
-    @cached_property
+    @property
     def covariances(self) -> tuple[Tensor, ...]:
         """The covariance of the taps of one filter (taps, taps) of each parameter, in float64."""
-        coefficients = self.coefficients()
-        made: dict[PriorPart, Tensor] = {}
-        for part in self.parts:
-            if part not in made:
-                made[part] = part.grid.matrix(coefficients[list(part.classes)])
-        return tuple(made[part] for part in self.parts)
+        return self._matrices[0]
 
-    @cached_property
+    @property
     def factors(self) -> tuple[Tensor, ...]:
         """The lower Cholesky factor of each of ``covariances``."""
-        made = {id(matrix): matrix for matrix in self.covariances}
-        roots = {key: cholesky(matrix, "a filter under filter_gp()") for key, matrix in made.items()}
-        return tuple(roots[id(matrix)] for matrix in self.covariances)
+        return self._matrices[1]
+
+    @property
+    def _matrices(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        # A graph to the values is not kept: it may be used once, and a call without gradients would keep none.
+        return self._computed() if self.values.requires_grad else self._kept
+
+    @cached_property
+    def _kept(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return self._computed()
+
+    def _computed(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return ``covariances`` and ``factors``; parameters with equal ones share them."""
+        coefficients = self.coefficients()
+        matrices = {part: part.grid.matrix(coefficients[list(part.classes)]) for part in dict.fromkeys(self.parts)}
+        roots = {part: cholesky(matrix, "a filter under filter_gp()") for part, matrix in matrices.items()}
+        return tuple(matrices[part] for part in self.parts), tuple(roots[part] for part in self.parts)
 
     def _filters(self, v: Tensor) -> Iterator[Tensor]:
         """Yield the entries of each parameter as filters, (K, F, taps)."""
@@ -258,11 +268,29 @@ class BoundFilterGP(ClassCovariance):
         return -2 * torch.stack(halves).sum()
 
     def penalty(self, theta: Tensor) -> Tensor:
+        return self.penalties(theta).sum()
+
+    def penalties(self, theta: Tensor) -> Tensor:
+        """Return the part of the penalty that each parameter has."""
         terms = []
         for filters, factor in zip(self._filters(theta[None].double()), self.factors, strict=True):
             moments = filters[0].mT @ filters[0]  # small, so that gradients in the values pass through it alone
             terms.append(torch.cholesky_solve(moments, factor).diagonal().sum())
-        return torch.stack(terms).sum()
+        return torch.stack(terms)
+
+    def started(self, theta: Tensor, rows: int) -> BoundFilterGP:
+        """Return the prior with variances near the optimum of the evidence for the trained weights.
+
+        The penalty of each block becomes half of the number of its weights that ``rows`` data can determine.
+        """
+        share = 0.5 * min(1.0, rows / self.selection.size)
+        penalties, values, number = self.penalties(theta).detach(), self.values.clone(), 0
+        for block in self.blocks:
+            of_block = [i for i, member in enumerate(self.members) if member == block.name]
+            weights = sum(self.selection.sizes[i] for i in of_block)
+            values[number] *= (penalties[of_block].sum() / (share * weights)).clamp(*STARTS)
+            number += block.n_values
+        return replace(self, values=values)
 
     def in_range(self, values: Collection[float], theta: Tensor) -> bool:
         """Return whether an optimum can be at these variances and length-scales."""

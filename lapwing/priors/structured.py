@@ -115,6 +115,19 @@ class ClassCovariance(Protocol):
         pairs = ((n, s) for part in self.parts for n, s in zip(part.classes, part.grid.squares, strict=True))
         return tuple(sorted({number for number, square in pairs if square}))
 
+    def gram(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """Return R Σ Rᵀ (n, n) for these hyperparameters; pieces as for ``class_grams``."""
+        parts, coefficients = dict(zip(self.selection.names, self.parts, strict=True)), self.coefficients().detach()
+        total: Tensor | None = None
+        for name, rows in pieces:
+            if total is None:
+                total = rows.new_zeros(len(rows), len(rows))
+            part = parts[name]
+            matrix = part.grid.matrix(coefficients[list(part.classes)])
+            total.addmm_((part.folded(rows) @ matrix.to(rows)).flatten(1), rows.flatten(1).mT)
+        assert total is not None, "at least one piece"
+        return 0.5 * (total + total.mT)
+
     def class_lengths(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Return r S_c rᵀ (classes, n) for every row r; pieces as for ``class_grams``."""
         parts = dict(zip(self.selection.names, self.parts, strict=True))
