@@ -111,7 +111,7 @@ def fit(
     if tangent.dtype != torch.float64 and rows * tangent.selection.size <= DOUBLE:
         tangent = tangent.to(torch.float64)
         observation = Observation.of(operator, tangent.size, tangent.f)
-    problem = InverseProblem(tangent, observation, measurements, bound)
+    problem = InverseProblem.of(tangent, observation, bound, measurements)
     noise = _noise(noise_std, problem)
     if prior is None and isinstance(bound, BoundFilterGP):
         problem = replace(problem, prior=bound.started(problem.theta, observation.rows))
@@ -173,7 +173,7 @@ def _noise(std: float | None, problem: InverseProblem) -> Tensor:
     variance = problem.residual.square().mean()
     if not float(variance) > 1e-30:
         raise DataError(
-            f"the network fits its {len(problem.y)} measurements exactly, so the residuals say nothing about the "
+            f"the network fits its {len(problem.residual)} measurements exactly, so residuals say nothing about the "
             "noise; expected residuals that are not zero. Give noise_std."
         )
     return variance

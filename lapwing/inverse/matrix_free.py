@@ -106,7 +106,7 @@ class MatrixFreeSolver:
         return Traces(self.pairs.logdet(shift) + each.mean(), error, left, right, *weights)
 
     def _probes(self) -> Tensor:
-        """Return vectors z with mean z zᵀ = I: random signs, or a scaled basis, which is exact, where that is no more."""
+        """Return vectors z with mean z zᵀ = I: random signs, or a scaled basis, which is exact, if that has no more."""
         rows, device = self.problem.observation.rows, self.problem.network.device
         if rows <= PROBES:
             return math.sqrt(rows) * torch.eye(rows, dtype=torch.float64, device=device)

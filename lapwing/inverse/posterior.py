@@ -6,19 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.core.memory import budget, gathered, refuse_beyond, runs
-from lapwing.core.random import normal_rows
+from lapwing.core.memory import gathered, refuse_beyond
 from lapwing.core.settings import GENERATOR, Rule, require_integer
 from lapwing.core.trace import Trace
-from lapwing.errors import DataError, UnsupportedError
-from lapwing.inverse.classes import ClassMatrices, factorised, weighted_sum
-from lapwing.inverse.matrix_free import MatrixFreeSolver
-from lapwing.inverse.observation import Observation
+from lapwing.errors import DataError
+from lapwing.inverse.belief import Belief
+from lapwing.inverse.classes import ClassMatrices
 from lapwing.inverse.problem import InverseProblem
 from lapwing.linalg.operators import Solution
 from lapwing.linalg.randomised import Eigenpairs
@@ -27,8 +24,6 @@ from lapwing.priors.structured import ClassCovariance
 from lapwing.tuners.evidence import Ascend, MaximiseEvidence
 from lapwing.tuners.protocol import Tuner, applied
 
-VARIANCE_SAMPLES = 1024  # draws from which variances are estimated where the covariance is too large
-COPIES = 3  # float64 matrices of the size of the covariance that exist at once
 PAIRS = Rule(
     "a tensor (e, 2) of integers, the flat positions of two entries of the output",
     lambda v: isinstance(v, Tensor) and v.ndim == 2 and v.shape[1] == 2 and v.dtype in (torch.int32, torch.int64),
@@ -126,20 +121,14 @@ class InversePosterior:
     @cached_property
     def _nearby(self) -> Eigenpairs | None:
         """The eigenpairs of the preconditioner, which serve other hyperparameters too."""
-        return None if self.classes is not None else self._matrix_free.pairs
+        return None if self.classes is not None else self.belief.matrix_free.pairs
 
-    # The covariance of the measurements.
-
-    @cached_property
-    def _matrix_free(self) -> MatrixFreeSolver:
-        return MatrixFreeSolver.of(self.problem, self.noise_variance, self.seed, self.pairs)
+    # What users ask.
 
     @cached_property
-    def _factor(self) -> Tensor:
-        """The Cholesky factor of K_yy, from the class matrices."""
-        assert self.classes is not None
-        noise = self.noise_variance.detach()
-        return factorised(self.classes.covariance(self.prior.coefficients().detach(), noise), noise)
+    def belief(self) -> Belief:
+        """The covariances behind the answers."""
+        return Belief(self.problem, self.noise_variance, self.classes, self.seed, self.pairs)
 
     @outside_autocast
     @outside_inference
@@ -147,14 +136,9 @@ class InversePosterior:
         """Return K_yy⁻¹ u for rows u (K, dy) with their residuals, by a Cholesky factor or by conjugate gradients.
 
         Raises:
-            NumericalError: If conjugate gradients do not reach their tolerance.
+            NumericalError: If a residual is above the tolerance, 1e-8 for conjugate gradients (1e-4 in float32).
         """
-        if self.classes is None:
-            return self._matrix_free.solve(rows)
-        rhs = rows.to(self._factor)
-        x = torch.cholesky_solve(rhs.mT, self._factor).mT
-        gaps = (rhs - (x @ self._factor) @ self._factor.mT).norm(dim=1) / rhs.norm(dim=1).clamp_min(1e-300)
-        return Solution(x, gaps, 1, 1e-6)
+        return self.belief.solve(rows)
 
     @outside_autocast
     @outside_inference
@@ -165,51 +149,14 @@ class InversePosterior:
         equals log N(y; A h(mean), K_yy). Differentiable in the prior's values and the noise. Without class matrices the
         log-determinant is an estimate; ``evidence_error`` is its part of the standard error.
         """
-        problem, noise = self.problem, self.noise_variance
-        if self.classes is not None:
-            logdet = self.classes.logdet(self.prior.coefficients(), noise)
-        else:
-            logdet = self._matrix_free.logdet()
-        misfit = problem.residual.square().sum() / noise + self.prior.penalty(problem.theta)
-        return -0.5 * (misfit + logdet + problem.observation.rows * math.log(2 * math.pi))
+        problem = self.problem
+        misfit = problem.residual.square().sum() / self.noise_variance + self.prior.penalty(problem.theta)
+        return -0.5 * (misfit + self.belief.logdet() + problem.observation.rows * math.log(2 * math.pi))
 
     @property
     def evidence_error(self) -> float:
         """The standard error of ``log_evidence``; zero where it is computed and not estimated."""
-        return 0.0 if self.classes is not None else 0.5 * self._matrix_free.logdet_error
-
-    # The image.
-
-    @cached_property
-    def _image_covariance(self) -> Tensor:
-        """K_xx = J Σ Jᵀ (dx, dx) in float64."""
-        if self.classes is not None and self.classes.image is not None:
-            return weighted_sum(self.classes.image, self.prior.coefficients().detach())
-        size = self.problem.network.size
-        with torch.no_grad():
-            return self.prior.gram(self.problem.rows(Observation(None, size, size), "rows of J")).double()
-
-    @cached_property
-    def _explained(self) -> Tensor:
-        """W (dy, dx) with Wᵀ W = K_xy K_yy⁻¹ K_yx."""
-        observation = self.problem.observation
-        cross = observation.forward(self._image_covariance)  # (dx, dy)
-        if self.classes is not None:
-            factor = self._factor
-        else:
-            noise = self.noise_variance.detach()
-            kernel = observation.forward(cross.mT)
-            kernel = 0.5 * (kernel + kernel.mT)
-            kernel = kernel.clone() if observation.operator is None else kernel
-            kernel.diagonal().add_(noise)
-            factor = factorised(kernel, noise)
-        return torch.linalg.solve_triangular(factor, cross.mT, upper=False)
-
-    @property
-    def _fits(self) -> bool:
-        """Whether the covariance of the image fits the byte budget."""
-        size = self.problem.network.size
-        return COPIES * 8 * size**2 <= budget(self.problem.network.device)
+        return 0.0 if self.classes is not None else 0.5 * self.belief.matrix_free.logdet_error
 
     @outside_autocast
     @outside_inference
@@ -221,53 +168,28 @@ class InversePosterior:
         Raises:
             UnsupportedError: If the matrix does not fit the byte budget.
         """
-        self._refuse_large()
-        return self._image_covariance - self._explained.mT @ self._explained
-
-    def _refuse_large(self) -> None:
-        size = self.problem.network.size
-        if not self._fits:
-            raise UnsupportedError(
-                f"the covariance of {size} pixels takes {COPIES * 8 * size**2 / 2**30:.3g} GiB; expected at most the "
-                "byte budget. Use samples(n), or raise the budget with lw.memory.limit(...)."
-            )
+        return self.belief.covariance()
 
     @cached_property
+    @outside_autocast
+    @outside_inference
     def variance(self) -> Tensor:
         """The variance of every pixel, in the shape of the image.
 
         Exact with the solver "exact" if (dx, dx) fits the byte budget, otherwise the mean square of 1,024 samples:
         ``variance_error`` says which.
         """
-        return self._variance()
-
-    @outside_autocast
-    @outside_inference
-    def _variance(self) -> Tensor:
-        network = self.problem.network
-        if self.variance_error == 0.0:
-            variance = self._image_covariance.diagonal() - self._explained.square().sum(0)
-            variance = variance.clamp_min(0)
-        else:
-            generator = torch.Generator().manual_seed(self.seed + 2)
-            variance = torch.zeros(network.size, dtype=torch.float64, device=network.device)
-            for chunk in self._draws(VARIANCE_SAMPLES):
-                variance += self._deviations(chunk.stop - chunk.start, generator).double().square().sum(0)
-            variance = variance / VARIANCE_SAMPLES
-        return variance.to(network.dtype).reshape(self.shape)
+        return self.belief.variance().to(self.problem.network.dtype).reshape(self.shape)
 
     @property
     def variance_error(self) -> float:
         """The relative standard error of ``variance``; zero if it is exact."""
-        exact = self.classes is not None and (self.classes.image is not None or self._fits)
-        return 0.0 if exact else math.sqrt(2 / VARIANCE_SAMPLES)
+        return self.belief.variance_error
 
     @property
     def std(self) -> Tensor:
         """The standard deviation of every pixel, in the shape of the image."""
         return self.variance.sqrt()
-
-    # Samples.
 
     @outside_autocast
     @outside_inference
@@ -283,7 +205,7 @@ class InversePosterior:
         Raises:
             NumericalError: If conjugate gradients do not reach their tolerance.
         """
-        return self._drawn(self._deviations, n, generator)
+        return self._drawn(self.belief.deviations, n, generator)
 
     @outside_autocast
     @outside_inference
@@ -294,39 +216,16 @@ class InversePosterior:
             n: The number of draws.
             generator: The source of randomness; the global generator if None.
         """
-        return self._drawn(self._prior_deviations, n, generator)
+        return self._drawn(self.belief.prior_deviations, n, generator)
 
     def _drawn(self, draw: Callable[..., Tensor], n: int, generator: torch.Generator | None) -> Tensor:
         require_integer("n", n)
         GENERATOR.check("generator", generator)
         network = self.problem.network
-        refuse_beyond(
-            n * network.size * network.output.element_size(), network.device, f"{n} images", "Draw fewer at once"
-        )
-        parts = (network.f + draw(chunk.stop - chunk.start, generator) for chunk in self._draws(n))
+        size = n * network.size * network.output.element_size()
+        refuse_beyond(size, network.device, f"{n} images", "Draw fewer at once")
+        parts = (network.f + draw(chunk.stop - chunk.start, generator) for chunk in self.belief.chunks(n))
         return gathered(parts, n).reshape(n, *self.shape)
-
-    def _draws(self, n: int) -> Any:
-        network = self.problem.network
-        each = (3 * network.selection.size + 4 * (network.size + self.problem.observation.rows)) * 8
-        return runs(n, each, network.device)
-
-    def _prior_deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Return J w₀ (n, dx), with w₀ from the prior."""
-        network = self.problem.network
-        return network.forward(self.prior.root(normal_rows(n, network.selection.size, generator, network.f)).detach())
-
-    def _deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Return x₀ + K_xy K_yy⁻¹ (σ ξ - A x₀), (n, dx), with x₀ = J w₀ from the prior."""
-        problem, network = self.problem, self.problem.network
-        size = network.selection.size
-        noise = normal_rows(n, size + problem.observation.rows, generator, network.f)
-        start = network.forward(self.prior.root(noise[:, :size]).detach())
-        error = self.noise_std.detach() * noise[:, size:] - problem.observation.forward(start)
-        weights = problem.observation.back(self.solve(error).x)
-        if self.classes is not None and self.classes.image is not None:
-            return start + (weights @ self._image_covariance).to(start)
-        return start + problem.image_kernel(weights)
 
     @outside_autocast
     @outside_inference
@@ -335,6 +234,8 @@ class InversePosterior:
 
         The prior variance of x_i - x_j is their sum weighted by ``prior.coefficients()``. They are fixed numbers, from
         which a hyperprior on differences of pixels follows for all hyperparameters.
+
+        Cost: one backward pass for each pair if no class matrices of the image are stored.
 
         Args:
             pairs: (e, 2) integers, flat positions i and j in the image.
@@ -349,24 +250,7 @@ class InversePosterior:
                 f"pairs run from {int(pairs.min())} to {int(pairs.max())}; expected 0 to {network.size - 1}."
             )
         i, j = pairs.long().to(network.device).unbind(1)
-        if self.classes is not None and self.classes.image is not None:
-            image = self.classes.image
-            return (image[:, i, i] + image[:, j, j] - image[:, i, j] - image[:, j, i]).double()
-        return self._class_variances(i, j)
-
-    def _class_variances(self, i: Tensor, j: Tensor) -> Tensor:
-        """Compute ``class_variances`` from rows J_i - J_j, chunk by chunk."""
-        network = self.problem.network
-        names = network.selection.names
-        pull = network.pullback(names)
-        total = torch.zeros(len(self.prior.class_blocks), len(i), dtype=torch.float64, device=network.device)
-        for chunk in network.chunks(len(i), names):
-            rows = network.f.new_zeros(chunk.stop - chunk.start, network.size)
-            rows.scatter_add_(1, i[chunk, None], torch.ones_like(rows[:, :1]))
-            rows.scatter_add_(1, j[chunk, None], -torch.ones_like(rows[:, :1]))
-            grads = pull(rows)
-            total[:, chunk] = self.prior.class_lengths((name, grads[name].flatten(1)) for name in names).double()
-        return total
+        return self.belief.class_variances(i, j)
 
     def summary(self) -> str:
         """Return a few lines: sizes, solver, noise and evidence."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,23 +24,20 @@ class InverseProblem:
 
     network: Tangent
     observation: Observation
-    y: Tensor  # (dy,), float64
     prior: ClassCovariance
+    residual: Tensor  # y - A f(x), (dy,), float64
+    theta: Tensor  # the trained weights w̃ (P,), float64
+
+    @classmethod
+    def of(cls, network: Tangent, observation: Observation, prior: ClassCovariance, y: Tensor) -> InverseProblem:
+        """Return the problem of measurements y (dy,) in float64."""
+        residual = y - observation.forward(network.f.double()[None])[0]
+        return cls(network, observation, prior, residual, network.theta().double())
 
     @property
     def evidence_unit(self) -> int:
         """The number that tuners divide the log evidence by: weights or measurements, whichever are fewer."""
         return min(self.network.selection.size, self.observation.rows)
-
-    @cached_property
-    def residual(self) -> Tensor:
-        """y - A f(x), (dy,)."""
-        return self.y - self.observation.forward(self.network.f.double()[None])[0]
-
-    @cached_property
-    def theta(self) -> Tensor:
-        """The trained weights in float64, (P,)."""
-        return self.network.theta().double()
 
     def with_prior(self, prior: ClassCovariance) -> InverseProblem:
         """Return the problem with another prior of the same structure."""

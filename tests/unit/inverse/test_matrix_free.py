@@ -43,7 +43,7 @@ def test_products_with_the_covariance() -> None:
     assert_close(posterior.problem.kernel(u), u @ kernel())
     with lw.memory.limited(10_000):
         assert_close(posterior.problem.kernel(u), u @ kernel())
-    assert_close(posterior._matrix_free.product(u), u @ kernel() + NOISE * u)
+    assert_close(posterior.belief.matrix_free.product(u), u @ kernel() + NOISE * u)
 
 
 @pytest.mark.parametrize("noise", [NOISE, 1e-4])
@@ -58,7 +58,7 @@ def test_solves_reach_their_tolerance(noise: float) -> None:
 
 def test_a_poor_preconditioner_costs_iterations_and_no_accuracy() -> None:
     posterior = fitted(solver="cg")
-    pairs = posterior._matrix_free.pairs
+    pairs = posterior.belief.matrix_free.pairs
     poor = replace(posterior, pairs=replace(pairs, values=pairs.values[:2] * 300, vectors=pairs.vectors[:2]))
     u = random_rows(3, DY, 3)
     assert poor.solve(u).iterations > posterior.solve(u).iterations
@@ -107,7 +107,7 @@ def test_the_evidence_is_the_dense_one_with_a_full_preconditioner() -> None:
 
 def test_the_evidence_is_near_with_a_partial_preconditioner() -> None:
     posterior = fitted(solver="cg")
-    pairs = posterior._matrix_free.pairs
+    pairs = posterior.belief.matrix_free.pairs
     partial = replace(posterior, pairs=replace(pairs, values=pairs.values[:4], vectors=pairs.vectors[:4]))
     gap = abs(float(partial.log_evidence() - case().evidence()))
     assert 1e-6 < gap < 5 * partial.evidence_error + 1e-6
@@ -123,7 +123,7 @@ def gradient(posterior: Any) -> Tensor:
 def test_value_and_gradient_of_the_evidence_with_a_basis_as_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lapwing.inverse.matrix_free.PROBES", DY)
     posterior = fitted(solver="cg")
-    pairs = posterior._matrix_free.pairs
+    pairs = posterior.belief.matrix_free.pairs
     partial = replace(posterior, pairs=replace(pairs, values=pairs.values[:4], vectors=pairs.vectors[:4]))
     assert partial.evidence_error == 0.0
     assert_close(partial.log_evidence(), case().evidence())
@@ -132,7 +132,7 @@ def test_value_and_gradient_of_the_evidence_with_a_basis_as_probes(monkeypatch: 
 
 def test_gradients_from_random_probes_have_no_bias() -> None:
     posterior = fitted(solver="cg")
-    posterior = replace(posterior, pairs=posterior._matrix_free.pairs)
+    posterior = replace(posterior, pairs=posterior.belief.matrix_free.pairs)
     draws = torch.stack([gradient(replace(posterior, seed=number)) for number in range(20)])
     assert_within(draws, gradient(fitted()))
 
