@@ -53,6 +53,11 @@ class Problem:
     prior: BoundPrior
     learn_prior: bool = False  # whether the precisions are to be learned: set if the user gave no prior
 
+    @property
+    def evidence_unit(self) -> int:
+        """The number of weights: tuners divide the log evidence by it, so that slopes have one scale."""
+        return self.network.selection.size
+
     def with_likelihood(self, likelihood: Likelihood) -> Problem:
         """Return the problem with another likelihood."""
         return replace(self, likelihood=likelihood)

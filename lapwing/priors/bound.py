@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -18,8 +18,10 @@ from lapwing.errors import FileError, NumericalError
 from lapwing.networks.jacobians import Block
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
+from lapwing.priors.structured import ClassCovariance, DiagonalCovariance
 
 Precisions = float | Tensor | Mapping[str, float]
+RANGE = (1e-10, 1e12)  # precisions outside are no optimum, see ``in_range``
 STARTS = (1e-6, 1e8)  # range of starting precisions, for weights that are very large or all at the prior mean
 
 
@@ -77,6 +79,10 @@ class Prior(Protocol):
         """
         ...
 
+    def structured(self, selection: Selection, like: Tensor) -> ClassCovariance:
+        """Return the prior of these weights for ``lw.inverse``, which takes covariances that are not diagonal too."""
+        return self.bound(selection, like)
+
 
 @dataclass(frozen=True, eq=False)
 class BlockPrior:
@@ -95,7 +101,7 @@ class BlockPrior:
 
 
 @dataclass(frozen=True, eq=False)
-class BoundPrior(Prior):
+class BoundPrior(Prior, DiagonalCovariance):
     """A prior over the weights of one selection.
 
     There is one precision for all weights, one for each group of parameters, or one for each weight. ``given`` is the
@@ -211,6 +217,15 @@ class BoundPrior(Prior):
     def penalty(self, theta: Tensor) -> Tensor:
         """Return (theta - mean)ᵀ A (theta - mean)."""
         return self.squares(theta) @ self.values.reshape(-1)
+
+    def in_range(self, values: Collection[float], theta: Tensor) -> bool:
+        """Return whether an optimum can be at these precisions: below 1e-10 or above 1e12 the evidence has none.
+
+        A network for targets in small units has large weights and small precisions, so the lower limit is divided by
+        the mean square of the weights.
+        """
+        size = float((theta - self.mean).detach().double().square().mean())
+        return RANGE[0] < min(values) * max(1.0, size) and max(values) < RANGE[1]
 
     def squares(self, theta: Tensor) -> Tensor:
         """Return sums of squares of the weights that share a precision, times their scale."""

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.settings import FLAG, POSITIVE, require_integer
+from lapwing.core.settings import FLAG, FUNCTION, POSITIVE, Rule, require_integer, seen
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.protocols import HasEvidence, Posterior, Reweightable, Tunable
 from lapwing.priors.bound import starting_precisions
 
-RANGE = (1e-10, 1e12)  # precisions outside are no optimum, see in_range
 LARGEST_SLOPE = 1e-3  # per weight; above it a search has not converged
+HYPERPRIOR = Rule("a function of the posterior, or None", lambda v: v is None or FUNCTION.holds(v))
+
+Hyperprior = Callable[[Any], Tensor]  # from a posterior to the log density of its hyperparameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,16 +31,20 @@ class Search:
     noise: bool
     tuner: str  # the name of the tuner, for traces and errors
     score: str = "log evidence"  # the name of what it maximises
+    hyperprior: Hyperprior | None = None  # a log density that is added to the evidence
     steps: list[Step] = field(default_factory=list)  # every point that was tried, in order
 
     @classmethod
-    def of(cls, posterior: Any, noise: bool, tuner: str, score: str = "log evidence") -> Search:
+    def of(
+        cls, posterior: Any, noise: bool, tuner: str, score: str = "log evidence", hyperprior: Hyperprior | None = None
+    ) -> Search:
         """Return the search, with the noise only if the likelihood learns it; raise if there is no evidence."""
         if not isinstance(posterior, HasEvidence) or not isinstance(posterior, Tunable):
             raise UnsupportedError(
                 f"{type(posterior).__name__} has no evidence to maximise; give the prior, or use a method that has one."
             )
-        return cls(posterior, noise and posterior.noise is not None, tuner, score)
+        score = score if hyperprior is None else f"{score} plus log hyperprior"
+        return cls(posterior, noise and posterior.noise is not None, tuner, score, hyperprior)
 
     @property
     def start(self) -> Tensor:
@@ -61,6 +67,19 @@ class Search:
             posterior = posterior.with_noise(x[self.n_precisions :].exp().reshape(posterior.noise.shape))
         precisions = x[: self.n_precisions].exp().reshape(posterior.problem.prior.values.shape)
         return posterior.with_problem(posterior.problem.with_precisions(precisions))
+
+    def objective(self, x: Tensor) -> Tensor:
+        """Return the log evidence at x plus the log density of the hyperprior, differentiable in x."""
+        posterior = self.at(x)
+        value: Tensor = posterior.log_evidence()
+        if self.hyperprior is None:
+            return value
+        density = self.hyperprior(posterior)
+        if not isinstance(density, Tensor) or density.numel() != 1:
+            raise UnsupportedError(
+                f"the hyperprior gave {seen(density)}; expected a log density, a tensor with one entry."
+            )
+        return value + density.reshape(()).to(value)
 
     def step(self, x: Tensor, score: float = math.nan, gamma: float | None = None) -> Step:
         """Return the entry of the trace for x."""
@@ -113,14 +132,8 @@ def start_near_optimum(posterior: Any) -> Any:
 
 
 def in_range(precisions: Collection[float], posterior: Posterior) -> bool:
-    """Return whether an optimum can be at these precisions: below 1e-10 or above 1e12 the evidence has none.
-
-    A network for targets in small units has large weights and small precisions, so the lower limit is divided by the
-    mean square of the weights.
-    """
-    prior, theta = posterior.problem.prior, posterior.problem.network.theta()
-    size = float((theta - prior.mean).detach().double().square().mean())
-    return RANGE[0] < min(precisions) * max(1.0, size) and max(precisions) < RANGE[1]
+    """Return whether the evidence can have an optimum at these hyperparameters of the prior."""
+    return posterior.problem.prior.in_range(precisions, posterior.problem.network.theta())
 
 
 def minimise(
@@ -163,6 +176,9 @@ class MaximiseEvidence:
             mean squared residual.
         max_steps: The largest number of L-BFGS steps.
         tolerance: Stop when the slope is below this number times the number of weights.
+        hyperprior: A function from a posterior to a log density, added to the log evidence. It reads hyperparameters
+            from ``posterior.problem.prior.values`` and ``posterior.noise`` and must be differentiable in them. The
+            search is over logarithms, but the sum is taken as it is: a density over precisions needs no Jacobian.
 
     Raises:
         UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
@@ -179,21 +195,23 @@ class MaximiseEvidence:
     noise: bool = False
     max_steps: int = 60
     tolerance: float = 1e-5
+    hyperprior: Hyperprior | None = None
 
     def __post_init__(self) -> None:
         FLAG.check("noise", self.noise)
         require_integer("max_steps", self.max_steps)
         POSITIVE.check("tolerance", self.tolerance)
+        HYPERPRIOR.check("hyperprior", self.hyperprior)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the optimum of the evidence."""
-        search = Search.of(posterior, self.noise, "MaximiseEvidence")
-        n_weights = posterior.problem.network.selection.size
+        search = Search.of(posterior, self.noise, "MaximiseEvidence", hyperprior=self.hyperprior)
+        unit = posterior.problem.evidence_unit
 
         def objective(x: Tensor) -> Tensor:
-            value: Tensor = search.at(x).log_evidence()
+            value = search.objective(x)
             search.record(x, float(value.detach()))
-            return -value / n_weights
+            return -value / unit
 
         best, slope = minimise(objective, search.start, self.max_steps, self.tolerance)
         search.refuse_runaway()
@@ -219,6 +237,7 @@ class Ascend:
         steps: The number of steps; 0 only evaluates the evidence.
         rate: The learning rate of Adam.
         noise: Whether to learn the noise too, if the likelihood leaves it open.
+        hyperprior: As for ``MaximiseEvidence``.
 
     Raises:
         UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
@@ -234,27 +253,29 @@ class Ascend:
     steps: int = 100
     rate: float = 0.1
     noise: bool = True
+    hyperprior: Hyperprior | None = None
 
     def __post_init__(self) -> None:
         require_integer("steps", self.steps, least=0)
         POSITIVE.check("rate", self.rate)
         FLAG.check("noise", self.noise)
+        HYPERPRIOR.check("hyperprior", self.hyperprior)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior after the last step."""
-        search = Search.of(posterior, self.noise, "Ascend")
+        search = Search.of(posterior, self.noise, "Ascend", hyperprior=self.hyperprior)
         with torch.inference_mode(False), torch.enable_grad():
             x = search.start.requires_grad_()
             optimiser = torch.optim.Adam([x], lr=self.rate)
             for number in range(self.steps + 1):
                 search.steps.append(search.step(x))
                 search.refuse_runaway()  # first: far out of range the evidence cannot be computed
-                value = search.at(x).log_evidence()
+                value = search.objective(x)
                 search.steps.pop()
                 search.record(x, float(value.detach()))
                 if number == self.steps:
                     break
                 optimiser.zero_grad()
-                (-value / posterior.problem.network.selection.size).backward()
+                (-value / posterior.problem.evidence_unit).backward()
                 optimiser.step()
         return search.finished(x)

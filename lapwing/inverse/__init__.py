@@ -1,0 +1,7 @@
+"""Linear inverse problems (``lw.inverse``): error bars for images that a network reconstructs from measurements."""
+
+from lapwing.inverse.fitting import fit
+from lapwing.inverse.observation import LinearOperator
+from lapwing.inverse.posterior import InversePosterior
+
+__all__ = ["InversePosterior", "LinearOperator", "fit"]

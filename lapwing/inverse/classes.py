@@ -1,0 +1,93 @@
+"""The class matrices of an inverse problem: fixed matrices whose weighted sum is the covariance for every prior."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lapwing.errors import NumericalError
+from lapwing.inverse.observation import Observation
+from lapwing.inverse.problem import InverseProblem
+
+
+@dataclass(frozen=True, eq=False)
+class ClassMatrices:
+    """The matrices M_c = A J S_c Jᵀ Aᵀ (classes, dy, dy) and, for small images, N_c = J S_c Jᵀ (classes, dx, dx).
+
+    They do not depend on hyperparameters, so that a step of a tuner needs no Jacobian.
+    """
+
+    observed: Tensor
+    image: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: InverseProblem, image: bool) -> ClassMatrices:
+        """Compute the matrices by one backward pass for each measurement, or for each pixel if ``image``."""
+        observation, prior = problem.observation, problem.prior
+        with torch.no_grad():
+            if not image:
+                return cls(prior.class_grams(problem.rows(observation, "rows of A J")))
+            pixels = Observation(None, observation.size, observation.size)
+            matrices = prior.class_grams(problem.rows(pixels, "rows of J"))
+            if observation.operator is None:
+                return cls(matrices, matrices)
+            return cls(torch.stack([observation.sandwich(matrix) for matrix in matrices]), matrices)
+
+    def covariance(self, coefficients: Tensor, noise: Tensor) -> Tensor:
+        """Return Σ_c coefficient_c M_c + noise I, in float64."""
+        total = weighted_sum(self.observed, coefficients)
+        total.diagonal().add_(noise)
+        return total
+
+    def logdet(self, coefficients: Tensor, noise: Tensor) -> Tensor:
+        """Return the log-determinant of ``covariance``, differentiable once in coefficients and noise."""
+        value: Tensor = _Logdet.apply(coefficients, noise, self)
+        return value
+
+
+def weighted_sum(matrices: Tensor, coefficients: Tensor) -> Tensor:
+    """Return Σ_c coefficient_c M_c (n, n) in float64, without a float64 copy of all matrices."""
+    if matrices.dtype == torch.float64:
+        return (coefficients @ matrices.flatten(1)).reshape(matrices.shape[1:])
+    total = torch.zeros(matrices.shape[1:], dtype=torch.float64, device=matrices.device)
+    for coefficient, matrix in zip(coefficients.tolist(), matrices, strict=True):
+        total.add_(matrix, alpha=coefficient)
+    return total
+
+
+def factorised(covariance: Tensor, noise: Tensor) -> Tensor:
+    """Return the lower Cholesky factor of the covariance of the measurements."""
+    factor, info = torch.linalg.cholesky_ex(covariance)
+    if int(info) or not bool(torch.isfinite(factor.diagonal()).all()):
+        raise NumericalError(
+            "the covariance of the measurements A J Σ Jᵀ Aᵀ + σ² I is not positive definite in rounding: its largest "
+            f"variance is {float(covariance.diagonal().max()):.3g} and σ² is {float(noise):.3g}; expected σ² well "
+            "above the rounding of the former. Raise noise_std, lower the prior variance, or give a float64 model."
+        )
+    return factor
+
+
+class _Logdet(torch.autograd.Function):
+    """log det(Σ_c coefficient_c M_c + noise I), with the gradients tr(K⁻¹ M_c) and tr K⁻¹ from one inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, coefficients: Tensor, noise: Tensor, matrices: ClassMatrices) -> Tensor:
+        factor = factorised(matrices.covariance(coefficients, noise), noise)
+        ctx.save_for_backward(factor)
+        ctx.matrices = matrices
+        return 2 * factor.diagonal().log().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        inverse, observed = torch.cholesky_inverse(factor), ctx.matrices.observed
+        if observed.dtype == torch.float64:
+            traces = observed.flatten(1) @ inverse.flatten()
+        else:
+            traces = torch.stack([torch.dot(matrix.double().flatten(), inverse.flatten()) for matrix in observed])
+        return gradient * traces, gradient * inverse.trace(), None

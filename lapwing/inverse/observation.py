@@ -1,0 +1,149 @@
+"""The linear operator A between an image and its measurements, given as a matrix, as an object or as the identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lapwing.core.inputs import check_finite
+from lapwing.core.settings import seen
+from lapwing.errors import DataError
+from lapwing.linalg.design import OperatorDesign
+from lapwing.linalg.features import WIDE, refuse_unpaired
+
+
+@runtime_checkable
+class LinearOperator(Protocol):
+    """A matrix A (rows, size) known by its products. Vectors are rows.
+
+    ``lw.linear.OperatorDesign`` is one. An operator that also has ``to(device=, dtype=)`` is moved to the device and
+    dtype of the computation.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the dtype and device that products take."""
+        ...
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Return A v (n, rows) for v (n, size)."""
+        ...
+
+    def back(self, u: Tensor) -> Tensor:
+        """Return Aᵀ u (n, size) for u (n, rows)."""
+        ...
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """An operator that can be moved to another device and dtype."""
+
+    def to(self, device: Any = None, dtype: Any = None) -> Any: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """The operator with products that take and return the dtype and device of their rows; None is the identity."""
+
+    operator: LinearOperator | None
+    rows: int
+    size: int
+
+    @classmethod
+    def of(cls, operator: Any, size: int, like: Tensor) -> Observation:
+        """Check what a user gives as operator against ``size`` entries of the output.
+
+        Raises:
+            DataError: If it is no operator, or its width is wrong.
+            NumericalError: If ``back`` is not the transpose of ``forward``.
+        """
+        if operator is None:
+            return cls(None, size, size)
+        if isinstance(operator, Tensor):
+            operator = _matrix_operator(operator, like)
+        if isinstance(operator, type) or not isinstance(operator, LinearOperator):
+            raise DataError(
+                f"the operator is {seen(operator)}; expected a matrix (dy, {size}), an object with rows, size, like, "
+                "forward and back, such as lw.linear.OperatorDesign, or None for the identity."
+            )
+        if operator.like.dtype not in WIDE:
+            raise DataError(f"the operator takes {operator.like.dtype}; expected float32 or float64.")
+        if operator.size != size:
+            raise DataError(
+                f"the operator takes {operator.size} numbers and the network returns {size}; expected as many."
+            )
+        if isinstance(operator, Movable):
+            operator = operator.to(device=like.device, dtype=like.dtype)
+        design = OperatorDesign(operator.rows, size, operator.forward, operator.back, operator.like)
+        refuse_unpaired(design)
+        return cls(operator, operator.rows, size)
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Return A v (K, dy) for rows v (K, dx)."""
+        return v if self.operator is None else self.operator.forward(v.to(self.operator.like)).detach().to(v)
+
+    def back(self, u: Tensor) -> Tensor:
+        """Return Aᵀ u (K, dx) for rows u (K, dy)."""
+        return u if self.operator is None else self.operator.back(u.to(self.operator.like)).detach().to(u)
+
+    def basis(self, part: slice, like: Tensor) -> Tensor:
+        """Return some rows of A, (K, dx)."""
+        rows = like.new_zeros(part.stop - part.start, self.rows)
+        rows[:, part] = torch.eye(len(rows), dtype=like.dtype, device=like.device)
+        return self.back(rows)
+
+    def sandwich(self, matrix: Tensor) -> Tensor:
+        """Return A M Aᵀ for a symmetric matrix M (dx, dx)."""
+        if self.operator is None:
+            return matrix
+        outer = self.forward(self.forward(matrix).mT)
+        return 0.5 * (outer + outer.mT)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixOperator:
+    """A matrix in memory as an operator."""
+
+    matrix: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[1]
+
+    @property
+    def like(self) -> Tensor:
+        return self.matrix[:0, 0]
+
+    def forward(self, v: Tensor) -> Tensor:
+        return v @ self.matrix.mT
+
+    def back(self, u: Tensor) -> Tensor:
+        return u @ self.matrix
+
+    def to(self, device: Any = None, dtype: Any = None) -> MatrixOperator:
+        return MatrixOperator(self.matrix.to(device=device, dtype=dtype))
+
+
+def _matrix_operator(matrix: Tensor, like: Tensor) -> MatrixOperator:
+    if matrix.layout is not torch.strided or matrix.ndim != 2 or matrix.numel() == 0:
+        raise DataError(
+            f"the operator is a tensor of shape {tuple(matrix.shape)} and layout {matrix.layout}; expected a dense "
+            "matrix (dy, dx). For a sparse one give an object with its products, such as lw.linear.OperatorDesign."
+        )
+    if matrix.is_complex():
+        raise DataError(f"the operator is {matrix.dtype}; expected real numbers.")
+    check_finite(matrix, "the operator")
+    return MatrixOperator(matrix.detach().to(like))
