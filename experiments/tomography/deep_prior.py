@@ -16,11 +16,16 @@ from torch.func import functional_call, stack_module_state, vmap
 from experiments.tomography.total_variation import total_variation
 from experiments.tomography.unet import UNet, dropout_masks
 from lapwing.core.progress import ProgressBar
-from lapwing.core.settings import GENERATOR, NOT_NEGATIVE, POSITIVE, TENSOR, Rule, integer, require, seen
+from lapwing.core.settings import GENERATOR, NOT_NEGATIVE, POSITIVE, Rule, integer, require, seen
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 
 SHOWN_EVERY = 100  # steps between two numbers beside the progress bar, each of which waits for the device
 MASKS_AT_ONCE = 64  # steps whose dropout masks are drawn together
+FINITE = Rule(
+    "a tensor of finite real numbers",
+    lambda v: isinstance(v, Tensor) and v.is_floating_point() and bool(v.isfinite().all()),
+    DataError,
+)
 
 
 class Operator(Protocol):
@@ -112,8 +117,8 @@ def reconstruct(
     >>> trained.image.shape, bool(trained.losses[-1] < trained.losses[0])
     (torch.Size([5, 6]), True)
     """
-    TENSOR.check("y", y)
-    TENSOR.check("z", z)
+    FINITE.check("y", y)
+    FINITE.check("z", z)
     if y.ndim != 1 or z.ndim != 2:
         raise DataError(f"y is {seen(y)}, z is {seen(z)}; expected measurements (dy,) and one image (H, W).")
     GENERATOR.check("generator", generator)
@@ -282,10 +287,3 @@ def _check_measured(operator: Operator, y: Tensor, z: Tensor) -> None:
         raise DataError(f"the operator does not take images of shape {tuple(z.shape[1:])}: {error}") from error
     if measured.shape != (1, y.shape[1]):
         raise DataError(f"the operator returns {seen(measured)} for one image; y has {y.shape[1]} measurements each.")
-
-
-FINITE = Rule(
-    "a tensor of finite real numbers",
-    lambda v: isinstance(v, Tensor) and v.is_floating_point() and bool(v.isfinite().all()),
-    DataError,
-)
