@@ -21,6 +21,7 @@ from lapwing.errors import DataError, NumericalError, UnsupportedError
 
 SHOWN_EVERY = 100  # steps between two numbers beside the progress bar, each of which waits for the device
 MASKS_AT_ONCE = 64  # steps whose dropout masks are drawn together
+WARM = 3  # steps on a GPU before a step is recorded, in which kernels are chosen and the optimiser makes its state
 FINITE = Rule(
     "a tensor of finite real numbers",
     lambda v: isinstance(v, Tensor) and v.is_floating_point() and bool(v.isfinite().all()),
@@ -194,11 +195,34 @@ class _Joint:
         self._shape = copy.deepcopy(unets[0]).eval().to("meta")  # the module without its numbers
         self._operator, self._y, self._z, self._clip = operator, y, z, training.clip
         self._gamma = torch.as_tensor(training.weight_of_tv, dtype=y.dtype, device=y.device)
-        fused = z.device.type in ("cpu", "cuda")
-        self._adam = torch.optim.Adam(list(self.parameters.values()), lr=training.rate, fused=fused)
+        kind, leaves = z.device.type, list(self.parameters.values())
+        self._gpu = kind == "cuda"
+        self._adam = torch.optim.Adam(leaves, lr=training.rate, fused=kind in ("cpu", "cuda"), capturable=self._gpu)
+        self._graph: Any = None  # a step as recorded on a GPU, with its masks and losses
+        self._masks: Tensor | None = None
+        self._losses = self.lowest
+        self._steps = 0
 
     def step(self, masks: Tensor | None) -> Tensor:
-        """Make one step of every network; return the losses before it, (N,). Nothing waits for the device."""
+        """Make one step of every network; return the losses before it, (N,). Nothing waits for the device.
+
+        On a GPU a step is some thousand small kernels, which take longer to launch than to run. So one is recorded as
+        a CUDA graph, and the others replay it.
+        """
+        if not self._gpu or self._steps < WARM:
+            self._steps += 1
+            return self._plain_step(masks)
+        if self._graph is None:
+            self._masks = None if masks is None else masks.clone()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._losses = self._plain_step(self._masks)
+        if self._masks is not None and masks is not None:
+            self._masks.copy_(masks)
+        self._graph.replay()
+        return self._losses
+
+    def _plain_step(self, masks: Tensor | None) -> Tensor:
         images = self.images(self.parameters, masks)
         # The operator is applied outside of vmap: sparse matrices do not support every transform of functions.
         residual = self._operator.forward(images.flatten(1)) - self._y
@@ -227,7 +251,7 @@ class _Joint:
     def _keep(self, loss: Tensor) -> None:
         """Copy the parameters of those networks whose loss is their smallest so far."""
         better = loss < self.lowest
-        self.lowest = torch.where(better, loss, self.lowest)
+        torch.where(better, loss, self.lowest, out=self.lowest)
         for name, parameter in self.parameters.items():
             mask = better.reshape(-1, *[1] * (parameter.ndim - 1))
             torch.where(mask, parameter, self.best[name], out=self.best[name])
