@@ -28,7 +28,7 @@ ANGLES = Rule(
 class Geometry(Protocol):
     """Rays through a square image, ``bins`` of them at each of several angles."""
 
-    period: ClassVar[float]  # angles that differ by it measure the same rays, or begin the next turn
+    period: ClassVar[float]  # the range of angles in which every line is measured; they repeat after it
 
     @property
     def size(self) -> int:
@@ -43,6 +43,16 @@ class Geometry(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of angles and of detector bins: the shape of a sinogram."""
+        ...
+
+    @property
+    def source_distance(self) -> float:
+        """The distance from the source to the centre of the image; infinite for parallel rays."""
+        ...
+
+    @property
+    def magnification(self) -> float:
+        """How much larger the shadow on the detector is than what is at the centre of the image."""
         ...
 
     @property
@@ -76,6 +86,8 @@ class ParallelBeam:
     angles: int | tuple[float, ...] = 10
     bins: int | None = None
     period: ClassVar[float] = math.pi
+    source_distance: ClassVar[float] = math.inf
+    magnification: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         require(self, size=integer(), angles=ANGLES, bins=integer() | NONE)
@@ -150,6 +162,10 @@ class FanBeam:
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.radians), self.bins
+
+    @property
+    def magnification(self) -> float:
+        return 1 + self.detector_distance / self.source_distance
 
     @property
     def width(self) -> float:
