@@ -68,7 +68,7 @@ class Scan:
     @cached_property
     def backprojection(self) -> Tensor:
         """The filtered back-projection of the measurements, (H, W): the input of the network."""
-        return fbp(self.geometry, self.operator, self.y)
+        return fbp(self.geometry, self.y)
 
 
 def scans(truths: Tensor, setting: Setting, seed: int = 0) -> list[Scan]:
