@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -75,34 +76,22 @@ class ImageBelief:
 
 @dataclass(frozen=True, eq=False)
 class VariationPrior:
-    """A hyperprior for ``MaximiseEvidence``: the density of the expected total variation, over the prior's values."""
+    """A hyperprior for ``MaximiseEvidence``: TV-PredCP at the hyperparameters of a posterior's prior."""
 
     density: TVPredCP
-    distances: Tensor  # of the taps of each class, (classes,)
 
     @classmethod
-    def of(cls, posterior: InversePosterior, image: Tensor, scale: float) -> VariationPrior:
-        """Return the hyperprior around a reconstruction (H, W), with the rate ``scale`` of the expected variation."""
+    def of(cls, posterior: InversePosterior, scale: float) -> VariationPrior:
+        """Return the hyperprior around the reconstruction, with the rate ``scale`` of the expected variation."""
         prior: Any = posterior.prior
+        image = posterior.reconstruction.double()
         pairs = edges(*image.shape[-2:]).to(image.device)
-        flat = image.reshape(-1).double()
-        has_length = [block.n_values == 2 for block in prior.blocks]
-        numbers = {block: number for number, block in enumerate(i for i, yes in enumerate(has_length) if yes)}
-        blocks = torch.tensor([numbers.get(block, -1) for block in prior.class_blocks], device=image.device)
-        variances = posterior.class_variances(pairs)
-        density = TVPredCP(scale, flat[pairs[:, 1]] - flat[pairs[:, 0]], variances, blocks)
-        return cls(density, torch.tensor(prior.class_distances, dtype=torch.float64, device=image.device))
+        means = image.flatten()[pairs[:, 1]] - image.flatten()[pairs[:, 0]]
+        blocks = torch.tensor(prior.length_blocks, device=image.device)
+        return cls(TVPredCP(scale, means, posterior.class_variances(pairs), blocks))
 
     def __call__(self, posterior: Any) -> Tensor:
-        prior, numbers = posterior.problem.prior, iter(range(10**6))
-        lengths = torch.stack([
-            prior.values[sum(b.n_values for b in prior.blocks[:i]) + 1] if block.n_values == 2 else prior.values.new_ones(())
-            for i, block in enumerate(prior.blocks)
-        ])  # fmt: skip
-        del numbers
-        coefficients = prior.coefficients()
-        ratio = self.distances / lengths[list(prior.class_blocks)]
-        return self.density.log_density(coefficients, coefficients * ratio)
+        return self.density(posterior.problem.prior)
 
 
 def rate_of_variation(scan: Scan, weight_of_tv: float, noise_std: float) -> float:
@@ -110,22 +99,36 @@ def rate_of_variation(scan: Scan, weight_of_tv: float, noise_std: float) -> floa
     return len(scan.y) * weight_of_tv / (2 * noise_std**2)
 
 
+def evidence_posterior(unet: UNet, scan: Scan, *, prior: Any = None, max_steps: int = 60) -> InversePosterior:
+    """Return the posterior of the tangent model, with noise and all hyperparameters by the evidence.
+
+    The prior is a Gaussian process over the taps of filters, with one variance and one length-scale for each block of
+    the U-Net, unless another is given. Everything is in float64, on the device of the network.
+    """
+    device = next(unet.parameters()).device
+    z = scan.backprojection.to(device, torch.float64)[None, None]
+    prior = lw.priors.filter_gp(variance=0.1, blocks=filter_blocks(unet)) if prior is None else prior
+    tuner = MaximiseEvidence(noise=True, max_steps=max_steps)
+    model = copy.deepcopy(unet).double()
+    return lw.inverse.fit(
+        model, z, scan.y.to(device), scan.operator.to(device), prior=prior, tuner=tuner, progress=False
+    )
+
+
 def tangent_posteriors(
     unet: UNet, scan: Scan, weight_of_tv: float, *, max_steps: int = 60
 ) -> dict[str, InversePosterior]:
-    """Return the posteriors of the tangent model: by the evidence, and by the evidence with TV-PredCP.
-
-    Noise, variances and length-scales are learned in both. Everything is in float64, on the device of the network.
-    """
-    device = next(unet.parameters()).device
-    operator, y = scan.operator.to(device), scan.y.to(device)
-    z = scan.backprojection.to(device).double()[None, None]
-    prior = lw.priors.filter_gp(variance=0.1, blocks=filter_blocks(unet))
-    model, tuner = unet.double(), MaximiseEvidence(noise=True, max_steps=max_steps)
-    evidence = lw.inverse.fit(model, z, y, operator, prior=prior, tuner=tuner, progress=False)
+    """Return the posteriors of the tangent model: by the evidence, and by the evidence with TV-PredCP."""
+    evidence = evidence_posterior(unet, scan, max_steps=max_steps)
     rate = rate_of_variation(scan, weight_of_tv, float(evidence.noise_std))
-    hyperprior = VariationPrior.of(evidence, evidence.reconstruction, rate)
-    return {EVIDENCE: evidence, TV: evidence.tuned(replace(tuner, hyperprior=hyperprior))}
+    tuner = MaximiseEvidence(noise=True, max_steps=max_steps, hyperprior=VariationPrior.of(evidence, rate))
+    return {EVIDENCE: evidence, TV: evidence.tuned(tuner)}
+
+
+def factorised_posterior(unet: UNet, scan: Scan, max_steps: int = 60) -> InversePosterior:
+    """Return the posterior with independent weights: one precision for each block, by the evidence."""
+    prior = lw.grouped({pattern: 10.0 for pattern in filter_blocks(unet)})
+    return evidence_posterior(unet, scan, prior=prior, max_steps=max_steps)
 
 
 def image_beliefs(

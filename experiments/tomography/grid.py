@@ -69,7 +69,9 @@ def trained(
     return reconstruct_many(unets, operator, y, z, training)
 
 
-def setting_scores(cases: Sequence[Scan], setting: Setting, grid: GridSettings, seed: int, say: Progress) -> list[Scores]:
+def setting_scores(
+    cases: Sequence[Scan], setting: Setting, grid: GridSettings, seed: int, say: Progress
+) -> list[Scores]:
     """Return the scores of every method for every image of one setting."""
     start = time.perf_counter()
     plains = trained(cases, setting.weight_of_tv, grid, 0.0, seed)
