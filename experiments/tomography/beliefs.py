@@ -1,4 +1,4 @@
-"""Beliefs about an image: by the tangent model under two choices of hyperparameters, by dropout, and by one variance."""
+"""Beliefs about an image: by the tangent model with two kinds of hyperparameters, by dropout, and by one variance."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from lapwing.inverse import InversePosterior
 from torch import Tensor
 
 import lapwing as lw
@@ -17,7 +18,6 @@ from experiments.tomography.dropout import SampledImages, isotropic_baselines
 from experiments.tomography.scores import coverage, error_std_correlation, noise_floor, psnr, rms_z, ssim
 from experiments.tomography.total_variation import TVPredCP, edges
 from experiments.tomography.unet import UNet, filter_blocks
-from lapwing.inverse import InversePosterior
 from lapwing.tuners import MaximiseEvidence
 
 EVIDENCE, TV, DROPOUT = "tangent, evidence", "tangent, TV-PredCP", "MC dropout"
@@ -127,7 +127,7 @@ def tangent_posteriors(
 
 def factorised_posterior(unet: UNet, scan: Scan, max_steps: int = 60) -> InversePosterior:
     """Return the posterior with independent weights: one precision for each block, by the evidence."""
-    prior = lw.grouped({pattern: 10.0 for pattern in filter_blocks(unet)})
+    prior = lw.grouped(dict.fromkeys(filter_blocks(unet), 10.0))
     return evidence_posterior(unet, scan, prior=prior, max_steps=max_steps)
 
 

@@ -26,9 +26,8 @@ PARTS: tuple[tuple[str, str, Picture], ...] = (
     ),
     (
         "Images that the priors expect",
-        "Samples of the prior over images around the reconstruction. With independent weights they are rough. A "
-        "Gaussian process over the taps of each filter makes them smoother where the measurements say so, and TV-PredCP "
-        "prefers those with little total variation.",
+        "Samples of the prior over images around the reconstruction: with independent weights, with a Gaussian process "
+        "over the taps of each filter, and with TV-PredCP, which prefers images with little total variation.",
         pictures.prior_samples,
     ),
     (

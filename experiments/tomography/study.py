@@ -1,4 +1,4 @@
-"""The case study on an embedded phantom: a reconstruction with error bars, priors, and the choice of the next angles."""
+"""The case study on an embedded phantom: a reconstruction with error bars, priors, and choices of the next angles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from lapwing.inverse import InversePosterior
 from torch import Tensor
 
 from experiments.options import Progress, silent
@@ -28,7 +29,6 @@ from experiments.tomography.scores import psnr, quantile_points
 from experiments.tomography.total_variation import total_variation
 from experiments.tomography.unet import UNet, seeded_unet
 from lapwing.demo.result import Result, Row, plain
-from lapwing.inverse import InversePosterior
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Study:
 
     def scores(self, settings: StudySettings, seed: int) -> Result:
         """Return the scores of all methods, and the images and quantiles of the picture."""
-        truth, fbp = self.scan.truth, self.scan.backprojection
+        truth, fbp, setting = self.scan.truth, self.scan.backprojection, Setting(settings.angles, settings.noise)
         rows = [Row("FBP", {"PSNR": psnr(fbp, truth)})]
         rows += [Row(name, belief.scores(truth)) for name, belief in self.beliefs.items()]
         arrays = {"truth": _flat(truth), "fbp": _flat(fbp), "reconstruction": _flat(self.trained.image)}
@@ -115,8 +115,8 @@ class Study:
             normal, z = quantile_points(belief.mean, belief.std, truth)
             arrays |= {f"std/{name}": _flat(belief.std), "quantiles": _flat(normal), f"quantiles/{name}": _flat(z)}
         notes = (
-            f"Shepp-Logan phantom, {settings.size} x {settings.size}, {settings.angles} angles, {settings.noise:.0%} noise",
-            "LL: log-density of the true image in nats per pixel, whole and in patches; one noise floor for all methods",
+            f"Shepp-Logan phantom, {settings.size} x {settings.size}, {setting}",
+            "LL: log-density of the true image in nats per pixel, whole and in patches; all with the same noise floor",
         )
         return Result("tomography", plain(settings), seed, tuple(rows), {}, arrays, notes)
 
