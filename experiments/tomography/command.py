@@ -10,6 +10,8 @@ import torch
 from experiments.options import Progress, add_data_dir, add_quick, positive
 from experiments.tomography import page, pictures
 from experiments.tomography.grid import GridSettings, table_of
+from experiments.tomography.large import LargeSettings
+from experiments.tomography.large import reconstructed as large_reconstruction
 from experiments.tomography.phantoms import digits
 from experiments.tomography.scanning import DesignSettings, designed, quick
 from experiments.tomography.study import Study, StudySettings
@@ -21,19 +23,20 @@ TINY = {"steps": 30, "channels": 3}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
     parser.add_argument(
-        "--part", choices=("study", "table", "angles"), default="study",
-        help="study: one phantom, minutes; table: all settings over digits; angles: the choice of angles over images",
+        "--part", choices=("study", "table", "angles", "large"), default="study",
+        help="study: one phantom, minutes; table: all settings over digits; angles: the choice of angles over images; "
+        "large: 501 x 501 pixels on a GPU",
     )  # fmt: skip
     add_quick(parser, "tiny networks and few steps")
     add_data_dir(parser, "mnist.npz, for the table")
     parser.add_argument("--images", type=positive, help="number of images of the table (20) or of angles (6)")
     parser.add_argument("--steps", type=positive, help="training steps of a network")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda, for the table")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, for the table and the large image")
 
 
 def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     """Run the part that was asked for."""
-    return {"study": _study, "table": _table, "angles": _angles}[arguments.part](arguments, progress)
+    return {"study": _study, "table": _table, "angles": _angles, "large": _large}[arguments.part](arguments, progress)
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, int]:
@@ -78,3 +81,12 @@ def _angles(arguments: argparse.Namespace, progress: Progress) -> Report:
     torch.set_num_threads(1)
     result = designed(settings, arguments.seed, progress)
     return Report(arguments.out / "tomography_angles.json", (result,), {"tomography_angles.png": pictures.design})
+
+
+def _large(arguments: argparse.Namespace, progress: Progress) -> Report:
+    settings = replace(LargeSettings(device=arguments.device), **_changes(arguments))
+    if arguments.quick:
+        small = {"size": 33, "angles": 4, "bins": 17, "scales": 3, "samples": 8, "tuning": 2, "memory": "1GB"}
+        settings = replace(settings, **small)  # type: ignore[arg-type]
+    result = large_reconstruction(settings, arguments.seed, progress)
+    return Report(arguments.out / "tomography_large.json", (result,))
