@@ -99,7 +99,7 @@ def rate_of_variation(scan: Scan, weight_of_tv: float, noise_std: float) -> floa
     return len(scan.y) * weight_of_tv / (2 * noise_std**2)
 
 
-def evidence_posterior(unet: UNet, scan: Scan, *, prior: Any = None, max_steps: int = 60) -> InversePosterior:
+def evidence_posterior(unet: UNet, scan: Scan, *, prior: Any = None, max_steps: int = 200) -> InversePosterior:
     """Return the posterior of the tangent model, with noise and all hyperparameters by the evidence.
 
     The prior is a Gaussian process over the taps of filters, with one variance and one length-scale for each block of
@@ -116,7 +116,7 @@ def evidence_posterior(unet: UNet, scan: Scan, *, prior: Any = None, max_steps: 
 
 
 def tangent_posteriors(
-    unet: UNet, scan: Scan, weight_of_tv: float, *, max_steps: int = 60
+    unet: UNet, scan: Scan, weight_of_tv: float, *, max_steps: int = 200
 ) -> dict[str, InversePosterior]:
     """Return the posteriors of the tangent model: by the evidence, and by the evidence with TV-PredCP."""
     evidence = evidence_posterior(unet, scan, max_steps=max_steps)
@@ -125,7 +125,7 @@ def tangent_posteriors(
     return {EVIDENCE: evidence, TV: evidence.tuned(tuner)}
 
 
-def factorised_posterior(unet: UNet, scan: Scan, max_steps: int = 60) -> InversePosterior:
+def factorised_posterior(unet: UNet, scan: Scan, max_steps: int = 200) -> InversePosterior:
     """Return the posterior with independent weights: one precision for each block, by the evidence."""
     prior = lw.grouped(dict.fromkeys(filter_blocks(unet), 10.0))
     return evidence_posterior(unet, scan, prior=prior, max_steps=max_steps)

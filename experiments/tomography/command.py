@@ -45,7 +45,7 @@ def _changes(arguments: argparse.Namespace) -> dict[str, int]:
 
 def _study(arguments: argparse.Namespace, progress: Progress) -> Report:
     changes = _changes(arguments)
-    settings = replace(StudySettings(), **changes, **({"samples": 16, "tuning": 3} if arguments.quick else {}))
+    settings = replace(StudySettings(), **changes, **({"samples": 16} if arguments.quick else {}))
     study = Study.of(settings, arguments.seed, progress)
     choice = replace(quick(DesignSettings()), **changes, **({"counts": (2, 3)} if arguments.quick else {}))
     results = (
@@ -65,7 +65,7 @@ def _table(arguments: argparse.Namespace, progress: Progress) -> Report:
     grid = GridSettings(device=arguments.device, images=arguments.images or (2 if arguments.quick else 20))
     grid = replace(grid, **_changes(arguments))
     if arguments.quick:
-        grid = replace(grid, angles=(2, 3), noises=(0.05,), samples=16, tuning=3)
+        grid = replace(grid, angles=(2, 3), noises=(0.05,), samples=16)
     truths = digits(arguments.data_dir, grid.images)
     kept = arguments.out / "tomography_table.jsonl"
     result = table_of(truths, grid, arguments.seed, kept, progress)
@@ -86,7 +86,7 @@ def _angles(arguments: argparse.Namespace, progress: Progress) -> Report:
 def _large(arguments: argparse.Namespace, progress: Progress) -> Report:
     settings = replace(LargeSettings(device=arguments.device), **_changes(arguments))
     if arguments.quick:
-        small = {"size": 33, "angles": 4, "bins": 17, "scales": 3, "samples": 8, "tuning": 2, "memory": "1GB"}
+        small = {"size": 33, "angles": 4, "bins": 17, "scales": 3, "samples": 8, "memory": "1GB"}
         settings = replace(settings, **small)  # type: ignore[arg-type]
     result = large_reconstruction(settings, arguments.seed, progress)
     return Report(arguments.out / "tomography_large.json", (result,))

@@ -44,11 +44,11 @@ class GridSettings:
     images: int = 20
     angles: tuple[int, ...] = ANGLES
     noises: tuple[float, ...] = NOISES
-    steps: int = 10_000
+    steps: int = 3000
     rate: float = 5e-4
     channels: int = 32
     samples: int = 4096
-    tuning: int = 40
+    tuning: int = 200
     device: str = "cpu"
 
     @property

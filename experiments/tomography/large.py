@@ -55,7 +55,7 @@ class LargeSettings:
     rate: float = 5e-4
     weight_of_tv: float = 6.5e-6
     samples: int = 256
-    tuning: int = 40
+    tuning: int = 200
     memory: str = "48GB"
     device: str = "cuda"
 
@@ -70,7 +70,7 @@ class LargeSettings:
 
 
 def used_weights(unet: UNet) -> dict[str, str]:
-    """Return the blocks of convolution weights that the output depends on: skip connections of no channel are unused."""
+    """Return the blocks of convolution weights that the output depends on; skips without channels are unused."""
     unused = {f"skip{i}" for i, channels in enumerate(unet.skips, start=1) if not channels}
     return {pattern: name for pattern, name in filter_blocks(unet).items() if name not in unused}
 

@@ -55,7 +55,7 @@ class StudySettings:
     channels: int = 32
     samples: int = 4096
     draws: int = 6
-    tuning: int = 60
+    tuning: int = 200
 
 
 @dataclass(frozen=True, eq=False)
