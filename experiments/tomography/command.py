@@ -1,0 +1,92 @@
+"""The command ``python -m experiments tomography``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import torch
+
+from experiments.options import Progress, add_data_dir, add_quick, positive
+from experiments.tomography import page, pictures
+from experiments.tomography.grid import GridSettings, table_of
+from experiments.tomography.large import LargeSettings
+from experiments.tomography.large import reconstructed as large_reconstruction
+from experiments.tomography.phantoms import digits
+from experiments.tomography.scanning import DesignSettings, designed, quick
+from experiments.tomography.study import Study, StudySettings
+from lapwing.demo.result import Report
+
+TINY = {"steps": 30, "channels": 3}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the experiment."""
+    parser.add_argument(
+        "--part", choices=("study", "table", "angles", "large"), default="study",
+        help="study: one phantom, minutes; table: all settings over digits; angles: the choice of angles over images; "
+        "large: 501 x 501 pixels on a GPU",
+    )  # fmt: skip
+    add_quick(parser, "tiny networks and few steps")
+    add_data_dir(parser, "mnist.npz, for the table")
+    parser.add_argument("--images", type=positive, help="number of images of the table (20) or of angles (6)")
+    parser.add_argument("--steps", type=positive, help="training steps of a network")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, for the table and the large image")
+
+
+def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+    """Run the part that was asked for."""
+    return {"study": _study, "table": _table, "angles": _angles, "large": _large}[arguments.part](arguments, progress)
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, int]:
+    return ({"steps": arguments.steps} if arguments.steps else {}) | (TINY if arguments.quick else {})
+
+
+def _study(arguments: argparse.Namespace, progress: Progress) -> Report:
+    changes = _changes(arguments)
+    settings = replace(StudySettings(), **changes, **({"samples": 16} if arguments.quick else {}))
+    study = Study.of(settings, arguments.seed, progress)
+    choice = replace(quick(DesignSettings()), **changes, **({"counts": (2, 3)} if arguments.quick else {}))
+    results = (
+        study.scores(settings, arguments.seed),
+        study.priors(settings, arguments.seed),
+        designed(choice, arguments.seed, progress),
+        study.hyperparameters(settings, arguments.seed),
+    )
+    drawn = {
+        "tomography.png": pictures.reconstruction, "tomography_priors.png": pictures.prior_samples,
+        "tomography_angles.png": pictures.design, "tomography.html": lambda _, path: page.write(results, path),
+    }  # fmt: skip
+    return Report(arguments.out / "tomography.json", results, drawn)
+
+
+def _table(arguments: argparse.Namespace, progress: Progress) -> Report:
+    grid = GridSettings(device=arguments.device, images=arguments.images or (2 if arguments.quick else 20))
+    grid = replace(grid, **_changes(arguments))
+    if arguments.quick:
+        grid = replace(grid, angles=(2, 3), noises=(0.05,), samples=16)
+    truths = digits(arguments.data_dir, grid.images)
+    kept = arguments.out / "tomography_table.jsonl"
+    result = table_of(truths, grid, arguments.seed, kept, progress)
+    return Report(arguments.out / "tomography_table.json", (result,))
+
+
+def _angles(arguments: argparse.Namespace, progress: Progress) -> Report:
+    settings = replace(DesignSettings(), **_changes(arguments))
+    if arguments.quick:
+        settings = replace(settings, images=2, counts=(2, 3))
+    if arguments.images:
+        settings = replace(settings, images=arguments.images)
+    torch.set_num_threads(1)
+    result = designed(settings, arguments.seed, progress)
+    return Report(arguments.out / "tomography_angles.json", (result,), {"tomography_angles.png": pictures.design})
+
+
+def _large(arguments: argparse.Namespace, progress: Progress) -> Report:
+    settings = replace(LargeSettings(device=arguments.device), **_changes(arguments))
+    if arguments.quick:
+        small = {"size": 33, "angles": 4, "bins": 17, "scales": 3, "samples": 8, "memory": "1GB"}
+        settings = replace(settings, **small)  # type: ignore[arg-type]
+    result = large_reconstruction(settings, arguments.seed, progress)
+    return Report(arguments.out / "tomography_large.json", (result,))
