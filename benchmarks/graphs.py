@@ -40,7 +40,7 @@ def busy(call: Callable[[], Any]) -> tuple[float, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in profile.events() if str(event.device_type).endswith("CUDA")]
     return sum(event.time_range.elapsed_us() for event in kernels) / 1e6, len(kernels)
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lapwing.inverse import InversePosterior
 from torch import Tensor
 
 import lapwing as lw
@@ -18,6 +17,7 @@ from experiments.tomography.dropout import SampledImages, isotropic_baselines
 from experiments.tomography.scores import coverage, error_std_correlation, noise_floor, psnr, rms_z, ssim
 from experiments.tomography.total_variation import TVPredCP, edges
 from experiments.tomography.unet import UNet, filter_blocks
+from lapwing.inverse import InversePosterior
 from lapwing.tuners import MaximiseEvidence
 
 EVIDENCE, TV, DROPOUT = "tangent, evidence", "tangent, TV-PredCP", "MC dropout"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_quick(parser, "tiny networks and few steps")
     add_data_dir(parser, "mnist.npz, for the table")
     parser.add_argument("--images", type=positive, help="number of images of the table (20) or of angles (6)")
+    parser.add_argument("--angles", type=positive, nargs="*", help="numbers of angles of the table (5 10 20 30)")
     parser.add_argument("--steps", type=positive, help="training steps of a network")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, for the table and the large image")
 
@@ -39,7 +41,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     return {"study": _study, "table": _table, "angles": _angles, "large": _large}[arguments.part](arguments, progress)
 
 
-def _changes(arguments: argparse.Namespace) -> dict[str, int]:
+def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
     return ({"steps": arguments.steps} if arguments.steps else {}) | (TINY if arguments.quick else {})
 
 
@@ -47,7 +49,8 @@ def _study(arguments: argparse.Namespace, progress: Progress) -> Report:
     changes = _changes(arguments)
     settings = replace(StudySettings(), **changes, **({"samples": 16} if arguments.quick else {}))
     study = Study.of(settings, arguments.seed, progress)
-    choice = replace(quick(DesignSettings()), **changes, **({"counts": (2, 3)} if arguments.quick else {}))
+    choice = replace(quick(DesignSettings()), **changes)
+    choice = replace(choice, counts=(2, 3)) if arguments.quick else choice
     results = (
         study.scores(settings, arguments.seed),
         study.priors(settings, arguments.seed),
@@ -66,6 +69,8 @@ def _table(arguments: argparse.Namespace, progress: Progress) -> Report:
     grid = replace(grid, **_changes(arguments))
     if arguments.quick:
         grid = replace(grid, angles=(2, 3), noises=(0.05,), samples=16)
+    if arguments.angles:
+        grid = replace(grid, angles=tuple(arguments.angles))
     truths = digits(arguments.data_dir, grid.images)
     kept = arguments.out / "tomography_table.jsonl"
     result = table_of(truths, grid, arguments.seed, kept, progress)
@@ -86,7 +91,7 @@ def _angles(arguments: argparse.Namespace, progress: Progress) -> Report:
 def _large(arguments: argparse.Namespace, progress: Progress) -> Report:
     settings = replace(LargeSettings(device=arguments.device), **_changes(arguments))
     if arguments.quick:
-        small = {"size": 33, "angles": 4, "bins": 17, "scales": 3, "samples": 8, "memory": "1GB"}
-        settings = replace(settings, **small)  # type: ignore[arg-type]
+        small: dict[str, Any] = {"size": 33, "angles": 4, "bins": 17, "scales": 3, "samples": 8, "memory": "1GB"}
+        settings = replace(settings, **small)
     result = large_reconstruction(settings, arguments.seed, progress)
     return Report(arguments.out / "tomography_large.json", (result,))

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from lapwing.inverse import InversePosterior
 from torch import Tensor
 
 from experiments.options import Progress, silent
@@ -29,6 +28,7 @@ from experiments.tomography.scores import psnr, quantile_points
 from experiments.tomography.total_variation import total_variation
 from experiments.tomography.unet import UNet, seeded_unet
 from lapwing.demo.result import Result, Row, plain
+from lapwing.inverse import InversePosterior
 
 
 @dataclass(frozen=True)

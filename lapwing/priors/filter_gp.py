@@ -152,10 +152,20 @@ class FilterBlock:
         """Return the covariance of two taps for each class, from the hyperparameters of this block."""
         if len(values) == 1:
             return values
-        distances = torch.tensor(self.squares, dtype=values.dtype, device=values.device).sqrt()
-        jitter = torch.zeros_like(distances)
+        ratios = self._distances(values) / values[1]
+        jitter = torch.zeros_like(ratios)
         jitter[0] = JITTER
-        return values[0] * (torch.exp(-distances / values[1]) + jitter)
+        return values[0] * (torch.exp(-ratios) + jitter)
+
+    def slopes(self, values: Tensor) -> Tensor:
+        """Return the derivative of each coefficient in the log length-scale; zero without one."""
+        if len(values) == 1:
+            return torch.zeros_like(values)
+        ratios = self._distances(values) / values[1]
+        return values[0] * torch.exp(-ratios) * ratios
+
+    def _distances(self, like: Tensor) -> Tensor:
+        return torch.tensor(self.squares, dtype=like.dtype, device=like.device).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,6 +216,17 @@ class BoundFilterGP(ClassCovariance):
     def coefficients(self) -> Tensor:
         sizes = [block.n_values for block in self.blocks]
         return torch.cat([b.coefficients(v) for b, v in zip(self.blocks, self.values.split(sizes), strict=True)])
+
+    @cached_property
+    def length_blocks(self) -> tuple[int, ...]:
+        """The number of each class's block among the blocks that have a length-scale; -1 if it has none."""
+        having = [number for number, block in enumerate(self.blocks) if block.n_values == 2]
+        return tuple(having.index(number) if number in having else -1 for number in self.class_blocks)
+
+    def coefficient_slopes(self) -> Tensor:
+        """Return the derivative of each coefficient in the log length-scale of its block, (classes,)."""
+        sizes = [block.n_values for block in self.blocks]
+        return torch.cat([b.slopes(v) for b, v in zip(self.blocks, self.values.split(sizes), strict=True)])
 
     @property
     def covariances(self) -> tuple[Tensor, ...]:

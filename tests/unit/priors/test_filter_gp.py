@@ -101,6 +101,18 @@ def test_gradients_in_the_values_are_differences(what: str) -> None:
     assert_close(gradient, slope(number, at), SOLVED)
 
 
+def test_slopes_in_the_log_length_scales_are_differences() -> None:
+    prior, step = bound(), 1e-5
+    moved = lambda sign: bound(
+        [v * (1 if i in (0, 2, 3, 5) else torch.e ** (sign * step)) for i, v in enumerate(VALUES)]
+    )
+    differences = (moved(1).coefficients() - moved(-1).coefficients()) / (2 * step)
+    assert_close(prior.coefficient_slopes(), differences, SOLVED)  # differences are right to the square of the step
+    having = [prior.blocks[number].n_values == 2 for number in prior.class_blocks]
+    assert [number >= 0 for number in prior.length_blocks] == having
+    assert sorted(set(prior.length_blocks)) == [-1, 0, 1, 2]
+
+
 def test_samples_have_the_covariance() -> None:
     """With a length-scale above one: there L Lᵀ and Lᵀ L differ most."""
     prior = bound((1.0, 2.0, 1.0, 1.0, 3.0, 1.0, 2.0))
