@@ -56,7 +56,7 @@ class LargeSettings:
     weight_of_tv: float = 6.5e-6
     samples: int = 256
     tuning: int = 200
-    memory: str = "48GB"
+    memory: str = "96GB"
     device: str = "cuda"
 
     @property
