@@ -142,7 +142,7 @@ def image_beliefs(
     matrix = scan.operator.dense().to(evidence.reconstruction.device)
     learned = float(evidence.noise_std)
     floor, mean = noise_floor(matrix, learned), evidence.reconstruction.reshape(scan.truth.shape)
-    flat = [torch.full((mean.numel(),), one.variance).to(mean) for one in isotropic_baselines(mean, matrix, learned)]
+    flat = [mean.new_full((mean.numel(),), one.variance) for one in isotropic_baselines(mean, matrix, learned)]
     beliefs = {UNIT: ImageBelief(mean, flat[0]), LEARNED: ImageBelief(mean, flat[1])}
     if dropout is not None:
         beliefs[DROPOUT] = ImageBelief(dropout.mean.double(), None, dropout, floor)

@@ -18,7 +18,8 @@ from experiments.tomography.scanning import DesignSettings, designed, quick
 from experiments.tomography.study import Study, StudySettings
 from lapwing.demo.result import Report
 
-TINY = {"steps": 30, "channels": 3}
+TINY = {"steps": 20, "channels": 3}  # of quick forms
+SMALL = {"size": 14}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,10 +48,11 @@ def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _study(arguments: argparse.Namespace, progress: Progress) -> Report:
     changes = _changes(arguments)
-    settings = replace(StudySettings(), **changes, **({"samples": 16} if arguments.quick else {}))
+    settings, choice = replace(StudySettings(), **changes), replace(quick(DesignSettings()), **changes)
+    if arguments.quick:
+        settings = replace(settings, angles=5, samples=16, **SMALL)
+        choice = replace(choice, counts=(2, 3), candidates=6, **SMALL)
     study = Study.of(settings, arguments.seed, progress)
-    choice = replace(quick(DesignSettings()), **changes)
-    choice = replace(choice, counts=(2, 3)) if arguments.quick else choice
     results = (
         study.scores(settings, arguments.seed),
         study.priors(settings, arguments.seed),
@@ -68,7 +70,7 @@ def _table(arguments: argparse.Namespace, progress: Progress) -> Report:
     grid = GridSettings(device=arguments.device, images=arguments.images or (2 if arguments.quick else 20))
     grid = replace(grid, **_changes(arguments))
     if arguments.quick:
-        grid = replace(grid, angles=(2, 3), noises=(0.05,), samples=16)
+        grid = replace(grid, angles=(3, 5), noises=(0.05,), samples=16)
     if arguments.angles:
         grid = replace(grid, angles=tuple(arguments.angles))
     truths = digits(arguments.data_dir, grid.images)
@@ -80,7 +82,7 @@ def _table(arguments: argparse.Namespace, progress: Progress) -> Report:
 def _angles(arguments: argparse.Namespace, progress: Progress) -> Report:
     settings = replace(DesignSettings(), **_changes(arguments))
     if arguments.quick:
-        settings = replace(settings, images=2, counts=(2, 3))
+        settings = replace(settings, images=2, counts=(2, 3), candidates=6, **SMALL)
     if arguments.images:
         settings = replace(settings, images=arguments.images)
     torch.set_num_threads(1)
@@ -91,7 +93,6 @@ def _angles(arguments: argparse.Namespace, progress: Progress) -> Report:
 def _large(arguments: argparse.Namespace, progress: Progress) -> Report:
     settings = replace(LargeSettings(device=arguments.device), **_changes(arguments))
     if arguments.quick:
-        small: dict[str, Any] = {"size": 33, "angles": 4, "bins": 17, "scales": 3, "samples": 8, "memory": "1GB"}
-        settings = replace(settings, **small)
+        settings = replace(settings, size=25, angles=4, bins=17, scales=3, samples=8, memory="1GB")
     result = large_reconstruction(settings, arguments.seed, progress)
     return Report(arguments.out / "tomography_large.json", (result,))

@@ -243,6 +243,9 @@ class _Joint:
         def image(parameters: dict[str, Tensor], z: Tensor, masks: Tensor | None) -> Tensor:
             return functional_call(self._shape, parameters, (z[None, None], masks))[0, 0]
 
+        if len(self._z) == 1:  # without vmap, which makes convolutions grouped and slower
+            one = {name: parameter[0] for name, parameter in parameters.items()}
+            return image(one, self._z[0], None if masks is None else masks[0])[None]
         dims = (0, 0, None if masks is None else 0)
         images: Tensor = vmap(image, in_dims=dims)(parameters, self._z, masks)
         return images
