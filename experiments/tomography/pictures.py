@@ -71,7 +71,7 @@ def _quantiles(axis: Any, result: Result) -> None:
 
 
 def prior_samples(result: Result, path: Path) -> None:
-    """Draw samples of each prior over images, a row for each, all in one range of grey values."""
+    """Draw samples of each prior over images, a row for each, in a range of grey values of its own."""
     names = [name.removeprefix("samples/") for name in result.arrays]
     drawn = {name: image_of(result, f"samples/{name}") for name in names}
     count = len(next(iter(drawn.values())))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from experiments.tomography.total_variation import total_variation
 from experiments.tomography.unet import UNet, seeded_unet
 from lapwing.demo.result import Result, Row, plain
 from lapwing.inverse import InversePosterior
+
+LONG = 3.0  # a length-scale in taps, at which the taps of a 3 x 3 filter are nearly equal
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Study:
     def priors(self, settings: StudySettings, seed: int) -> Result:
         """Return samples of three priors over images around the reconstruction, and their total variation."""
         named = {"independent weights": self.factorised, "filter GP, evidence": self.posteriors[EVIDENCE]}
+        named[f"filter GP, length-scale {LONG:g}"] = with_length_scale(self.posteriors[EVIDENCE], LONG)
         named["filter GP, TV-PredCP"] = self.posteriors[TV]
         rows, arrays = [], {}
         for name, posterior in named.items():
@@ -136,12 +140,31 @@ class Study:
 
     def hyperparameters(self, settings: StudySettings, seed: int) -> Result:
         """Return what was learned, and what it cost."""
-        rows = []
-        for name, posterior in (("independent weights", self.factorised), *self.posteriors.items()):
-            learned = {"log evidence": float(posterior.log_evidence()), "noise std": float(posterior.noise_std)}
-            rows.append(Row(name, {**learned, "true noise std": self.scan.noise_std}))
+        rows = [Row("independent weights", self._learned(self.factorised))]
+        for name, posterior in self.posteriors.items():
+            lengths = length_scales(posterior)
+            learned = {"shortest length": min(lengths), "longest length": max(lengths)}
+            rows.append(Row(name, {**self._learned(posterior), **learned}))
         notes = tuple(f"{name}: {seconds:.1f} s" for name, seconds in self.seconds.items())
         return Result("tomography, hyperparameters", plain(settings), seed, tuple(rows), self.seconds, {}, notes)
+
+    def _learned(self, posterior: InversePosterior) -> dict[str, float]:
+        noise = {"noise std": float(posterior.noise_std), "true noise std": self.scan.noise_std}
+        return {"log evidence": float(posterior.log_evidence()), **noise}
+
+
+def length_scales(posterior: InversePosterior) -> list[float]:
+    """Return the length-scales of a posterior's filter GP, in taps."""
+    prior: Any = posterior.prior
+    named = zip(prior.names, prior.values.tolist(), strict=True)
+    return [value for name, value in named if name.endswith("length_scale")]
+
+
+def with_length_scale(posterior: InversePosterior, length: float) -> InversePosterior:
+    """Return the posterior with this length-scale in all blocks of its filter GP, and the same variances."""
+    prior: Any = posterior.prior
+    values = [length if n.endswith("length_scale") else v for n, v in zip(prior.names, prior.values, strict=True)]
+    return posterior.with_problem(posterior.problem.with_precisions(torch.tensor(values).to(prior.values)))
 
 
 def _trained(unet: UNet, scan: Scan, setting: Setting, settings: StudySettings) -> Reconstruction:
