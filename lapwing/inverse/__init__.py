@@ -3,5 +3,6 @@
 from lapwing.inverse.fitting import fit
 from lapwing.inverse.observation import LinearOperator
 from lapwing.inverse.posterior import InversePosterior
+from lapwing.linalg.sparse import SparseOperator
 
-__all__ = ["InversePosterior", "LinearOperator", "fit"]
+__all__ = ["InversePosterior", "LinearOperator", "SparseOperator", "fit"]
