@@ -34,6 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=positive, help="number of images of the table (20) or of angles (6)")
     parser.add_argument("--angles", type=positive, nargs="*", help="numbers of angles of the table (5 10 20 30)")
     parser.add_argument("--steps", type=positive, help="training steps of a network")
+    parser.add_argument("--channels", type=positive, help="width of a network")
+    parser.add_argument("--size", type=positive, help="side of the large image in pixels (501)")
+    parser.add_argument("--memory", help="byte budget for the large image, such as 2GB (96GB)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, for the table and the large image")
 
 
@@ -43,7 +46,8 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    return ({"steps": arguments.steps} if arguments.steps else {}) | (TINY if arguments.quick else {})
+    given = {name: getattr(arguments, name) for name in ("steps", "channels") if getattr(arguments, name)}
+    return given | (TINY if arguments.quick else {})
 
 
 def _study(arguments: argparse.Namespace, progress: Progress) -> Report:
@@ -91,7 +95,8 @@ def _angles(arguments: argparse.Namespace, progress: Progress) -> Report:
 
 
 def _large(arguments: argparse.Namespace, progress: Progress) -> Report:
-    settings = replace(LargeSettings(device=arguments.device), **_changes(arguments))
+    given = {name: getattr(arguments, name) for name in ("size", "memory") if getattr(arguments, name)}
+    settings = replace(LargeSettings(device=arguments.device), **_changes(arguments), **given)
     if arguments.quick:
         settings = replace(settings, size=25, angles=4, bins=17, scales=3, samples=8, memory="1GB")
     result = large_reconstruction(settings, arguments.seed, progress)
