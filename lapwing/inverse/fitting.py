@@ -64,8 +64,8 @@ def fit(
         x: Its input with a batch dimension, as the model takes it. The outputs of several inputs are flattened
             together.
         y: The measurements (dy,).
-        operator: A, which acts on the flat output: a matrix (dy, dx), an object with ``rows``, ``size``, ``like``,
-            ``forward`` and ``back`` such as ``lw.linear.OperatorDesign``, or None for the identity.
+        operator: A, which acts on the flat output: a dense or sparse matrix (dy, dx), an object with ``rows``,
+            ``size``, ``like``, ``forward`` and ``back`` such as ``lw.linear.OperatorDesign``, or None for the identity.
         prior: The prior over the weights: ``lw.priors.filter_gp()``, ``lw.isotropic()``, ``lw.per_layer()``,
             ``lw.grouped(...)``, or a number for an isotropic precision. Used as given, unless a tuner is given. None
             learns a ``filter_gp()`` with one block for each parameter.

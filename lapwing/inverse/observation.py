@@ -13,6 +13,7 @@ from lapwing.core.settings import seen
 from lapwing.errors import DataError
 from lapwing.linalg.design import OperatorDesign
 from lapwing.linalg.features import WIDE, refuse_unpaired
+from lapwing.linalg.sparse import SparseOperator
 
 
 @runtime_checkable
@@ -137,13 +138,16 @@ class MatrixOperator:
         return MatrixOperator(self.matrix.to(device=device, dtype=dtype))
 
 
-def _matrix_operator(matrix: Tensor, like: Tensor) -> MatrixOperator:
-    if matrix.layout is not torch.strided or matrix.ndim != 2 or matrix.numel() == 0:
-        raise DataError(
-            f"the operator is a tensor of shape {tuple(matrix.shape)} and layout {matrix.layout}; expected a dense "
-            "matrix (dy, dx). For a sparse one give an object with its products, such as lw.linear.OperatorDesign."
-        )
+def _matrix_operator(matrix: Tensor, like: Tensor) -> LinearOperator:
+    """Return the operator of a dense or sparse matrix, on the device and in the dtype of ``like``."""
+    if matrix.ndim != 2 or 0 in matrix.shape:
+        raise DataError(f"the operator is a tensor of shape {tuple(matrix.shape)}; expected a matrix (dy, dx).")
     if matrix.is_complex():
         raise DataError(f"the operator is {matrix.dtype}; expected real numbers.")
+    if matrix.layout is not torch.strided:
+        entries = matrix.detach().to_sparse_coo().coalesce()
+        check_finite(entries.values(), "the operator")
+        row, column = entries.indices()
+        return SparseOperator.from_entries(row, column, entries.values().to(like), (matrix.shape[0], matrix.shape[1]))
     check_finite(matrix, "the operator")
     return MatrixOperator(matrix.detach().to(like))

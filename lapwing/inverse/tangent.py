@@ -12,26 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 
-from lapwing.core.inputs import Inputs, call, check_finite, map_tensors, moved
+from lapwing.core.inputs import Inputs, check_finite, map_tensors, moved
 from lapwing.core.memory import gathered, runs
 from lapwing.core.switches import FORWARD_MODE, math_attention, quiet
 from lapwing.errors import DataError, InputError, ModelError
-from lapwing.networks.forward import REFUSED, device_of, refuse_distributed, refuse_training_mode, unwrapped
+from lapwing.networks.forward import REFUSED, BatchCall, device_of, refuse_distributed, refuse_training_mode, unwrapped
 from lapwing.networks.selection import AllWeights, Named, Selection, Weights, float_parameters, selected
 
 PIECE = 0.2  # share of the byte budget for the pass of one chunk of vectors
 MOST = 512  # vectors in one chunk; more are no faster
-
-
-class _Call(nn.Module):
-    """A module whose argument is an input in any of its forms, and whose output is flat."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, inputs: Inputs) -> Any:
-        return call(self.inner, inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +31,7 @@ class Tangent:
     one with ``Tangent.build``.
     """
 
-    module: _Call
+    module: BatchCall
     x: Inputs
     selection: Selection
     output: Tensor  # as the model returns it
@@ -57,7 +46,7 @@ class Tangent:
         inputs = moved(x, lambda t: t.detach().to(device))
         check_finite(inputs, "inputs")
         selection = chosen_weights(unwrapped(model), weights)
-        module = _Call(private)
+        module = BatchCall(private)
         return cls(module, inputs, selection, _output(module, inputs))
 
     def to(self, dtype: torch.dtype) -> Tangent:

@@ -115,7 +115,7 @@ def model_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] 
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
         with lent(model) as one, unfused_attention, without_checkpoints():
-            out = call(one, inputs) if values is None else functional_call(_Call(one), _renamed(values), (inputs,))
+            out = call(one, inputs) if values is None else functional_call(BatchCall(one), _renamed(values), (inputs,))
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
             raise
@@ -161,7 +161,7 @@ def own_loss(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
 
 
-class _Call(nn.Module):
+class BatchCall(nn.Module):
     """A module whose argument is a batch in any of its forms."""
 
     def __init__(self, inner: nn.Module) -> None:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.images import ImageForm
@@ -32,6 +31,11 @@ class ImagePredictive(Predictive, Protocol):
 
     pixels: Any  # the predictive of (B, H W, C)
     form: ImageForm
+
+    @property
+    def distribution(self) -> Any:
+        """The distribution of each pixel, with the batch shape (B, H W), as a ``torch.distributions`` object."""
+        return self.pixels.distribution
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-probability or log-density of the targets of each pixel, (B, H, W).
@@ -88,12 +92,6 @@ class ImageClasses(ImageLabelPredictive, ClassPredictive):
     form: ImageForm
 
     @property
-    def distribution(self) -> Categorical:
-        """The distribution of each pixel, with the batch shape (B, H W), as a ``torch.distributions`` object."""
-        distribution: Categorical = self.pixels.distribution
-        return distribution
-
-    @property
     def log_probs(self) -> Tensor:
         return self.form.outputs(self.pixels.log_probs)
 
@@ -113,12 +111,6 @@ class ImageLabels(ImageLabelPredictive, MultilabelPredictive):
     pixels: Any
     form: ImageForm
 
-    @property
-    def distribution(self) -> Distribution:
-        """The distribution of each pixel, with the batch shape (B, H W), as a ``torch.distributions`` object."""
-        distribution: Distribution = self.pixels.distribution
-        return distribution
-
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the labels, (n, B, C, H, W)."""
         return self.form.outputs(self.pixels.sample(n, generator))
@@ -130,12 +122,6 @@ class ImageNumbers(ImagePredictive, NumberPredictive):
 
     pixels: Any
     form: ImageForm
-
-    @property
-    def distribution(self) -> Distribution:
-        """The distribution of each pixel, with the batch shape (B, H W), as a ``torch.distributions`` object."""
-        distribution: Distribution = self.pixels.distribution
-        return distribution
 
     @property
     def mean(self) -> Tensor:

@@ -40,11 +40,12 @@ def operators() -> dict[str, Any]:
     return {
         "matrix": a,
         "functions": OperatorDesign(DY, DX, lambda v: v @ a.mT, lambda u: u @ a, a[:0, 0]),
-        "sparse": lw.inverse.SparseOperator.from_entries(*a.nonzero().unbind(1), a[a != 0], (DY, DX)),
+        "sparse": a.to_sparse(),
+        "entries": lw.inverse.SparseOperator.from_entries(*a.nonzero().unbind(1), a[a != 0], (DY, DX)),
     }
 
 
-@pytest.mark.parametrize("kind", ["matrix", "functions", "sparse"])
+@pytest.mark.parametrize("kind", ["matrix", "functions", "sparse", "entries"])
 @pytest.mark.parametrize("image", [True, False])
 def test_covariance_and_evidence_are_the_dense_ones(kind: str, image: bool) -> None:
     posterior, one = fitted(operator=operators()[kind]), case()
