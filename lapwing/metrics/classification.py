@@ -148,7 +148,7 @@ def calibration(confidence: Values, correct: Values, bins: int = 15) -> Calibrat
             f"{confidence.max():.3g}; expected probabilities (B,), and correct True or False for each."
         )
     inner = torch.arange(1, bins, dtype=torch.float64, device=confidence.device) / bins
-    which = torch.bucketize(confidence, inner)
+    which = torch.bucketize(confidence.contiguous(), inner)
     counts = torch.bincount(which, minlength=bins).double()
     return Calibration(
         torch.bincount(which, confidence, minlength=bins) / counts,
