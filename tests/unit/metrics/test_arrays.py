@@ -89,11 +89,12 @@ def test_what_is_no_data_is_refused(name: str, change: str) -> None:
         score(first, *data[1:])
 
 
-@pytest.mark.parametrize("name", [name for name, (_, data) in CALLS.items() if len(data) > 1])
+DETECTION = {"auroc", "aupr", "fpr95"}  # inside and outside may have different lengths
+
+
+@pytest.mark.parametrize("name", [name for name, (_, data) in CALLS.items() if len(data) > 1 and name not in DETECTION])
 def test_an_argument_of_another_length_is_refused(name: str) -> None:
     score, data = CALLS[name]
-    if name in ("auroc", "aupr", "fpr95"):
-        pytest.skip("inside and outside may have different lengths")
     with pytest.raises(lw.errors.DataError, match="expected"):
         score(*data[:-1], data[-1][:-2])
 

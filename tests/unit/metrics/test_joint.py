@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -96,7 +97,7 @@ def test_equal_seeds_give_equal_pairs() -> None:
 
 
 @pytest.mark.parametrize("score", [metrics.joint_log_likelihood, metrics.dyadic_log_likelihood])
-def test_ignored_labels_and_images(score: type) -> None:
+def test_ignored_labels_and_images(score: Callable[..., float]) -> None:
     some = torch.tensor([2, -100, 1, 2])
     kept = score(PROBS[:, some != -100], some[some != -100])
     assert score(PROBS, some) == pytest.approx(kept, rel=1e-12)
@@ -105,7 +106,7 @@ def test_ignored_labels_and_images(score: type) -> None:
 
 
 @pytest.mark.parametrize("score", [metrics.joint_log_likelihood, metrics.dyadic_log_likelihood])
-def test_what_is_no_draw_of_probabilities_is_refused(score: type) -> None:
+def test_what_is_no_draw_of_probabilities_is_refused(score: Callable[..., float]) -> None:
     for wrong in (PROBS[0], PROBS[:0], PROBS[:, :3], PROBS.transpose(0, 1)):
         with pytest.raises(DataError, match=r"expected \(S, B, C\)"):
             score(wrong, Y)

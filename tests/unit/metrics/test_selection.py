@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 
 import pytest
@@ -49,7 +50,7 @@ def test_the_best_and_the_worst_order() -> None:
 
 
 @pytest.mark.parametrize("score", [metrics.aurc, metrics.risk_coverage])
-def test_uncertainties_of_another_shape_are_refused(score: type) -> None:
+def test_uncertainties_of_another_shape_are_refused(score: Callable[..., object]) -> None:
     for wrong in (UNCERTAINTY[:5], UNCERTAINTY.unsqueeze(1), torch.tensor(0.5)):
         with pytest.raises(DataError, match="expected the same"):
             score(wrong, LOSS)
