@@ -90,6 +90,11 @@ def test_cqm_is_zero_for_right_coverages_and_half_at_worst() -> None:
     assert metrics.cqm(torch.tensor([0.25, 0.75])) == pytest.approx(0.25)
 
 
+def test_the_ends_of_intervals_belong_to_them() -> None:
+    values = torch.tensor([0.25, 0.5, 0.5, 0.0])  # levels ½, 0, 0 and 1 include them
+    assert metrics.cqm(values, [0.5]) == pytest.approx(3 / 4 - 1 / 2)
+
+
 @pytest.mark.parametrize("level", [0.0, 1.0, 95, -0.1, None, "0.9", True])
 def test_levels_that_are_no_probabilities_are_refused(level: float) -> None:
     one = torch.ones(3)
