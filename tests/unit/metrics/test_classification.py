@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, log_loss
 
 from lapwing import metrics
+from lapwing.errors import DataError
 
 
 @pytest.fixture
@@ -77,3 +79,72 @@ def test_a_label_of_probability_zero_costs_infinity() -> None:
 def test_labels_of_another_shape_are_refused(y: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"expected probabilities \(B, C\) and whole class numbers \(B,\)"):
         metrics.categorical_nll(torch.full((4, 2), 0.5), y)
+
+
+# Bins of equally many predictions
+
+
+@pytest.mark.parametrize("bins", [1, 4, 15])
+def test_adaptive_ece_equals_a_loop_over_sorted_parts(scored: tuple[torch.Tensor, torch.Tensor], bins: int) -> None:
+    probs, y = scored
+    ordered = sorted((max(row), float(row.index(max(row)) == label)) for row, label in zip(probs.tolist(), y.tolist()))
+    total = 0.0
+    for part in np.array_split(np.array(ordered), bins):
+        total += len(part) / len(y) * abs(part[:, 1].mean() - part[:, 0].mean())
+    assert metrics.adaptive_ece(probs, y, bins) == pytest.approx(total, rel=1e-12)
+
+
+def test_adaptive_ece_gives_each_prediction_a_bin_if_there_are_few(scored: tuple[torch.Tensor, torch.Tensor]) -> None:
+    probs, y = (t[:7] for t in scored)
+    confidence, guess = probs.max(1)
+    expected = float((confidence - (guess == y).double()).abs().mean())
+    assert metrics.adaptive_ece(probs, y) == pytest.approx(expected, rel=1e-12)
+
+
+def test_adaptive_ece_does_not_depend_on_the_order_of_equal_confidences() -> None:
+    probs = torch.tensor([[0.75, 0.25]], dtype=torch.float64).repeat(12, 1)
+    y = torch.tensor([0] * 9 + [1] * 3)
+    assert metrics.adaptive_ece(probs, y, bins=5) == pytest.approx(0, abs=1e-12)
+    mixed, order = probs.clone(), torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    mixed[::2] = torch.tensor([0.4, 0.6], dtype=torch.float64)
+    assert metrics.adaptive_ece(mixed, y, 5) == pytest.approx(metrics.adaptive_ece(mixed[order], y[order], 5))
+    assert metrics.adaptive_ece(mixed, y, 5) > 0.01
+
+
+# Labels that do not count, and images
+
+
+SCORES = ["categorical_nll", "accuracy", "brier", "ece", "adaptive_ece"]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_ignored_labels_do_not_count(scored: tuple[torch.Tensor, torch.Tensor], score: str) -> None:
+    probs, y = scored
+    score_of, some, kept = getattr(metrics, score), y.clone(), torch.arange(len(y)) % 3 > 0
+    some[~kept] = -100
+    assert score_of(probs, some) == pytest.approx(score_of(probs[kept], y[kept]), rel=1e-12)
+    some[~kept] = 255
+    assert score_of(probs, some, ignore_index=255) == pytest.approx(score_of(probs[kept], y[kept]), rel=1e-12)
+    with pytest.raises(DataError, match="labels run from 0 to 255"):
+        score_of(probs, some)
+    with pytest.raises(DataError, match="every label is ignored"):
+        score_of(probs, torch.full_like(y, -100))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_pixels_of_images_are_data(scored: tuple[torch.Tensor, torch.Tensor], score: str) -> None:
+    probs, y = (t[:210] for t in scored)
+    images, masks = probs.reshape(3, 7, 10, 5).movedim(3, 1), y.reshape(3, 7, 10)
+    assert getattr(metrics, score)(images, masks) == pytest.approx(getattr(metrics, score)(probs, y), rel=1e-12)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_rows_that_do_not_sum_to_one_are_refused(scored: tuple[torch.Tensor, torch.Tensor], score: str) -> None:
+    probs, y = scored
+    for wrong in (0.9 * probs, probs.log(), probs - 0.2):
+        with pytest.raises(DataError, match="do not sum to one"):
+            getattr(metrics, score)(wrong, y)
+
+
+def test_a_probability_below_zero_by_rounding_is_zero() -> None:
+    assert metrics.categorical_nll(torch.tensor([[1.0, -1e-8]]), torch.tensor([1])) == math.inf
