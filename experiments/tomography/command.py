@@ -47,7 +47,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(arguments, name) for name in ("steps", "channels") if getattr(arguments, name)}
-    return given | (TINY if arguments.quick else {})
+    return (TINY if arguments.quick else {}) | given
 
 
 def _study(arguments: argparse.Namespace, progress: Progress) -> Report:

@@ -308,6 +308,8 @@ def _check_networks(
 
 def _check_measured(operator: Operator, y: Tensor, z: Tensor) -> None:
     """Raise unless the operator maps images of the size of z to measurements of the size of y."""
+    if not hasattr(operator, "forward"):
+        raise DataError(f"the operator is {seen(operator)}; expected an object with forward, such as a SparseOperator.")
     try:
         measured = operator.forward(z[:1].flatten(1))
     except RuntimeError as error:

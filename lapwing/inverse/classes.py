@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,9 @@ class ClassMatrices:
         observation, prior = problem.observation, problem.prior
         with torch.no_grad():
             if not image:
-                return cls(prior.class_grams(problem.rows(observation, "rows of A J")))
+                return cls(_finite(prior.class_grams(problem.rows(observation, "rows of A J"))))
             pixels = Observation(None, observation.size, observation.size)
-            matrices = prior.class_grams(problem.rows(pixels, "rows of J"))
+            matrices = _finite(prior.class_grams(problem.rows(pixels, "rows of J")))
             if observation.operator is None:
                 return cls(matrices, matrices)
             return cls(torch.stack([observation.sandwich(matrix) for matrix in matrices]), matrices)
@@ -47,6 +48,16 @@ class ClassMatrices:
         """Return the log-determinant of ``covariance``, differentiable once in coefficients and noise."""
         value: Tensor = _Logdet.apply(coefficients, noise, self)
         return value
+
+
+def _finite(matrices: Tensor) -> Tensor:
+    """Return the matrices; raise if the Jacobian that they come from is not finite."""
+    if not math.isfinite(float(matrices.sum())):
+        raise NumericalError(
+            "the Jacobian of the network holds NaN or infinity; expected finite numbers. The derivative of an "
+            "operation is not finite, such as that of a square root at zero."
+        )
+    return matrices
 
 
 def weighted_sum(matrices: Tensor, coefficients: Tensor) -> Tensor:

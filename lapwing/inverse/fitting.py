@@ -13,27 +13,25 @@ from lapwing.core.inputs import Inputs, refuse_meta
 from lapwing.core.memory import budget, refuse_beyond
 from lapwing.core.progress import shows_inner_progress
 from lapwing.core.random import independent_generator
-from lapwing.core.settings import GENERATOR, NUMBER, POSITIVE, Rule, one_of
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.core.settings import GENERATOR, NUMBER, Rule, one_of
+from lapwing.errors import DataError
 from lapwing.inverse.classes import ClassMatrices
 from lapwing.inverse.observation import LinearOperator, Observation
 from lapwing.inverse.posterior import InversePosterior
-from lapwing.inverse.problem import InverseProblem
+from lapwing.inverse.problem import InverseProblem, bound_prior
 from lapwing.inverse.tangent import Tangent
 from lapwing.networks.forward import outside_autocast
 from lapwing.networks.selection import Weights
 from lapwing.priors.bound import Prior
 from lapwing.priors.filter_gp import BoundFilterGP, filter_gp
-from lapwing.priors.given import Isotropic
 from lapwing.priors.structured import ClassCovariance
 from lapwing.tuners.protocol import Tuner, checked_tuner
 
 SOLVERS = ("auto", "exact", "cg")
 DOUBLE = 2**28  # rows times weights up to which a float32 network is computed in float64
 PIXELS = 4  # times the measurements: up to so many pixels the class matrices of the image are computed
-PRIOR = Rule(
-    "a precision, or an object such as lw.priors.filter_gp()",
-    lambda v: not isinstance(v, type) and (isinstance(v, Prior) or POSITIVE.holds(v)),
+NOISE = Rule(
+    "a positive number whose square is one too", lambda v: NUMBER.holds(v) and 1e-150 < float(v) < 1e150, DataError
 )
 
 
@@ -99,11 +97,11 @@ def fit(
     GENERATOR.check("generator", generator)
     one_of(SOLVERS).check("solver", solver)
     if noise_std is not None:
-        NUMBER.check("noise_std", noise_std)
+        NOISE.check("noise_std", noise_std)
     if tuner is not None:
         checked_tuner(tuner)
     tangent = _wide(Tangent.build(model, x, weights))
-    bound = _bound(filter_gp() if prior is None else prior, tangent)
+    bound = bound_prior(filter_gp() if prior is None else prior, tangent)
     observation = Observation.of(operator, tangent.size, tangent.f)
     measurements = _measurements(y, observation.rows, tangent.device)
     exact, image = _plan(solver, bound, observation, tangent)
@@ -124,20 +122,6 @@ def fit(
 def _wide(tangent: Tangent) -> Tangent:
     """Return the tangent model in float32 or float64: half precision has too few digits for covariances."""
     return tangent if tangent.dtype in (torch.float32, torch.float64) else tangent.to(torch.float32)
-
-
-def _bound(given: Any, tangent: Tangent) -> ClassCovariance:
-    """Return the prior of the selected weights; raise unless its covariance has a few classes."""
-    PRIOR.check("prior", given)
-    given = given if isinstance(given, Prior) else Isotropic(given)
-    if given.needs_groups or given.needs_curvature:
-        raise UnsupportedError(
-            f"the prior {type(given).__name__} takes groups or a scale from the data of lw.fit; expected filter_gp(), "
-            "isotropic(), per_layer() or grouped()."
-        )
-    bound = given.structured(tangent.selection, tangent.f)
-    _ = bound.parts  # raises if there are too many classes
-    return bound
 
 
 def _measurements(y: Any, rows: int, device: torch.device) -> Tensor:
@@ -169,7 +153,7 @@ def _plan(solver: str, prior: ClassCovariance, observation: Observation, tangent
 def _noise(std: float | None, problem: InverseProblem) -> Tensor:
     """Return the noise variance: the given one, or the mean square of y - A f(x)."""
     if std is not None:
-        return torch.tensor(float(std) ** 2, dtype=torch.float64, device=problem.network.device)
+        return torch.tensor(float(std), dtype=torch.float64, device=problem.network.device).square()
     variance = problem.residual.square().mean()
     if not float(variance) > 1e-30:
         raise DataError(

@@ -73,8 +73,8 @@ class Observation:
             operator = _matrix_operator(operator, like)
         if isinstance(operator, type) or not isinstance(operator, LinearOperator):
             raise DataError(
-                f"the operator is {seen(operator)}; expected a matrix (dy, {size}), an object with rows, size, like, "
-                "forward and back, such as lw.linear.OperatorDesign, or None for the identity."
+                f"the operator is {_described(operator)}; expected a matrix (dy, {size}), an object with rows, size, "
+                "like, forward and back, such as lw.linear.OperatorDesign, or None for the identity."
             )
         if operator.like.dtype not in WIDE:
             raise DataError(f"the operator takes {operator.like.dtype}; expected float32 or float64.")
@@ -108,6 +108,11 @@ class Observation:
             return matrix
         outer = self.forward(self.forward(matrix).mT)
         return 0.5 * (outer + outer.mT)
+
+
+def _described(operator: Any) -> str:
+    """Describe what is no operator; an array by its type alone."""
+    return f"a {type(operator).__name__}" if hasattr(operator, "__array__") else seen(operator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,4 +155,4 @@ def _matrix_operator(matrix: Tensor, like: Tensor) -> LinearOperator:
         row, column = entries.indices()
         return SparseOperator.from_entries(row, column, entries.values().to(like), (matrix.shape[0], matrix.shape[1]))
     check_finite(matrix, "the operator")
-    return MatrixOperator(matrix.detach().to(like))
+    return MatrixOperator(matrix.detach().to(like, copy=True))  # later changes of the matrix do not matter

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from lapwing.core.memory import gathered, refuse_beyond
-from lapwing.core.settings import GENERATOR, Rule, require_integer
+from lapwing.core.settings import GENERATOR, NUMBER, Rule, require_integer, seen
 from lapwing.core.trace import Trace
-from lapwing.errors import DataError
+from lapwing.errors import DataError, UnsupportedError
 from lapwing.inverse.belief import Belief
 from lapwing.inverse.classes import ClassMatrices
 from lapwing.inverse.problem import InverseProblem
 from lapwing.linalg.operators import Solution
 from lapwing.linalg.randomised import Eigenpairs
 from lapwing.networks.forward import outside_autocast, outside_inference
+from lapwing.priors.bound import Prior
 from lapwing.priors.structured import ClassCovariance
 from lapwing.tuners.evidence import Ascend, MaximiseEvidence
 from lapwing.tuners.protocol import Tuner, applied
@@ -77,7 +78,7 @@ class InversePosterior:
     @property
     def reconstruction(self) -> Tensor:
         """The output of the network, the mean of the belief."""
-        return self.problem.network.output.reshape(self.shape)
+        return self.problem.network.output.reshape(self.shape).clone()
 
     # What tuners ask.
 
@@ -86,16 +87,19 @@ class InversePosterior:
         """The noise variance if it is to be learned; None if it was given."""
         return self.noise_variance if self.learns_noise else None
 
-    def with_noise(self, noise: Tensor) -> InversePosterior:
+    def with_noise(self, noise: Tensor | float) -> InversePosterior:
         """Return the posterior with another noise variance."""
+        if not isinstance(noise, Tensor):
+            NUMBER.check("noise", noise)
+            noise = torch.tensor(noise, dtype=torch.float64, device=self.noise_variance.device)
         return replace(self, noise_variance=noise, pairs=self._nearby)
 
     def with_problem(self, problem: InverseProblem) -> InversePosterior:
         """Return the posterior of a problem with other hyperparameters of the prior."""
         return replace(self, problem=problem, pairs=self._nearby)
 
-    def with_prior(self, prior: ClassCovariance) -> InversePosterior:
-        """Return the posterior under another bound prior with the same blocks, such as ``posterior.prior`` changed."""
+    def with_prior(self, prior: ClassCovariance | Prior | float) -> InversePosterior:
+        """Return the posterior under another prior with the same blocks, such as ``posterior.prior`` changed."""
         return self.with_problem(self.problem.with_prior(prior))
 
     def with_trace(self, trace: Trace) -> InversePosterior:
@@ -114,7 +118,9 @@ class InversePosterior:
 
         Raises:
             DivergedError: If a hyperparameter has no optimum.
+            UnsupportedError: If the tuner is one of those that need the data of ``lw.fit``.
         """
+        refuse_other_tuners(tuner)
         default = Ascend() if self.classes is None else MaximiseEvidence(noise=True, max_steps=200)
         return replace(applied(default if tuner is None else tuner, self), pairs=None)
 
@@ -137,7 +143,11 @@ class InversePosterior:
 
         Raises:
             NumericalError: If a residual is above the tolerance, 1e-8 for conjugate gradients (1e-4 in float32).
+            DataError: If the rows have another shape.
         """
+        width = self.problem.observation.rows
+        if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != width:
+            raise DataError(f"rows is {seen(rows)}; expected (K, {width}).")
         return self.belief.solve(rows)
 
     @outside_autocast
@@ -170,15 +180,19 @@ class InversePosterior:
         """
         return self.belief.covariance()
 
-    @cached_property
-    @outside_autocast
-    @outside_inference
+    @property
     def variance(self) -> Tensor:
         """The variance of every pixel, in the shape of the image.
 
         Exact with the solver "exact" if (dx, dx) fits the byte budget, otherwise the mean square of 1,024 samples:
         ``variance_error`` says which.
         """
+        return self._variance.clone()
+
+    @cached_property
+    @outside_autocast
+    @outside_inference
+    def _variance(self) -> Tensor:
         return self.belief.variance().to(self.problem.network.dtype).reshape(self.shape)
 
     @property
@@ -269,4 +283,13 @@ class InversePosterior:
         return (
             f"InversePosterior(image {self.shape}, {self.problem.observation.rows} measurements, "
             f"{network.selection.size} weights, solver {self.solver!r})"
+        )
+
+
+def refuse_other_tuners(tuner: Tuner | None) -> None:
+    """Raise for a tuner of the library that needs more than an evidence: data, or effective parameters."""
+    if type(tuner).__module__.startswith("lapwing.tuners.") and not isinstance(tuner, MaximiseEvidence | Ascend):
+        raise UnsupportedError(
+            f"tuner is {type(tuner).__name__}; expected MaximiseEvidence or Ascend, as an inverse problem has no data "
+            "of inputs and targets."
         )

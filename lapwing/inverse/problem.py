@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.core.memory import budget, gathered, runs
 from lapwing.core.progress import ProgressBar, is_showing
+from lapwing.core.settings import POSITIVE, Rule
 from lapwing.errors import UnsupportedError
 from lapwing.inverse.observation import Observation
 from lapwing.inverse.tangent import Tangent
+from lapwing.priors.bound import Prior
+from lapwing.priors.given import Isotropic
 from lapwing.priors.structured import ClassCovariance, same_classes
 
 PIECES = 0.35  # share of the byte budget for rows of the Jacobian; products of them take nearly as much again
+PRIOR = Rule(
+    "a precision, or an object such as lw.priors.filter_gp()",
+    lambda v: not isinstance(v, type) and (isinstance(v, Prior) or POSITIVE.holds(v)),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +47,9 @@ class InverseProblem:
         """The number that tuners divide the log evidence by: weights or measurements, whichever are fewer."""
         return min(self.network.selection.size, self.observation.rows)
 
-    def with_prior(self, prior: ClassCovariance) -> InverseProblem:
-        """Return the problem with another prior of the same structure."""
+    def with_prior(self, given: ClassCovariance | Prior | float) -> InverseProblem:
+        """Return the problem with another prior of the same structure, bound to the weights or as users give it."""
+        prior: Any = given if hasattr(given, "selection") else bound_prior(given, self.network)
         if not same_classes(prior, self.prior):
             raise UnsupportedError(
                 "the prior has other blocks than that of the fit; expected the same blocks with other values. Fit "
@@ -121,3 +130,17 @@ class InverseProblem:
 def _filters(parameter: Tensor) -> int:
     """Return the number of slices along the first dimension."""
     return parameter.shape[0] if parameter.ndim else 1
+
+
+def bound_prior(given: Any, tangent: Tangent) -> ClassCovariance:
+    """Return the prior of the selected weights; raise unless its covariance has a few classes."""
+    PRIOR.check("prior", given)
+    given = given if isinstance(given, Prior) else Isotropic(given)
+    if given.needs_groups or given.needs_curvature:
+        raise UnsupportedError(
+            f"the prior {type(given).__name__} takes groups or a scale from the data of lw.fit; expected filter_gp(), "
+            "isotropic(), per_layer() or grouped()."
+        )
+    bound = given.structured(tangent.selection, tangent.f)
+    _ = bound.parts  # raises if there are too many classes
+    return bound

@@ -42,12 +42,13 @@ class Tangent:
         device = device_of(model)
         refuse_distributed(model)
         refuse_training_mode(model)
-        private = copy.deepcopy(unwrapped(model)).requires_grad_(False)
-        inputs = moved(x, lambda t: t.detach().to(device))
+        inputs = moved(x, lambda t: t.detach().to(device, copy=True))  # later changes of x do not matter
         check_finite(inputs, "inputs")
         selection = chosen_weights(unwrapped(model), weights)
-        module = BatchCall(private)
-        return cls(module, inputs, selection, _output(module, inputs))
+        module = BatchCall(_private(unwrapped(model)))
+        output = _output(module, inputs)
+        _refuse_random(output, _output(module, inputs))
+        return cls(module, inputs, selection, output)
 
     def to(self, dtype: torch.dtype) -> Tangent:
         """Return the same model in another dtype; itself if it has that dtype."""
@@ -167,8 +168,40 @@ def chosen_weights(model: nn.Module, weights: Weights | None) -> Selection:
     return selected(model, weights.needs(model))
 
 
+def _private(model: nn.Module) -> nn.Module:
+    """Return a copy of the model without gradients."""
+    try:
+        return copy.deepcopy(model).requires_grad_(False)
+    except RuntimeError as error:  # of tensors that are no leaves, such as those of the old nn.utils.weight_norm
+        raise ModelError(
+            f"the model cannot be copied: {error}. Remove hooks that compute weights, for example with "
+            "nn.utils.remove_weight_norm, or use nn.utils.parametrizations."
+        ) from error
+
+
+def _refuse_random(output: Tensor, again: Tensor) -> None:
+    """Raise if two runs differ by more than rounding: output and Jacobian would belong to different functions."""
+    change, scale = float((output - again).abs().max()), float(output.abs().max())
+    if change > torch.finfo(output.dtype).eps ** 0.5 * scale:
+        raise ModelError(
+            f"two runs of the model with the same input differ by {change:.3g}; expected the same output. Switch "
+            "random operations off, such as noise or dropout with training=True."
+        )
+
+
 def _kernels(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights of convolution layers that require a gradient."""
+    """Return the names of the weights of convolution layers that require a gradient.
+
+    Raises:
+        ModelError: A layer computes its kernel from other parameters, which then would be left out.
+    """
+    for name, module in model.named_modules():
+        if _is_convolution(module) and "weight" not in dict(module.named_parameters(recurse=False)):
+            raise ModelError(
+                f"the kernel of {name or 'the model'} is computed from other parameters (weight_norm, spectral_norm or "
+                "another parametrisation); expected a parameter. Give weights=lw.named(pattern) or lw.all_weights, or "
+                "remove the parametrisation."
+            )
     layers = {f"{name}.weight" if name else "weight" for name, m in model.named_modules() if _is_convolution(m)}
     return tuple(name for name, p in float_parameters(model).items() if name in layers and p.requires_grad)
 

@@ -93,7 +93,19 @@ def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
 
 def _repeated(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, name: str, tolerance: float) -> Tensor:
     """Return the product in float64; raise if its shape is wrong, it is not finite, or a second call differs."""
-    first = product(rows)
+    try:
+        first = product(rows)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"{name} of an operator raises {type(error).__name__}: {error}. Expected it to map rows "
+            f"{tuple(rows.shape)} to ({len(rows)}, {width}), for any number of rows."
+        ) from error
+    if not isinstance(first, Tensor):
+        raise DataError(
+            f"{name} of an operator returned a {type(first).__name__}; expected a tensor ({len(rows)}, {width})."
+        )
     if first.shape != (len(rows), width):
         raise DataError(
             f"{name} of an OperatorDesign made {tuple(first.shape)} of rows {tuple(rows.shape)}; expected "

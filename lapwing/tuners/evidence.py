@@ -79,6 +79,11 @@ class Search:
             raise UnsupportedError(
                 f"the hyperprior gave {seen(density)}; expected a log density, a tensor with one entry."
             )
+        if density.is_complex() or (value.requires_grad and not density.requires_grad):
+            raise UnsupportedError(
+                f"the hyperprior gave {seen(density)} that does not depend on the hyperparameters; expected a real "
+                "number computed from the posterior that it is called with, without detach()."
+            )
         return value + density.reshape(()).to(value)
 
     def step(self, x: Tensor, score: float = math.nan, gamma: float | None = None) -> Step:

@@ -11,6 +11,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.linalg.design import OperatorDesign
+from tests.tolerances import assert_close
 from tests.unit.inverse.problems import DX, DY, D, case, fitted
 
 A = case().a
@@ -33,6 +34,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative noise": ({"noise_std": -0.1}, "noise_std is -0.1; expected a positive number"),
     "no noise": ({"noise_std": 0.0}, "noise_std is 0.0"),
     "noise of NaN": ({"noise_std": float("nan")}, "noise_std is nan"),
+    "noise without a square": ({"noise_std": 1e-200}, "noise_std is 1e-200; expected a positive number whose square"),
+    "large noise": ({"noise_std": 1e200}, "noise_std is 1e.200"),
     "noise as text": ({"noise_std": "low"}, "noise_std is 'low'"),
     "width of A": ({"operator": A[:, :-1]}, "takes 39 numbers and the network returns 40"),
     "a vector": ({"operator": A[0]}, r"tensor of shape \(40,\).*expected a matrix"),
@@ -44,6 +47,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "width of functions": ({"operator": functions(size=DX + 1)}, "takes 41 numbers and the network returns 40"),
     "not the transpose": ({"operator": functions(back=lambda u: u @ A + 1.0)}, "back is not the transpose of forward"),
     "wrong images": ({"operator": functions(forward=lambda v: v)}, r"made \(2, 40\) of rows"),
+    "arrays as results": ({"operator": functions(forward=lambda v: (v @ A.mT).numpy())}, "returned a ndarray"),
+    "one vector alone": ({"operator": functions(forward=lambda v: A @ v.reshape(DX))}, "forward of an operator raises"),
+    "an array": ({"operator": A.numpy()}, "the operator is a ndarray; expected a matrix"),
     "half precision": ({"operator": functions(like=A[:0, 0].half())}, "takes torch.float16; expected float32"),
     "solver": ({"solver": "exakt"}, "Did you mean 'exact'"),
     "weights": ({"weights": lw.last_layer}, "expected lw.all_weights, lw.named"),
@@ -55,6 +61,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "diagonal": ({"prior": lw.priors.diagonal(1.0)}, "no sum of a few fixed matrices"),
     "tuner": ({"tuner": "evidence"}, "expected an object such as"),
     "tuner without evidence": ({"tuner": lw.tuners.MaximiseEvidence}, "expected an object: call it"),
+    "tuner with data": ({"tuner": lw.tuners.FixedPoint()}, "tuner is FixedPoint; expected MaximiseEvidence or Ascend"),
     "generator": ({"generator": 3}, "generator is 3"),
     "input": ({"x": torch.zeros(1, 2, 4, 5, dtype=D)}, "the model raises RuntimeError"),
     "NaN in the input": ({"x": case().x * float("nan")}, "inputs: 20 of 20 entries are NaN"),
@@ -87,6 +94,68 @@ def test_models_in_training_mode_and_other_outputs_are_refused() -> None:
         fitted(model=model)
     with pytest.raises(lw.errors.ModelError, match="the model returns tuple; expected a tensor"):
         lw.inverse.fit(Pair().eval(), torch.zeros(1, 1, 5), torch.zeros(3))
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(1, 1, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + torch.randn_like(x))
+
+
+class Root(Noisy):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + torch.sqrt(0 * self.layer(x).abs())
+
+
+def test_random_models_and_jacobians_that_are_not_finite_are_refused() -> None:
+    x, y = torch.ones(1, 1, 5), torch.zeros(3)
+    with pytest.raises(lw.errors.ModelError, match="two runs of the model with the same input differ"):
+        lw.inverse.fit(Noisy().eval(), x, y)
+    with pytest.raises(lw.errors.NumericalError, match="the Jacobian of the network holds NaN"):
+        lw.inverse.fit(Root().eval(), x, y, prior=1.0, noise_std=0.1)
+
+
+def test_kernels_that_are_computed_are_refused_unless_their_parameters_are_named() -> None:
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv1d(1, 2, 3)), nn.Conv1d(2, 1, 3)).eval()
+    x, y = torch.ones(1, 1, 7), torch.zeros(3)
+    with pytest.raises(lw.errors.ModelError, match="the kernel of 0 is computed from other parameters"):
+        lw.inverse.fit(net, x, y, prior=1.0, noise_std=0.1)
+    posterior = lw.inverse.fit(net, x, y, prior=1.0, noise_std=0.1, weights=lw.all_weights)
+    assert len(posterior.problem.network.selection.names) == 5
+
+
+def test_later_changes_of_what_was_given_do_not_matter() -> None:
+    x, a = case().x.clone(), case().a.clone()
+    posterior = fitted(x=x, operator=a)
+    expected = fitted().samples(3, torch.Generator().manual_seed(0))
+    x.mul_(3)
+    a.mul_(3)
+    posterior.reconstruction.add_(100)
+    posterior.variance.mul_(0)
+    assert_close(posterior.samples(3, torch.Generator().manual_seed(0)), expected)
+    assert_close(posterior.std, fitted().std)
+
+
+def test_inputs_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = case().x.clone()
+    assert_close(fitted(x=x).std, fitted().std)
+
+
+def test_other_priors_and_noises_as_users_give_them() -> None:
+    posterior = fitted()
+    with pytest.raises(lw.errors.UnsupportedError, match="the prior has other blocks"):
+        posterior.with_prior(2.0)
+    isotropic = fitted(prior=1.0)
+    assert_close(isotropic.with_prior(2.0).covariance(), fitted(prior=2.0).covariance())
+    assert_close(posterior.with_noise(0.04).covariance(), fitted(noise_std=0.2).covariance())
+    with pytest.raises(lw.errors.DataError, match="noise is -1"):
+        posterior.with_noise(-1.0)
+    with pytest.raises(lw.errors.DataError, match=r"expected \(K, 17\)"):
+        posterior.solve(torch.ones(15))
 
 
 def test_a_network_that_fits_exactly_says_nothing_about_the_noise() -> None:

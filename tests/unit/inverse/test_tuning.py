@@ -134,3 +134,7 @@ def test_bad_hyperpriors_are_refused(make: Any) -> None:
     for wrong in (lambda posterior: 1.0, lambda posterior: posterior.prior.values):
         with pytest.raises(lw.errors.UnsupportedError, match="expected a log density, a tensor with one entry"):
             fitted().tuned(make(hyperprior=wrong))
+    outer = fitted()  # an easy slip: the density of the posterior outside, which does not change
+    for wrong in (lambda posterior: outer.prior.values.log().sum(), lambda posterior: torch.tensor(3.0)):
+        with pytest.raises(lw.errors.UnsupportedError, match="does not depend on the hyperparameters"):
+            outer.tuned(make(hyperprior=wrong))
