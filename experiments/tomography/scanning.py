@@ -154,7 +154,8 @@ def designed(settings: DesignSettings, seed: int, say: Progress = silent) -> Res
         arrays[f"psnr/{name}"], arrays[f"error/{name}"] = values.mean(0).tolist(), errors.tolist()
         means = {f"{count} angles": float(v) for count, v in zip(settings.counts, values.mean(0), strict=True)}
         rows.append(Row(name, {**means, "± at the end": float(errors[-1])}))
-    notes = (f"PSNR in dB, mean over {settings.images} images of rectangles; ± is the standard error",)
+    images = "one image" if settings.images == 1 else f"{settings.images} images"
+    notes = (f"PSNR in dB, mean over {images} of rectangles; ± is the standard error",)
     described = {**plain(settings), "strategies": list(STRATEGIES)}
     seconds = {"all": time.perf_counter() - start}
     return Result("tomography, next angles", described, seed, tuple(rows), seconds, arrays, notes)
