@@ -264,9 +264,7 @@ class Fitted:
                     "which each process reads its part. Leave out process_group: every process can predict by itself."
                 )
             return (None if device is None else [x]), home
-        seeds = torch.Size(network.output_shape).numel()
-        rows = network.footprint.joined(seeds, network.dtype, network.device)
-        stream = InputStream(x, network.device, network.input_places, target_key, visible, rows, processes)
+        stream = InputStream(x, network.device, network.input_places, target_key, visible, network.joined, processes)
         return stream, torch.device("cpu") if device is None else home
 
     @outside_autocast

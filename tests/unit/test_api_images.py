@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from benchmarks.peak import held
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import DataError, FileError, InputError, ModelError
+from lapwing.networks.directional import outputs_along
+from lapwing.networks.network import Network
 from lapwing.predictives.protocol import ClassPredictive, MultilabelPredictive, NumberPredictive
+from lapwing.tuners import cells
 from tests import problems
 from tests.cases import Wrapped
 from tests.references import dense
@@ -213,6 +217,78 @@ def test_images_of_other_sizes() -> None:
     assert_close(belief.mean, net()(large).detach())
     assert belief.cov.shape == (2, 9, 11, CHANNELS, CHANNELS)
     assert fitted("labels").functions(OTHER).std.shape == (6, CHANNELS, WIDTH, HEIGHT)
+
+
+def test_the_pixels_of_these_inputs_decide_whether_functions_are_drawn() -> None:
+    """Above 256 outputs of an image, whatever the size of the images of the fit."""
+    small, large = drawn(3, INPUTS, 4, 6), drawn(2, INPUTS, 12, 11)  # 72 and 396 outputs
+    of_large = lw.fit(net(), [(large, torch.zeros(2, 12, 11).long())], "classification", method=lw.Kron(), prior=PRIOR)
+    for posterior in (fitted("labels"), of_large):
+        assert bool((posterior.predict(large).standard_error > 0).all())
+        assert bool((posterior.predict(small).standard_error == 0).all())
+        assert bool((posterior.predict([large]).standard_error > 0).all())
+
+
+def test_validation_data_of_several_sizes_are_scored_by_their_own_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit to small images, validated by large ones too: the large ones take functions, the small ones none."""
+    plain, sizes = cells.drawn_beliefs, set()
+
+    def drawn_beliefs(members: Any, x: Tensor, *others: Any) -> Any:
+        sizes.add(tuple(x.shape[2:]))
+        return plain(members, x, *others)
+
+    monkeypatch.setattr(cells, "drawn_beliefs", drawn_beliefs)
+    large = drawn(2, INPUTS, 12, 11), torch.randint(0, CHANNELS, (2, 12, 11))
+    lw.fit(net(), [(X, LABELS)], "classification", method=lw.Diagonal(), validation=[(X, LABELS), large])
+    assert sizes == {(12, 11)}
+
+
+BUDGET = 2 * 2**20
+
+
+def segmenter() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, CHANNELS, 1))
+
+
+def sized_batch(size: int) -> tuple[Tensor, Tensor]:
+    return drawn(4, 1, size, size).float(), torch.zeros(4, size, size, dtype=torch.long)
+
+
+def assert_independent(taken: dict[int, int]) -> None:
+    """Assert that what calls took does not depend on the size of the first batch, 3 x 3 or 12 x 12."""
+    assert taken[3] <= 1.2 * taken[12] <= 2 * BUDGET, taken
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_byte_budget_of_predictions_at_another_size(joint: bool) -> None:
+    taken, x = {}, sized_batch(12)[0][:3]
+    for size in (3, 12):
+        posterior = lw.fit(segmenter(), [sized_batch(size)], "classification", method=lw.Kron(), prior=PRIOR)
+        with lw.memory.limited(BUDGET):
+            call = lambda each=posterior: each.functions(x[:1], joint=True) if joint else each.functions(x).variance
+            taken[size] = held(call).taken
+    assert_independent(taken)
+
+
+@pytest.mark.parametrize("method", [lw.Kron(curvature="ggn"), lw.Diagonal(curvature="ggn"), lw.Full()])
+def test_the_byte_budget_of_a_fit_with_images_of_another_size(method: Any) -> None:
+    """Larger images after the first batch are joined and cut as if they were the first."""
+    taken = {}
+    for size in (3, 12):
+        data = [sized_batch(size), sized_batch(12), sized_batch(12)]
+        with lw.memory.limited(BUDGET):
+            fit = lambda data=data: lw.fit(segmenter(), data, "classification", method=method, prior=PRIOR)
+            taken[size] = held(fit).taken
+    assert_independent(taken)
+
+
+def test_the_byte_budget_of_products_at_another_size() -> None:
+    x, v = sized_batch(12)[0], torch.randn(8, sum(p.numel() for p in segmenter().parameters()))
+    networks = {size: Network.build(segmenter(), sized_batch(size)[0]) for size in (3, 12)}
+    for run in (lambda each: each.jvp(x, v), lambda each: each(x), lambda each: outputs_along(each, x, v)):
+        with lw.memory.limited(BUDGET // 8):
+            assert_independent({size: held(lambda: run(each)).taken for size, each in networks.items()})  # noqa: B023
 
 
 def test_batches_of_several_sizes_in_one_fit() -> None:

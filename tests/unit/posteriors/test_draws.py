@@ -247,7 +247,7 @@ def test_refusals() -> None:
 
 
 def test_stored_samples_are_all_that_there_are() -> None:
-    posterior, _ = fitted("classification", MANY, lw.Sampled(3))
-    (numbers,) = numbers_of([posterior.posterior], posterior.likelihood, [1.0], None)
+    posterior, x = fitted("classification", MANY, lw.Sampled(3))
+    (numbers,) = numbers_of([posterior.posterior], posterior.likelihood, [1.0], None, x)
     assert numbers == range(3)
     assert_close(posterior.posterior.numbered(range(2, 5)), posterior.posterior.samples[[2, 0, 1]])
