@@ -472,6 +472,35 @@ def test_outputs_of_other_forms_are_refused() -> None:
         posterior.functions(NEW, outputs=[3])
 
 
+def test_choices_that_do_not_exist_are_refused_in_the_words_of_images() -> None:
+    posterior, shape = fitted("labels"), r"\(k,\), or \(B, k, H, W\)"
+    zeros = lambda *sizes: torch.zeros(*sizes, dtype=torch.long)
+    for wrong in (zeros(6, 2), 0, torch.zeros(6, 2, HEIGHT, WIDTH), zeros(6, 1, 1, HEIGHT, WIDTH)):
+        with pytest.raises(DataError, match=f"expected numbers of outputs from 0 to 2, of shape {shape}"):
+            posterior.functions(NEW, outputs=wrong)
+    for wrong in (zeros(6, 2, WIDTH - 1, WIDTH - 2), zeros(6, HEIGHT * WIDTH - 8, 2)):
+        with pytest.raises(
+            DataError, match=r"each of 12 pixels, and there are 20; expected \(B, k, H, W\) with as many"
+        ):
+            posterior.functions(NEW, outputs=wrong)
+    with pytest.raises(DataError, match=r"each of 2 pixels, and there are 3; expected \(B, S, k\) with as many"):
+        posterior.functions(NEW, outputs=zeros(6, 2, 1), tokens=[0, 5, 7])
+    with pytest.raises(DataError, match="pixel 20 was chosen of 20; expected numbers from 0 to 19"):
+        posterior.functions(NEW, tokens=[20])
+    with pytest.raises(DataError, match=r"expected numbers of pixels from 0 on, of shape \(S,\), or \(B, S\)"):
+        posterior.functions(NEW, tokens=3)
+
+
+def test_ignored_pixels_have_no_probability_of_their_own() -> None:
+    predictive, y = fitted("labels").predict(X), LABELS.clone()
+    y[0, 1] = -100
+    with pytest.raises(DataError, match=r"classes run from -100 to 2; expected 0\.\.2\. If -100 marks targets"):
+        predictive.log_prob(y)
+    known = predictive.log_prob(y.clamp_min(0))[y >= 0]
+    assert_close(known, predictive.log_prob(LABELS)[y >= 0])
+    assert_close(-known.mean(), torch.tensor(lw.metrics.categorical_nll(predictive.probs, y), dtype=D))
+
+
 def test_a_prediction_of_many_pixels_keeps_to_the_pixels() -> None:
     """32 x 32 pixels of 3 channels: a matrix between all outputs would be 36 MB for each image in float32."""
     model, x = nn.Sequential(nn.Conv2d(INPUTS, CHANNELS, 1)), drawn(2, INPUTS, 32, 32).float()
