@@ -60,8 +60,8 @@ class Footprint:
 
         Results of all layers grow with their number; Jacobians that are kept whole do not.
         """
-        grows = ("width", "patches", "graph", "live", "widest")
-        return replace(self, **{name: -(-getattr(self, name) * positions // measured) for name in grows})
+        grows, more, fewer = ("width", "patches", "graph", "live", "widest"), max(1, positions), max(1, measured)
+        return replace(self, **{name: -(-getattr(self, name) * more // fewer) for name in grows})
 
     def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many samples are worth joining into one pass: their gradients should stay small."""

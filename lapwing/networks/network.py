@@ -40,7 +40,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.graph import forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.head import find_head
-from lapwing.networks.images import pixel_targets, seen_form, shapes_of_sample
+from lapwing.networks.images import pixel_targets, seen_sizes, shapes_of_sample
 from lapwing.networks.jacobians import KINDS, Block
 from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters, widest_result
 from lapwing.networks.ops import operation
@@ -132,8 +132,9 @@ class Network:
         learned = None, replica.private, rows.known, graph.last, "" if head is None else head.use.name
         network = cls(model, selection, layout, *facts, *learned, image)
         network._memory.replica = replica
-        if image:
-            network._memory.forms[shapes_of_sample(inputs, rows.per_sample(inputs, len(raw)))] = ImageForm(image)
+        if f.ndim == 3:
+            key = shapes_of_sample(inputs, rows.per_sample(inputs, len(raw)))
+            network._memory.sizes[key] = image or (f.shape[1],)
         return network
 
     def state(self) -> State:
@@ -256,22 +257,26 @@ class Network:
 
         The first inputs of a shape cost a forward pass of one sample.
         """
-        if not self.image:
-            return None
-        key = shapes_of_sample(inputs, self.per_sample(inputs))
+        return ImageForm(self._sizes(inputs)) if self.image else None
+
+    def _sizes(self, inputs: Inputs) -> tuple[int, ...]:
+        """Return the sizes (H, W) or (D, H, W) of the images, or the number (T,) of tokens, that these inputs give."""
+        key, known = shapes_of_sample(inputs, self.per_sample(inputs)), self._memory.sizes
         if key is None:  # samples of a set may differ
-            return seen_form(self, inputs)
-        if key not in self._memory.forms:
-            self._memory.forms[key] = seen_form(self, inputs)
-        return self._memory.forms[key]
+            return seen_sizes(self, inputs) if self.image else self.output_shape[:-1]
+        if key not in known:
+            known[key] = seen_sizes(self, inputs)
+        return known[key]
 
     def for_inputs(self, inputs: Inputs) -> Network:
         """Return the network with the output shape and the footprint of these inputs, which both are of one sample.
 
-        They are those of the first batch, and others for images of another size.
+        They are those of the first batch, and others for images of another size or sequences of another length. The
+        first inputs of a shape cost a forward pass of one sample.
         """
-        form = self.image_form(inputs)
-        return self if form is None else self._of_shape((form.count, self.output_shape[-1]))
+        if len(self.output_shape) == 1:
+            return self
+        return self._of_shape((math.prod(self._sizes(inputs)), self.output_shape[-1]))
 
     def joined(self, inputs: Inputs, seeds: Callable[[Network], int] | None = None) -> int:
         """Return how many samples like these are worth joining into one pass.
@@ -426,4 +431,4 @@ class _Memory:
     rows: SampleRows
     replica: Replica
     patterns: dict[Any, Any] = field(default_factory=dict)
-    forms: dict[Any, ImageForm] = field(default_factory=dict)  # of images, by the shapes of the inputs of a sample
+    sizes: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # of outputs, by the shapes of inputs: see _sizes

@@ -102,3 +102,32 @@ def test_the_footprint_of_another_size_is_that_of_a_network_built_there() -> Non
 def test_jacobians_that_are_kept_whole_do_not_grow_with_the_size() -> None:
     footprint = Footprint(width=7, patches=5, whole=11, graph=3, live=2, widest=6)
     assert footprint.scaled(30, 20) == Footprint(width=11, patches=8, whole=11, graph=5, live=3, widest=9)
+
+
+def test_sequences_of_another_length() -> None:
+    """As for images: one sample runs once for every length that was not seen before."""
+    runs: list[int] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        runs.append(len(x))
+        return m.net(x)
+
+    torch.manual_seed(3)
+    model = Wrapped(run, net=nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double())
+    short, long = X[:, 0].contiguous(), X[:, 0].repeat(1, 3, 1)  # 4 and 12 tokens
+    network, there = Network.build(model, short), Network.build(model, long)
+    runs.clear()
+    assert network.for_inputs(short[:2]) is network
+    assert runs == []
+    for _ in range(2):
+        assert network.for_inputs(long).output_shape == (12, 3)
+    assert runs == [1]
+    assert network.for_inputs(long).footprint == network.linearise(long).network.footprint == there.footprint
+    with pytest.raises(DataError, match=r"outputs of shape \(1, 3\); expected \(1, T, 3\), tokens as before\. Has x a"):
+        network.for_inputs(short[0])
+
+
+def test_a_sequence_without_tokens_has_a_footprint() -> None:
+    footprint = Footprint(width=7, patches=5, whole=11, graph=3, live=2, widest=6)
+    assert footprint.scaled(0, 4).width == 2
+    assert footprint.scaled(4, 0).width == 28
