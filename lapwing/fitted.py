@@ -153,9 +153,10 @@ class Fitted:
             UnsupportedError: If ``joint`` is set for a loader.
         """
         FLAG.check("joint", joint)
-        if self.network.image and isinstance(outputs, Tensor) and outputs.ndim == len(self.network.image) + 2:
+        image_dims = len(self.network.image)
+        if image_dims and isinstance(outputs, Tensor) and outputs.ndim == image_dims + 2:
             outputs = pixels(outputs)
-        chosen = ChosenOutputs.given(outputs, tokens, self.network.output_shape, self.network.device)
+        chosen = ChosenOutputs.given(outputs, tokens, self.network.output_shape, self.network.device, image_dims)
         batches, home = self._batches(x, target_key, progress, device)
         images = Images()
         if not isinstance(batches, InputStream):
@@ -264,9 +265,7 @@ class Fitted:
                     "which each process reads its part. Leave out process_group: every process can predict by itself."
                 )
             return (None if device is None else [x]), home
-        seeds = torch.Size(network.output_shape).numel()
-        rows = network.footprint.joined(seeds, network.dtype, network.device)
-        stream = InputStream(x, network.device, network.input_places, target_key, visible, rows, processes)
+        stream = InputStream(x, network.device, network.input_places, target_key, visible, network.joined, processes)
         return stream, torch.device("cpu") if device is None else home
 
     @outside_autocast

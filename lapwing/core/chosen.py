@@ -21,6 +21,7 @@ class ChosenOutputs:
         outputs: (k,) for all inputs, or (B, k), (B, S, k) for each; None means all outputs.
         tokens: (S,) for all inputs, or (B, S) for each; None means all tokens.
         token_level: Whether an input has outputs (T, C), not (C,).
+        image_dims: How many dimensions the images have whose pixels the tokens are; zero without images.
 
     >>> chosen = ChosenOutputs(torch.tensor([2, 0]))
     >>> chosen.of(torch.tensor([[1.0, 2.0, 3.0]]))
@@ -30,10 +31,15 @@ class ChosenOutputs:
     outputs: Tensor | None
     tokens: Tensor | None = None
     token_level: bool = False
+    image_dims: int = 0
 
     @classmethod
-    def given(cls, outputs: Any, tokens: Any, shape: Sequence[int], device: torch.device) -> ChosenOutputs | None:
+    def given(
+        cls, outputs: Any, tokens: Any, shape: Sequence[int], device: torch.device, image_dims: int = 0
+    ) -> ChosenOutputs | None:
         """Return what a user chose among outputs of this ``shape``, (C,) or (T, C) of an input; None if nothing was.
+
+        Outputs that are chosen for each pixel of an image come as (B, H W, k).
 
         Raises:
             DataError: If numbers are not whole, out of range, or have a shape that does not exist.
@@ -41,16 +47,16 @@ class ChosenOutputs:
         if outputs is None and tokens is None:
             return None
         token_level = len(shape) == 2
-        form = "(k,), or (B, T, k)" if token_level else "(k,), or (B, k)"
+        form = _image_form(image_dims) if image_dims else "(B, T, k)" if token_level else "(B, k)"
         if outputs is not None:
-            expected = f"numbers of outputs from 0 to {shape[-1] - 1}, of shape {form}"
+            expected = f"numbers of outputs from 0 to {shape[-1] - 1}, of shape (k,), or {form}"
             outputs = _checked("outputs", outputs, expected, (1, len(shape) + 1), shape[-1]).to(device)
         if tokens is not None and not token_level:
             raise DataError("tokens were chosen and the outputs are (B, C), without tokens; choose outputs=... alone.")
         if tokens is not None:
-            expected = "numbers of tokens from 0 on, of shape (S,), or (B, S)"
+            expected = f"numbers of {'pixels' if image_dims else 'tokens'} from 0 on, of shape (S,), or (B, S)"
             tokens = _checked("tokens", tokens, expected, (1, 2)).to(device)
-        return cls(outputs, tokens, token_level)
+        return cls(outputs, tokens, token_level, image_dims)
 
     def refuse_other(self, samples: int) -> None:
         """Raise if there are numbers for each input, and another number of inputs."""
@@ -87,10 +93,19 @@ class ChosenOutputs:
         tokens = torch.arange(total, device=device) if self.tokens is None else self.tokens
         outputs = torch.arange(classes, device=device) if self.outputs is None else self.outputs
         if self.tokens is not None and int(tokens.max()) >= total:
-            raise DataError(f"token {int(tokens.max())} was chosen of {total}; expected numbers from 0 to {total - 1}.")
+            name = "pixel" if self.image_dims else "token"
+            raise DataError(
+                f"{name} {int(tokens.max())} was chosen of {total}; expected numbers from 0 to {total - 1}."
+            )
         if not self.token_level and outputs.ndim == 2:
             outputs = outputs.unsqueeze(1)
         if outputs.ndim == 3 and outputs.shape[1] != tokens.shape[-1]:
+            if self.image_dims:
+                raise DataError(
+                    f"outputs were chosen for each of {outputs.shape[1]} pixels, and there are {tokens.shape[-1]}; "
+                    f"expected {'(B, S, k)' if self.tokens is not None else _image_form(self.image_dims)} with as many "
+                    "pixels, or (k,) for all."
+                )
             raise DataError(
                 f"outputs have the shape {tuple(outputs.shape)} for {tokens.shape[-1]} tokens; expected "
                 f"(B, {tokens.shape[-1]}, k), or (k,) for all tokens."
@@ -132,6 +147,11 @@ class ChosenOutputs:
         units = torch.zeros(*numbers.shape, f[0].numel(), dtype=f.dtype, device=f.device)
         units.scatter_(2, numbers.unsqueeze(-1), 1.0)
         return units.transpose(0, 1).reshape(numbers.shape[1], -1, *f.shape[1:]).expand(-1, *f.shape)
+
+
+def _image_form(dims: int) -> str:
+    """Return the shape of outputs that are chosen for each pixel, as text."""
+    return f"(B, k, {', '.join('DHW'[-dims:])})"
 
 
 def _checked(name: str, given: Any, expected: str, dims: tuple[int, ...], size: int | None = None) -> Tensor:

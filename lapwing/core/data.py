@@ -372,8 +372,10 @@ def as_data(
     return source if isinstance(source, Data) else Data(source, device, target_key, name=name)
 
 
-def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
+def merged(batches: Iterable[Batch], rows: int | Callable[[Inputs], int]) -> Iterator[Batch]:
     """Yield consecutive batches of plain tensors, joined until they hold at least ``rows`` samples.
+
+    ``rows`` is a number, or a function from the inputs of a batch to the number for samples like these.
 
     The result of a pass does not depend on the batch size, but its cost does: each call has a fixed cost.
     Batches that are not tensors of one shape stay as they are.
@@ -387,7 +389,7 @@ def merged(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
             waiting, count = [], 0
         waiting.append(batch)
         count += batch.n_samples
-        if count >= rows or form is None:
+        if form is None or count >= (rows(batch.inputs) if callable(rows) else rows):
             yield _joined(waiting)
             waiting, count = [], 0
     if waiting:

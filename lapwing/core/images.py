@@ -22,6 +22,15 @@ def pixels(images: Tensor) -> Tensor:
     return images.movedim(1, -1).flatten(1, -2)
 
 
+def pixel_belief(images: FunctionGaussian) -> FunctionGaussian:
+    """Return a belief about images (B, C, H, W) as one about each of their pixels (B, H W, C); never joint."""
+    each = images.marginal
+    deferred = Deferred(
+        lambda: pixels(each.variance), lambda: each.cov.flatten(1, -3), lambda: pixels(each.centred_variance)
+    )
+    return FunctionGaussian(pixels(each.mean), deferred)
+
+
 @dataclass(frozen=True)
 class ImageForm:
     """The height and width of images, and their depth if they have one.

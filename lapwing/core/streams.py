@@ -8,7 +8,7 @@ one batch of inputs only if the network was fitted to inputs in that form. The s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ class InputStream:
         places: The names of the places of the input tensors, where the network has several.
         target_key: The key of the target in batches that are mappings.
         progress: Whether to show a bar.
-        rows: Consecutive batches of plain tensors are joined until they have this many rows.
+        rows: Consecutive batches of plain tensors are joined until they have this many rows; a number, or a function
+            from a batch to it.
         processes: Those that read the other parts, if the source is the part of this process; a Dataset is the whole.
     """
 
@@ -45,7 +46,7 @@ class InputStream:
     places: frozenset[str] = frozenset()
     target_key: str | None = None
     progress: bool = False
-    rows: int = 1
+    rows: int | Callable[[Inputs], int] = 1
     processes: Processes = ALONE
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class InputStream:
                 yield inputs
                 continue
             waiting.append(inputs)
-            if sum(map(len, waiting)) >= self.rows:
+            if sum(map(len, waiting)) >= (self.rows(inputs) if callable(self.rows) else self.rows):
                 yield _joined(waiting)
                 waiting = []
         if waiting:

@@ -44,7 +44,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
             gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
             if gradient.requires_grad:
                 looped = seed_by_seed(read(raw), raw, network.recurrent)
-                _add_slopes(total, gradient, network, raw.shape[0], looped)
+                _add_slopes(total, gradient, network.for_inputs(inputs), raw.shape[0], looped)
         loss_sum += float(loss.detach())
         count += int(likelihood.count(f.detach(), y))
     (total,) = data.processes.sum([total])
@@ -55,9 +55,9 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
 
 def _parts(network: Network, data: Data) -> Iterator[tuple[Inputs, Tensor]]:
     """Yield inputs and targets in parts whose graph, and that of their gradients, fits the byte budget."""
-    each = 4 * torch.finfo(network.dtype).bits // 8 * (network.footprint.graph + network.footprint.width)
     for batch in data.batches("Hessian"):
-        count = sample_count(network, batch)
+        count, sizes = sample_count(network, batch), network.for_inputs(batch.inputs).footprint
+        each = 4 * torch.finfo(network.dtype).bits // 8 * (sizes.graph + sizes.width)
         for rows in runs(count, each, network.device):
             whole = rows == slice(0, count)
             yield (batch.inputs, batch.targets) if whole else (network.take(batch.inputs, rows), batch.targets[rows])

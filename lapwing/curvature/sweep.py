@@ -77,7 +77,7 @@ class Sweep:
     def jacobians(self, width: int = 0) -> Iterator[LayerJacobians]:
         """Yield the Jacobians for sums of JᵀJ, in runs of seeds as ``runs`` does, and never in closed form."""
         for tangent, f, targets in self._chunks(self._n_seeds):
-            for seeds in self._seed_runs(f, targets, width):
+            for seeds in self._seed_runs(tangent, f, targets, width):
                 yield tangent.jacobians(seeds)
             del tangent
 
@@ -89,11 +89,11 @@ class Sweep:
         """
         layout, every = self.network.layout, self.network.selection.index is None
         closed = self._closed_alone and every and not self.seeds.sampled and layout[0].groups == 1
-        for tangent, f, targets in self._chunks(CLOSED if closed else self._n_seeds):
+        for tangent, f, targets in self._chunks((lambda _: CLOSED) if closed else self._n_seeds):
             head = self._closed_form(tangent, f, targets) if closed else None
             if head is not None:
                 yield head[1]
-            for seeds in self._seed_runs(f, targets, width) if head is None else ():
+            for seeds in self._seed_runs(tangent, f, targets, width) if head is None else ():
                 yield tangent.jacobians(seeds)
             del tangent, head
 
@@ -106,7 +106,8 @@ class Sweep:
         only block.
         """
         closed = self.has_closed_form
-        n_seeds = CLOSED if self._closed_alone else max(self._n_seeds, CLOSED * closed)
+        alone = self._closed_alone
+        n_seeds = lambda network: CLOSED if alone else max(self._n_seeds(network), CLOSED * closed)
         for tangent, f, targets in self._chunks(n_seeds, self.network.blockwise):
             numbers = set(range(len(self.network.layout)))
             head = self._closed_form(tangent, f, targets) if closed else None
@@ -115,7 +116,7 @@ class Sweep:
                 yield *head, True
             del head
             first = True
-            for seeds in self._seed_runs(f, targets, network=tangent.network) if numbers else ():
+            for seeds in self._seed_runs(tangent, f, targets) if numbers else ():
                 for number, part in tangent.jacobians(seeds).each(numbers):
                     if self.seeds.sampled:
                         self.error.add(number, part)
@@ -140,9 +141,9 @@ class Sweep:
     def _closed_alone(self) -> bool:
         return self.has_closed_form and len(self.network.layout) == 1
 
-    @property
-    def _n_seeds(self) -> int:
-        return self.seeds.count(self.network.output_shape)
+    def _n_seeds(self, network: Network) -> int:
+        """Return the number of seeds for each sample."""
+        return self.seeds.count(network.output_shape)
 
     def _closed_form(self, tangent: Tangent, f: Tensor, targets: Tensor) -> tuple[int, ClosedForm] | None:
         assert isinstance(self.likelihood, HasHessian)
@@ -150,11 +151,9 @@ class Sweep:
         hessian = hessian if self.seeds.output is None else hessian.only(self.seeds.output)
         return tangent.closed_form(hessian.diagonal, hessian.outer)
 
-    def _seed_runs(
-        self, f: Tensor, targets: Tensor, width: int = 0, network: Network | None = None
-    ) -> Iterator[Tensor]:
+    def _seed_runs(self, tangent: Tangent, f: Tensor, targets: Tensor, width: int = 0) -> Iterator[Tensor]:
         """Yield the seeds of a chunk in runs that fit the byte budget; usually all at once."""
-        network, count = network or self.network, self.seeds.count(tuple(f.shape[1:]))
+        network, count = tangent.network, self.seeds.count(tuple(f.shape[1:]))
         self._drew = self.seeds.sampled
         most = network.footprint.at_once(len(f), network.dtype, network.device, width)
         if count <= most:
@@ -162,8 +161,13 @@ class Sweep:
         else:
             yield from self.seeds.runs(self.likelihood, f, targets, most)
 
-    def _chunks(self, n_seeds: int, network: Network | None = None) -> Iterator[tuple[Tangent, Tensor, Tensor]]:
-        """Yield the network linearised at a chunk of the data, its outputs and targets; sum up losses and counts."""
+    def _chunks(
+        self, n_seeds: Callable[[Network], int], network: Network | None = None
+    ) -> Iterator[tuple[Tangent, Tensor, Tensor]]:
+        """Yield the network linearised at a chunk of the data, its outputs and targets; sum up losses and counts.
+
+        ``n_seeds`` returns how many seeds a sample has, given the network for the inputs of a batch.
+        """
         network, likelihood = network or self.network, self.likelihood
         total = torch.zeros((), dtype=torch.float64, device=network.device)
         count: int | Tensor = 0
@@ -171,11 +175,13 @@ class Sweep:
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
         torch.empty(min(31 * 2**20, temporary(torch.device("cpu"))), dtype=torch.uint8)
         batches = self.data.batches(self.label)
-        for batch in merged(batches, network.footprint.joined(n_seeds, network.dtype, network.device)):
+        for batch in merged(batches, lambda inputs: network.joined(inputs, n_seeds)):
             _, y = checked_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: reading one makes a GPU wait.
             before = total.clone()
-            for rows, tangent in network.tangents(batch.inputs, n_seeds, self.max_samples):
+            for rows, tangent in network.tangents(
+                batch.inputs, n_seeds(network.for_inputs(batch.inputs)), self.max_samples
+            ):
                 f, targets = tangent.f.to(network.dtype), y[rows]
                 if f.shape[0] != len(targets):
                     raise DataError(f"{len(targets)} inputs gave {f.shape[0]} outputs; expected one for each.")

@@ -17,6 +17,7 @@ from lapwing.core.settings import NONE, NOT_NEGATIVE, NUMBER, one_of, require
 from lapwing.core.state import State
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.hessian import OutputHessian
+from lapwing.predictives.images import by_pixels
 
 S = TypeVar("S", bound="LogitLikelihood")
 
@@ -26,8 +27,14 @@ class Likelihood(Protocol):
     """A distribution of targets given outputs f (B, [T,] C); every token counts as a datum.
 
     Classes inherit from it. They define ``targets``, ``loss``, ``root``, ``sampled_gradient`` and ``predict``; every
-    other member has a default, that of a likelihood without a dispersion and without the capability.
+    other member has a default, that of a likelihood without a dispersion and without the capability. Their ``predict``
+    gets beliefs with the outputs of a datum last; one about images (B, C, H, W) is brought into this form before.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "predict" in vars(cls):  # here, so that no class can forget it
+            cls.predict = by_pixels(cls.predict)  # type: ignore[method-assign]
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the targets in the shape and dtype that the other methods take; raise if they do not fit ``f``."""

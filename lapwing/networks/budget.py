@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -30,7 +30,7 @@ def near(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that one sample takes, in numbers."""
+    """The memory that one sample takes, in numbers, measured at the first batch."""
 
     width: int  # gradients, for each seed
     patches: int  # the largest unfolded input
@@ -54,6 +54,14 @@ class Footprint:
     def numbers(self) -> dict[str, int]:
         """What a file keeps of it."""
         return {name: value for name, value in asdict(self).items() if name != "streams"}
+
+    def scaled(self, positions: int, measured: int) -> Footprint:
+        """Return the footprint of samples with this many tokens or pixels, from that of samples with ``measured``.
+
+        Results of all layers grow with their number; Jacobians that are kept whole do not.
+        """
+        grows, more, fewer = ("width", "patches", "graph", "live", "widest"), max(1, positions), max(1, measured)
+        return replace(self, **{name: -(-getattr(self, name) * more // fewer) for name in grows})
 
     def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many samples are worth joining into one pass: their gradients should stay small."""

@@ -36,7 +36,7 @@ def outputs_along(
     Of all outputs, or of the chosen ones. By the cheaper way. Cost: 1 + 2 K forward passes, or one forward pass and a
     backward pass for each output; in chunks that fit the byte budget.
     """
-    wanted = chosen.of if chosen is not None else lambda values: values
+    network, wanted = network.for_inputs(inputs), chosen.of if chosen is not None else lambda values: values
     if not len(v):
         f = wanted(network(inputs).to(network.dtype))
         return f, f.new_zeros(0, *f.shape)
@@ -56,7 +56,7 @@ def forward_products(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tenso
     it has no second derivative either.
     """
     f: list[Tensor] = []
-    count = network.count(inputs)
+    network, count = network.for_inputs(inputs), network.count(inputs)
 
     def products(numbers: slice) -> Iterator[Tensor]:
         tangents = passes.tangents_of(network.replica, network.selection, v[numbers])

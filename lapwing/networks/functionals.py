@@ -23,7 +23,7 @@ def weight_slope(network: Network, function: Functional, x: Inputs | None = None
         return _slope_in_weights(network, function)
     seed, batch = output_slope(function, network(x).to(network.dtype)).unsqueeze(0), network.count(x)
     total = torch.zeros_like(network.theta())
-    for rows in network.footprint.chunks(batch, 1, network.dtype, network.device):
+    for rows in network.for_inputs(x).footprint.chunks(batch, 1, network.dtype, network.device):
         total = total + network.vjp(network.take(x, rows), seed[:, rows])[0]
     return total
 

@@ -1,4 +1,4 @@
-"""Networks whose outputs are images: the size of the images that inputs give, and targets in the form of pixels."""
+"""Networks with images or tokens as outputs: how many pixels or tokens inputs give, and targets in that form."""
 
 from __future__ import annotations
 
@@ -29,21 +29,25 @@ def shapes_of_sample(inputs: Inputs, per_sample: Sequence[bool]) -> tuple[torch.
     return tuple(leaf.shape[1:] if each else leaf.shape for each, leaf in zip(per_sample, leaves, strict=True))
 
 
-def seen_form(network: Network, inputs: Inputs) -> ImageForm:
-    """Return the height and width of the images that these inputs give, by a forward pass of one sample."""
+def seen_sizes(network: Network, inputs: Inputs) -> tuple[int, ...]:
+    """Return (H, W) or (D, H, W) of the images that these inputs give, or (T,) of tokens.
+
+    By a forward pass of one sample.
+    """
     one = map_tensors(network.take(inputs, slice(0, 1)), lambda t: t.to(network.device))
     try:
         with torch.no_grad(), plain_kernels(network.plain):
             out = model_output(network.replica, one)
     except InputError as error:
         raise InputError(f"{error} This was the first sample alone. {ADVICE}") from error
-    channels = network.output_shape[-1]
-    if out.ndim != len(network.image) + 2 or out.shape[1] != channels:
+    dims, channels = len(network.image) or 1, network.output_shape[-1]
+    if out.ndim != dims + 2 or out.shape[1 if network.image else 2] != channels:
+        form = f"{channels}, {', '.join('DHW'[-dims:])}), images" if network.image else f"T, {channels}), tokens"
         raise DataError(
-            f"the first of these inputs gives outputs of shape {tuple(out.shape)}; expected (1, {channels}, "
-            f"{', '.join('DHW'[-len(network.image) :])}), images as before. {ADVICE}"
+            f"the first of these inputs gives outputs of shape {tuple(out.shape)}; expected (1, {form} as before. "
+            f"{ADVICE}"
         )
-    return ImageForm(tuple(out.shape[2:]))
+    return tuple(out.shape[2:] if network.image else out.shape[1:2])
 
 
 def pixel_targets(batch: Batch, form: ImageForm, channels: int) -> Batch:

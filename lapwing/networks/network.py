@@ -40,7 +40,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.graph import forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.head import find_head
-from lapwing.networks.images import pixel_targets, seen_form, shapes_of_sample
+from lapwing.networks.images import pixel_targets, seen_sizes, shapes_of_sample
 from lapwing.networks.jacobians import KINDS, Block
 from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters, widest_result
 from lapwing.networks.ops import operation
@@ -58,7 +58,7 @@ class Network:
     model: nn.Module
     selection: Selection
     layout: Layout
-    output_shape: tuple[int, ...]  # of one sample: (C,) or (T, C); (H W, C) for images
+    output_shape: tuple[int, ...]  # of a sample of the first batch: (C,) or (T, C); (H W, C) for images
     footprint: Footprint
     forward_mode: bool  # whether forward-mode products are defined for every operation
     recurrent: bool  # whether fused recurrent kernels must be switched off to see the products
@@ -132,8 +132,9 @@ class Network:
         learned = None, replica.private, rows.known, graph.last, "" if head is None else head.use.name
         network = cls(model, selection, layout, *facts, *learned, image)
         network._memory.replica = replica
-        if image:
-            network._memory.forms[shapes_of_sample(inputs, rows.per_sample(inputs, len(raw)))] = ImageForm(image)
+        if f.ndim == 3:
+            key = shapes_of_sample(inputs, rows.per_sample(inputs, len(raw)))
+            network._memory.sizes[key] = image or (f.shape[1],)
         return network
 
     def state(self) -> State:
@@ -230,7 +231,7 @@ class Network:
         count = self._memory.rows.count(inputs)
         if count is None:  # only the outputs tell how many samples there are
             return run(inputs)
-        parts = list(self.footprint.forward_runs(count, self.dtype, self.device))
+        parts = list(self.for_inputs(inputs).footprint.forward_runs(count, self.dtype, self.device))
         if len(parts) == 1:
             return run(inputs)
         return gathered((run(self.take(inputs, part)) for part in parts), count, dim)
@@ -256,14 +257,41 @@ class Network:
 
         The first inputs of a shape cost a forward pass of one sample.
         """
-        if not self.image:
-            return None
-        key = shapes_of_sample(inputs, self.per_sample(inputs))
+        return ImageForm(self._sizes(inputs)) if self.image else None
+
+    def _sizes(self, inputs: Inputs) -> tuple[int, ...]:
+        """Return the sizes (H, W) or (D, H, W) of the images, or the number (T,) of tokens, that these inputs give."""
+        key, known = shapes_of_sample(inputs, self.per_sample(inputs)), self._memory.sizes
         if key is None:  # samples of a set may differ
-            return seen_form(self, inputs)
-        if key not in self._memory.forms:
-            self._memory.forms[key] = seen_form(self, inputs)
-        return self._memory.forms[key]
+            return seen_sizes(self, inputs) if self.image else self.output_shape[:-1]
+        if key not in known:
+            known[key] = seen_sizes(self, inputs)
+        return known[key]
+
+    def for_inputs(self, inputs: Inputs) -> Network:
+        """Return the network with the output shape and the footprint of these inputs, which both are of one sample.
+
+        They are those of the first batch, and others for images of another size or sequences of another length. The
+        first inputs of a shape cost a forward pass of one sample.
+        """
+        if len(self.output_shape) == 1:
+            return self
+        return self._of_shape((math.prod(self._sizes(inputs)), self.output_shape[-1]))
+
+    def joined(self, inputs: Inputs, seeds: Callable[[Network], int] | None = None) -> int:
+        """Return how many samples like these are worth joining into one pass.
+
+        ``seeds`` returns how many seeds a sample has, given the network for these inputs; by default one per output.
+        """
+        network = self.for_inputs(inputs)
+        count = torch.Size(network.output_shape).numel() if seeds is None else seeds(network)
+        return network.footprint.joined(count, network.dtype, network.device)
+
+    def _of_shape(self, shape: tuple[int, ...]) -> Network:
+        """Return the network for samples whose outputs have this shape, (C,) or (T, C)."""
+        if shape == self.output_shape:
+            return self
+        return self._same_model(output_shape=shape, footprint=self.footprint.scaled(shape[0], self.output_shape[0]))
 
     def arranging(self, data: Data) -> Data:
         """Return the data with the targets of every batch in the form of the outputs, see ``arranged``."""
@@ -313,10 +341,10 @@ class Network:
         kernels = math_attention if differentiable else contextlib.nullcontext()
         with recording(tensors, self.selection.names, self.plain), kernels:
             raw = raw_output(self.replica, inputs)
-            self._checked(shaped(raw))
+            f = self._checked(shaped(raw))
         with torch.no_grad():
             graph = read(raw, tensors, self.selection.names)
-        return Tangent(self, inputs, raw, graph, differentiable)
+        return Tangent(self._of_shape(tuple(f.shape[1:])), inputs, raw, graph, differentiable)
 
     def tangents(
         self,
@@ -329,12 +357,12 @@ class Network:
 
         With ``chosen``, the tangents are those of some outputs.
         """
-        batch = self.count(inputs)
-        shape = self.output_shape if chosen is None else chosen.shape(self.output_shape)
+        network, batch = self.for_inputs(inputs), self.count(inputs)
+        shape = network.output_shape if chosen is None else chosen.shape(network.output_shape)
         seeds = torch.Size(shape).numel() if seeds is None else seeds
-        for part in self.footprint.chunks(batch, seeds, self.dtype, self.device, most):
+        for part in network.footprint.chunks(batch, seeds, network.dtype, network.device, most):
             whole = part == slice(0, batch)
-            tangent = self.linearise(inputs if whole else self.take(inputs, part))
+            tangent = network.linearise(inputs if whole else network.take(inputs, part))
             yield part, tangent if chosen is None else replace(tangent, chosen=chosen.samples(part))
 
     def count(self, inputs: Inputs) -> int:
@@ -403,4 +431,4 @@ class _Memory:
     rows: SampleRows
     replica: Replica
     patterns: dict[Any, Any] = field(default_factory=dict)
-    forms: dict[Any, ImageForm] = field(default_factory=dict)  # of images, by the shapes of the inputs of a sample
+    sizes: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # of outputs, by the shapes of inputs: see _sizes

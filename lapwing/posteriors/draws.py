@@ -56,14 +56,14 @@ def numbered_normals(numbers: range, like: Tensor) -> Tensor:
     return torch.stack([normal(tuple(like.shape), generator, like) for generator in seeded])
 
 
-def prefers_draws(members: Sequence[Any], network: Network, likelihood: Likelihood) -> bool:
-    """Return whether predictions are made from drawn functions of these posteriors unless the user asks otherwise."""
-    many = torch.Size(network.output_shape).numel() > MANY
+def prefers_draws(members: Sequence[Any], network: Network, likelihood: Likelihood, x: Inputs) -> bool:
+    """Return whether predictions at x use drawn functions of these posteriors unless the user asks otherwise."""
+    many = torch.Size(network.for_inputs(x).output_shape).numel() > MANY
     return many and likelihood.prefers_samples and all(isinstance(each, HasNumberedDraws) for each in members)
 
 
 def numbers_of(
-    members: Sequence[Any], likelihood: Likelihood, shares: Sequence[float], samples: int | None
+    members: Sequence[Any], likelihood: Likelihood, shares: Sequence[float], samples: int | None, x: Inputs
 ) -> tuple[range, ...]:
     """Return the numbers of the pairs of functions that each belief draws; no ranges where variances are computed.
 
@@ -72,12 +72,13 @@ def numbers_of(
         likelihood: The likelihood that predicts.
         shares: The weights of the beliefs, without that of cells that have no spread.
         samples: The number of functions that the user asked for; zero asks for variances, None chooses.
+        x: The inputs, whose number of outputs decides.
     """
     drawing = [number for number, share in enumerate(shares) if share > 0]
     count = samples
     if samples is None:
         network = members[0].problem.network
-        count = SAMPLES if prefers_draws([members[number] for number in drawing], network, likelihood) else 0
+        count = SAMPLES if prefers_draws([members[number] for number in drawing], network, likelihood, x) else 0
     if not count:
         return ()
     counts = dict(zip(drawing, allotted([shares[number] for number in drawing], -(-count // 2)), strict=True))
@@ -178,7 +179,7 @@ def _by_parts(
 
 def pieces(network: Network, x: Inputs, pairs: int) -> Iterator[tuple[slice, Inputs]]:
     """Yield runs of inputs at which so many pairs of functions fit the budget for one result."""
-    batch, outputs = network.count(x), torch.Size(network.output_shape).numel()
+    batch, outputs = network.count(x), torch.Size(network.for_inputs(x).output_shape).numel()
     each = COPIES * (1 + pairs) * outputs * torch.finfo(network.dtype).bits // 8
     step = max(1, temporary(network.device) // each)
     for start in range(0, batch, step):

@@ -213,7 +213,7 @@ class MixturePosterior(Posterior):
         Functions are drawn from the beliefs by the weights of their cells; cells with the same belief share them.
         """
         wide = self._by_belief([float(cell.scale > 0) for cell in self.cells]).tolist()
-        numbers = numbers_of(self.members, self.problem.likelihood, wide, samples)
+        numbers = numbers_of(self.members, self.problem.likelihood, wide, samples, x)
         if numbers:
             return drawn_predictive(self.members, x, numbers, self.kept_draws, self._averaged)
         beliefs = beliefs_at(self.members, x)

@@ -68,7 +68,7 @@ class Posterior(Protocol):
     def predict(self, x: Inputs, samples: int | None = None) -> Any:
         """Return the predictive of the targets at x, from this many functions, or from variances if it is zero."""
         likelihood = self.problem.likelihood
-        numbers = numbers_of([self], likelihood, [float(self.has_spread)], samples)
+        numbers = numbers_of([self], likelihood, [float(self.has_spread)], samples, x)
         if numbers:
             predict = lambda beliefs: likelihood.predict_samples(beliefs[0])
             return drawn_predictive([self], x, numbers, self.kept_draws, predict)

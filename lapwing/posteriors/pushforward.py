@@ -98,6 +98,7 @@ def joint(cross: Cross, network: Network, x: Inputs, chosen: ChosenOutputs | Non
 
 def outputs_in_pieces(network: Network, x: Inputs, chosen: ChosenOutputs | None) -> tuple[Tensor, list[Piece]]:
     """Return all or some outputs at x, and pieces of them; the Jacobians of two pieces fit the byte budget together."""
+    network = network.for_inputs(x)
     f = network(x).to(network.dtype)
     f = f if chosen is None else chosen.of(f)
     size, options = f[0].numel(), (network.dtype, network.device)

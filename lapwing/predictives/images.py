@@ -6,15 +6,16 @@ that have a number for each datum, such as entropies, are (B, H, W).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.images import ImageForm
+from lapwing.core.images import ImageForm, pixel_belief
 from lapwing.errors import DataError
 from lapwing.predictives.protocol import (
     ClassPredictive,
@@ -198,3 +199,17 @@ class Images:
         if hasattr(type(flat), "log_probs"):
             return ImageClasses(flat, self.form)
         return (ImageLabels if hasattr(type(flat), "probs") else ImageNumbers)(flat, self.form)
+
+
+def by_pixels(predict: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method ``predict(self, belief)`` of a likelihood, made to take beliefs about images too."""
+
+    @wraps(predict)
+    def run(self: Any, belief: FunctionGaussian) -> Any:
+        if belief.outputs_dim == -1:
+            return predict(self, belief)
+        images = Images()
+        images.add(ImageForm(tuple(belief.mean.shape[2:])))
+        return images.predictive(predict(self, pixel_belief(belief)))
+
+    return run

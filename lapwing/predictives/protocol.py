@@ -232,7 +232,12 @@ def checked_labels(y: Any, like: Tensor) -> Tensor:
     if not whole or y.shape not in (shape, (*shape, 1)):
         raise DataError(f"y is {seen(y)}; expected whole class numbers of the shape {tuple(shape)}.")
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < count:
-        raise DataError(f"classes run from {int(y.min())} to {int(y.max())}; expected 0..{count - 1}.")
+        low, high = int(y.min()), int(y.max())
+        advice = (
+            f" If {low} marks targets that do not count, leave these out: log_prob(y.clamp_min(0))[y >= 0]; the scores "
+            "of lw.metrics leave -100 out by themselves."
+        )
+        raise DataError(f"classes run from {low} to {high}; expected 0..{count - 1}.{advice if low < 0 else ''}")
     numbers: Tensor = y.to(like.device).long().reshape(*shape, 1)
     return numbers
 

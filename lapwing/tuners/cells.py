@@ -191,10 +191,11 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
         each.prepare()  # not at the first batch: a process may have none
     network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
     wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
-    numbers, kept = drawn_numbers(members, wide, likelihood), Kept()
+    kept = Kept()
     with torch.no_grad():
         for batch in merged(_limited(data, limit, network, likelihood), TOGETHER):
             y = named_targets(network, likelihood, batch, data.name)
+            numbers = drawn_numbers(members, wide, likelihood, batch.inputs)
             parts = _beliefs(members, batch.inputs, numbers, kept)
             each = torch.cat([_cell_scores(grid, beliefs, y[part]) for part, beliefs in parts]).double()
             rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
@@ -213,13 +214,13 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
     return scores.cpu()
 
 
-def drawn_numbers(members: Sequence[Any], wide: Sequence[Any], likelihood: Likelihood) -> list[range]:
-    """Return the numbers of the pairs of functions that score each member; none where variances do.
+def drawn_numbers(members: Sequence[Any], wide: Sequence[Any], likelihood: Likelihood, x: Inputs) -> list[range]:
+    """Return the numbers of the pairs of functions that score each member at x; none where variances do.
 
     ``wide`` are the members of which draws are needed. All use the same numbers: what differs between them is not the
     luck of their draws.
     """
-    if not prefers_draws(wide, members[0].problem.network, likelihood):
+    if not prefers_draws(wide, members[0].problem.network, likelihood, x):
         return []
     return [range(min(SCORED, each.n_stored() or SCORED)) if each in wide else range(0) for each in members]
 
@@ -230,7 +231,7 @@ def _beliefs(
     """Yield rows of a batch, and the belief of every member about them: from functions if there are numbers."""
     network = members[0].problem.network
     if not numbers:
-        shape, count = network.output_shape, network.count(x)
+        shape, count = network.for_inputs(x).output_shape, network.count(x)
         covariance = torch.Size(shape).numel() * shape[-1] * torch.finfo(network.dtype).bits // 8
         for rows in runs(count, 4 * (len(members) + 1) * covariance, network.device):
             yield rows, beliefs_at(members, x if rows == slice(0, count) else network.take(x, rows))

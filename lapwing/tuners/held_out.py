@@ -357,7 +357,7 @@ def _chunks(
     It takes the variances of the outputs from one Jacobian for all candidates, or draws functions where predictions do.
     """
     network, likelihood = candidates[0].problem.network, candidates[0].problem.likelihood
-    numbers = drawn_numbers(candidates, candidates, likelihood)
+    numbers = drawn_numbers(candidates, candidates, likelihood, x)
     if numbers:
         drawn = lambda inputs, each: next(drawn_beliefs([each], inputs, numbers[:1], Kept()))
         for rows, part in pieces(network, x, sum(map(len, numbers))):

@@ -26,6 +26,7 @@ X = torch.randn(TOTAL, INPUTS, HEIGHT, WIDTH, dtype=D, generator=GENERATOR)
 NEW = torch.randn(ASKED, INPUTS, HEIGHT, WIDTH, dtype=D, generator=GENERATOR)
 LABELS = torch.randint(0, CHANNELS, (TOTAL, HEIGHT, WIDTH), generator=GENERATOR)
 LABELS[1, :, 2] = -100
+LARGER = torch.randn(2, INPUTS, 4, 3, dtype=D, generator=GENERATOR)  # 12 pixels, not 10
 NUMBERS = torch.randn(TOTAL, CHANNELS, HEIGHT, WIDTH, dtype=D, generator=GENERATOR)
 CUT = (4, 3)
 TASKS: dict[str, tuple[Any, Tensor]] = {"labels": (lw.Categorical(), LABELS), "numbers": (lw.Gaussian(0.7), NUMBERS)}
@@ -100,3 +101,11 @@ def test_images_are_their_pixels_as_tokens(name: str, task: str) -> None:
         for member in ("mean", "std", "variance", "epistemic_variance", "aleatoric_variance"):
             assert_close(pixels(getattr(one, member)), getattr(two, member), SOLVED)
         assert_close(flat_labels(one.log_prob(NEW[:, 1:])), two.log_prob(pixels(NEW[:, 1:])), SOLVED)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_images_of_another_size(name: str) -> None:
+    """Beliefs do not depend on the size of the images of the fit, beside which they have more pixels."""
+    images, tokens = accepted(name, "numbers")
+    assert_close(pixels(images.functions(LARGER).variance), tokens.functions(LARGER).variance, SOLVED)
+    assert_close(pixels(images.predict(LARGER).std), tokens.predict(LARGER).std, SOLVED)

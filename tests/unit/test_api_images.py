@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from benchmarks.peak import held
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import DataError, FileError, InputError, ModelError
+from lapwing.networks.directional import outputs_along
+from lapwing.networks.network import Network
 from lapwing.predictives.protocol import ClassPredictive, MultilabelPredictive, NumberPredictive
+from lapwing.tuners import cells
 from tests import problems
 from tests.cases import Wrapped
 from tests.references import dense
@@ -111,6 +115,16 @@ def test_shapes_of_classes() -> None:
     assert_close(belief.scaled(2.0).std, 2 * belief.std)
 
 
+def test_a_likelihood_predicts_from_the_belief_as_the_posterior_does() -> None:
+    for task, likelihood in (("labels", lw.Categorical()), ("numbers", lw.Gaussian(NOISE))):
+        posterior = fitted(task)
+        for joint in (False, True):
+            again = likelihood.predict(posterior.functions(NEW, joint=joint))
+            assert type(again) is type(posterior.predict(NEW))
+            assert_close(again.mean, posterior.predict(NEW).mean, SOLVED)
+            assert_close(again.entropy, posterior.predict(NEW).entropy, SOLVED)
+
+
 def test_draws_have_the_spread_of_their_pixels() -> None:
     """20,000 draws: a variance is off by 1 %, so 8 % is far beyond chance."""
     belief = fitted("labels").functions(NEW[:2])
@@ -203,6 +217,78 @@ def test_images_of_other_sizes() -> None:
     assert_close(belief.mean, net()(large).detach())
     assert belief.cov.shape == (2, 9, 11, CHANNELS, CHANNELS)
     assert fitted("labels").functions(OTHER).std.shape == (6, CHANNELS, WIDTH, HEIGHT)
+
+
+def test_the_pixels_of_these_inputs_decide_whether_functions_are_drawn() -> None:
+    """Above 256 outputs of an image, whatever the size of the images of the fit."""
+    small, large = drawn(3, INPUTS, 4, 6), drawn(2, INPUTS, 12, 11)  # 72 and 396 outputs
+    of_large = lw.fit(net(), [(large, torch.zeros(2, 12, 11).long())], "classification", method=lw.Kron(), prior=PRIOR)
+    for posterior in (fitted("labels"), of_large):
+        assert bool((posterior.predict(large).standard_error > 0).all())
+        assert bool((posterior.predict(small).standard_error == 0).all())
+        assert bool((posterior.predict([large]).standard_error > 0).all())
+
+
+def test_validation_data_of_several_sizes_are_scored_by_their_own_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit to small images, validated by large ones too: the large ones take functions, the small ones none."""
+    plain, sizes = cells.drawn_beliefs, set()
+
+    def drawn_beliefs(members: Any, x: Tensor, *others: Any) -> Any:
+        sizes.add(tuple(x.shape[2:]))
+        return plain(members, x, *others)
+
+    monkeypatch.setattr(cells, "drawn_beliefs", drawn_beliefs)
+    large = drawn(2, INPUTS, 12, 11), torch.randint(0, CHANNELS, (2, 12, 11))
+    lw.fit(net(), [(X, LABELS)], "classification", method=lw.Diagonal(), validation=[(X, LABELS), large])
+    assert sizes == {(12, 11)}
+
+
+BUDGET = 2 * 2**20
+
+
+def segmenter() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, CHANNELS, 1))
+
+
+def sized_batch(size: int) -> tuple[Tensor, Tensor]:
+    return drawn(4, 1, size, size).float(), torch.zeros(4, size, size, dtype=torch.long)
+
+
+def assert_independent(taken: dict[int, int]) -> None:
+    """Assert that what calls took does not depend on the size of the first batch, 3 x 3 or 12 x 12."""
+    assert taken[3] <= 1.2 * taken[12] <= 2 * BUDGET, taken
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_byte_budget_of_predictions_at_another_size(joint: bool) -> None:
+    taken, x = {}, sized_batch(12)[0][:3]
+    for size in (3, 12):
+        posterior = lw.fit(segmenter(), [sized_batch(size)], "classification", method=lw.Kron(), prior=PRIOR)
+        with lw.memory.limited(BUDGET):
+            call = lambda each=posterior: each.functions(x[:1], joint=True) if joint else each.functions(x).variance
+            taken[size] = held(call).taken
+    assert_independent(taken)
+
+
+@pytest.mark.parametrize("method", [lw.Kron(curvature="ggn"), lw.Diagonal(curvature="ggn"), lw.Full()])
+def test_the_byte_budget_of_a_fit_with_images_of_another_size(method: Any) -> None:
+    """Larger images after the first batch are joined and cut as if they were the first."""
+    taken = {}
+    for size in (3, 12):
+        data = [sized_batch(size), sized_batch(12), sized_batch(12)]
+        with lw.memory.limited(BUDGET):
+            fit = lambda data=data: lw.fit(segmenter(), data, "classification", method=method, prior=PRIOR)
+            taken[size] = held(fit).taken
+    assert_independent(taken)
+
+
+def test_the_byte_budget_of_products_at_another_size() -> None:
+    x, v = sized_batch(12)[0], torch.randn(8, sum(p.numel() for p in segmenter().parameters()))
+    networks = {size: Network.build(segmenter(), sized_batch(size)[0]) for size in (3, 12)}
+    for run in (lambda each: each.jvp(x, v), lambda each: each(x), lambda each: outputs_along(each, x, v)):
+        with lw.memory.limited(BUDGET // 8):
+            assert_independent({size: held(lambda: run(each)).taken for size, each in networks.items()})  # noqa: B023
 
 
 def test_batches_of_several_sizes_in_one_fit() -> None:
@@ -384,6 +470,35 @@ def test_outputs_of_other_forms_are_refused() -> None:
         )
     with pytest.raises(DataError, match="outputs has 3; expected numbers of outputs from 0 to 2"):
         posterior.functions(NEW, outputs=[3])
+
+
+def test_choices_that_do_not_exist_are_refused_in_the_words_of_images() -> None:
+    posterior, shape = fitted("labels"), r"\(k,\), or \(B, k, H, W\)"
+    zeros = lambda *sizes: torch.zeros(*sizes, dtype=torch.long)
+    for wrong in (zeros(6, 2), 0, torch.zeros(6, 2, HEIGHT, WIDTH), zeros(6, 1, 1, HEIGHT, WIDTH)):
+        with pytest.raises(DataError, match=f"expected numbers of outputs from 0 to 2, of shape {shape}"):
+            posterior.functions(NEW, outputs=wrong)
+    for wrong in (zeros(6, 2, WIDTH - 1, WIDTH - 2), zeros(6, HEIGHT * WIDTH - 8, 2)):
+        with pytest.raises(
+            DataError, match=r"each of 12 pixels, and there are 20; expected \(B, k, H, W\) with as many"
+        ):
+            posterior.functions(NEW, outputs=wrong)
+    with pytest.raises(DataError, match=r"each of 2 pixels, and there are 3; expected \(B, S, k\) with as many"):
+        posterior.functions(NEW, outputs=zeros(6, 2, 1), tokens=[0, 5, 7])
+    with pytest.raises(DataError, match="pixel 20 was chosen of 20; expected numbers from 0 to 19"):
+        posterior.functions(NEW, tokens=[20])
+    with pytest.raises(DataError, match=r"expected numbers of pixels from 0 on, of shape \(S,\), or \(B, S\)"):
+        posterior.functions(NEW, tokens=3)
+
+
+def test_ignored_pixels_have_no_probability_of_their_own() -> None:
+    predictive, y = fitted("labels").predict(X), LABELS.clone()
+    y[0, 1] = -100
+    with pytest.raises(DataError, match=r"classes run from -100 to 2; expected 0\.\.2\. If -100 marks targets"):
+        predictive.log_prob(y)
+    known = predictive.log_prob(y.clamp_min(0))[y >= 0]
+    assert_close(known, predictive.log_prob(LABELS)[y >= 0])
+    assert_close(-known.mean(), torch.tensor(lw.metrics.categorical_nll(predictive.probs, y), dtype=D))
 
 
 def test_a_prediction_of_many_pixels_keeps_to_the_pixels() -> None:

@@ -85,26 +85,31 @@ class ResponsePosterior(Posterior):
 
         Shapes: the covariances are (B C, C), or (B C, B C) if joint; C counts all tokens.
         """
-        objective, network = self.responder.objective, self.problem.network
+        objective, network = self.responder.objective, self.problem.network.for_inputs(x)
         x = objective.cast(x)
         size, shape, device = network.count(x), network.output_shape, objective.centre.device
         chosen = ChosenOutputs(None, None, len(shape) == 2) if outputs is None else outputs
         places = chosen.numbers(shape, device).flatten(1).expand(size, -1)  # (B, C)
         count = places.numel()
-        respond = lambda run: self._respond(x, chosen, places, run, joint)
+        respond = lambda run: self._respond(x, shape, chosen, places, run, joint)
         each = PUSHES * objective.centre.nbytes
         return Response.joined([respond(run) for run in runs(count, each, device, 2 * PIECE)])
 
-    def _respond(self, x: Inputs, chosen: ChosenOutputs, places: Tensor, run: slice, joint: bool) -> Response:
-        """Push a run of the outputs with these places (B, C) at the inputs x, and return the responses."""
+    def _respond(
+        self, x: Inputs, shape: tuple[int, ...], chosen: ChosenOutputs, places: Tensor, run: slice, joint: bool
+    ) -> Response:
+        """Push a run of the outputs with these places (B, C) at the inputs x, and return the responses.
+
+        ``shape`` is that of all outputs of an input.
+        """
         objective, network = self.responder.objective, self.problem.network
         outputs = places.shape[1]
         number = torch.arange(run.start, run.stop, device=places.device)
         index, column = number // outputs, number % outputs
         inputs = network.take(x, index)
         own = places[index, column]
-        seeds = one_hot(own, torch.Size(network.output_shape).numel()).to(objective.centre)
-        push = lambda d: objective.slopes(d, inputs, seeds.reshape(-1, *network.output_shape))
+        seeds = one_hot(own, torch.Size(shape).numel()).to(objective.centre)
+        push = lambda d: objective.slopes(d, inputs, seeds.reshape(-1, *shape))
         if joint:
             read_all = lambda d: chosen.of(objective.outputs(d, x)).flatten(1)
             value = lambda reading: reading.gather(1, number[:, None])[:, 0]

@@ -252,7 +252,7 @@ class Stochastic:
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """Yield the batch in parts whose kernel with the points, and its graph, fit the byte budget."""
         network, points = self.points.problem.network, len(self.points.anchors)
-        outputs = torch.Size(network.output_shape).numel()
+        outputs = torch.Size(network.for_inputs(batch.inputs).output_shape).numel()
         each = 8 * outputs * ((len(network.layout) + 4) * points + 8 * network.output_shape[-1])
         for rows in runs(batch.n_samples, each, network.device):
             if rows == slice(0, batch.n_samples):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lapwing.core.data import Batch
 from lapwing.core.images import ImageForm
 from lapwing.errors import DataError
+from lapwing.networks.budget import Footprint
 from lapwing.networks.network import Network
 from tests.cases import Wrapped
 from tests.tolerances import assert_close
@@ -81,3 +82,52 @@ def test_targets_take_the_form_of_the_outputs() -> None:
     plain = Network.build(nn.Linear(5, 7).double(), X[:, 0])
     given = Batch(X[:, 0], labels[..., 0])
     assert plain.arranged(given) is given
+
+
+def test_the_footprint_of_another_size_is_that_of_a_network_built_there() -> None:
+    torch.manual_seed(2)
+    layers = nn.Conv2d(2, 6, (3, 1), padding="same"), nn.Tanh(), nn.Conv2d(6, 3, (1, 3), padding="same")
+    model, large = nn.Sequential(*layers).double(), torch.zeros(3, 2, 7, 9, dtype=torch.float64)
+    network, there = Network.build(model, X), Network.build(model, large)
+    resized = network.for_inputs(large)
+    assert resized.output_shape == there.output_shape == (63, 3)
+    assert resized.footprint == there.footprint
+    assert resized.blockwise.footprint == network.blockwise.for_inputs(large).footprint == there.blockwise.footprint
+    assert network.for_inputs(X) is network
+    assert network.linearise(large).network.footprint == there.footprint
+    assert_close(resized(large), network(large))
+    assert network.joined(large) == there.joined(large) < network.joined(X)
+
+
+def test_jacobians_that_are_kept_whole_do_not_grow_with_the_size() -> None:
+    footprint = Footprint(width=7, patches=5, whole=11, graph=3, live=2, widest=6)
+    assert footprint.scaled(30, 20) == Footprint(width=11, patches=8, whole=11, graph=5, live=3, widest=9)
+
+
+def test_sequences_of_another_length() -> None:
+    """As for images: one sample runs once for every length that was not seen before."""
+    runs: list[int] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        runs.append(len(x))
+        return m.net(x)
+
+    torch.manual_seed(3)
+    model = Wrapped(run, net=nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double())
+    short, long = X[:, 0].contiguous(), X[:, 0].repeat(1, 3, 1)  # 4 and 12 tokens
+    network, there = Network.build(model, short), Network.build(model, long)
+    runs.clear()
+    assert network.for_inputs(short[:2]) is network
+    assert runs == []
+    for _ in range(2):
+        assert network.for_inputs(long).output_shape == (12, 3)
+    assert runs == [1]
+    assert network.for_inputs(long).footprint == network.linearise(long).network.footprint == there.footprint
+    with pytest.raises(DataError, match=r"outputs of shape \(1, 3\); expected \(1, T, 3\), tokens as before\. Has x a"):
+        network.for_inputs(short[0])
+
+
+def test_a_sequence_without_tokens_has_a_footprint() -> None:
+    footprint = Footprint(width=7, patches=5, whole=11, graph=3, live=2, widest=6)
+    assert footprint.scaled(0, 4).width == 2
+    assert footprint.scaled(4, 0).width == 28

@@ -247,7 +247,17 @@ def test_refusals() -> None:
 
 
 def test_stored_samples_are_all_that_there_are() -> None:
-    posterior, _ = fitted("classification", MANY, lw.Sampled(3))
-    (numbers,) = numbers_of([posterior.posterior], posterior.likelihood, [1.0], None)
+    posterior, x = fitted("classification", MANY, lw.Sampled(3))
+    (numbers,) = numbers_of([posterior.posterior], posterior.likelihood, [1.0], None, x)
     assert numbers == range(3)
     assert_close(posterior.posterior.numbered(range(2, 5)), posterior.posterior.samples[[2, 0, 1]])
+
+
+def test_the_tokens_of_these_inputs_decide_whether_functions_are_drawn() -> None:
+    torch.manual_seed(0)
+    short, long = torch.randn(3, 5, 4, dtype=D), torch.randn(2, 100, 4, dtype=D)  # 15 and 300 outputs
+    model = nn.Linear(4, 3).double()
+    for x in (short, long):
+        posterior = lw.fit(model, [(x, torch.zeros(x.shape[:2]).long())], "classification", method=lw.Kron(), prior=1.0)
+        assert bool((posterior.predict(long).standard_error > 0).all())
+        assert bool((posterior.predict(short).standard_error == 0).all())

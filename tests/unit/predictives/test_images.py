@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import lapwing as lw
 from lapwing.core.function_samples import FunctionSamples
-from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.images import ImageForm
 from lapwing.errors import DataError
 from lapwing.likelihoods.bernoulli import Bernoulli
@@ -55,3 +58,73 @@ def test_standard_errors_of_drawn_functions() -> None:
     assert_close(predictive.standard_error, FORM.outputs(flat.standard_error))
     assert bool((predictive.standard_error > 0).all())
     assert_close(predictive.aleatoric, FORM.labels(flat.aleatoric))
+
+
+ROOTS = torch.randn(6, 10, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+FOUR = torch.randn(6, 10, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+CORRELATED = FunctionGaussian(FOUR, ROOTS @ ROOTS.mT / 8)  # of 4 channels, which vary by pixel
+LIKELIHOODS = {
+    **{link: lw.Categorical(link=link, samples=16) for link in ("pairwise", "probit", "bridge", "mc")},
+    "temperature": lw.Categorical(link_temperature=2.5),
+    **{f"binary {link}": lw.Bernoulli(link=link) for link in ("quadrature", "probit")},
+    "numbers": lw.Gaussian((0.1, 0.5, 0.7, 1.3)),
+    "tails": lw.Gaussian(0.3).with_tails(4.0, 1.2),
+    "heteroscedastic": lw.HeteroscedasticGaussian(),
+    "counts": lw.Poisson(),
+}
+
+
+class Inherits(lw.Categorical):
+    """A class without a ``predict`` of its own."""
+
+
+class Overrides(lw.Categorical):
+    """A class that uses the ``predict`` of the class above it."""
+
+    def predict(self, belief: FunctionGaussian) -> Any:
+        return super().predict(belief.widened(2.0))
+
+
+def assert_same(images: Any, flat: Any, form: ImageForm) -> None:
+    """Assert that a predictive of images has the numbers of that of their pixels."""
+    for member in ("probs", "integrated_probs", "mean", "variance", "epistemic_variance", "aleatoric_variance"):
+        if hasattr(flat, member):
+            assert_close(getattr(images, member), form.outputs(getattr(flat, member)))
+    for member in ("entropy", "mutual_information"):
+        assert_close(getattr(images, member), form.labels(getattr(flat, member)))
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (5, 1, 2)], ids=["images", "volumes"])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_a_likelihood_takes_a_belief_about_images(name: str, sizes: tuple[int, ...]) -> None:
+    likelihood, form = LIKELIHOODS[name], ImageForm(sizes)
+    images = likelihood.predict(form.belief(CORRELATED))
+    assert isinstance(images, (ImageClasses, ImageLabels, ImageNumbers))
+    assert_same(images, likelihood.predict(CORRELATED), form)
+
+
+@pytest.mark.parametrize("name", ["pairwise", "heteroscedastic"])
+def test_a_likelihood_takes_a_joint_belief_about_images(name: str) -> None:
+    """The predictive is that of each pixel by itself."""
+    root = torch.randn(240, 240, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    joint = FunctionGaussian.across(FOUR, root @ root.mT / 240)
+    assert_same(LIKELIHOODS[name].predict(FORM.belief(joint)), LIKELIHOODS[name].predict(joint), FORM)
+
+
+@pytest.mark.parametrize("kind", [Inherits, Overrides])
+def test_classes_that_inherit_take_beliefs_about_images(kind: type[lw.Categorical]) -> None:
+    assert_same(kind().predict(FORM.belief(CORRELATED)), kind().predict(CORRELATED), FORM)
+    widened = lw.Categorical().predict(CORRELATED.widened(2.0 if kind is Overrides else 1.0))
+    assert_close(kind().predict(CORRELATED).probs, widened.probs)
+
+
+def test_many_classes_need_no_covariance_of_the_images() -> None:
+    """Above 256 classes the pairwise link takes centred variances alone."""
+
+    def refused() -> torch.Tensor:
+        raise AssertionError("the covariance was computed")
+
+    mean = torch.randn(2, 10, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    variance = mean.square()
+    flat = FunctionGaussian(mean, Deferred(lambda: variance, refused, lambda: 0.9 * variance))
+    assert_close(lw.Categorical().predict(FORM.belief(flat)).probs, FORM.outputs(lw.Categorical().predict(flat).probs))
