@@ -32,7 +32,7 @@ class LargeSettings:
     Args:
         size: The side of the image in pixels.
         angles: The number of source positions.
-        bins: The number of detector bins.
+        bins: The number of detector bins; None for 128 at 501 pixels and in proportion at others.
         noise: The share of noise.
         scales: The number of image sizes of the U-Net.
         channels: Its width.
@@ -47,7 +47,7 @@ class LargeSettings:
 
     size: int = 501
     angles: int = 60
-    bins: int = 128
+    bins: int | None = None
     noise: float = 0.05
     scales: int = 6
     channels: int = 128
@@ -66,7 +66,8 @@ class LargeSettings:
 
     @property
     def geometry(self) -> FanBeam:
-        return FanBeam(self.size, self.angles, self.bins, source_distance=1.5 * self.size, detector_distance=self.size)
+        bins = self.bins or max(2, round(128 * self.size / 501))
+        return FanBeam(self.size, self.angles, bins, source_distance=1.5 * self.size, detector_distance=self.size)
 
 
 def used_weights(unet: UNet) -> dict[str, str]:
