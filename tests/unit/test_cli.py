@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -94,8 +94,13 @@ def test_missing_extras_are_named(
     assert "pip install 'lapwing[run]'" in capsys.readouterr().err
 
 
-def test_python_m_lapwing_is_the_same_command() -> None:
-    completed = subprocess.run(
-        [sys.executable, "-m", "lapwing", "--help"], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "{run}" in completed.stdout
+def test_python_m_lapwing_is_the_same_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run as ``python -m`` runs it, in this process: another one would import PyTorch again."""
+    monkeypatch.delitem(sys.modules, "lapwing.__main__", raising=False)
+    monkeypatch.setattr(sys, "argv", ["lapwing", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("lapwing", run_name="__main__", alter_sys=True)
+    assert ended.value.code == 0
+    assert "{run}" in capsys.readouterr().out
