@@ -41,6 +41,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> inducing.Inducing:
     )  # fmt: skip
 
 
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VaLLA learns in three steps at most, for tests that do not ask how well it has learned."""
+    full = lw.VaLLA
+    short = lambda *given, steps=None, **options: full(*given, steps=min(steps or 3, 3), **options)
+    monkeypatch.setattr(lw, "VaLLA", short)
+
+
 @pytest.fixture(scope="module")
 def result(settings: inducing.Inducing) -> Result:
     return inducing.run(settings)
@@ -181,6 +189,7 @@ def test_the_landmarks_drawn_are_those_of_ella(task: Task) -> None:
     assert int((missing[3:].abs() < 1e-12).sum()) == 3
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_equal_seeds_give_equal_numbers_and_others_do_not(
     settings: inducing.Inducing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +252,7 @@ def test_a_folder_without_the_toy_is_named(tmp_path: Path) -> None:
         inducing.read_toy(tmp_path)
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_the_command_prints_tables_and_writes_what_it_names(
     settings: inducing.Inducing, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,10 +11,16 @@ import pytest
 import torch
 
 from lapwing.cli import main
+from lapwing.demo import digits
 from lapwing.demo.result import Result, Row, table
 
 
-def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_both_tables_and_writes_what_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With some of the images."""
+    images, labels = digits.load_digits(return_X_y=True)
+    monkeypatch.setattr(digits, "load_digits", lambda **_: (images[:600], labels[:600]))
     out = tmp_path / "made" / "here"
     assert main(["run", "--quick", "--out", str(out), "--seed", "3"]) == 0
     printed = capsys.readouterr().out
@@ -25,10 +31,10 @@ def test_run_prints_both_tables_and_writes_what_it_names(tmp_path: Path, capsys:
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     documents = json.loads(paths[1].read_text())
     assert list(documents) == ["digits", "diabetes", "bands"]
-    digits = Result.from_json(json.dumps(documents["digits"]))
-    assert digits.seed == 3
-    assert digits.settings["recipe"]["epochs"] == 10
-    assert f"{digits.rows[0].scores['accuracy']:.3f}" in printed
+    of_digits = Result.from_json(json.dumps(documents["digits"]))
+    assert of_digits.seed == 3
+    assert of_digits.settings["recipe"]["epochs"] == 10
+    assert f"{of_digits.rows[0].scores['accuracy']:.3f}" in printed
 
 
 def test_tables_are_printed_then_paths_and_the_picture_shows_its_results(
