@@ -75,8 +75,8 @@ def test_strange_images_are_made_of_the_same_pixels() -> None:
 def test_equal_seeds_give_equal_scores_and_repeats_are_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With some of the images, and networks that are small and hardly trained."""
     images, labels = digits.load_digits(return_X_y=True)
-    monkeypatch.setattr(digits, "load_digits", lambda **_: (images[:250], labels[:250]))
-    short = replace(QUICK, recipe=replace(QUICK.recipe, hidden=(8,), epochs=3), validation=40)
+    monkeypatch.setattr(digits, "load_digits", lambda **_: (images[:400], labels[:400]))
+    short = replace(QUICK, recipe=replace(QUICK.recipe, hidden=(8,), epochs=3), validation=60)
     result, other, two = (digits.run(replace(short, **given)) for given in ({}, {"seed": 1}, {"repeats": 2}))
     for key, values in two.arrays.items():
         assert values == result.arrays[key] + other.arrays[key]
