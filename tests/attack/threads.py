@@ -105,7 +105,7 @@ def train_task(seed: int) -> Task:
     x = torch.randn(24, 2, dtype=torch.float64)
     rows = torch.utils.data.TensorDataset(x, x.sin().sum(1, keepdim=True))
     loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
-    recipe = lw.recipes.online(epochs=2, seed=seed)
+    recipe = lw.recipes.online(epochs=2, seed=seed, update=lw.tuners.Ascend(steps=10))
 
     def run() -> list[Tensor]:
         trained = lw.train(model, loader, "regression", recipe=recipe)

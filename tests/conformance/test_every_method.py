@@ -184,15 +184,19 @@ def methods_for(case: str, model: nn.Module) -> Iterator[tuple[str, Callable[[],
             yield name, lambda name=name: small_method(name, model)
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield every tensor that a value holds, in its fields and theirs, but not the parameters of a network."""
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter):
             yield value
         return
+    seen = set() if seen is None else seen
+    if isinstance(value, (str, int, float)) or id(value) in seen:
+        return
+    seen.add(id(value))
     parts = vars(value) if is_dataclass(value) else value
     for part in parts.values() if isinstance(parts, Mapping) else parts if isinstance(parts, (list, tuple)) else ():
-        yield from tensors(part)
+        yield from tensors(part, seen)
 
 
 @pytest.mark.parametrize("case", [case.name for case in CASES])

@@ -41,9 +41,28 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> inducing.Inducing:
     )  # fmt: skip
 
 
+STEPS = 15  # of VaLLA, which does not need to converge here
+
+
+def limit_steps(patch: pytest.MonkeyPatch, most: int) -> None:
+    """Let VaLLA learn in so many steps at most."""
+    full = lw.VaLLA
+    patch.setattr(
+        lw, "VaLLA", lambda *given, steps=None, **options: full(*given, steps=min(steps or most, most), **options)
+    )
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do not ask how well VaLLA has learned."""
+    limit_steps(monkeypatch, 3)
+
+
 @pytest.fixture(scope="module")
 def result(settings: inducing.Inducing) -> Result:
-    return inducing.run(settings)
+    with pytest.MonkeyPatch.context() as patch:
+        limit_steps(patch, STEPS)
+        return inducing.run(settings)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +182,9 @@ def test_every_method_has_an_nll_and_a_point_at_every_row_that_of_the_exact_post
     exact = found["Full/exact"]["NLL"]
     assert held.nll(held.task.fit(lw.VaLLA(48), seed=0)[0]) == pytest.approx(exact, abs=1e-6)
     few = found["VaLLA(4)/greedy, lbfgs"]["NLL"]
-    assert few == pytest.approx(held.nll(held.task.fit(lw.VaLLA(4, optimiser="lbfgs"), seed=1)[0]), abs=1e-6)
+    assert few == pytest.approx(
+        held.nll(held.task.fit(lw.VaLLA(4, optimiser="lbfgs", steps=STEPS), seed=1)[0]), abs=1e-6
+    )
     assert few != pytest.approx(exact, abs=1e-3)
 
 
@@ -181,6 +202,7 @@ def test_the_landmarks_drawn_are_those_of_ella(task: Task) -> None:
     assert int((missing[3:].abs() < 1e-12).sum()) == 3
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_equal_seeds_give_equal_numbers_and_others_do_not(
     settings: inducing.Inducing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +265,7 @@ def test_a_folder_without_the_toy_is_named(tmp_path: Path) -> None:
         inducing.read_toy(tmp_path)
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_the_command_prints_tables_and_writes_what_it_names(
     settings: inducing.Inducing, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from lapwing.demo.result import Result
 from lapwing.methods.hfl.posteriors import ResponsePosterior
 
 SMALL = ResponseTask(
-    tasks=("sinusoid",), data=12, hidden=4, seeds=1, new=30, pushes=4, members=2, epochs=30, steps=(5, 10)
+    tasks=("sinusoid",), data=12, hidden=4, seeds=1, new=12, pushes=4, members=2, epochs=30, steps=(5, 10)
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from lapwing.registry import METHODS
 
 DATA, BATCH = 320, 32
 CPU = torch.device("cpu")
-SHORTER = {"fmgp": {"steps": 20}, "swag": {"snapshots": 12, "rank": 8, "samples": 4}}  # counting takes its time
+SHORTER = {"fmgp": {"steps": 10}, "swag": {"snapshots": 12, "rank": 8, "samples": 4}}  # counting takes its time
 TIMED = ("full", "diagonal", "kron", "ekron", "low_rank", "map_only", "ella", "fmgp", "swag")
 
 

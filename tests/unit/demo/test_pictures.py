@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from matplotlib.colors import to_hex, to_rgb
@@ -35,31 +37,33 @@ def faded(colour: str, alpha: float) -> str:
     return to_hex(tuple(1 - alpha * (1 - part) for part in to_rgb(colour)))
 
 
-def pixels(digits: Result, bands: Result, folder: Path) -> torch.Tensor:
-    return drawn(lambda result, path: overview.picture(result, bands, path), digits, folder)
+@cache
+def pixels(correct: float = 0.5, width: float = 0.5) -> torch.Tensor:
+    """Return the pixels of the picture of these digits and bands."""
+    draw = lambda result, path: overview.picture(result, some_bands(width), path)
+    with TemporaryDirectory() as folder:
+        return drawn(draw, some_digits(correct), Path(folder))
 
 
-def test_the_picture_is_written_and_not_blank(tmp_path: Path) -> None:
-    image = pixels(some_digits(), some_bands(), tmp_path)
+def test_the_picture_is_written_and_not_blank() -> None:
+    image = pixels()
     assert min(image.shape[:2]) > 500
     assert 0.05 < inked(image) < 0.9
 
 
-def test_wide_intervals_are_wide_bands(tmp_path: Path) -> None:
-    narrow, wide = (pixels(some_digits(), some_bands(width), tmp_path) for width in (0.25, 1.0))
+def test_wide_intervals_are_wide_bands() -> None:
+    narrow, wide = (pixels(width=width) for width in (0.25, 1.0))
     assert share(wide, faded(POSTERIOR, 0.3)) > 2 * share(narrow, faded(POSTERIOR, 0.3)) > 0
 
 
-def test_bars_are_as_high_as_predictions_are_right(tmp_path: Path) -> None:
+def test_bars_are_as_high_as_predictions_are_right() -> None:
     for colour in (PLAIN, POSTERIOR):
-        low, high = (
-            share(pixels(some_digits(correct), some_bands(), tmp_path), faded(colour, 0.8)) for correct in (0.4, 0.8)
-        )
+        low, high = (share(pixels(correct=correct), faded(colour, 0.8)) for correct in (0.4, 0.8))
         assert high > 1.6 * low > 0.01
 
 
 def test_the_picture_uses_no_global_figures(tmp_path: Path) -> None:
     from matplotlib import pyplot
 
-    pixels(some_digits(), some_bands(), tmp_path)
+    overview.picture(some_digits(), some_bands(), tmp_path / "picture.png")
     assert pyplot.get_fignums() == []

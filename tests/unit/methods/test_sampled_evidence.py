@@ -35,7 +35,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
     given: Any = {"isotropic": 0.5, "g": lw.priors.g_prior(0.01), "per_layer": lw.per_layer(torch.tensor([0.5, 2.0]))}[
         prior
     ]
-    method = lw.Sampled(num_samples=2, width=2, probes=4, steps=20, tolerance=0.1)
+    method = lw.Sampled(num_samples=2, width=2, probes=4, steps=10, tolerance=0.1)
     truth = float(on_larger(lw.Full(), given).log_evidence())
     start = on_larger(method, given).posterior
     design, scale = start.solver.ridge.design, start.solver.ridge.scale

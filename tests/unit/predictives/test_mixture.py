@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -30,7 +31,12 @@ def mixture(
 ) -> tuple[Any, tuple[Any, ...]]:
     pairs = zip(likelihoods, beliefs(outputs, same_mean, widest), strict=True)
     components = tuple(likelihood.predict(belief) for likelihood, belief in pairs)
-    return type(components[0]).mixed(components, WEIGHTS), components
+    return mixed(components), components
+
+
+def mixed(components: Iterable[Any]) -> Any:
+    parts = tuple(components)
+    return type(parts[0]).mixed(parts, WEIGHTS)
 
 
 def average(values: list[torch.Tensor]) -> torch.Tensor:
@@ -96,8 +102,14 @@ def test_interval_is_between_the_quantiles_of_the_mixture(level: float) -> None:
 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_entropy_is_the_mean_of_the_log_density_over_draws(outputs: int, generator: torch.Generator) -> None:
-    p, _ = mixture(DENSITIES, outputs)
-    logs = torch.stack([p.log_prob(y) for y in p.sample(4000, generator)])
+    pairs = list(zip(DENSITIES, beliefs(outputs), strict=True))
+    p = mixed(likelihood.predict(belief) for likelihood, belief in pairs)
+    # The same inputs once for each draw, so that one call has the log densities of all draws.
+    repeated = mixed(
+        likelihood.predict(lw.FunctionGaussian(belief.mean.repeat(4000, 1), belief.cov.repeat(4000, 1, 1)))
+        for likelihood, belief in pairs
+    )
+    logs = repeated.log_prob(p.sample(4000, generator).flatten(0, 1)).reshape(4000, B)
     error = 5 * float(logs.std(0).max()) * (1 / 4000 + 1 / 2048) ** 0.5
     assert_near(p.entropy, -logs.mean(0), error)
     assert bool((p.mutual_information > 0).all())

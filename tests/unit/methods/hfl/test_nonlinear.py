@@ -154,14 +154,20 @@ def test_a_noise_that_the_network_gives() -> None:
     assert_close(linear.functions(x).cov, full.functions(x).cov, SOLVED)
 
 
+@cache
+def rotating() -> Energy:
+    """Two linear layers in a row, at the minimum."""
+    start = small("gaussian", 2)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False), nn.Tanh(), nn.Linear(3, 2)).double()
+    return Energy("gaussian", model, start.x, start.y, 0.5, 0.25).minimise(200)
+
+
 @pytest.mark.parametrize(("limit", "dtype"), [(2048, D), (2048, torch.float32), (0, D)])
 def test_weights_that_can_rotate(limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two linear layers in a row, as in an attention head: the loss is flat along rotations, which move no output."""
     monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", limit)
-    start = small("gaussian", 2)
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False), nn.Tanh(), nn.Linear(3, 2)).double()
-    energy = Energy("gaussian", model, start.x, start.y, 0.5, 0.25).minimise(200)
+    energy = rotating()
     values, vectors = torch.linalg.eigh(energy.hessian())
     flat = values < 1e-9
     assert int(flat.sum()) == 1
