@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ import lapwing as lw
 from experiments.tomography.case import Scan
 from experiments.tomography.densities import log_density, patch_log_density, sampled_patch_log_density
 from experiments.tomography.dropout import SampledImages, isotropic_baselines
-from experiments.tomography.scores import coverage, error_std_correlation, noise_floor, psnr, rms_z, ssim
+from experiments.tomography.scores import coverage, error_std_correlation, psnr, rms_z, ssim
 from experiments.tomography.total_variation import TVPredCP, edges
 from experiments.tomography.unet import UNet, filter_blocks
 from lapwing.inverse import InversePosterior
@@ -67,7 +68,7 @@ class ImageBelief:
             "RMS z": rms_z(self.mean, self.std, truth), "coverage 95 %": coverage(self.mean, self.std, truth),
         }  # fmt: skip
         correlation = error_std_correlation(self.mean, self.std, truth)
-        if correlation == correlation:  # one variance for all pixels has none
+        if not math.isnan(correlation):  # one variance for all pixels has none
             calibration["correlation"] = correlation
         patches = {f"LL {p} x {p}": self.density(truth, p) for p in PATCHES}
         images = {"PSNR": psnr(self.mean, truth), "SSIM": ssim(self.mean, truth)}
@@ -140,10 +141,10 @@ def image_beliefs(
     """
     evidence = posteriors[EVIDENCE]
     matrix = scan.operator.dense().to(evidence.reconstruction.device)
-    learned = float(evidence.noise_std)
-    floor, mean = noise_floor(matrix, learned), evidence.reconstruction.reshape(scan.truth.shape)
-    flat = [mean.new_full((mean.numel(),), one.variance) for one in isotropic_baselines(mean, matrix, learned)]
-    beliefs = {UNIT: ImageBelief(mean, flat[0]), LEARNED: ImageBelief(mean, flat[1])}
+    mean = evidence.reconstruction.reshape(scan.truth.shape)
+    unit, learned = isotropic_baselines(mean, matrix, float(evidence.noise_std))
+    flat = lambda variance: ImageBelief(mean, mean.new_full((mean.numel(),), variance))
+    beliefs, floor = {UNIT: flat(unit.variance), LEARNED: flat(learned.variance)}, learned.variance
     if dropout is not None:
         beliefs[DROPOUT] = ImageBelief(dropout.mean.double(), None, dropout, floor)
     for name, posterior in posteriors.items():

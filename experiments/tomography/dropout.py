@@ -11,7 +11,7 @@ from torch import Tensor
 from experiments.tomography.scores import noise_floor
 from experiments.tomography.unet import UNet, dropout_masks
 from lapwing.core.random import generator_or_default
-from lapwing.core.settings import TENSOR, integer, seen
+from lapwing.core.settings import POSITIVE, TENSOR, integer, seen
 from lapwing.errors import DataError, UnsupportedError
 
 
@@ -108,7 +108,8 @@ def isotropic_baselines(
     (1.0, 0.01)
     """
     TENSOR.check("image", image)
+    POSITIVE.check("learned_std", learned_std)
     unit = noise_floor(matrix, 1.0, rank)
     if image.numel() != matrix.shape[1]:
         raise DataError(f"image is {seen(image)}, matrix is {seen(matrix)}; expected (H, W) and (dy, H · W).")
-    return IsotropicImage(image, unit), IsotropicImage(image, noise_floor(matrix, learned_std, rank))
+    return IsotropicImage(image, unit), IsotropicImage(image, learned_std**2 * unit)

@@ -16,7 +16,7 @@ from experiments.options import Progress, silent
 from experiments.tomography.beliefs import DROPOUT, EVIDENCE, METHODS, TV, image_beliefs, tangent_posteriors
 from experiments.tomography.case import ANGLES, NOISES, Scan, Setting, scans
 from experiments.tomography.deep_prior import Reconstruction, Training, reconstruct_many
-from experiments.tomography.dropout import SampledImages, dropout_samples
+from experiments.tomography.dropout import dropout_samples
 from experiments.tomography.scores import psnr
 from experiments.tomography.unet import seeded_unet
 from lapwing.demo.result import Result, Row, plain
@@ -83,7 +83,7 @@ def setting_scores(
         posteriors = tangent_posteriors(one.unet, case, setting.weight_of_tv, max_steps=grid.tuning)
         generator = torch.Generator().manual_seed(seed + i)
         images = dropout_samples(drop.unet, case.backprojection.to(drop.image), grid.samples, generator)
-        beliefs = image_beliefs(case, posteriors, SampledImages(images.samples))
+        beliefs = image_beliefs(case, posteriors, images)
         each = {name: belief.scores(case.truth) for name, belief in beliefs.items()}
         for name in (EVIDENCE, TV):
             each[name] |= {"noise": float(posteriors[name].noise_std) / case.noise_std}

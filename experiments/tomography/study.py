@@ -23,7 +23,7 @@ from experiments.tomography.beliefs import (
 )
 from experiments.tomography.case import Scan, Setting, scans
 from experiments.tomography.deep_prior import Reconstruction, Training, reconstruct
-from experiments.tomography.dropout import SampledImages, dropout_samples
+from experiments.tomography.dropout import dropout_samples
 from experiments.tomography.phantoms import shepp_logan
 from experiments.tomography.scores import psnr, quantile_points
 from experiments.tomography.total_variation import total_variation
@@ -102,7 +102,7 @@ class Study:
         with watch.part("two searches of hyperparameters, with all class matrices"):
             posteriors = tangent_posteriors(trained.unet, scan, setting.weight_of_tv, max_steps=settings.tuning)
         with watch.part("exact covariances of two posteriors"):
-            beliefs = image_beliefs(scan, posteriors, SampledImages(images.samples))
+            beliefs = image_beliefs(scan, posteriors, images)
         with watch.part("factorised prior"):
             factorised = factorised_posterior(trained.unet, scan, settings.tuning)
         return cls(scan, trained, posteriors, beliefs, factorised, watch.seconds)
