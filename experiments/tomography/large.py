@@ -23,6 +23,7 @@ from lapwing.demo.result import Result, Row, plain
 from lapwing.tuners import MaximiseEvidence
 
 GIB = 2**30
+START = 1e-3  # prior variance of a weight where the search begins: about that of the random weights before training
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def reconstructed(settings: LargeSettings, seed: int, say: Progress = silent) ->
     with lw.memory.limited(settings.memory):
         with watch.part("class matrices"):
             posterior = lw.inverse.fit(
-                trained.unet, z[None, None], y, operator, prior=lw.priors.filter_gp(variance=0.01, blocks=blocks),
+                trained.unet, z[None, None], y, operator, prior=lw.priors.filter_gp(variance=START, blocks=blocks),
                 weights=lw.named("|".join(blocks)), noise_std=None, solver="exact", progress=False,
             )  # fmt: skip
         with watch.part("search of hyperparameters"):

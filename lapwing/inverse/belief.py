@@ -82,7 +82,7 @@ class Belief:
             return weighted_sum(self.classes.image, self.problem.prior.coefficients().detach())
         size = self.problem.network.size
         with torch.no_grad():
-            return self.problem.prior.gram(self.problem.rows(Observation(None, size, size), "rows of J")).double()
+            return self.problem.prior.gram(self.problem.rows(Observation(None, size, size), "rows of J"))
 
     @cached_property
     def explained(self) -> Tensor:
@@ -144,7 +144,7 @@ class Belief:
         """Return r S_c rᵀ (classes, e) for the differences r of rows i (e,) and j (e,) of the Jacobian."""
         if self.classes is not None and self.classes.image is not None:
             image = self.classes.image
-            return (image[:, i, i] + image[:, j, j] - image[:, i, j] - image[:, j, i]).double()
+            return image[:, i, i] + image[:, j, j] - image[:, i, j] - image[:, j, i]
         network, prior = self.problem.network, self.problem.prior
         names = network.selection.names
         pull = network.pullback(names)

@@ -19,6 +19,7 @@ from lapwing.inverse.problem import InverseProblem
 class ClassMatrices:
     """The matrices M_c = A J S_c Jᵀ Aᵀ (classes, dy, dy) and, for small images, N_c = J S_c Jᵀ (classes, dx, dx).
 
+    In float64, whatever the network has: the noise is far below the largest variance, and rounding would hide it.
     They do not depend on hyperparameters, so that a step of a tuner needs no Jacobian.
     """
 
@@ -39,7 +40,7 @@ class ClassMatrices:
             return cls(torch.stack([observation.sandwich(matrix) for matrix in matrices]), matrices)
 
     def covariance(self, coefficients: Tensor, noise: Tensor) -> Tensor:
-        """Return Σ_c coefficient_c M_c + noise I, in float64."""
+        """Return Σ_c coefficient_c M_c + noise I."""
         total = weighted_sum(self.observed, coefficients)
         total.diagonal().add_(noise)
         return total
@@ -61,13 +62,8 @@ def _finite(matrices: Tensor) -> Tensor:
 
 
 def weighted_sum(matrices: Tensor, coefficients: Tensor) -> Tensor:
-    """Return Σ_c coefficient_c M_c (n, n) in float64, without a float64 copy of all matrices."""
-    if matrices.dtype == torch.float64:
-        return (coefficients @ matrices.flatten(1)).reshape(matrices.shape[1:])
-    total = torch.zeros(matrices.shape[1:], dtype=torch.float64, device=matrices.device)
-    for coefficient, matrix in zip(coefficients.tolist(), matrices, strict=True):
-        total.add_(matrix, alpha=coefficient)
-    return total
+    """Return Σ_c coefficient_c M_c (n, n)."""
+    return (coefficients @ matrices.flatten(1)).reshape(matrices.shape[1:])
 
 
 def factorised(covariance: Tensor, noise: Tensor) -> Tensor:
@@ -97,8 +93,4 @@ class _Logdet(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (factor,) = ctx.saved_tensors
         inverse, observed = torch.cholesky_inverse(factor), ctx.matrices.observed
-        if observed.dtype == torch.float64:
-            traces = observed.flatten(1) @ inverse.flatten()
-        else:
-            traces = torch.stack([torch.dot(matrix.double().flatten(), inverse.flatten()) for matrix in observed])
-        return gradient * traces, gradient * inverse.trace(), None
+        return gradient * (observed.flatten(1) @ inverse.flatten()), gradient * inverse.trace(), None

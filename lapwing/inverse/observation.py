@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -90,11 +91,29 @@ class Observation:
 
     def forward(self, v: Tensor) -> Tensor:
         """Return A v (K, dy) for rows v (K, dx)."""
-        return v if self.operator is None else self.operator.forward(v.to(self.operator.like)).detach().to(v)
+        if self.operator is None:
+            return v
+        operator = self._in_dtype(v.dtype)
+        return operator.forward(v.to(operator.like)).detach().to(v)
 
     def back(self, u: Tensor) -> Tensor:
         """Return Aᵀ u (K, dx) for rows u (K, dy)."""
-        return u if self.operator is None else self.operator.back(u.to(self.operator.like)).detach().to(u)
+        if self.operator is None:
+            return u
+        operator = self._in_dtype(u.dtype)
+        return operator.back(u.to(operator.like)).detach().to(u)
+
+    def _in_dtype(self, dtype: torch.dtype) -> LinearOperator:
+        """Return the operator for vectors of this dtype: in float64 if it can be, since covariances need the digits."""
+        assert self.operator is not None
+        return self._double if dtype == torch.float64 else self.operator
+
+    @cached_property
+    def _double(self) -> LinearOperator:
+        operator: Any = self.operator
+        narrow = operator.like.dtype != torch.float64 and isinstance(operator, Movable)
+        wide: LinearOperator = operator.to(dtype=torch.float64) if narrow else operator
+        return wide
 
     def basis(self, part: slice, like: Tensor) -> Tensor:
         """Return some rows of A, (K, dx)."""

@@ -6,7 +6,7 @@ weights that share hyperparameters; each block has one or more classes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,10 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lapwing.core.memory import runs
 from lapwing.core.random import normal_rows
 from lapwing.errors import UnsupportedError
 from lapwing.networks.selection import Selection
 from lapwing.priors.taps import TapGrid, tap_grid
+
+COPIES = 3  # of float64 rows that a product by taps holds: the rows, by taps, and sums over partners
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,16 @@ class PriorPart:
     def folded(self, rows: Tensor) -> Tensor:
         """Return rows (n, m) of some or all filters of the parameter as (n, F, taps)."""
         return rows.reshape(len(rows), -1, self.grid.taps)
+
+    def in_double(self, rows: Tensor) -> Iterator[Tensor]:
+        """Yield rows (n, m) as (n, some filters, taps) in float64, under the byte budget; at once if they are."""
+        folded = self.folded(rows)
+        if rows.dtype == torch.float64:
+            yield folded
+            return
+        each = COPIES * 8 * len(rows) * self.grid.taps
+        for some in runs(folded.shape[1], each, rows.device):
+            yield folded[:, some].double()
 
 
 class ClassCovariance(Protocol):
@@ -91,19 +104,21 @@ class ClassCovariance(Protocol):
         return self.root(normal_rows(n, self.selection.size, generator, like))
 
     def class_grams(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Return the fixed matrices R S_c Rᵀ, (classes, n, n), for n rows R over the weights, given piece by piece.
+        """Return the fixed matrices R S_c Rᵀ, (classes, n, n) in float64, for n rows R over the weights, by pieces.
 
         Each piece is the name of a parameter and rows (n, m) over all of its entries, or over the entries of some of
         its filters (slices along its first dimension). Only one piece is needed at a time; pieces that are left out
-        count as zero. Cost: for a 3 × 3 kernel as much as 28 products (n, F) by (F, n), with F filters.
+        count as zero. Products of float32 rows are in float64 too: rounding would else make the weighted sum of the
+        matrices indefinite. Cost: for a 3 × 3 kernel as much as 28 products (n, F) by (F, n), with F filters.
         """
         parts = dict(zip(self.selection.names, self.parts, strict=True))
         total: Tensor | None = None
         for name, rows in pieces:
-            if total is None:
-                total = rows.new_zeros(len(self.class_blocks), len(rows), len(rows))
             part = parts[name]
-            part.grid.add_grams(part.folded(rows), [total[number] for number in part.classes])
+            if total is None:
+                total = rows.new_zeros(len(self.class_blocks), len(rows), len(rows), dtype=torch.float64)
+            for some in part.in_double(rows):
+                part.grid.add_grams(some, [total[number] for number in part.classes])
         assert total is not None, "at least one piece"
         for number in self._halved:
             total[number] += total[number].mT.clone()
@@ -116,15 +131,16 @@ class ClassCovariance(Protocol):
         return tuple(sorted({number for number, square in pairs if square}))
 
     def gram(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Return R Σ Rᵀ (n, n) for these hyperparameters; pieces as for ``class_grams``."""
+        """Return R Σ Rᵀ (n, n) in float64 for these hyperparameters; pieces as for ``class_grams``."""
         parts, coefficients = dict(zip(self.selection.names, self.parts, strict=True)), self.coefficients().detach()
         total: Tensor | None = None
         for name, rows in pieces:
-            if total is None:
-                total = rows.new_zeros(len(rows), len(rows))
             part = parts[name]
+            if total is None:
+                total = rows.new_zeros(len(rows), len(rows), dtype=torch.float64)
             matrix = part.grid.matrix(coefficients[list(part.classes)])
-            total.addmm_((part.folded(rows) @ matrix.to(rows)).flatten(1), rows.flatten(1).mT)
+            for some in part.in_double(rows):
+                total.addmm_((some @ matrix.to(some)).flatten(1), some.flatten(1).mT)
         assert total is not None, "at least one piece"
         return 0.5 * (total + total.mT)
 

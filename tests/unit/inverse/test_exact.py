@@ -179,7 +179,7 @@ def test_large_problems_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None
     posterior = fitted(model=copy.deepcopy(one.model).float(), x=one.x.float())
     assert posterior.reconstruction.dtype == torch.float32
     assert posterior.classes is not None
-    assert posterior.classes.observed.dtype == torch.float32
+    assert posterior.classes.observed.dtype == D
     assert posterior.covariance().dtype == D
     assert_close(posterior.covariance(), one.covariance(), SOLVED, dtype=torch.float32)
     assert_close(posterior.log_evidence(), one.evidence(), SOLVED, dtype=torch.float32)
@@ -190,6 +190,21 @@ def test_large_problems_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.tensor(VALUES, dtype=D).log().requires_grad_()
     (gradient,) = torch.autograd.grad(at(x), x)
     assert_close(gradient, dense.slope(lambda t: one.evidence(t.exp()), x), SOLVED, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_rounding_of_a_float32_network_does_not_hide_the_noise(image: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More measurements than weights of rank, so that the smallest eigenvalues of the covariance are the noise."""
+    monkeypatch.setattr("lapwing.inverse.fitting.DOUBLE", 1)
+    monkeypatch.setattr("lapwing.inverse.fitting.PIXELS", 4 if image else 0)
+    one, mix = case(), torch.randn(31, DY, dtype=D, generator=torch.Generator().manual_seed(1))
+    small, matrix = copy.deepcopy(one.model).float(), (mix @ one.a).float()
+    probe = fitted(model=small, x=one.x.float(), y=mix @ one.y, operator=matrix)
+    assert probe.classes is not None
+    scale = float(probe.classes.covariance(probe.prior.coefficients(), torch.zeros((), dtype=D)).diagonal().max())
+    posterior = fitted(model=small, x=one.x.float(), y=mix @ one.y, operator=matrix, noise_std=1e-5 * scale**0.5)
+    assert posterior.belief.has_image_matrices == image
+    assert bool(torch.isfinite(posterior.log_evidence()))
 
 
 def test_half_precision_becomes_float32_or_more() -> None:

@@ -147,6 +147,16 @@ def test_class_grams_of_rows_and_of_pieces() -> None:
     assert_close(prior.class_lengths(cut), whole.diagonal(dim1=1, dim2=2))
 
 
+def test_class_grams_of_float32_rows_are_exact_products() -> None:
+    """So that their weighted sum is positive definite to the rounding of float64."""
+    prior, rows = bound(), random_rows(11, 7).float()
+    parts = [(name, piece) for name, piece in zip(NAMES, rows.split(SELECTION.sizes, 1), strict=True)]
+    exact = rows.double() @ dense() @ rows.double().mT
+    with lw.memory.limited("4kB"):  # a few filters at once
+        assert_close(torch.tensordot(prior.coefficients(), prior.class_grams(parts), 1), exact)
+        assert_close(prior.gram(parts), exact)
+
+
 def _pieces(name: str, part: Tensor) -> list[Tensor]:
     shape = SHAPES[NAMES.index(name)]
     return list(part.reshape(len(part), shape[0], -1).tensor_split(2, 1)) if shape[0] > 1 else [part]
