@@ -45,6 +45,15 @@ class Speeds:
         return self.product * plain + self.double * work.doubles + self.cube * work.cubes
 
 
+@dataclass(frozen=True)
+class Run:
+    """Seconds of one trial: of the fit, of what its first prediction adds, and of the predictions after it."""
+
+    fit: float
+    once: float
+    predict: float
+
+
 @dataclass(frozen=True, eq=False)
 class Trials:
     """One batch of a problem, on which methods are timed."""
@@ -95,41 +104,45 @@ class Trials:
         if self._sum(first) + 2 * self.count * self.speeds.seconds(first.predict) > LONGEST:
             return counted
         try:
-            fit, predict = self._run(trial, few)
-            more = self._longer(trial, few, fit)
+            run = self._run(trial, few, warm=False)
+            more = self._longer(trial, few, run)
         except LapwingError as error:
             return replace(counted, note="; ".join(filter(None, (cost.note, f"not timed: {error}"))))
         if more is None:
-            seconds = fit * self._sum(cost) / self._sum(first)
+            seconds = (run.fit + run.once) * self._sum(cost) / self._sum(first)
         else:
-            seconds = self._extrapolated(cost, (first, fit), more)
+            seconds = self._extrapolated(cost, (first, run), more)
         return self._with_seconds(
-            cost, seconds, predict * self.speeds.seconds(cost.predict) / self.speeds.seconds(first.predict)
+            cost, seconds, run.predict * self.speeds.seconds(cost.predict) / self.speeds.seconds(first.predict)
         )
 
-    def _longer(self, trial: Any, copies: int, fit: float) -> tuple[Cost, float] | None:
-        """Return cost and seconds of a trial with more copies of the batch; None if one with ``copies`` is long.
+    def _longer(self, trial: Any, copies: int, run: Run) -> tuple[Cost, Run] | None:
+        """Return cost and times of a trial with more copies of the batch; None if all of its work grows with the data.
 
         On a GPU a small fit takes hardly longer for four batches than for one, so copies are added until it does.
         """
+        if run.fit >= SHORT:
+            double = self._expected(trial, 2 * copies)
+            useful = double.supported and double.once.total and 2 * run.fit + run.once < LONGEST
+            return (double, self._run(trial, 2 * copies)) if useful else None
         longer = None
-        while fit < SHORT and (longer is None or longer[1] < min(GROWTH * fit, SHORT)):
+        while longer is None or (run.once < SHORT and longer[1].fit < min(GROWTH * run.fit, SHORT)):
             copies *= COPIES
             more = self._expected(trial, copies)
             if not more.supported or (longer is not None and copies * self.count > self.workload.data):
                 break
-            longer = more, self._run(trial, copies)[0]
+            longer = more, self._run(trial, copies)
         return longer
 
-    def _extrapolated(self, cost: Cost, first: tuple[Cost, float], more: tuple[Cost, float]) -> float:
+    def _extrapolated(self, cost: Cost, first: tuple[Cost, Run], more: tuple[Cost, Run]) -> float:
         """Return the seconds of a fit, from trials with one batch and with several."""
         (one, few), (many, some) = first, more
         speed = self.speeds.seconds
         if many.once != one.once:  # it grows with the data as well
-            return some * self._sum(cost) / self._sum(many)
-        slope = max(0.0, some - few) / max(1e-30, speed(many.fit) - speed(one.fit))
-        once = max(0.0, few - slope * speed(one.fit))
-        return slope * speed(cost.fit) + once * (speed(cost.once) / speed(one.once) if one.once.total else 1.0)
+            return (some.fit + some.once) * self._sum(cost) / self._sum(many)
+        slope = max(0.0, some.fit - few.fit) / max(1e-30, speed(many.fit) - speed(one.fit))
+        once = max(0.0, few.fit - slope * speed(one.fit)) + min(few.once, some.once)
+        return slope * speed(cost.fit) + once * (1.0 if cost.once == one.once else speed(cost.once) / speed(one.once))
 
     def _expected(self, trial: HasCost, copies: int) -> Cost:
         return trial.cost(replace(self.workload, data=copies * self.count))
@@ -144,12 +157,12 @@ class Trials:
             predict_passes=predict / self.speeds.forward,
         )  # fmt: skip
 
-    def _run(self, method: Any, copies: int) -> tuple[float, float]:
-        """Return the seconds of a fit to copies of the batch, with what its first prediction adds, and of the next."""
+    def _run(self, method: Any, copies: int, warm: bool = True) -> Run:
+        """Fit to copies of the batch and predict; twice on a GPU unless ``warm``: the first time loads kernels."""
         data = Data([(self.inputs, self.targets)] * copies, self.problem.network.device)
         device, posteriors = self.problem.network.device, []
-        if device.type == "cuda":  # the first fit loads kernels
-            method.fit(self.problem, data, None)
+        if device.type == "cuda" and not warm:
+            used(method.fit(self.problem, data, None).predict(self.inputs))
         fit = clocked(lambda: posteriors.append(method.fit(self.problem, data, None)), device)
         predict = lambda: used(posteriors[-1].predict(self.inputs))
         first = clocked(predict, device, once=True)
@@ -157,7 +170,7 @@ class Trials:
         if fit < SHORT and first > 2 * following:  # the first prediction ever, or the first of this posterior?
             posteriors.append(method.fit(self.problem, data, None))
             first = min(first, clocked(predict, device, once=True))
-        return fit + max(0.0, first - following), following
+        return Run(fit, max(0.0, first - following), following)
 
 
 def used(predictive: Any) -> Any:

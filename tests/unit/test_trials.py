@@ -63,6 +63,22 @@ def test_a_fit_takes_what_was_extrapolated_from_one_batch(name: str, clock: Oper
     assert 0.5 <= cost.predict_seconds / later <= 2
 
 
+def test_what_a_long_trial_does_once_is_not_scaled_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where decompositions take far longer than the one that is timed says."""
+    with OperationCount() as count:
+        monkeypatch.setattr(trials, "CLOCK", lambda: 1e-9 * (count.products + 16 * count.numbers + 3000 * count.cubes))
+        monkeypatch.setattr(trials, "eigh", lambda matrix: matrix)
+        monkeypatch.setattr(trials, "SHORT", 0.0)
+        model, batches, method = network(), data(), lw.Kron()
+        cost = lw.check(model, batches[0], data=DATA, timed=["kron"]).costs["Kron"]
+        problem = lw.fit(model, batches[:1], "classification", method="map_only", prior=1.0).posterior.problem
+        seconds = trials.clocked(
+            lambda: trials.used(method.fit(problem, Data(batches, CPU)).predict(batches[0][0])), CPU, once=True
+        )
+    assert cost.fit_seconds is not None
+    assert 0.7 <= cost.fit_seconds / seconds <= 1.4
+
+
 def test_ratios_are_those_of_the_seconds(clock: OperationCount) -> None:
     model, batches = network(), data()
     report = lw.check(model, batches[0], data=DATA, timed=["kron"])
