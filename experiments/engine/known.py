@@ -1,0 +1,36 @@
+"""The experiments that the engine runs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from experiments.engine.contract import Experiment
+from lapwing.errors import LapwingError
+
+EXPERIMENTS: dict[str, str] = {  # name -> the module and class
+    "calibration": "experiments.calibration_jobs:Calibration",
+    "cifar": "experiments.cifar:Cifar",
+    "fashion": "experiments.fashion:Fashion",
+    "flights": "experiments.flights:Flights",
+    "images": "experiments.images:ImageTable",
+    "inducing": "experiments.inducing:Inducing",
+    "inducing_targets": "experiments.inducing_targets:Targets",
+    "language": "experiments.language_task:Language",
+    "normalised": "experiments.normalised:Normalised",
+    "pushed": "experiments.pushed:PushedImages",
+    "response": "experiments.response_task:ResponseTask",
+    "sampling": "experiments.sampling:Sampling",
+}
+
+
+def experiment_class(name: str) -> type[Experiment]:
+    """Import the class of an experiment. Only this module is imported.
+
+    Raises:
+        LapwingError: If there is no such experiment.
+    """
+    if name not in EXPERIMENTS:
+        raise LapwingError(f"there is no experiment {name!r}; expected one of {', '.join(EXPERIMENTS)}.")
+    module, _, cls = EXPERIMENTS[name].partition(":")
+    known: type[Experiment] = getattr(import_module(module), cls)
+    return known
