@@ -21,7 +21,7 @@ from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.swag import SWAG
 from lapwing.networks.forward import device_of, outside_autocast
 from lapwing.networks.network import Network
-from lapwing.networks.selection import Weights
+from lapwing.networks.selection import Subnetwork, Weights
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
@@ -43,7 +43,7 @@ def by_variance(
     within: Weights | str | None = None,
     target_key: str | None = None,
     progress: bool | None = None,
-) -> Weights:
+) -> Subnetwork:
     """Choose the weights with the largest marginal variance under the diagonal Laplace approximation, 1/(H_ii/φ + A_i).
 
     Args:
@@ -94,7 +94,7 @@ def by_swag(
     within: Weights | str | None = None,
     target_key: str | None = None,
     progress: bool | None = None,
-) -> Weights:
+) -> Subnetwork:
     """Choose the weights that vary most over the iterates of SGD: diagonal SWAG, as Daxberger et al. 2021 publish it.
 
     Args:
@@ -144,7 +144,7 @@ def by_gradient(
     within: Weights | str | None = None,
     target_key: str | None = None,
     progress: bool | None = None,
-) -> Weights:
+) -> Subnetwork:
     """Choose the weights with the largest mean squared gradient of the outputs, summed over outputs: diag(JᵀJ).
 
     Args:

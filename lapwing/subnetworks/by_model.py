@@ -7,11 +7,11 @@ from torch import nn
 
 from lapwing.core.random import independent_generator, uniform
 from lapwing.core.settings import GENERATOR
-from lapwing.networks.selection import Weights
+from lapwing.networks.selection import Subnetwork, Weights
 from lapwing.subnetworks.candidates import NUMBER, largest, listed, positions_of
 
 
-def by_magnitude(model: nn.Module, n: float, *, within: Weights | str | None = None) -> Weights:
+def by_magnitude(model: nn.Module, n: float, *, within: Weights | str | None = None) -> Subnetwork:
     """Choose the weights with the largest absolute values.
 
     Args:
@@ -40,7 +40,7 @@ def by_magnitude(model: nn.Module, n: float, *, within: Weights | str | None = N
 
 def random(
     model: nn.Module, n: float, *, within: Weights | str | None = None, generator: torch.Generator | None = None
-) -> Weights:
+) -> Subnetwork:
     """Choose weights at random, each set of n with the same probability.
 
     Args:

@@ -41,7 +41,7 @@ def greedy(
     pool: int | None = None,
     target_key: str | None = None,
     progress: bool | None = None,
-) -> Weights:
+) -> Subnetwork:
     r"""Choose weights one after another: the next one adds most to the predictive variance of those already chosen.
 
     That variance is the sum over data and outputs, $\mathrm{tr}\, J_S (H_{SS}/\phi + A_S)^{-1} J_S^\top$. It is exact
