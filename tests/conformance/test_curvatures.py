@@ -196,7 +196,7 @@ def test_the_limit_follows_the_byte_budget(monkeypatch: pytest.MonkeyPatch) -> N
     with lw.memory.limited(5_000):
         run()
     with lw.memory.limited(4_000):
-        with pytest.raises(lw.errors.UnsupportedError, match="over 25 weights .* the limit is 22 weights"):
+        with pytest.raises(lw.errors.UnsupportedError, match=r"over 25 weights .* the limit is 22 weights"):
             run()
         assert lw.check(model, x).costs["Full"].note == "over 22 weights: choose fewer"
 
