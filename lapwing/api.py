@@ -138,7 +138,7 @@ def fit(
     batches = Data(data, device_of(model), target_key, shown, processes=processes)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
-    problem = _problem(model, batches, likelihood, weights, prior)
+    problem = problem_of(model, batches, likelihood, weights, prior)
     batches = problem.network.arranging(batches)
     if isinstance(chosen, Auto):
         chosen, why = _chosen_by(chosen, problem, batches)
@@ -204,7 +204,7 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     return (_tuned(method.fit(problem, data, generator), None, data),)
 
 
-def _problem(
+def problem_of(
     model: nn.Module,
     data: Data,
     likelihood: Likelihood | str,

@@ -12,6 +12,7 @@ from torch import Tensor
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalPrecision
 from lapwing.curvature.factors import decompose
+from lapwing.curvature.protocols import floored_by_layer
 from lapwing.curvature.sweep import Sweep
 from lapwing.errors import UnsupportedError
 from lapwing.networks.jacobians import Block, LayerJacobians, in_order
@@ -113,15 +114,19 @@ class BlockwiseCurvature:
 
         Entries that are not selected get no variance and do not enter the determinant.
         """
+        values = self.plain_diagonal()
+        precision = values / phi.to(values) + prior.vector.to(values)
+        return _diagonal_precision(precision, self.layout, self.selection)
+
+    def plain_diagonal(self) -> Tensor:
+        """Return the diagonal of H as it is, (P,), for diagonal blocks only; ``diagonal`` raises small entries."""
         parts = [block.only_diagonal for block in self.blocks]
         diagonals = [part for part in parts if part is not None]
         if len(diagonals) < len(parts):
             raise UnsupportedError(
                 "a subnetwork of single weights has no Kronecker structure; use method=Full() or Diagonal()."
             )
-        values = in_order(diagonals, self.layout, self.selection, picked=False)
-        precision = self.selection.picked(values) / phi.to(values) + prior.vector.to(values)
-        return _diagonal_precision(precision, self.layout, self.selection)
+        return in_order(diagonals, self.layout, self.selection)
 
     def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
         """Raise if a block cannot take the prior: any takes one precision, for others its factorisation tells."""
@@ -135,6 +140,8 @@ class BlockwiseCurvature:
         return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
+        if self.selection.index is not None:  # weights that are not chosen have no say in the floor
+            return floored_by_layer(self.plain_diagonal(), self.selection)
         return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
 
     @property

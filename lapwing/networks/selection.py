@@ -52,6 +52,15 @@ class Selection:
         """P: the number of uncertain weights."""
         return self.total if self.index is None else len(self.index)
 
+    @cached_property
+    def counts(self) -> Mapping[str, int] | None:
+        """The number of chosen entries of each parameter; None if all are chosen."""
+        if self.index is None:
+            return None
+        ends = torch.tensor([part.stop for part in self.slices.values()], device=self.index.device)
+        parameter = torch.searchsorted(ends, self.index, right=True)
+        return dict(zip(self.names, torch.bincount(parameter, minlength=len(ends)).tolist(), strict=True))
+
     def picked(self, full: Tensor) -> Tensor:
         """Return theta (..., P) from all entries (..., total)."""
         return full if self.index is None else full[..., self.index.to(full.device)]
@@ -84,6 +93,15 @@ class Weights(Protocol):
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
         """Return the selection, given the graph of the outputs with the uses of the needed parameters."""
+        ...
+
+
+@runtime_checkable
+class NeedsNoGraph(Protocol):
+    """A rule that reads the names and sizes of the parameters alone."""
+
+    def listed(self, model: nn.Module) -> Selection:
+        """Return the selection."""
         ...
 
 
@@ -136,6 +154,9 @@ class AllWeights:
         return real(model, names)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        return self.listed(model)
+
+    def listed(self, model: nn.Module) -> Selection:
         return selected(model, self.needs(model))
 
 
@@ -160,6 +181,9 @@ class Named:
         return real(model, names)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        return self.listed(model)
+
+    def listed(self, model: nn.Module) -> Selection:
         return selected(model, self.needs(model))
 
 
@@ -173,6 +197,9 @@ class Subnetwork:
         return all_weights.needs(model)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        return self.listed(model)
+
+    def listed(self, model: nn.Module) -> Selection:
         whole = selected(model, self.needs(model))
         index = self.index.nonzero()[:, 0] if self.index.dtype == torch.bool else self.index.long()
         if self.index.dtype == torch.bool and len(self.index) != whole.size:
