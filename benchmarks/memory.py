@@ -28,6 +28,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.linalg.krylov import OVERSAMPLE
 from lapwing.methods.protocol import Conformance
 from lapwing.methods.sampled import VECTORS
+from lapwing.methods.variational_last_layer import HISTORY
 from lapwing.posteriors.protocols import HasFunctionSamples
 from lapwing.registry import METHODS
 
@@ -140,6 +141,9 @@ HELD: dict[str, Callable[[Any, Sizes], int]] = {
     "sampled": lambda method, s: 8 * VECTORS * method.num_samples * s.weights,
     "valla": lambda method, s: 0 if s.asked else 16 * min(method.candidates, s.fitted * s.outputs) ** 2,
     "fmgp": lambda method, s: 32 * (s.asked * s.outputs) ** 2 or 16 * s.fitted * (s.widest + s.outputs),
+    "variational_last_layer": lambda method, s: (
+        16 * s.fitted * (s.widest + method.samples * s.outputs) + 32 * HISTORY * s.widest * s.outputs
+    ),
     "hfl": lambda method, s: 32 * s.weights**2,
     "hfl pretrained": lambda method, s: 32 * s.weights**2,
 }  # fmt: skip

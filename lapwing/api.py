@@ -25,7 +25,7 @@ from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
-from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, StopsEarly, refuse_processes
+from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, SelectsWeights, StopsEarly, refuse_processes
 from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
@@ -147,6 +147,8 @@ def fit(
     batches = Data(data, device_of(model), target_key, shown, processes=processes)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
+    if weights is None and isinstance(chosen, SelectsWeights):
+        weights = chosen.weights
     problem = _problem(model, batches, likelihood, weights, prior)
     batches = problem.network.arranging(batches)
     if isinstance(chosen, Auto):

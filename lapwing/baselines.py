@@ -5,5 +5,6 @@ from lapwing.methods.ensemble import Ensemble
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
 from lapwing.methods.swag import SWAG
+from lapwing.methods.variational_last_layer import VariationalLastLayer
 
-__all__ = ["MCDropout", "Ensemble", "MapOnly", "MixtureOfLaplace", "SWAG"]
+__all__ = ["MCDropout", "Ensemble", "MapOnly", "MixtureOfLaplace", "SWAG", "VariationalLastLayer"]

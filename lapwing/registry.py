@@ -33,6 +33,7 @@ from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
 from lapwing.methods.protocol import AutoCandidate, Budget, Method, OverNetworks, Workload
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
+from lapwing.methods.variational_last_layer import VariationalLastLayer
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.selection import AllWeights, Weights
 from lapwing.priors.bound import Prior
@@ -42,7 +43,7 @@ METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
     "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP, "hfl": HFL,
     "ensemble": Ensemble, "dropout": MCDropout, "swag": SWAG,
-    "mixture_of_laplace": MixtureOfLaplace,
+    "mixture_of_laplace": MixtureOfLaplace, "variational_last_layer": VariationalLastLayer,
 }  # fmt: skip
 LIKELIHOODS = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,

@@ -16,13 +16,14 @@ from lapwing.core.processes import Processes
 from lapwing.errors import UnsupportedError
 from lapwing.methods.costs import Cost, Workload
 from lapwing.methods.work import BlockWork, Work
+from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
 
 __all__ = [
     "AutoCandidate", "BlockWork", "Budget", "Conformance", "Cost", "Exactness", "HasCost", "HasTrial", "Method",
-    "NeedsPrior", "Offer", "OverNetworks", "SpansProcesses", "StopsEarly", "Work", "Workload", "refuse_processes",
-    "with_validation",
+    "NeedsPrior", "Offer", "OverNetworks", "SelectsWeights", "SpansProcesses", "StopsEarly", "Work", "Workload",
+    "refuse_processes", "with_validation",
 ]  # fmt: skip
 M = TypeVar("M")
 
@@ -59,6 +60,13 @@ class NeedsPrior(Protocol):
 
     @property
     def needs_prior(self) -> bool: ...
+
+
+@runtime_checkable
+class SelectsWeights(Protocol):
+    """A method for some weights alone, which ``fit`` selects if the user does not."""
+
+    weights: ClassVar[Weights]
 
 
 @runtime_checkable
@@ -174,4 +182,4 @@ class Conformance:
 
     exact: tuple[Exactness, ...] = ()
     never_exact: str = ""  # why, where ``exact`` is empty
-    small: Callable[[nn.Module], Mapping[str, Method]] | None = None  # quick settings for some ten data, by name
+    small: Callable[[nn.Module], Mapping[str, Method | OverNetworks]] | None = None  # quick settings for some ten data, by name
