@@ -25,6 +25,7 @@ from lapwing.methods.full import Full
 from lapwing.methods.hfl.hfl import HFL
 from lapwing.methods.inducing.ella import ELLA
 from lapwing.methods.inducing.valla import VaLLA
+from lapwing.methods.ivon import IVON
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
@@ -43,7 +44,7 @@ METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
     "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP, "hfl": HFL,
     "ensemble": Ensemble, "dropout": MCDropout, "swag": SWAG,
-    "mixture_of_laplace": MixtureOfLaplace, "variational_last_layer": VariationalLastLayer,
+    "ivon": IVON, "mixture_of_laplace": MixtureOfLaplace, "variational_last_layer": VariationalLastLayer,
 }  # fmt: skip
 LIKELIHOODS = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,

@@ -182,4 +182,6 @@ class Conformance:
 
     exact: tuple[Exactness, ...] = ()
     never_exact: str = ""  # why, where ``exact`` is empty
-    small: Callable[[nn.Module], Mapping[str, Method | OverNetworks]] | None = None  # quick settings for some ten data, by name
+    small: Callable[[nn.Module], Mapping[str, Method | OverNetworks]] | None = (
+        None  # quick settings for some ten data, by name
+    )
