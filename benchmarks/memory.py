@@ -28,6 +28,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.linalg.krylov import OVERSAMPLE
 from lapwing.methods.protocol import Conformance
 from lapwing.methods.sampled import VECTORS
+from lapwing.methods.variational_last_layer import HISTORY
 from lapwing.posteriors.protocols import HasFunctionSamples
 from lapwing.registry import METHODS
 
@@ -134,11 +135,15 @@ HELD: dict[str, Callable[[Any, Sizes], int]] = {
     "full": lambda method, s: 8 * s.weights**2,
     "kron": lambda method, s: 8 * s.factors,
     "ekron": lambda method, s: 16 * s.factors,
+    "mixture_of_laplace": lambda method, s: 8 * s.factors,  # its method is Kron
     "low_rank": lambda method, s: 8 * s.weights * (max(2 * method.rank, method.rank + OVERSAMPLE) + 7 * method.block),
     "kernel_space": lambda method, s: 24 * (s.fitted * s.outputs) ** 2,
     "sampled": lambda method, s: 8 * VECTORS * method.num_samples * s.weights,
     "valla": lambda method, s: 0 if s.asked else 16 * min(method.candidates, s.fitted * s.outputs) ** 2,
     "fmgp": lambda method, s: 32 * (s.asked * s.outputs) ** 2 or 16 * s.fitted * (s.widest + s.outputs),
+    "variational_last_layer": lambda method, s: (
+        16 * s.fitted * (s.widest + method.samples * s.outputs) + 32 * HISTORY * s.widest * s.outputs
+    ),
     "hfl": lambda method, s: 32 * s.weights**2,
     "hfl pretrained": lambda method, s: 32 * s.weights**2,
 }  # fmt: skip

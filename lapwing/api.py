@@ -25,7 +25,7 @@ from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
-from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly, refuse_processes
+from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, SelectsWeights, StopsEarly, refuse_processes
 from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
@@ -134,11 +134,26 @@ def fit(
     chosen, why = named("method", method), ""
     if tuner is not None:
         checked_tuner(tuner)
+    if isinstance(chosen, OverNetworks):
+        refuse_processes(chosen, processes)
+        settings: dict[str, Any] = {
+            "weights": weights, "prior": prior, "validation": validation, "tuner": tuner, "target_key": target_key,
+            "generator": generator, "progress": progress,
+        }  # fmt: skip
+        each = [fit(one, data, likelihood, method=chosen.method, **settings) for one in chosen.networks(model)]
+        combined = chosen.combined([fitted.posterior for fitted in each])
+        return replace(each[0], posterior=combined, method=type(chosen).__name__)
     shown = shows_progress(progress) and processes.writes
     batches = Data(data, device_of(model), target_key, shown, processes=processes)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
+<<<<<<< HEAD
     problem = problem_of(model, batches, likelihood, weights, prior)
+=======
+    if weights is None and isinstance(chosen, SelectsWeights):
+        weights = chosen.weights
+    problem = _problem(model, batches, likelihood, weights, prior)
+>>>>>>> baselines
     batches = problem.network.arranging(batches)
     if isinstance(chosen, Auto):
         chosen, why = _chosen_by(chosen, problem, batches)

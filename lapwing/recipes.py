@@ -1,9 +1,9 @@
-"""Recipes for ``train``: how a network is trained while the evidence chooses its regularisation.
+"""Recipes for ``train``: how a network is trained, and whether the evidence chooses its regularisation meanwhile.
 
 >>> online(epochs=20).optimiser, classic().optimiser
 ('adam', 'lbfgs')
 """
 
-from lapwing.training.recipe import Recipe, classic, online
+from lapwing.training.recipe import Recipe, classic, fixed, online
 
-__all__ = ["Recipe", "classic", "online"]
+__all__ = ["Recipe", "classic", "fixed", "online"]

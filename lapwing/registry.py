@@ -25,13 +25,16 @@ from lapwing.methods.full import Full
 from lapwing.methods.hfl.hfl import HFL
 from lapwing.methods.inducing.ella import ELLA
 from lapwing.methods.inducing.valla import VaLLA
+from lapwing.methods.ivon import IVON
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
-from lapwing.methods.protocol import AutoCandidate, Budget, Method, Workload
+from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
+from lapwing.methods.protocol import AutoCandidate, Budget, Method, OverNetworks, Workload
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
+from lapwing.methods.variational_last_layer import VariationalLastLayer
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.selection import AllWeights, Weights
 from lapwing.priors.bound import Prior
@@ -41,6 +44,7 @@ METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
     "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP, "hfl": HFL,
     "ensemble": Ensemble, "dropout": MCDropout, "swag": SWAG,
+    "ivon": IVON, "mixture_of_laplace": MixtureOfLaplace, "variational_last_layer": VariationalLastLayer,
 }  # fmt: skip
 LIKELIHOODS = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,
@@ -138,7 +142,7 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "method": Kind({None: Kron, **METHODS, "auto": Auto}, (Method, Auto), "lw.Kron()"),
+    "method": Kind({None: Kron, **METHODS, "auto": Auto}, (Method, OverNetworks, Auto), "lw.Kron()"),
     "likelihood": Kind(LIKELIHOODS, Likelihood, "lw.Gaussian(), whose class inherits from Likelihood"),
     "weights": Kind({None: AllWeights, **WEIGHTS}, Weights, "lw.subnetwork(index)"),
 }

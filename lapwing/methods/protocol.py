@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -16,12 +16,14 @@ from lapwing.core.processes import Processes
 from lapwing.errors import UnsupportedError
 from lapwing.methods.costs import Cost, Workload
 from lapwing.methods.work import BlockWork, Work
+from lapwing.networks.selection import Weights
 from lapwing.posteriors.protocols import Posterior
 from lapwing.problem import Problem
 
 __all__ = [
     "AutoCandidate", "BlockWork", "Budget", "Conformance", "Cost", "Exactness", "HasCost", "HasTrial", "Method",
-    "NeedsPrior", "Offer", "SpansProcesses", "StopsEarly", "Work", "Workload", "refuse_processes", "with_validation",
+    "NeedsPrior", "Offer", "OverNetworks", "SelectsWeights", "SpansProcesses", "StopsEarly", "Work", "Workload",
+    "refuse_processes", "with_validation",
 ]  # fmt: skip
 M = TypeVar("M")
 
@@ -34,6 +36,22 @@ class Method(Protocol):
 
 
 @runtime_checkable
+class OverNetworks(Protocol):
+    """A method that combines the posteriors of several networks; ``fit`` fits ``method`` to each, as it fits one."""
+
+    @property
+    def method(self) -> Method: ...
+
+    def networks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return all networks, first the model that ``fit`` was given; raise if there are not enough."""
+        ...
+
+    def combined(self, posteriors: Sequence[Posterior]) -> Posterior:
+        """Return one posterior, given that of every network."""
+        ...
+
+
+@runtime_checkable
 class NeedsPrior(Protocol):
     """A method that may have no evidence to learn a prior with; ``fit`` then learns one beforehand.
 
@@ -42,6 +60,13 @@ class NeedsPrior(Protocol):
 
     @property
     def needs_prior(self) -> bool: ...
+
+
+@runtime_checkable
+class SelectsWeights(Protocol):
+    """A method for some weights alone, which ``fit`` selects if the user does not."""
+
+    weights: ClassVar[Weights]
 
 
 @runtime_checkable
@@ -60,7 +85,7 @@ class SpansProcesses(Protocol):
     spans_processes: ClassVar[bool]
 
 
-def refuse_processes(method: Method, processes: Processes) -> None:
+def refuse_processes(method: Any, processes: Processes) -> None:
     """Raise if there are several processes and the method works in one alone."""
     if not processes.alone and not (isinstance(method, SpansProcesses) and method.spans_processes):
         raise UnsupportedError(
@@ -157,4 +182,6 @@ class Conformance:
 
     exact: tuple[Exactness, ...] = ()
     never_exact: str = ""  # why, where ``exact`` is empty
-    small: Callable[[nn.Module], Mapping[str, Method]] | None = None  # quick settings for some ten data, by name
+    small: Callable[[nn.Module], Mapping[str, Method | OverNetworks]] | None = (
+        None  # quick settings for some ten data, by name
+    )

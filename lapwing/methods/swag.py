@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Batch, Data
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.inputs import Inputs
 from lapwing.core.pool import shuffled
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import derived_generator, normal
@@ -24,9 +20,8 @@ from lapwing.core.state import State, saved
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Work, Workload
 from lapwing.networks.network import Network
-from lapwing.posteriors.members import mean_of, spread
-from lapwing.posteriors.point import PointPosterior
-from lapwing.posteriors.protocols import Posterior
+from lapwing.posteriors.drawn import Drawn, WeightDraws
+from lapwing.posteriors.members import mean_of
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
@@ -288,7 +283,7 @@ class RunningMoments:
 
 
 @dataclass(frozen=True, eq=False)
-class Draws:
+class Draws(WeightDraws):
     """The network under K draws of its weights; draw k has the seed ``seed + k`` at all inputs.
 
     θ - w̃ ~ N(mean, ½ diag(variance) + ½ DᵀD/(R - 1)) with the R rows of D. Draws are not kept but made again for every
@@ -302,18 +297,6 @@ class Draws:
     count: int  # K
     seed: int
 
-    def __call__(self, x: Inputs) -> Tensor:
-        """Return the outputs of all draws, (K, B, [T,] C)."""
-        return torch.stack([self.outputs(x, self.numbered(k)) for k in range(self.count)])
-
-    def outputs(self, x: Inputs, d: Tensor) -> Tensor:
-        """Return f (B, [T,] C) with the weights moved by d (P,)."""
-        return self.network.at(d, x)
-
-    def numbered(self, k: int) -> Tensor:
-        """Return draw k as a step from w̃, (P,)."""
-        return self.drawn(derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
-
     def drawn(self, generator: torch.Generator | None) -> Tensor:
         """Draw a step from w̃, (P,)."""
         independent = normal(tuple(self.mean.shape), generator, self.mean)
@@ -324,36 +307,14 @@ class Draws:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class DrawnPosterior(Posterior):
-    """f(x) ~ N(mean of the draws, covariance of the draws). A prediction costs one forward pass for each draw."""
+class DrawnPosterior(Drawn):
+    """The outputs of the network under draws from the Gaussian of the snapshots."""
 
     problem: Problem
     draws: Draws
     statistics: Statistics
     theta: Tensor
     learning_rate: float  # of the SGD that the draws come from
-
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        return spread(self.draws(x).to(self.theta.dtype), joint)
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return spread(outputs.of(self.draws(x).to(self.theta.dtype)), joint)
-
-    def plain(self) -> PointPosterior:
-        return PointPosterior(self.problem, self.statistics, self.theta)
-
-    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n outputs of the network, (n, B, [T,] C); without a generator those of the seeds seed, seed + 1, ..."""
-        return torch.stack([self.draws.outputs(x, d).to(self.theta.dtype) for d in self._steps(n, generator)])
-
-    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n sets of weights, (n, P): those of ``function_samples``."""
-        return torch.stack([self.theta + d for d in self._steps(n, generator)])
-
-    def _steps(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """Draw n steps from w̃, (P,) each, one after another."""
-        draws = self.draws
-        return (draws.numbered(k) if generator is None else draws.drawn(generator) for k in range(n))
 
     def state(self) -> State:
         draws = self.draws

@@ -95,7 +95,7 @@ class _Trainer:
             )
         self.described = recipe.described(self.likelihood, self.prior)
         refuse_processes(recipe.method, self.data.processes)
-        self.update = checked_tuner(recipe.update, self.data)
+        self.update = None if recipe.update is None else checked_tuner(recipe.update, self.data)
         self.count = data_count(self.network, self.likelihood, self.data)
         tensors = dict(model.named_parameters())
         self.parameters = [tensors[name] for name in self.network.selection.names]
@@ -239,6 +239,8 @@ class _Trainer:
         self.network = replace(self.network)  # with a new private copy: training may have changed more than weights
         problem = Problem(self.network, self.likelihood, self.prior)
         posterior = self.recipe.method.fit(problem, self.data, torch.Generator().manual_seed(self.recipe.seed))
+        if self.update is None:
+            return posterior
         if not isinstance(posterior, Tunable):
             raise UnsupportedError(f"{self.recipe.method!r} has no evidence to train with; use Kron() or Full().")
         if self.noise is not None:
@@ -248,6 +250,7 @@ class _Trainer:
     def _updated(self, entry: Epoch) -> Epoch:
         """Update prior and noise; if the tuner diverges, keep them and report it in the epoch's ``finding``."""
         posterior, finding = self._fitted(), ""
+        assert self.update is not None
         try:
             posterior = self.update(posterior)
         except DivergedError as error:

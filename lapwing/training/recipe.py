@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lapwing.core.settings import FLAG, FUNCTION, POSITIVE, Rule, one_of, require, require_integer
+from lapwing.core.settings import FLAG, FUNCTION, NONE, POSITIVE, Rule, one_of, require, require_integer
 from lapwing.core.state import State, on_device
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
+from lapwing.methods.map_only import MapOnly
 from lapwing.methods.protocol import Method
 from lapwing.priors import isotropic, per_layer
 from lapwing.priors.bound import BoundPrior, Prior
@@ -30,7 +31,8 @@ class Recipe:
     """The settings of ``train``: train on the regularised loss, and update prior and noise after some of the epochs.
 
     The loss has the prior's penalty of the weights, divided by the number of data. An update fits a posterior by
-    ``method`` at the present weights and applies ``update`` to it. ``online`` and ``classic`` make the usual recipes.
+    ``method`` at the present weights and applies ``update`` to it. ``online``, ``classic`` and ``fixed`` make the usual
+    recipes.
 
     Cost: training, and for each update a fit of ``method`` and the cost of ``update``.
 
@@ -38,7 +40,7 @@ class Recipe:
         epochs: The number of passes over the data.
         method: The method that computes the evidence, such as ``Kron()``.
         prior: The prior to start from, such as ``per_layer()``.
-        update: A tuner, such as ``lw.tuners.Ascend()``.
+        update: A tuner, such as ``lw.tuners.Ascend()``; None keeps prior and noise as they are.
         burn_in: The first epoch (from 0) after which prior and noise are updated.
         frequency: The number of epochs between updates from then on; always after the last.
         optimiser: "adam", "sgd" or "lbfgs" (all data in one step).
@@ -58,7 +60,7 @@ class Recipe:
     epochs: int
     method: Method
     prior: Prior
-    update: Tuner
+    update: Tuner | None
     burn_in: int = 0
     frequency: int = 1
     optimiser: str = "adam"
@@ -73,7 +75,7 @@ class Recipe:
             self,
             method=Rule("an object such as lw.Kron()", instance(Method)),
             prior=Rule("an object such as lw.per_layer()", instance(Prior)),
-            update=Rule("a tuner, such as lw.tuners.Ascend()", FUNCTION.holds),
+            update=Rule("a tuner, such as lw.tuners.Ascend()", FUNCTION.holds) | NONE,
         )
         require(self, optimiser=one_of(OPTIMISERS))
         require_integer("epochs", self.epochs)
@@ -98,8 +100,10 @@ class Recipe:
             epoch: The number of the epoch, from 0.
 
         Returns:
-            True for every ``frequency``-th epoch from ``burn_in`` on, and for the last.
+            True for every ``frequency``-th epoch from ``burn_in`` on, and for the last; never without a tuner.
         """
+        if self.update is None:
+            return False
         due = epoch >= self.burn_in and (epoch - self.burn_in) % self.frequency == 0
         return due or epoch == self.epochs - 1
 
@@ -169,6 +173,30 @@ def classic(epochs: int = 30, **changes: Any) -> Recipe:
     """
     recipe = Recipe(epochs, Full(), isotropic(1.0), FixedPoint(max_steps=1), optimiser="lbfgs", keep_best=False)
     return _changed(recipe, changes)
+
+
+def fixed(epochs: int = 100, precision: float = 1.0, **changes: Any) -> Recipe:
+    """Return the recipe of plain training, for networks to compare with or to fit a posterior to later.
+
+    Adam on mini-batches with a fixed prior and noise: the squared loss has unit noise. No evidence is computed. The
+    posterior is that of ``lw.baselines.MapOnly()``, the plain network.
+
+    Args:
+        epochs: The number of passes over the data.
+        precision: The precision A of the prior over every weight; the weight decay of the mean loss is A/n for n data.
+        **changes: Other settings of ``Recipe``, such as ``seed=3``, ``rate=1e-2`` or ``optimiser="sgd"``.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UnsupportedError: If a setting is out of range or of the wrong kind.
+
+    >>> fixed(epochs=20).updates_after(19)
+    False
+    """
+    POSITIVE.check("precision", precision)
+    return _changed(Recipe(epochs, MapOnly(), isotropic(precision), None), changes)
 
 
 def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:

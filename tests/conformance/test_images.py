@@ -30,7 +30,7 @@ LARGER = torch.randn(2, INPUTS, 4, 3, dtype=D, generator=GENERATOR)  # 12 pixels
 NUMBERS = torch.randn(TOTAL, CHANNELS, HEIGHT, WIDTH, dtype=D, generator=GENERATOR)
 CUT = (4, 3)
 TASKS: dict[str, tuple[Any, Tensor]] = {"labels": (lw.Categorical(), LABELS), "numbers": (lw.Gaussian(0.7), NUMBERS)}
-NO_TOKENS = {"fmgp"}  # methods that refuse token-level outputs
+NO_TOKENS = {"fmgp", "variational_last_layer"}  # methods that refuse token-level outputs
 
 
 def net() -> nn.Module:

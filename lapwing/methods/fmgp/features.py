@@ -11,6 +11,7 @@ from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs, check_finite
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.networks.features import is_single_map, last_features
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network
 from lapwing.problem import Statistics, sample_count, total_loss
@@ -40,20 +41,18 @@ class Sight:
 def last_layer_network(network: Network, inputs: Inputs) -> Network:
     """Return the network with only its last layer selected; raise if that is not a single linear map."""
     last = Network.build(network.model, inputs, last_layer)
-    if len(last.layout) != 1 or not last.layout[0].linear or last.layout[0].groups != 1:
+    if not is_single_map(last):
         raise ModelError("the last layer is no single linear map, so it has no features; use kernel='rbf'.")
     return last
 
 
 def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return the last layer's input (B, D) and the outputs f (B, C), by one forward pass."""
-    tangent = network.linearise(inputs)
-    ((block, part),) = tangent.jacobians(torch.zeros_like(tangent.network_output)[None])
-    single = part.single_map()
-    if single is None:
+    both = last_features(network, inputs)
+    if both is None:
         raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
-    a = single.a[0, :, 0]
-    return (a[:, :-1] if block.bias is not None else a), tangent.f
+    a, f = both
+    return (a[:, :-1] if network.layout[0].bias is not None else a), f
 
 
 @dataclass(frozen=True, eq=False)

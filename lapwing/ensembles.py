@@ -1,0 +1,78 @@
+"""Training of several networks that differ by their seeds, for ``lw.baselines``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lapwing.api import train
+from lapwing.core.settings import NONE, PATH, require_integer
+from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.protocol import Likelihood
+from lapwing.methods.ensemble import renewed
+from lapwing.networks.forward import unwrapped
+from lapwing.training.recipe import Recipe, fixed
+
+
+def train_ensemble(
+    model: nn.Module,
+    data: Iterable[Any],
+    likelihood: Likelihood | str,
+    *,
+    members: int = 5,
+    recipe: Recipe | None = None,
+    folder: str | Path | None = None,
+    target_key: str | None = None,
+    progress: bool | None = None,
+) -> list[nn.Module]:
+    """Train several networks from new random weights. ``model`` is not changed; its weights do not matter.
+
+    Member k has the seed ``recipe.seed + k``, for its first weights and for its training.
+
+    Args:
+        model: The network to copy. Every module with weights needs ``reset_parameters``, as PyTorch's have.
+        data: As for ``train``.
+        likelihood: As for ``train``.
+        members: The number of networks.
+        recipe: How each is trained: ``lw.recipes.fixed()`` (plain training) if None.
+        folder: An existing folder for a checkpoint of every member, written after every epoch. Members whose checkpoint
+            is there already go on from it, so that an interrupted call, repeated, ends where it would have.
+        target_key: As for ``fit``.
+        progress: Whether to show progress bars; None shows them on a terminal.
+
+    Returns:
+        The trained networks, in evaluation mode, for ``lw.baselines.Ensemble`` or ``lw.baselines.MixtureOfLaplace``.
+
+    Raises:
+        UnsupportedError: If ``members`` or ``recipe`` is of the wrong kind, or a module has no ``reset_parameters``.
+        DataError: If a checkpoint in the folder belongs to another model or recipe; as for ``train`` otherwise.
+        NumericalError: If the loss of a member is not finite.
+
+    >>> import torch
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
+    >>> recipe = lw.recipes.fixed(epochs=2)
+    >>> first, *others = train_ensemble(nn.Linear(1, 1), [(x, x)], "regression", members=3, recipe=recipe)
+    >>> lw.fit(first, [(x, x)], "regression", method=lw.baselines.Ensemble(others)).functions(x).std.shape
+    torch.Size([20, 1])
+    """
+    require_integer("members", members)
+    (PATH | NONE).check("folder", folder)
+    recipe = fixed() if recipe is None else recipe
+    if not isinstance(recipe, Recipe):
+        raise UnsupportedError(f"recipe is {recipe!r:.80}; expected fixed(...), online(...) or another Recipe.")
+    trained = []
+    for number in range(members):
+        own = replace(recipe, seed=recipe.seed + number)
+        checkpoint = None if folder is None else Path(folder) / f"member{number}.lapwing"
+        done = checkpoint is not None and checkpoint.exists()
+        run = train(
+            renewed(unwrapped(model), own.seed), data, likelihood, recipe=own, target_key=target_key,
+            resume=checkpoint if done else None, checkpoint=checkpoint, progress=progress,
+        )  # fmt: skip
+        trained.append(run.model)
+    return trained

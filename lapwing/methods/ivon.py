@@ -1,0 +1,313 @@
+"""IVON: a variational optimiser that learns a Gaussian over all weights while it trains (Shen et al. 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.core.data import Batch, Data
+from lapwing.core.pool import shuffled
+from lapwing.core.progress import ProgressBar
+from lapwing.core.random import Stream, derived_generator, normal
+from lapwing.core.schema import MEMBERS, SMALLEST, Array, Whole
+from lapwing.core.settings import NONE, POSITIVE, Rule, is_real, require, require_integer
+from lapwing.core.state import State, saved
+from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.methods.protocol import Conformance, Cost, Work, Workload
+from lapwing.networks.network import Network
+from lapwing.posteriors.drawn import Drawn, WeightDraws
+from lapwing.posteriors.members import mean_of
+from lapwing.priors.given import Isotropic
+from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
+
+DECAY = 1e-4  # weight decay without a prior, the default of the package
+FORGOTTEN = 5.0  # after many steps the initial curvature has the weight exp(-FORGOTTEN), unless beta2 is given
+LEAST_BETA2 = 0.999  # an average over fewer steps would be noise: a step sees the curvature at one drawn point
+FAR = 10.0  # rise of the loss, in nats for each datum or times the loss at the start, that counts as divergence
+BELOW_ONE = Rule("a number of at least 0 and below 1", lambda v: is_real(v) and 0 <= v < 1)
+
+
+@dataclass(frozen=True)
+class IVON:
+    """A diagonal Gaussian over the weights, learned by the variational optimiser IVON, as a baseline.
+
+    The optimiser goes on from the weights of the model, trained or not, on mini-batches. It maximises the evidence
+    bound over the mean and the variance of every weight, and costs about as much as Adam. The model is not changed: a
+    copy of its weights moves, in evaluation mode, so that normalisation layers keep their statistics and dropout is
+    off. Predictions put draws of the weights into the network; their mean is not the network's output.
+
+    Needs the package ``ivon-opt``: ``pip install 'lapwing[ivon]'``.
+
+    Args:
+        epochs: Passes over the data.
+        learning_rate: The first learning rate; it falls to zero by a cosine.
+        batch_size: Rows in a mini-batch.
+        hess_init: The curvature of the mean loss that every weight starts with; the first variance is
+            φ/(n (hess_init + weight decay)).
+        beta1: Momentum of the gradient.
+        beta2: Momentum of the curvature. None takes 1 - 5/steps, with which ``hess_init`` is forgotten at the end, but
+            0.999 at least: below 5,000 steps the curvature stays near ``hess_init``.
+        weight_decay: Weight decay. None takes that of a given prior with precision A, φ A/n for the dispersion φ and n
+            data; without a prior 1e-4.
+        samples: Number of draws behind a prediction.
+        seed: Seed of the mini-batches and of the weights drawn in training; draw k of a prediction has ``seed + k``.
+
+    Raises:
+        UnsupportedError: If a setting is not one of the above; in ``fit``, without the package, for a g-prior, or for a
+            prior with several precisions in one parameter.
+        NumericalError: In ``fit``, if the loss is not finite, or rises too far.
+
+    Cost: ``epochs`` of training; two numbers for each weight. A prediction takes ``samples`` forward passes.
+    Exact when: never; it is a baseline.
+
+    >>> IVON(epochs=10).learning_rate
+    0.1
+    """
+
+    epochs: int = 50
+    learning_rate: float = 0.1
+    batch_size: int = 128
+    hess_init: float = 1.0
+    beta1: float = 0.9
+    beta2: float | None = None
+    weight_decay: float | None = None
+    samples: int = 32
+    seed: int = 0
+    conformance: ClassVar[Conformance] = Conformance(
+        never_exact="its Gaussian has independent weights, and comes from stochastic steps",
+        small=lambda model: {"": IVON(2, 1e-3, batch_size=4, samples=2)},
+    )
+
+    def __post_init__(self) -> None:
+        require_integer("samples", self.samples, least=2)  # one has no spread
+        require_integer("epochs", self.epochs)
+        require_integer("batch_size", self.batch_size)
+        require_integer("seed", self.seed, least=0)
+        require(self, learning_rate=POSITIVE, hess_init=POSITIVE, weight_decay=POSITIVE | NONE)
+        require(self, beta1=BELOW_ONE, beta2=BELOW_ONE | NONE)
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> GaussianDrawsPosterior:
+        """Return the posterior; ``generator`` is not used, ``seed`` fixes the result."""
+        package()
+        network = problem.network
+        start = summed_loss(network, problem.likelihood, data)
+        problem, mean, variance = Training.of(self, problem, data, start).run(data.progress)
+        draws = GaussianDraws(network, mean, variance, self.samples, self.seed)
+        statistics = summed_loss(mean_of(draws), problem.likelihood, data, "outputs of a draw")
+        return GaussianDrawsPosterior(problem.with_known_prior(), draws, statistics, network.theta())
+
+    def cost(self, workload: Workload) -> Cost:
+        stored = workload.itemsize * 2 * workload.weights
+        fit = self.epochs * workload.training + (1 + self.samples) * workload.forward
+        steps = self.epochs * max(1.0, workload.data / self.batch_size)
+        once = Work(numbers=16 * steps * workload.weights)
+        drawn = Work(numbers=2 * workload.weights) / workload.inputs  # once for all inputs
+        predict = self.samples * (workload.forward + drawn)
+        peak = 12 * workload.itemsize * workload.weights + workload.activations
+        return workload.cost(stored, peak, fit, predict, once, f"{self.epochs} epochs; needs lapwing[ivon]")
+
+    def trial(self, workload: Workload) -> IVON:
+        """Return the method with one epoch."""
+        return replace(self, epochs=1)
+
+
+def package() -> Any:
+    """Return the module ``ivon``; raise if it is not installed."""
+    try:
+        import ivon
+    except ImportError as error:
+        raise UnsupportedError(
+            "IVON() needs the package ivon-opt, which is not installed: pip install 'lapwing[ivon]'."
+        ) from error
+    return ivon
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """IVON on the mean loss at unit dispersion.
+
+    With the effective sample size n/φ and the weight decay δ = φ A/n the variance 1/(n/φ (h + δ)) is 1/(n h/φ + A),
+    where h estimates the diagonal of the Hessian of the mean loss.
+    """
+
+    settings: IVON
+    problem: Problem
+    data: Data
+    start: Statistics
+    steps: int  # in one pass over the data
+    pieces: tuple[slice, ...]  # of the weights, each with one precision
+
+    @classmethod
+    def of(cls, settings: IVON, problem: Problem, data: Data, start: Statistics) -> Training:
+        """Return the training; raise if the prior is none that the optimiser can take."""
+        prior, selection = problem.prior, problem.network.selection
+        problem = problem.with_residual_noise(start)
+        if prior.needs_curvature:
+            raise UnsupportedError("a g-prior follows the curvature, which IVON() does not have; use isotropic().")
+        quiet = replace(data, progress=False)  # there is one progress bar, for the steps
+        rows = sum(len(batch.targets) for batch in quiet.batches("counting"))
+        steps = max(1, (2 * rows + settings.batch_size) // (2 * settings.batch_size))
+        if settings.weight_decay is not None or problem.learn_prior or prior.is_isotropic:
+            return cls(settings, problem, quiet, start, steps, (slice(0, selection.size),))
+        pieces = tuple(selection.slices.values()) if selection.index is None else ()
+        vector = prior.vector
+        if not pieces or any(bool((vector[piece] != vector[piece][0]).any()) for piece in pieces):
+            raise UnsupportedError(
+                f"the prior {type(prior.given).__name__} has several precisions in one parameter; expected one for "
+                "each, as isotropic() and per_layer() have."
+            )
+        return cls(settings, problem, quiet, start, steps, pieces)
+
+    def run(self, progress: bool) -> tuple[Problem, Tensor, Tensor]:
+        """Return the problem with the noise and the prior of the end, and mean (steps from w̃) and variance, (P,)."""
+        settings, network = self.settings, self.problem.network
+        phi, origin = float(self.problem.likelihood.dispersion), network.theta() - self._centre
+        parameters = [nn.Parameter(origin[piece].clone()) for piece in self.pieces]
+        optimiser, total = self._optimiser(parameters), settings.epochs * self.steps
+        order = derived_generator(torch.Generator().manual_seed(settings.seed), torch.empty(0))
+        batches = shuffled(self.data, settings.batch_size, order, fresh=True)
+        stream = Stream(order.initial_seed() + 1, network.device)  # no numbers that data of the same seed have
+        bar, summed, seen = ProgressBar(range(total), "IVON", progress), 0.0, 0
+        for step in bar:
+            if step % self.steps == 0:
+                if step and self.problem.likelihood.learns_dispersion:
+                    phi = (
+                        2 * summed / (seen * self.start.outputs)
+                    )  # the best one for the weights drawn in the last epoch
+                summed, seen = 0.0, 0
+                self._set_noise(optimiser, phi)
+            for group in optimiser.param_groups:
+                group["lr"] = 0.5 * settings.learning_rate * (1 + math.cos(math.pi * step / total))
+            loss, count = self._step(optimiser, parameters, origin, next(batches), stream)
+            summed, seen = summed + loss, seen + count
+            bar.show(loss=loss / count)
+            if not math.isfinite(loss):
+                break
+        self._refuse_diverged(summed / max(seen, 1), parameters)
+        variance = torch.cat([self._variance(group) for group in optimiser.param_groups])
+        return self._ended(phi), torch.cat([p.detach() for p in parameters]) - origin, variance
+
+    @property
+    def _centre(self) -> Tensor | float:
+        """The mean of the prior, towards which weights decay."""
+        prior = self.problem.prior
+        fixed = self.settings.weight_decay is not None or self.problem.learn_prior
+        return 0.0 if fixed else prior.mean if isinstance(prior.mean, float | int) else prior.mean.to(prior.vector)
+
+    def _decay(self, phi: float) -> list[float]:
+        """Return the weight decay of every piece, for the dispersion φ."""
+        if self.settings.weight_decay is not None or self.problem.learn_prior:
+            return [DECAY if self.settings.weight_decay is None else self.settings.weight_decay]
+        vector = self.problem.prior.vector
+        return [phi * float(vector[piece][0]) / self.start.data for piece in self.pieces]
+
+    def _optimiser(self, parameters: Sequence[nn.Parameter]) -> Any:
+        settings, total = self.settings, self.settings.epochs * self.steps
+        beta2 = max(LEAST_BETA2, 1 - FORGOTTEN / total) if settings.beta2 is None else settings.beta2
+        return package().IVON(
+            [{"params": [parameter]} for parameter in parameters], lr=settings.learning_rate, ess=self.start.data,
+            hess_init=settings.hess_init, beta1=settings.beta1, beta2=beta2, weight_decay=DECAY,
+        )  # fmt: skip
+
+    def _set_noise(self, optimiser: Any, phi: float) -> None:
+        """Set the effective sample size and the weight decay for the dispersion φ."""
+        for group, decay in zip(optimiser.param_groups, self._decay(phi), strict=True):
+            group["ess"], group["weight_decay"] = self.start.data / phi, decay
+
+    def _step(
+        self, optimiser: Any, parameters: Sequence[nn.Parameter], origin: Tensor, batch: Batch, stream: Stream
+    ) -> tuple[float, int]:
+        """Take a step with the gradient at drawn weights; return the loss there, summed, and the number of data."""
+        network, likelihood = self.problem.network, self.problem.likelihood
+        with ExitStack() as stack:
+            with stream.drawing():  # the package draws from the global generators
+                stack.enter_context(optimiser.sampled_params(train=True))
+            with torch.enable_grad():
+                f = network.under(network.weights(torch.cat(list(parameters)) - origin), batch.inputs).to(network.dtype)
+                y = likelihood.targets(f, batch.targets)
+                loss, count = likelihood.loss(f, y).sum(), max(int(likelihood.count(f, y)), 1)
+                grads = torch.autograd.grad(loss / count, list(parameters))
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+        optimiser.step()
+        return float(loss.detach()), count
+
+    def _variance(self, group: dict[str, Any]) -> Tensor:
+        """Return the variance of the weights of a group, from the state of the optimiser."""
+        variance: Tensor = 1 / (group["ess"] * (group["hess"] + group["weight_decay"]))
+        if not bool((variance > 0).all() & torch.isfinite(variance).all()):
+            raise NumericalError(
+                "IVON: the optimiser has curvatures that are not positive; expected none. Lower learning_rate, or "
+                "raise hess_init or beta2."
+            )
+        return variance.detach()
+
+    def _refuse_diverged(self, loss: float, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise if the mean loss of the last epoch is far above that at the start, or a weight is not finite."""
+        start = self.start.loss / self.start.data
+        allowed = start + FAR * max(abs(start), float(self.problem.likelihood.dispersion))
+        if not loss <= allowed or not all(bool(torch.isfinite(p).all()) for p in parameters):
+            raise NumericalError(
+                f"IVON: the loss went from {start:.4g} to {loss:.4g} at learning_rate={self.settings.learning_rate:g}; "
+                "expected it to fall or to stay near. Lower learning_rate, or raise hess_init."
+            )
+
+    def _ended(self, phi: float) -> Problem:
+        """Return the problem with the noise of the last epoch, and the prior that the weight decay stands for."""
+        problem, network = self.problem, self.problem.network
+        if problem.likelihood.learns_dispersion:
+            noise = torch.tensor(phi, dtype=torch.float64, device=network.device)
+            problem = problem.with_likelihood(problem.likelihood.with_dispersion(noise))
+        if self.settings.weight_decay is None and not problem.learn_prior:
+            return problem
+        precision = self.start.data * self._decay(phi)[0] / phi
+        return problem.with_prior(Isotropic(precision).bound(network.selection, network.theta()))
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianDraws(WeightDraws):
+    """θ - w̃ ~ N(mean, diag(variance))."""
+
+    network: Network
+    mean: Tensor  # (P,)
+    variance: Tensor  # (P,)
+    count: int  # K
+    seed: int
+
+    def drawn(self, generator: torch.Generator | None) -> Tensor:
+        return self.mean + self.variance.sqrt() * normal(tuple(self.mean.shape), generator, self.mean)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class GaussianDrawsPosterior(Drawn):
+    """The outputs of the network under draws from a Gaussian with independent weights."""
+
+    problem: Problem
+    draws: GaussianDraws
+    statistics: Statistics
+    theta: Tensor
+
+    def state(self) -> State:
+        draws = self.draws
+        settings = {"statistics": asdict(self.statistics), "count": draws.count, "seed": draws.seed}
+        return State(
+            "GaussianDrawsPosterior", settings, {"theta": self.theta, "mean": draws.mean, "variance": draws.variance}
+        )
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> GaussianDrawsPosterior:
+        vector = Array(("P",), dtype=problem.network.dtype)
+        fields = state.read(
+            theta=vector, mean=vector, variance=replace(vector, least=SMALLEST), count=Whole(2, MEMBERS), seed=Whole(),
+            statistics=STATISTICS,
+        )  # fmt: skip
+        names = ("mean", "variance", "count", "seed")
+        draws = GaussianDraws(problem.network, *(fields.pop(name) for name in names))
+        return cls(problem, draws, **fields)

@@ -1,0 +1,200 @@
+"""IVON: the Gaussian is that of the optimiser's state, and near the mean-field optimum where that is known."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests import problems
+from tests.tolerances import assert_close
+
+ivon = pytest.importorskip("ivon")
+
+D = torch.float64
+TOTAL, INPUTS, OUTPUTS = 18, 4, 3
+X = torch.randn(TOTAL, INPUTS, dtype=D, generator=torch.Generator().manual_seed(1))
+NEW = torch.randn(5, INPUTS, dtype=D, generator=torch.Generator().manual_seed(2))
+Y = torch.randn(TOTAL, OUTPUTS, dtype=D, generator=torch.Generator().manual_seed(3))
+LABELS = torch.randint(0, OUTPUTS, (TOTAL,), generator=torch.Generator().manual_seed(4))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(INPUTS, 5), nn.Tanh(), nn.Linear(5, OUTPUTS)).double().eval()
+
+
+def method(**settings: Any) -> Any:
+    return lw.baselines.IVON(**{"epochs": 3, "learning_rate": 0.01, "batch_size": 6, "samples": 4, **settings})
+
+
+def fitted(
+    model: nn.Module | None = None, likelihood: Any = "classification", y: Tensor = LABELS, weights: Any = None,
+    prior: Any = None, **settings: Any,
+) -> lw.Fitted:  # fmt: skip
+    model = net() if model is None else model
+    return lw.fit(model, [(X, y)], likelihood, method=method(**settings), weights=weights, prior=prior)
+
+
+class Kept(ivon.IVON):  # type: ignore[misc]
+    """The optimiser of the package, which can be looked at after the fit."""
+
+    last: Any = None
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        Kept.last = self
+
+
+PRIORS: dict[str, Any] = {
+    "none": None, "one": 3.0, "off zero": lw.isotropic(3.0, mean=0.4), "layers": lw.per_layer({"0": 2.0, "2": 5.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_the_gaussian_is_that_of_the_optimiser(prior: str, likelihood: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ivon, "IVON", Kept)
+    model = net()
+    posterior = fitted(model, likelihood, LABELS if likelihood == "classification" else Y, prior=PRIORS[prior])
+    groups, draws = Kept.last.param_groups, posterior.posterior.draws
+    weights = torch.cat([group["params"][0].detach() for group in groups]) + (0.4 if prior == "off zero" else 0.0)
+    assert_close(posterior.network.theta() + draws.mean, weights)
+    phi = float(posterior.likelihood.dispersion)
+    curvature = TOTAL / phi * torch.cat([group["hess"] for group in groups])
+    assert_close(draws.variance, 1 / (curvature + posterior.prior.vector))  # 1/(ess (h + δ)), ess = n/φ, δ = φ A/n
+    sizes = [torch.full_like(group["hess"], group["weight_decay"]) for group in groups]
+    assert_close(TOTAL / phi * torch.cat(sizes), posterior.prior.vector)
+    if prior == "none":
+        assert_close(posterior.prior.values, torch.tensor(TOTAL * 1e-4 / phi, dtype=D))
+    assert (phi == 1) == (likelihood == "classification")
+
+
+def test_a_linear_model_reaches_the_mean_field_optimum() -> None:
+    """For Gaussian noise it is known: the exact posterior mean, and one over the diagonal of the precision."""
+    model, phi, alpha = nn.Linear(INPUTS, 1, bias=False).double(), 0.25, 2.0
+    y = X @ torch.tensor([[1.0], [-0.5], [0.3], [2.0]], dtype=D) + phi**0.5 * Y[:, :1]
+    posterior = fitted(
+        model, lw.Gaussian(noise_std=phi**0.5), y, prior=alpha, epochs=600, batch_size=TOTAL, learning_rate=0.1,
+        hess_init=1.0, beta2=0.99,
+    )  # fmt: skip
+    full = X.T @ X / phi + alpha * torch.eye(INPUTS, dtype=D)
+    mean = torch.linalg.solve(full, X.T @ y / phi)[:, 0]
+    draws = posterior.posterior.draws
+    found = posterior.network.theta() + draws.mean
+    assert float(((found - mean) * full.diagonal().sqrt()).abs().max()) < 0.3  # of a standard deviation
+    assert float((draws.variance * full.diagonal()).log().abs().max()) < 0.5  # its curvature has Monte Carlo noise
+    assert float((found - model.weight[0].detach()).abs().max()) > 0.2
+
+
+def by_hand(model: nn.Sequential, weights: Tensor, x: Tensor) -> Tensor:
+    moved = copy.deepcopy(model)
+    nn.utils.vector_to_parameters(weights, moved.parameters())
+    return moved(x).detach()
+
+
+def test_predictions_are_those_of_networks_with_drawn_weights() -> None:
+    model = net()
+    posterior = fitted(model, samples=6, seed=3)
+    each = torch.stack([by_hand(model, w, NEW) for w in posterior.weight_samples(6)])
+    assert_close(posterior.function_samples(NEW, 6), each)
+    assert_close(posterior.functions(NEW).mean, each.mean(0))
+    assert_close(posterior.functions(NEW).variance, each.var(0))
+    seeded = lambda: torch.Generator().manual_seed(8)
+    assert_close(posterior.function_samples(NEW, 3, seeded()), posterior.network_samples(NEW, 3, seeded()))
+    draws = posterior.posterior.draws
+    many = posterior.weight_samples(3000, seeded()) - posterior.network.theta() - draws.mean
+    assert float((many.square().mean(0) / draws.variance - 1).abs().max()) < 6 * (2 / 3000) ** 0.5
+
+
+def test_seeds_fix_the_result_and_nothing_else_changes() -> None:
+    model, random = net(), torch.get_rng_state()
+    one = problems.unchanged(model, lambda: fitted(model, seed=5))
+    assert torch.equal(torch.get_rng_state(), random)
+    torch.rand(3)
+    again, other = fitted(seed=5), fitted(seed=6)
+    assert torch.equal(one.functions(NEW).cov, again.functions(NEW).cov)
+    assert not torch.equal(one.posterior.draws.mean, other.posterior.draws.mean)
+
+
+def test_it_goes_downhill_from_a_network_that_is_not_trained() -> None:
+    start = float(nn.functional.cross_entropy(net()(X), LABELS).detach())
+    losses = [fitted(epochs=epochs, learning_rate=0.1, hess_init=9.0).posterior.statistics.loss / TOTAL
+              for epochs in (2, 30)]  # fmt: skip
+    assert losses[1] < losses[0] < 1.02 * start
+    assert losses[1] < 0.95 * start
+
+
+@pytest.mark.parametrize("weights", ["last_layer", lw.subnetwork(torch.tensor([1, 7, 30, 39]))])
+def test_only_the_chosen_weights_move(weights: Any, tmp_path: Path) -> None:
+    posterior = fitted(weights=weights, prior=2.0)
+    assert len(posterior.posterior.draws.mean) == posterior.network.selection.size
+    posterior.save(tmp_path / "it")
+    again = lw.load(tmp_path / "it", net())
+    assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
+    assert torch.equal(again.function_samples(NEW, 3), posterior.function_samples(NEW, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_numbers(dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    posterior = lw.fit(model, [(X.to(dtype), LABELS)], "classification", method=method())
+    assert posterior.functions(NEW.to(dtype)).mean.dtype == torch.float32
+    ratio = posterior.posterior.draws.variance.double() / fitted().posterior.draws.variance
+    assert 0.8 < float(ratio.mean()) < 1.25
+
+
+# What is refused
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ivon", None)
+    with pytest.raises(lw.errors.UnsupportedError, match=r"needs the package ivon-opt.*pip install 'lapwing\[ivon\]'"):
+        fitted()
+
+
+def test_a_rate_that_is_too_high() -> None:
+    model = net()
+
+    def run(rate: float) -> None:
+        with pytest.raises(lw.errors.NumericalError, match=r"IVON: the loss went from .* Lower learning_rate"):
+            fitted(model, "regression", Y, learning_rate=rate)
+
+    for rate in (100.0, 1e200):
+        problems.unchanged(model, lambda rate=rate: run(rate))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rate": ({"learning_rate": 0.0}, r"learning_rate is 0\.0; expected a positive, finite number"),
+    "curvature": ({"hess_init": float("nan")}, "hess_init is nan; expected a positive, finite number"),
+    "beta1": ({"beta1": 1.0}, r"beta1 is 1\.0; expected a number of at least 0 and below 1"),
+    "beta2": ({"beta2": -0.1}, r"beta2 is -0\.1; expected a number of at least 0 and below 1, or None"),
+    "decay": ({"weight_decay": -1.0}, r"weight_decay is -1\.0; expected a positive, finite number, or None"),
+    "samples": ({"samples": 1}, "samples is 1; expected at least 2"),
+    "epochs": ({"epochs": 0}, "epochs is 0; expected at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_settings(name: str) -> None:
+    settings, message = WRONG[name]
+    with pytest.raises(lw.errors.UnsupportedError, match=message):
+        lw.baselines.IVON(**settings)
+
+
+def test_priors_that_it_does_not_take() -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=r"a g-prior follows the curvature"):
+        fitted(prior=lw.priors.g_prior())
+    several = lw.priors.diagonal(torch.linspace(1, 2, sum(p.numel() for p in net().parameters())))
+    with pytest.raises(lw.errors.UnsupportedError, match="has several precisions in one parameter; expected one"):
+        fitted(prior=several)
+    posterior = fitted()
+    for call in (posterior.log_evidence, lambda: posterior.with_prior(1.0)):
+        with pytest.raises(lw.errors.UnsupportedError, match="IVON has no"):
+            call()
