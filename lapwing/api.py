@@ -147,13 +147,9 @@ def fit(
     batches = Data(data, device_of(model), target_key, shown, processes=processes)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
-<<<<<<< HEAD
-    problem = problem_of(model, batches, likelihood, weights, prior)
-=======
     if weights is None and isinstance(chosen, SelectsWeights):
         weights = chosen.weights
-    problem = _problem(model, batches, likelihood, weights, prior)
->>>>>>> baselines
+    problem = problem_of(model, batches, likelihood, weights, prior)
     batches = problem.network.arranging(batches)
     if isinstance(chosen, Auto):
         chosen, why = _chosen_by(chosen, problem, batches)
