@@ -21,13 +21,10 @@ from experiments.engine.contract import Record
 from experiments.engine.seeds import records_of
 from experiments.inducing_picture import picture, targets_picture
 from experiments.inducing_published import Schedule, State, learned_as_published, trained_as_published
-from experiments.inducing_task import RECIPE, SEED, SMALL, Task, divergence
+from experiments.inducing_task import RECIPE, SEED, SMALL, Task, divergence, landmarks
 from experiments.options import Progress, add_data_dir, add_quick, silent
 from experiments.repeats import mean_scores
 from lapwing import metrics
-from lapwing.core.data import Data
-from lapwing.core.pool import Pool
-from lapwing.core.random import derived_generator
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, trained
 from lapwing.errors import DataError
@@ -278,13 +275,6 @@ def _bands(task: Task, settings: Inducing, published: State) -> dict[str, list[f
         if points is not None:
             arrays[f"{name}/points"] = points
     return {name: array.detach().reshape(-1).tolist() for name, array in arrays.items()}
-
-
-def landmarks(task: Task, count: int, seed: int) -> Tensor:
-    """Return the inputs that ELLA draws with this seed, (M, 1); its posterior keeps directions only."""
-    generator = derived_generator(torch.Generator().manual_seed(seed), torch.empty(0))
-    inputs: Tensor = Pool.drawn(Data((task.x, task.y), task.x.device), count, generator).inputs
-    return inputs
 
 
 def _sensitivity(comparison: Comparison, settings: Inducing, progress: Progress) -> dict[str, list[float]]:

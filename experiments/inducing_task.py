@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.core.data import Data
+from lapwing.core.pool import Pool
+from lapwing.core.random import derived_generator
 from lapwing.demo.training import Recipe
 
 RECIPE = Recipe(
@@ -88,3 +91,10 @@ def divergence(exact: Tensor, approximate: Tensor) -> float:
     """
     ratio = exact.double() / approximate.double()
     return float(0.5 * (ratio - 1 - ratio.log()).sum())
+
+
+def landmarks(task: Task, count: int, seed: int) -> Tensor:
+    """Return the inputs that ELLA draws with this seed, (M, 1); its posterior keeps directions only."""
+    generator = derived_generator(torch.Generator().manual_seed(seed), torch.empty(0))
+    inputs: Tensor = Pool.drawn(Data((task.x, task.y), task.x.device), count, generator).inputs
+    return inputs

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -75,11 +77,22 @@ def _run(given: Sequence[str]) -> int:
     path = result_path(arguments.out, experiment.name, form)
     command = _command_text(given)
     plan = Plan(path, form, arguments.workers, arguments.time, arguments.only, command, arguments.replace)
-    outcome = run(experiment, plan, _print_progress)
+    with _ending_like_ctrl_c():
+        outcome = run(experiment, plan, _print_progress)
     if outcome.stored.records:
         print(table_text(experiment, outcome.stored), end="\n\n")
     _print_state(experiment, outcome, path)
     return 130 if outcome.interrupted else 1 if outcome.failed else 0
+
+
+@contextmanager
+def _ending_like_ctrl_c() -> Iterator[None]:
+    """Let a request to end, such as that of ``timeout``, end a run as Ctrl-C does, its processes included."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def settings_of(arguments: argparse.Namespace) -> Experiment:

@@ -136,7 +136,7 @@ def _serial(experiment: Experiment, keys: Sequence[str], plan: Plan, may_start: 
 
 def _parallel(experiment: Experiment, keys: Sequence[str], plan: Plan, may_start: Any, progress: Progress) -> Results:
     """Run units in processes. If one dies, those that were running failed, and new processes take the rest."""
-    waiting = list(keys)
+    waiting, others = list(keys), set(multiprocessing.active_children())
     while waiting and may_start():
         with ProcessPoolExecutor(
             plan.workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)
@@ -156,6 +156,8 @@ def _parallel(experiment: Experiment, keys: Sequence[str], plan: Plan, may_start
                     yield key, future.result() if survived else _died(experiment, key, plan.command)
             except (KeyboardInterrupt, GeneratorExit):
                 pool.shutdown(wait=False, cancel_futures=True)
+                for process in set(multiprocessing.active_children()) - others:
+                    process.terminate()
                 raise
 
 

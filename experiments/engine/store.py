@@ -134,9 +134,10 @@ def checked(records: Iterable[Record]) -> tuple[Record, ...]:
         for name, value in numbers.items():
             if not math.isfinite(float(value)):
                 raise FileError(f"{name} of {where} is {float(value)}; expected a finite number.")
-        answer.append(
-            replace(record, repeat=int(record.repeat), scores={k: float(v) for k, v in record.scores.items()})
-        )
+        scores = {score: float(value) for score, value in record.scores.items()}
+        seconds = None if record.seconds is None else float(record.seconds)
+        peak = None if record.peak is None else int(record.peak)
+        answer.append(Record(record.group, record.method, int(record.repeat), scores, seconds, peak))
     names = [(record.group, record.method, record.repeat) for record in answer]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
