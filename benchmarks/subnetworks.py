@@ -5,9 +5,8 @@
 On a CPU with one thread 2,000 weights of a LeNet and of a ResNet-20 (0.27 M), on a GPU 42,000 weights of a ResNet-18
 (11.2 M), all with ten classes. The prior is given. Epochs are plain forward and backward passes over the same data, and
 passes are plain forward passes over the same inputs, in the same process; on a CPU the time of the process is counted,
-which other programs do not change. The memory of the columns is what is held at
-most while they are formed from the gradients at the layers; beside it, what the columns of all weights of these layers
-would take.
+which other programs do not change. The memory of the columns is what is held at most while they are formed from the
+gradients at the layers; beside it, what the columns of all weights of these layers would take.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def selected(rule: str, model: nn.Module, data: Batches, n: int) -> Any:
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Return the seconds of a call and its result: on a GPU until the device is ready, on a CPU those of the process."""
+    """Return the seconds of a call and its result; on a CPU the time of the process, on a GPU until it is ready."""
     clock_of = time.perf_counter if device.type == "cuda" else time.process_time
     start = clock_of()
     result = call()
