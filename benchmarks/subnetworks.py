@@ -4,9 +4,9 @@
 
 On a CPU with one thread 2,000 weights of a LeNet and of a ResNet-20 (0.27 M), on a GPU 42,000 weights of a ResNet-18
 (11.2 M), all with ten classes. The prior is given. Epochs are plain forward and backward passes over the same data, and
-passes are plain forward passes over the same inputs, in the same process. The memory of the columns is what is held at
-most while they are formed from the gradients at the layers; beside it, what the columns of all weights of these layers
-would take.
+passes are plain forward passes over the same inputs, in the same process; on a CPU the time of the process is counted,
+which other programs do not change. The memory of the columns is what is held at most while they are formed from the
+gradients at the layers; beside it, what the columns of all weights of these layers would take.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ def selected(rule: str, model: nn.Module, data: Batches, n: int) -> Any:
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Return the seconds of a call, with a wait for the device at its end, and its result."""
-    start = time.perf_counter()
+    """Return the seconds of a call and its result; on a CPU the time of the process, on a GPU until it is ready."""
+    clock_of = time.perf_counter if device.type == "cuda" else time.process_time
+    start = clock_of()
     result = call()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start, result
+    return clock_of() - start, result
 
 
 def plain(model: nn.Module, data: Batches, device: torch.device) -> tuple[float, float]:
@@ -111,10 +112,8 @@ def line(model: nn.Module, data: Batches, rule: str, n: int, passes: tuple[float
         return lw.fit(model, data, "classification", method=lw.Full(), weights=weights, prior=1.0, progress=False)
 
     fitting, posterior = timed(fit, device)
-    factorising = timed(lambda: posterior.posterior.precision, device)[0]
-    predicting = min(timed(lambda: posterior.functions(x).cov, device)[0] for _ in range(2))
-    touched = posterior.network.selection.total
-    formed = held(posterior.network.linearise(x[:TOGETHER]).jacobians().whole, device).most
+    factorising, predicting, touched, formed = used(posterior, x, device)
+    del posterior  # its matrices are no part of the peak
     peak = held(lambda: fit().functions(x).cov, device).most
     columns = 4 * TOGETHER * CLASSES
     mb = lambda number: f"{number / 1e6:,.1f} MB"
@@ -124,6 +123,16 @@ def line(model: nn.Module, data: Batches, rule: str, n: int, passes: tuple[float
         f"what forming them takes {mb(formed)}; all of the layers, {touched:,} weights: {mb(columns * touched)}\n"
         f"{'':11s}fit and prediction of {len(x)} images: peak {mb(peak)}, of which each matrix takes {mb(8 * n**2)}"
     )
+
+
+def used(posterior: lw.Fitted, x: Tensor, device: torch.device) -> tuple[float, float, int, int]:
+    """Return the seconds of factorisation and prediction, the weights of all layers with a chosen one, and the bytes
+    that the columns of a few images take while they are formed.
+    """
+    factorising = timed(lambda: posterior.posterior.precision, device)[0]
+    predicting = min(timed(lambda: posterior.functions(x).cov, device)[0] for _ in range(2))
+    formed = held(posterior.network.linearise(x[:TOGETHER]).jacobians().whole, device).most
+    return factorising, predicting, posterior.network.selection.total, formed
 
 
 def main() -> None:

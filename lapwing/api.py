@@ -85,7 +85,8 @@ def fit(
             time; ``lw.check(model, batch)`` lists the costs of all. A name, such as "full", is a method with its
             default settings.
         weights: Which weights are uncertain: ``lw.all_weights`` (default), ``lw.last_layer`` (cheaper by far),
-            ``lw.named(pattern)``, ``lw.subnetwork(index)``; "all" and "last_layer" are accepted as names.
+            ``lw.named(pattern)``, ``lw.subnetwork(index)``, or a choice of ``lw.subnetworks``; "all" and
+            "last_layer" are accepted as names.
         prior: The Gaussian prior over the weights: an object such as ``lw.per_layer()``, or a number for an isotropic
             precision. Used as given. None learns an isotropic precision with ``tuner``.
         validation: Data that the network was not trained on, in the form of ``data``; 200 or more calibrate the error

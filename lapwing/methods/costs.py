@@ -136,8 +136,8 @@ class Workload:
         return summed(block.squares(self.seeds) for block in self.blocks)
 
     def whole(self, seeds: int) -> Work:
-        """Return the work to form the Jacobian itself."""
-        return summed(block.whole(seeds) for block in self.blocks)
+        """Return the work to form the Jacobian itself, of the chosen weights alone."""
+        return summed(block.whole(seeds) for block in self.blocks) * (self.weights / sum(b.size for b in self.blocks))
 
     def predicted(self, covariance: Work) -> Work:
         """Return the work of a prediction, in which the covariance of the outputs takes this beside their Jacobians.

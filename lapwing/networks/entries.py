@@ -53,6 +53,12 @@ class Entries:
         """The number of all entries of the block."""
         return math.prod(self.form)
 
+    def spread(self, values: Tensor) -> Tensor:
+        """Return values (..., n) of the entries as those of the whole block, (..., *form), zero elsewhere."""
+        full = values.new_zeros(*values.shape[:-1], self.size)
+        full[..., self.at] = values
+        return full.unflatten(-1, self.form)
+
     @cached_property
     def coordinates(self) -> tuple[Tensor, Tensor, Tensor]:
         """The group, output and input of every entry of a linear map, (n,) each."""
@@ -127,14 +133,14 @@ class PickedJacobian:
         return None
 
     def whole(self) -> Tensor:
-        return self._spread(self.picked.j)
+        return self.chosen.spread(self.picked.j)
 
     def columns(self, entries: Entries) -> Tensor:
         assert entries is self.chosen, "a Jacobian has the columns that it was made for"
         return self.picked.j
 
     def squares(self) -> Tensor:
-        return self._spread(self.picked.squares())
+        return self.chosen.spread(self.picked.squares())
 
     def unit_squares(self) -> Tensor:
         return self.picked.unit_squares()
@@ -151,16 +157,10 @@ class PickedJacobian:
         return self.picked.jvp(v.flatten(1)[:, self.chosen.at])
 
     def vjp(self, u: Tensor) -> Tensor:
-        return self._spread(self.picked.vjp(u))
+        return self.chosen.spread(self.picked.vjp(u))
 
     def formed(self, count: int | None = None) -> PickedJacobian:
         return self
 
     def formed_numbers(self) -> int:
         return self.picked.formed_numbers()
-
-    def _spread(self, values: Tensor) -> Tensor:
-        """Return values (..., n) of the chosen entries as those of all, (..., *form), zero elsewhere."""
-        full = values.new_zeros(*values.shape[:-1], self.chosen.size)
-        full[..., self.chosen.at] = values
-        return full.unflatten(-1, self.chosen.form)

@@ -294,12 +294,21 @@ class LayerJacobians:
 
     def jvp(self, v: Tensor) -> Tensor:
         """Return J v for every row of v (n, P): (n, B, K), from the stored factors."""
-        values = self.selection.split(v.to(self.dtype))
+        v = v.to(self.dtype)
+        if self.entries is not None:  # the weights of one block at a time are filled up with those not chosen
+            pairs = zip(self.entries, self, strict=True)
+            return reduce(torch.add, (part.jvp(chosen.spread(v[:, chosen.places])) for chosen, (_, part) in pairs))
+        values = self.selection.split(v)
         return reduce(torch.add, (part.jvp(block.arrange(values)) for block, part in self))
 
     def vjp(self, u: Tensor) -> Tensor:
         """Return Jᵀ u for every u (n, B, K), summed over samples: (n, P)."""
         u = u.to(self.dtype)
+        if self.entries is not None:
+            total = u.new_empty(len(u), self.selection.size)
+            for chosen, (_, part) in zip(self.entries, self, strict=True):
+                total[:, chosen.places] = part.vjp(u).reshape(len(u), -1)[:, chosen.at]
+            return total
         parts = [part.vjp(u).reshape(len(u), *block.form) for block, part in self]
         return in_order(parts, self.layout, self.selection)
 

@@ -251,7 +251,7 @@ def subnetwork(index: Tensor | Sequence[int] | Sequence[bool]) -> Weights:
 
     Returns:
         A rule for the argument ``weights`` of ``fit``. Methods that need whole layers (``Kron``, ``EKron``) refuse it;
-        use ``Full`` or ``Diagonal``.
+        use ``Full`` or ``Diagonal``. ``lw.subnetworks`` has rules that choose the positions.
 
     Raises:
         ModelError: if they are no whole numbers (n,); in ``fit``, if positions repeat, are out of range or are none, or

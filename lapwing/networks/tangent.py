@@ -15,7 +15,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.inputs import Inputs
 from lapwing.errors import ModelError
 from lapwing.networks.closed_form import ClosedForm
-from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.dense_jacobian import DenseJacobian, LookupJacobian
 from lapwing.networks.entries import PickedJacobian, are_few
 from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import plain_kernels, recording, shaped
@@ -200,7 +200,7 @@ class Tangent:
     ) -> BlockJacobian:
         """Return the Jacobian of a block; where few of its weights are chosen, that of these alone."""
         part = self._whole_block(seeds, patterns, opaque, block, grads)
-        if self.network.entries is None:
+        if self.network.entries is None or isinstance(part, LookupJacobian):  # gradients of the rows in use are few
             return part
         chosen = self.network.entries[self.network.layout.index(block)]
         few = are_few(len(chosen.at), chosen.size, len(seeds), part.positions)
