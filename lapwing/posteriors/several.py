@@ -13,6 +13,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.state import State
+from lapwing.core.trace import Trace
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.network import Network
@@ -32,6 +33,7 @@ class NetworksPosterior(Posterior):
     mixture: MixturePosterior
     networks: tuple[Network, ...]
     fingerprints: tuple[Fingerprint, ...]  # of the networks at the fit
+    trace: Trace | None = None  # the steps of the tuners of all networks, one after another
 
     @classmethod
     def of(cls, posteriors: Sequence[Posterior], shares: Sequence[float]) -> NetworksPosterior:
@@ -44,7 +46,7 @@ class NetworksPosterior(Posterior):
                     f"{networks[0].output_shape}, that of the first."
                 )
         marks = tuple(Fingerprint.of(network.model) for network in networks)
-        return cls(joined(posteriors, shares), networks, marks)
+        return cls(joined(posteriors, shares), networks, marks, _together([each.trace for each in posteriors]))
 
     @property
     def problem(self) -> Problem:  # type: ignore[override]
@@ -113,3 +115,19 @@ def _alone(posterior: Posterior) -> MixturePosterior:
     """Return the mixture of one posterior."""
     cell = Cell(0, posterior.problem.likelihood)
     return MixturePosterior((posterior,), (Belief(0),), (cell,), torch.ones(1, dtype=torch.float64))
+
+
+def _together(traces: Sequence[Trace | None]) -> Trace | None:
+    """Return one record of the tuners of several networks, with the mean of their scores."""
+    known = [trace for trace in traces if trace is not None]
+    if not known:
+        return None
+    first = known[0]
+    names = [name for name in first.scores if all(name in trace.scores for trace in known)]
+    return replace(
+        first,
+        tuner=f"{first.tuner} for each network" if first.tuner else "",
+        steps=tuple(step for trace in known for step in trace.steps),
+        findings=tuple(dict.fromkeys(finding for trace in known for finding in trace.findings)),
+        scores={name: sum(trace.scores[name] for trace in known) / len(known) for name in names},
+    )

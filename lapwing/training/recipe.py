@@ -204,4 +204,8 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     settings = one_of([each.name for each in fields(Recipe)])
     for name in changes:
         settings.check("the name of a setting", name)
+    if recipe.update is not None and changes.get("update", recipe.update) is None:
+        raise UnsupportedError(
+            "update is None; expected a tuner, such as lw.tuners.Ascend(). For plain training use fixed(...)."
+        )
     return replace(recipe, **changes)

@@ -99,6 +99,8 @@ SPECIMENS: dict[str, Specimen] = {
     "sampled": _numbers(method=lw.Sampled(4)),
     "kernel space": _classes(method=lw.KernelSpace()),
     "hfl": _numbers(method=lw.HFL(mode="pretrained", drift=1e9), prior=1000.0),
+    "ivon": _classes(method=lw.baselines.IVON(2, 1e-3, batch_size=4, samples=3)),
+    "variational_last_layer": _classes(method=lw.baselines.VariationalLastLayer(samples=2)),
     "swag": _classes(method=lw.baselines.SWAG(3, 3, learning_rate=1e-3, batch_size=4, samples=3)),
     "dropout": Specimen("regression", "numbers", {"method": lw.baselines.MCDropout(samples=3)}, dropout=True),
     "map only": _classes(method=lw.baselines.MapOnly()),

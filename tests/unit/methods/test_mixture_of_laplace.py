@@ -97,6 +97,11 @@ def test_every_network_learns_its_own_prior_and_noise() -> None:
     precisions = {float(one.prior.values) for one in parts}
     assert len(precisions) == 3
     assert_close(found.predict(NEW).std, mixed_std(parts))
+    assert found.trace is not None
+    assert found.trace.tuner == "Budget for each network"
+    for name, score in found.trace.scores.items():
+        assert score == pytest.approx(sum(one.trace.scores[name] for one in parts) / 3)
+    assert found.trace.scores
     assert {float(base.problem.prior.values) for base in found.posterior.mixture.bases} >= precisions
 
 
