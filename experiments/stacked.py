@@ -1,4 +1,4 @@
-"""Several small networks for regression, trained side by side: they are so small that calls cost more than arithmetic."""
+"""Several small networks for regression, trained side by side, because calls cost more than their arithmetic."""
 
 from __future__ import annotations
 
