@@ -23,18 +23,26 @@ from lapwing.demo.regression import Table
 from lapwing.errors import CalibrationWarning, DivergedError, LapwingError
 
 JOINT = lw.tuners.MaximiseEvidence(noise=True)
-SAMPLES = 100  # of the weights, of dropout masks and of SWAG
 SHARE = 10  # the subnetwork is one weight of so many
-
-LINEARISED: dict[str, dict[str, Any]] = {
-    "Kron": {"method": lw.Kron()},
-    "diagonal": {"method": lw.Diagonal()},
-    "last layer": {"method": lw.Full(), "weights": lw.last_layer},
-    "ELLA": {"method": lw.ELLA(500, 20)},
-    "VaLLA": {"method": lw.VaLLA(100, start="greedy", optimiser="adam", steps=150)},
-}
 SLOW = ("ensemble", "SWAG", "HFL")
-METHODS = ("MAP", "linearised", "sampled network", "subnetwork", *LINEARISED, "MC dropout", *SLOW)
+METHODS = (
+    "MAP", "linearised", "sampled network", "subnetwork", "Kron", "diagonal", "last layer", "ELLA", "VaLLA",
+    "MC dropout", *SLOW,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much work the methods do."""
+
+    samples: int = 100  # of the weights, of dropout masks and of SWAG
+    landmarks: int = 500  # of ELLA
+    directions: int = 20
+    inducing: int = 100  # points of VaLLA
+    inducing_steps: int = 150
+    snapshots: int = 30  # of SWAG, 20 steps apart
+    pushes: int = 16  # of HFL
+    push_steps: int = 500
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +83,7 @@ class Task:
 
     table: Table
     training: StackedTraining
+    sizes: Sizes
     model: nn.Sequential
     others: list[nn.Sequential]  # the rest of the ensemble
     dropping: nn.Sequential
@@ -85,7 +94,7 @@ class Task:
     seed: int
 
     @classmethod
-    def trained(cls, table: Table, training: StackedTraining, seed: int, members: int) -> Task:
+    def trained(cls, table: Table, training: StackedTraining, sizes: Sizes, seed: int, members: int) -> Task:
         """Train ``members`` networks and one with dropout, and fit the exact posterior of the first."""
         x, y = table.training
         start = time.perf_counter()
@@ -96,7 +105,7 @@ class Task:
         inflation = float(exact.likelihood.dispersion) / _mean_square(networks[0](x) - y)
         taken = time.perf_counter() - start
         return cls(
-            table, training, networks[0], networks[1:-1], networks[-1], exact, seconds, taken, inflation, seed
+            table, training, sizes, networks[0], networks[1:-1], networks[-1], exact, seconds, taken, inflation, seed
         )  # fmt: skip
 
     @property
@@ -140,7 +149,7 @@ def records(task: Task, group: str, split: int, methods: tuple[str, ...], progre
 def _beliefs(method: str) -> Callable[[Task], tuple[Belief, float]]:
     """Return the function that gives the belief of a method, and the seconds that were spent on it before."""
     if method in LINEARISED:
-        return lambda task: (_of(task, task.fit(tuner=EVIDENCE, **LINEARISED[method])), 0.0)
+        return lambda task: (_of(task, task.fit(tuner=EVIDENCE, **LINEARISED[method](task.sizes))), 0.0)
     return {
         "MAP": lambda task: (_of(task, task.fit(lw.baselines.MapOnly())), 0.0),
         "linearised": lambda task: (_of(task, task.exact), task.exact_seconds),
@@ -151,6 +160,17 @@ def _beliefs(method: str) -> Callable[[Task], tuple[Belief, float]]:
         "SWAG": lambda task: (_swag(task), 0.0),
         "HFL": lambda task: (_of(task, _pushed(task)), 0.0),
     }[method]
+
+
+LINEARISED: dict[str, Callable[[Sizes], dict[str, Any]]] = {
+    "Kron": lambda sizes: {"method": lw.Kron()},
+    "diagonal": lambda sizes: {"method": lw.Diagonal()},
+    "last layer": lambda sizes: {"method": lw.Full(), "weights": lw.last_layer},
+    "ELLA": lambda sizes: {"method": lw.ELLA(sizes.landmarks, sizes.directions)},
+    "VaLLA": lambda sizes: {
+        "method": lw.VaLLA(sizes.inducing, start="greedy", optimiser="adam", steps=sizes.inducing_steps)
+    },
+}
 
 
 def _exact(model: nn.Module, x: Tensor, y: Tensor) -> lw.Fitted:
@@ -175,7 +195,7 @@ def _of(task: Task, posterior: lw.Fitted) -> Belief:
 def _sampled(task: Task) -> Belief:
     """Put weights drawn from the exact posterior into the network itself, not into the tangent model."""
     generator = torch.Generator().manual_seed(task.seed)
-    outputs = task.exact.network_samples(task.x_test, SAMPLES, generator)[..., 0]
+    outputs = task.exact.network_samples(task.x_test, task.sizes.samples, generator)[..., 0]
     return Belief(outputs.mean(0), outputs.var(0), task.noise)
 
 
@@ -195,7 +215,7 @@ def _residual_noise(task: Task, posterior: lw.Fitted) -> float:
 
 
 def _dropout(task: Task) -> Belief:
-    posterior = task.fit(lw.baselines.MCDropout(SAMPLES), task.dropping)
+    posterior = task.fit(lw.baselines.MCDropout(task.sizes.samples), task.dropping)
     return Belief.of(posterior, task.x_test, _residual_noise(task, posterior))
 
 
@@ -205,9 +225,12 @@ def _ensemble(task: Task) -> Belief:
 
 
 def _swag(task: Task) -> Belief:
-    """Go on from the trained weights by SGD for 30 snapshots, 20 steps apart, with the decay of the training."""
-    decay, size = task.training.decay / len(task.table.x_train), min(64, len(task.table.x_train) // 4)
-    method = lw.baselines.SWAG(steps_between=20, batch_size=size, weight_decay=decay, samples=SAMPLES)
+    """Go on from the trained weights by SGD with the decay of the training."""
+    sizes, rows = task.sizes, len(task.table.x_train)
+    method = lw.baselines.SWAG(
+        sizes.snapshots, min(20, sizes.snapshots), steps_between=20, batch_size=min(64, rows // 4),
+        weight_decay=task.training.decay / rows, samples=sizes.samples,
+    )  # fmt: skip
     posterior = task.fit(method)
     return Belief.of(posterior, task.x_test, _residual_noise(task, posterior))
 
@@ -215,8 +238,9 @@ def _swag(task: Task) -> Belief:
 def _pushed(task: Task) -> lw.Fitted:
     """Return random pushes by Adam, under the precision of the exact posterior, however far they have converged."""
     method = lw.HFL(
-        "pretrained", variant="random", solver="adam", pushes=16, steps=500, tolerance=math.inf, drift=math.inf
-    )
+        "pretrained", variant="random", solver="adam", pushes=task.sizes.pushes, steps=task.sizes.push_steps,
+        tolerance=math.inf, drift=math.inf,
+    )  # fmt: skip
     return task.fit(method, prior=float(task.exact.prior.values))
 
 

@@ -11,7 +11,7 @@ from experiments.data import data_folder
 from experiments.engine.contract import Record
 from experiments.options import Progress
 from experiments.stacked import StackedTraining
-from experiments.table_methods import METHODS, SLOW, Task, records
+from experiments.table_methods import METHODS, SLOW, Sizes, Task, records
 from experiments.uci import read_split
 from lapwing.errors import LapwingError
 
@@ -55,6 +55,7 @@ class Tables:
     members: int = 5  # of the ensemble, with the MAP network
     methods: tuple[str, ...] = METHODS
     training: StackedTraining = StackedTraining()
+    sizes: Sizes = Sizes()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -98,5 +99,5 @@ class Tables:
         methods = tuple(method for method in self.methods if slow or method not in SLOW)
         members = self.members if "ensemble" in methods else 1
         training = replace(self.training, hidden=DEPTHS[depth])
-        task = Task.trained(table, training, self.seed + split, members)
+        task = Task.trained(table, training, self.sizes, self.seed + split, members)
         return tuple(records(task, f"{name}/{kind}/{depth}", split, methods, progress))

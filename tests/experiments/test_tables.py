@@ -15,13 +15,15 @@ from experiments import table_methods
 from experiments.engine.contract import Record
 from experiments.options import silent
 from experiments.stacked import StackedTraining
-from experiments.table_methods import METHODS, SLOW, Belief, Task
+from experiments.table_methods import METHODS, SLOW, Belief, Sizes, Task
 from experiments.tables import DEPTHS, KINDS, SPLITS, Tables
 from experiments.uci import read_split
+from lapwing.core.trace import Trace
 from lapwing.demo.regression import Table
 from lapwing.errors import DataError, DivergedError, LapwingError, NumericalError
 
 TRAINING = StackedTraining(steps=60, batch_size=16)
+SIZES = Sizes(8, landmarks=12, directions=4, inducing=5, inducing_steps=3, snapshots=4, pushes=3, push_steps=6)
 
 
 def written(folder: Path, name: str = "yacht") -> None:
@@ -47,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(folder: Path) -> Tables:
-    return Tables(folder, sets=("yacht",), splits=2, slow_splits=1, members=3, training=TRAINING)
+    return Tables(folder, sets=("yacht",), splits=2, slow_splits=1, members=3, training=TRAINING, sizes=SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def test_methods_share_mean_and_noise_where_they_share_the_network(measured: dic
 def test_the_noise_is_the_residual_over_the_rows_that_are_left(folder: Path) -> None:
     """At the optimum of the evidence the noise is the sum of squares over n - γ."""
     table = read_split(folder / "uci_yacht.npz", 0)
-    task = Task.trained(table, TRAINING, 3, 2)
+    task = Task.trained(table, TRAINING, SIZES, 3, 2)
     x, y = table.training
     with torch.no_grad():
         squares = float((task.model(x) - y).square().sum())
@@ -116,7 +118,7 @@ def test_a_gap_split_takes_its_rows(folder: Path) -> None:
     assert not bool(((table.x_train[:, 1] > inside.min()) & (table.x_train[:, 1] < inside.max())).any())
     with pytest.raises(DataError, match="lacks gap_train_2, gap_test_2"):
         read_split(folder / "uci_yacht.npz", 2, "gap")
-    with pytest.raises(DataError, match="uci_wine.npz is not in the data folder"):
+    with pytest.raises(DataError, match=r"uci_wine\.npz is not in the data folder"):
         read_split(folder / "uci_wine.npz", 0)
 
 
@@ -151,10 +153,10 @@ def test_a_method_that_fails_is_left_out_with_a_line(settings: Tables, monkeypat
 
 def test_without_an_optimum_the_noise_is_the_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def diverge(posterior: object) -> object:
-        raise DivergedError("no optimum.", None, posterior)
+        raise DivergedError("no optimum.", Trace(""), posterior)
 
     monkeypatch.setattr(table_methods, "JOINT", diverge)
-    task = Task.trained(read_split(folder / "uci_yacht.npz", 0), TRAINING, 0, 1)
+    task = Task.trained(read_split(folder / "uci_yacht.npz", 0), TRAINING, SIZES, 0, 1)
     assert task.inflation == pytest.approx(1.0)
 
 
