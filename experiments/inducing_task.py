@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from lapwing.demo.training import Recipe
 RECIPE = Recipe(
     epochs=10**9, max_steps=12_000, batch_size=100, learning_rate=1e-3, weight_decay=0.0, falling=False
 )  # as in the published demonstration of VaLLA
+SMALL = replace(RECIPE, hidden=(10,), max_steps=100)  # to try an experiment out
 SEED = 2147483647  # of the published demonstration
 
 

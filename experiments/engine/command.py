@@ -12,6 +12,7 @@ from pathlib import Path
 from experiments.data import data_folder
 from experiments.engine.contract import Experiment
 from experiments.engine.known import EXPERIMENTS, experiment_class
+from experiments.engine.pages import refresh
 from experiments.engine.running import Outcome, Plan, run
 from experiments.engine.settings import code_version, digest, from_toml, overridden
 from experiments.engine.store import Stored, join, load, result_path, save
@@ -30,6 +31,8 @@ def main(given: Sequence[str]) -> int:
             return _list(given)
         if given[:1] == ["--join"]:
             return _join(given)
+        if given[:1] == ["--docs"]:
+            return _docs(given)
         return _run(given)
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith(("lapwing", "experiments")):
@@ -176,6 +179,19 @@ def _join(given: Sequence[str]) -> int:
     path = result_path(arguments.out, stored.experiment, stored.form)
     save(stored, path)
     print(f"{len(stored.units)} units", path, sep="\n")
+    return 0
+
+
+def _docs(given: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description="Write the numbers of the docs.")
+    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page would change")
+    check = parser.parse_args(given).check
+    changed = refresh(Path(), check)
+    if check and changed:
+        listed = ", ".join(map(str, changed))
+        return _complain(f"{listed} differ from the stored results; run python -m experiments --docs.")
+    print("\n".join(map(str, changed)) or "all pages agree with the stored results")
     return 0
 
 

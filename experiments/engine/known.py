@@ -8,6 +8,18 @@ from experiments.engine.contract import Experiment
 from lapwing.errors import LapwingError
 
 EXPERIMENTS: dict[str, str] = {  # name -> the module and class
+    "calibration": "experiments.calibration_jobs:Calibration",
+    "cifar": "experiments.cifar:Cifar",
+    "fashion": "experiments.fashion:Fashion",
+    "flights": "experiments.flights:Flights",
+    "images": "experiments.images:ImageTable",
+    "inducing": "experiments.inducing:Inducing",
+    "inducing_targets": "experiments.inducing_targets:Targets",
+    "language": "experiments.language_task:Language",
+    "normalised": "experiments.normalised:Normalised",
+    "pushed": "experiments.pushed:PushedImages",
+    "response": "experiments.response_task:ResponseTask",
+    "sampling": "experiments.sampling:Sampling",
     "uci": "experiments.tables:Tables",
 }
 

@@ -45,12 +45,15 @@ class Cell:
         return form(self.mean) + ("" if self.error is None else f" ± {form(self.error)}")
 
 
+Rows = dict[tuple[str, str], dict[str, Cell]]  # by group and method, and by score
+
+
 @dataclass(frozen=True)
 class Summary:
     """Cells by group, method and score; a score that no repeat has is absent."""
 
     columns: tuple[str, ...]
-    rows: dict[tuple[str, str], dict[str, Cell]] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)
 
     def restricted(
         self, groups: Sequence[str] | None = None, methods: Sequence[str] | None = None,
@@ -65,17 +68,6 @@ class Summary:
         kept = [_chosen(given, known) for given, known in zip((groups, methods, columns), every)]
         rows = {(g, m): self.rows[g, m] for g in kept[0] for m in kept[1] if (g, m) in self.rows}
         return Summary(tuple(kept[2]), rows)
-
-    def with_means(self) -> Summary:
-        """Return the summary with a row for each method of the means over groups, where it has them all."""
-        return Summary(self.columns, {**self.rows, **_over_groups(self, MEAN, lambda row, others: row.mean)})
-
-    def with_ranks(self) -> Summary:
-        """Return the summary with a row for each method of its mean rank over groups; the lowest score has rank one.
-
-        Methods with equal scores share the mean of their ranks.
-        """
-        return Summary(self.columns, {**self.rows, **_over_groups(self, RANK, _rank)})
 
 
 def summarised(records: Iterable[Record]) -> Summary:
@@ -109,6 +101,16 @@ def compared(records: Iterable[Record], baseline: str) -> Summary:
             scores = {name: value - other[name] for name, value in _numbers(record).items() if name in other}
             differences.append(Record(record.group, record.method, record.repeat, scores))
     return summarised(differences)
+
+
+def means(summary: Summary) -> Rows:
+    """Return a row for each method: the means over groups of its scores, where it has them in all groups."""
+    return _over_groups(summary, MEAN, lambda cell, others: cell.mean)
+
+
+def ranks(summary: Summary) -> Rows:
+    """Return a row for each method: its mean rank over groups. The lowest score has rank one; equal ones share."""
+    return _over_groups(summary, RANK, _rank)
 
 
 def grid(summary: Summary, form: Callable[[float], str] = number) -> list[list[str]]:
@@ -168,12 +170,10 @@ def _chosen(given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
     return list(given)
 
 
-def _over_groups(
-    summary: Summary, name: str, value: Callable[[Cell, list[Cell]], float]
-) -> dict[tuple[str, str], dict[str, Cell]]:
+def _over_groups(summary: Summary, name: str, value: Callable[[Cell, list[Cell]], float]) -> Rows:
     """Return rows of means over groups of a value of each cell among the cells of its group."""
     groups, methods = (list(dict.fromkeys(names)) for names in zip(*summary.rows))
-    rows: dict[tuple[str, str], dict[str, Cell]] = {}
+    rows: Rows = {}
     for method in methods:
         cells = {}
         for column in summary.columns:
