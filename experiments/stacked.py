@@ -13,20 +13,22 @@ from torch import Tensor, nn
 from lapwing.demo.training import Recipe, mlp
 
 MOMENTUM, SQUARES, TINY = 0.9, 0.999, 1e-8  # of Adam
+NEW = 0.01  # weight of a batch in the running mean of squared residuals
 
 
 @dataclass(frozen=True)
 class StackedTraining:
     """Settings of a training: tanh networks, Adam in float32, and a learning rate that falls to zero by a cosine.
 
-    ``decay`` is divided by the number of rows: a prior of one precision for tables of every size.
+    The weights have a Gaussian prior with mean zero and this ``precision``, and the noise is learned: with the mean
+    squared residual φ so far and n rows the weight decay is precision φ / n.
     """
 
     hidden: tuple[int, ...] = (50,)
     steps: int = 4000
     batch_size: int = 128
     learning_rate: float = 1e-2
-    decay: float = 0.02
+    precision: float = 5.0
     dropout: float = 0.05  # after every activation, of the networks that have it
 
 
@@ -36,6 +38,11 @@ class Stack:
 
     flat: Tensor
     layers: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The weights and biases of all layers."""
+        return [part for layer in self.layers for part in layer]
 
     @classmethod
     def zeros(cls, sizes: tuple[int, ...], count: int) -> Stack:
@@ -69,7 +76,7 @@ class Stack:
                     layer.bias.copy_(bias[k, 0])
 
 
-def loss_slope(stack: Stack, slope: Stack, x: Tensor, y: Tensor, masks: tuple[Tensor | None, ...]) -> None:
+def loss_slope(stack: Stack, slope: Stack, x: Tensor, y: Tensor, masks: tuple[Tensor | None, ...]) -> Tensor:
     """Write the gradient of half the mean squared error of every network into ``slope``.
 
     Written out, because automatic differentiation takes twice as long for networks of this size.
@@ -80,13 +87,18 @@ def loss_slope(stack: Stack, slope: Stack, x: Tensor, y: Tensor, masks: tuple[Te
         x: Inputs (K, B, D).
         y: Targets (K, B, 1).
         masks: What every hidden layer is multiplied by, (K, B, units), or None.
+
+    Returns:
+        The mean squared errors, (K, 1, 1).
     """
     inputs, activations = [x], list[Tensor]()
     for (weight, bias), mask in zip(stack.layers[:-1], masks, strict=True):
         activations.append(torch.baddbmm(bias, inputs[-1], weight).tanh_())
         inputs.append(activations[-1] if mask is None else activations[-1] * mask)
     weight, bias = stack.layers[-1]
-    error = torch.baddbmm(bias, inputs[-1], weight).sub_(y).div_(y.shape[1])
+    error = torch.baddbmm(bias, inputs[-1], weight).sub_(y)
+    mean_square = error.square().mean(1, keepdim=True)
+    error.div_(y.shape[1])
     for i in range(len(stack.layers) - 1, -1, -1):
         torch.bmm(inputs[i].mT, error, out=slope.layers[i][0])
         torch.sum(error, 1, keepdim=True, out=slope.layers[i][1])
@@ -95,6 +107,7 @@ def loss_slope(stack: Stack, slope: Stack, x: Tensor, y: Tensor, masks: tuple[Te
             mask = masks[i - 1]
             error = error if mask is None else error.mul_(mask)
             error.mul_(1 - activations[i - 1].square())
+    return mean_square
 
 
 def trained_stack(
@@ -126,11 +139,15 @@ def _descend(stack: Stack, x: Tensor, y: Tensor, settings: StackedTraining, seed
     """Run Adam on all networks of the stack, in place."""
     count, generator = len(stack.layers[0][0]), torch.Generator().manual_seed(seed)
     slope = Stack.zeros((x.shape[1], *settings.hidden, 1), count)
+    noise = torch.empty(0)
     first, second = torch.zeros_like(stack.flat), torch.zeros_like(stack.flat)
     for step, rows in enumerate(_batches(len(x), count, settings, generator)):
         masks = tuple(_mask((count, rows.shape[1], h), dropping, settings, generator) for h in settings.hidden)
-        loss_slope(stack, slope, x[rows], y[rows], masks)
-        gradient = slope.flat.add_(stack.flat, alpha=settings.decay / len(x))
+        mean_square = loss_slope(stack, slope, x[rows], y[rows], masks)
+        noise = mean_square if step == 0 else noise.lerp_(mean_square, NEW)
+        for part, weights in zip(slope.parts, stack.parts, strict=True):
+            part.addcmul_(weights, noise, value=settings.precision / len(x))
+        gradient = slope.flat
         first.lerp_(gradient, 1 - MOMENTUM)
         second.mul_(SQUARES).addcmul_(gradient, gradient, value=1 - SQUARES)
         rate = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * step / settings.steps))

@@ -225,11 +225,11 @@ def _ensemble(task: Task) -> Belief:
 
 
 def _swag(task: Task) -> Belief:
-    """Go on from the trained weights by SGD with the decay of the training."""
+    """Go on from the trained weights by SGD with the prior of the training."""
     sizes, rows = task.sizes, len(task.table.x_train)
     method = lw.baselines.SWAG(
         sizes.snapshots, min(20, sizes.snapshots), steps_between=20, batch_size=min(64, rows // 4),
-        weight_decay=task.training.decay / rows, samples=sizes.samples,
+        weight_decay=task.training.precision * task.noise / rows, samples=sizes.samples,
     )  # fmt: skip
     posterior = task.fit(method)
     return Belief.of(posterior, task.x_test, _residual_noise(task, posterior))

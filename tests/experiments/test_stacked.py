@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,15 +37,17 @@ def test_the_slope_is_that_of_automatic_differentiation(masked: bool) -> None:
     x, y = (torch.randn(4, 6, size, generator=generator) for size in (3, 1))
     masks = tuple(torch.rand(4, 6, h, generator=generator).round() * 2 if masked else None for h in (7, 5))
     slope = Stack.zeros((3, 7, 5, 1), 4)
-    loss_slope(stack, slope, x, y, masks)
-    leaves = [part.clone().requires_grad_() for layer in stack.layers for part in layer]
+    squares = loss_slope(stack, slope, x, y, masks)
+    leaves = [part.clone().requires_grad_() for part in stack.parts]
     h = x
     for weight, bias, mask in zip(leaves[:-2:2], leaves[1:-2:2], masks, strict=True):
         h = (h @ weight + bias).tanh()
         h = h if mask is None else h * mask
-    loss = 0.5 * (h @ leaves[-2] + leaves[-1] - y).square().mean(1).sum()
+    errors = (h @ leaves[-2] + leaves[-1] - y).square().mean(1)
+    torch.testing.assert_close(squares[:, 0], errors, rtol=1e-5, atol=1e-6)
+    loss = 0.5 * errors.sum()
     expected = torch.autograd.grad(loss, leaves)
-    got = [part for layer in slope.layers for part in layer]
+    got = slope.parts
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
@@ -70,17 +73,20 @@ def test_training_fits_and_is_repeatable() -> None:
     assert torch.equal(first(x), again(x))
 
 
-def test_adam_is_that_of_torch() -> None:
-    """With all rows in one batch the order of the rows does not matter."""
+def test_adam_is_that_of_torch_with_the_decay_of_a_prior() -> None:
+    """With all rows in one batch the order of the rows does not matter. The noise is a running mean."""
     x, y = rows(12)
-    settings = replace(SETTINGS, steps=20, batch_size=50, decay=0.6)
+    settings = replace(SETTINGS, steps=20, batch_size=50, precision=3.0)
     net = mlp(3, 1, Recipe(hidden=(7, 5)), 4000)
-    optimiser = torch.optim.Adam(net.parameters(), lr=settings.learning_rate, weight_decay=0.6 / 12)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 20)
-    for _ in range(20):
+    optimiser = torch.optim.Adam(net.parameters(), lr=settings.learning_rate)
+    noise: float | None = None
+    for step in range(20):
+        square = (net(x.float()) - y.float()).square().mean()
+        noise = float(square.detach()) if noise is None else 0.99 * noise + 0.01 * float(square.detach())
+        optimiser.param_groups[0]["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * step / 20))
+        optimiser.param_groups[0]["weight_decay"] = 3.0 * noise / 12
         optimiser.zero_grad()
-        (0.5 * (net(x.float()) - y.float()).square().mean()).backward()
+        (0.5 * square).backward()
         optimiser.step()
-        schedule.step()
     stacked = trained_stack(x, y, settings, seed=4, plain=2)[0]
     torch.testing.assert_close(stacked(x), net.double()(x), rtol=1e-3, atol=1e-4)

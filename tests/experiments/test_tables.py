@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def written(folder: Path, name: str = "yacht") -> None:
     rng = np.random.default_rng(5)
     x = rng.normal(size=(70, 2)) * [1, 10] + [0, 5]
     y = 30 * (np.sin(x[:, 0]) + 0.05 * x[:, 1] + 0.1 * rng.normal(size=70) + 20)
-    splits = {}
+    splits: dict[str, Any] = {}
     for i in range(2):
         order = rng.permutation(70)
         splits |= {f"train_{i}": order[:55], f"test_{i}": order[55:]}
