@@ -37,7 +37,8 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     """Run the experiment with the options given."""
     settings = ResponseTask(data_dir=arguments.data_dir, seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
-        settings = replace(ResponseTask.quick(), data_dir=arguments.data_dir, seed=arguments.seed)
+        short = ResponseTask.quick()
+        settings = replace(settings, seeds=1, steps=short.steps, members=short.members, epochs=short.epochs, new=50)
     return Report(arguments.out / "response.json", (run(settings, progress),), {"response.png": picture})
 
 

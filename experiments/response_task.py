@@ -60,7 +60,7 @@ class ResponseTask:
     @classmethod
     def quick(cls) -> ResponseTask:
         """Return the settings of the quick form."""
-        return cls(seeds=1, steps=(20, 50), members=2, epochs=50, new=50)
+        return cls(seeds=1, steps=(20, 50), members=2, epochs=50, new=50, sets=("yacht",), splits=1)
 
     @classmethod
     def full(cls) -> ResponseTask:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,11 +24,14 @@ RESULTS = Path("docs/results")  # of the numbers in the docs
 FORMS = ("quick", "full")
 
 
-def main(given: Sequence[str]) -> int:
-    """Run the command and return the exit status: 0, 1 after an error or a unit that failed, 130 after Ctrl-C."""
+def main(given: Sequence[str], others: Mapping[str, str]) -> int:
+    """Run the command and return the exit status: 0, 1 after an error or a unit that failed, 130 after Ctrl-C.
+
+    ``others`` are experiments that the engine does not run, with a line about each, for ``--list``.
+    """
     try:
         if given[:1] == ["--list"]:
-            return _list(given)
+            return _list(given, others)
         if given[:1] == ["--join"]:
             return _join(given)
         if given[:1] == ["--docs"]:
@@ -131,7 +134,7 @@ def _command_text(given: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "experiments", *words])
 
 
-def _list(given: Sequence[str]) -> int:
+def _list(given: Sequence[str], others: Mapping[str, str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments", description="List the experiments.")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of stored results ({RESULTS})")
@@ -142,6 +145,7 @@ def _list(given: Sequence[str]) -> int:
         cls = experiment_class(name)
         states = [_state(cls, form, arguments) for form in FORMS]
         lines.append([name, *states, cls.title])
+    lines += [[name, "", "", text] for name, text in others.items() if name not in EXPERIMENTS]
     widths = [max(map(len, column)) for column in zip(["", *FORMS, ""], *lines)]
     for line in (["", *FORMS, ""], *lines):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
