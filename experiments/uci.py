@@ -174,13 +174,20 @@ def splits_in(path: Path) -> int:
     return max(count, 1)  # a file without splits raises when its first one is read
 
 
-def read_split(path: Path, split: int) -> Table:
-    """Read the rows ``train_N`` and ``test_N`` of a table with the keys X and y."""
+def read_split(path: Path, split: int, kind: str = "standard") -> Table:
+    """Read the rows ``train_N`` and ``test_N`` of a table with the keys X and y, or those of a "gap" split.
+
+    A gap split has the keys ``gap_train_N`` and ``gap_test_N``: its test rows are the middle third along input N.
+    """
+    if not path.exists():
+        raise DataError(f"{path.name} is not in the data folder; expected keys X, y, train_0, test_0 and so on.")
+    prefix = "gap_" if kind == "gap" else ""
+    train_key, test_key = f"{prefix}train_{split}", f"{prefix}test_{split}"
     with np.load(path, allow_pickle=False) as file:
-        missing = [key for key in ("X", "y", f"train_{split}", f"test_{split}") if key not in file]
+        missing = [key for key in ("X", "y", train_key, test_key) if key not in file]
         if missing:
-            raise DataError(f"{path.name} lacks {', '.join(missing)}; expected X, y, train_{split} and test_{split}.")
+            raise DataError(f"{path.name} lacks {', '.join(missing)}; expected X, y, {train_key} and {test_key}.")
         x, y = (torch.from_numpy(file[key].astype(np.float64)) for key in ("X", "y"))
-        train, test = (torch.from_numpy(file[f"{part}_{split}"].astype(np.int64)) for part in ("train", "test"))
+        train, test = (torch.from_numpy(file[key].astype(np.int64)) for key in (train_key, test_key))
     y = y.reshape(-1)
     return Table(x[train], y[train], x[test], y[test])

@@ -20,6 +20,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "pushed": "experiments.pushed:PushedImages",
     "response": "experiments.response_task:ResponseTask",
     "sampling": "experiments.sampling:Sampling",
+    "uci": "experiments.tables:Tables",
 }
 
 
