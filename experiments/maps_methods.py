@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.pinned import EVIDENCE
-from lapwing.demo.training import Recipe, mlp, optimise, trained
+from lapwing.demo.training import Recipe, trained
 
 SAMPLED = "sampled network"
 RULES = ("variance", "curvature")  # a subnetwork has the weights with the largest; both from the diagonal posterior
@@ -40,7 +39,7 @@ class Choices:
     @property
     def subnetworks(self) -> dict[str, tuple[str, float]]:
         """The rule and the share of every subnetwork, by the name of the method."""
-        return {f"subnetwork {share:.0%}, {rule}": (rule, share) for rule in RULES for share in self.shares}
+        return {f"subnetwork {100 * share:g} %, {rule}": (rule, share) for rule in RULES for share in self.shares}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +92,11 @@ class Maps:
         return lw.fit(model, (self.x, self.y), self._likelihood, method=method, progress=False)
 
     def _ensemble(self) -> lw.Fitted:
-        def train(model: nn.Module, seed: int) -> nn.Module:
-            optimise(model, self.x, self.y, self.recipe, seed)
-            return model
-
-        seeds = range(1000 * (self.seed + 1), 1000 * (self.seed + 1) + self.choices.members - 1)
-        models = [mlp(self.x.shape[1], self.outputs, self.recipe, seed).to(self.x) for seed in seeds]
-        return self._fit(lw.baselines.Ensemble([train(model, seed) for model, seed in zip(models, seeds, strict=True)]))
+        first = 1000 * (self.seed + 1)  # no other repetition trains a network with these seeds
+        seeds = range(first, first + self.choices.members - 1)
+        return self._fit(
+            lw.baselines.Ensemble([trained(self.x, self.y, self.outputs, self.recipe, seed) for seed in seeds])
+        )
 
     def _dropout(self) -> lw.Fitted:
         recipe = replace(self.recipe, dropout=self.choices.dropout)
@@ -142,6 +139,7 @@ class Maps:
 def largest(values: Tensor, count: int) -> Tensor:
     """Return the positions of the largest values, in rising order, (count,).
 
+    >>> import torch
     >>> largest(torch.tensor([0.1, 0.5, 0.2, 0.4]), 2)
     tensor([1, 3])
     """

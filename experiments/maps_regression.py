@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self  # of typing from Python 3.11 on
 
 import lapwing as lw
 from experiments.engine.contract import Record
+from experiments.engine.store import Stored
+from experiments.engine.values import built
 from experiments.maps_methods import RECIPE, SAMPLED, Choices, Maps
+from experiments.maps_picture import draw_band, draw_points, panels, save_with_legend
 from experiments.options import Progress
 from lapwing import metrics
 from lapwing.demo.training import Recipe
@@ -19,6 +24,7 @@ from lapwing.predictives.normal import NormalPredictive
 
 CLUSTERS = ((-1.0, -0.7), (0.5, 1.0))  # and the curve below: as in Foong et al. 2019
 GAP = (CLUSTERS[0][1], CLUSTERS[1][0])
+REACH = (1.5, 6.0)  # of the picture, along x and y
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Between:
 
     name: ClassVar[str] = "between"
     title: ClassVar[str] = "1-D in-between uncertainty: every method on two clusters of data, tanh and ReLU"
+    choosing: ClassVar[tuple[str, ...]] = ("activations", "seeds")
 
     recipe: Recipe = RECIPE
     choices: Choices = Choices()
@@ -72,6 +79,26 @@ class Between:
         x, y = noisy(inside_clusters(self.data, generator), self.noise_std, generator)
         return Maps(x, y, 1, replace(self.recipe, activation=activation), self.choices, self.seed + repeat)
 
+    @staticmethod
+    def picture(result: Stored, path: Path) -> None:
+        """Fit the first seed again and draw the bands of all methods."""
+        draw(built(Between, result.settings), path)
+
+
+def draw(settings: Between, path: Path) -> None:
+    """Draw the bands of all methods on the first network of each activation."""
+    methods = settings.choices.methods
+    figure, axes = panels(settings.activations, methods, 5, (2.3, 1.75))
+    grid = torch.linspace(-REACH[0], REACH[0], 201, dtype=torch.float64).unsqueeze(1)
+    for activation in settings.activations:
+        maps = settings.maps(activation, 0)
+        for method in methods:
+            axis = axes[activation, method]
+            predicted = predictive(method, maps.timed(method)[0], settings.choices.draws)(grid)
+            draw_band(axis, grid, predicted.mean, predicted.epistemic_variance.sqrt(), curve(grid), REACH[1])
+            draw_points(axis, maps.x, maps.y)
+    save_with_legend(figure, axis, path)
+
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
@@ -96,7 +123,8 @@ def predictive(method: str, fitted: lw.Fitted, draws: int) -> Predictions:
 
 def scores(predict: Predictions, inside: tuple[Tensor, Tensor], between: tuple[Tensor, Tensor]) -> dict[str, float]:
     """Return the scores of new points in the clusters and in the gap; the ratio is that of mean standard deviations."""
-    result, widths = {}, []
+    result: dict[str, float] = {}
+    widths = []
     for (x, y), suffix in ((inside, ""), (between, " in gap")):
         predicted = predict(x)
         low, high = predicted.interval(0.95)
