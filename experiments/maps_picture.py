@@ -40,9 +40,8 @@ def panels(
 def draw_band(axis: Any, grid: Tensor, mean: Tensor, std: Tensor, truth: Tensor, reach: float) -> None:
     """Draw mean and band of a method, and the true curve. A band that leaves the frame is named by its width there."""
     x, centre, width = grid[:, 0], mean[:, 0], 2 * std[:, 0]
-    axis.fill_between(
-        x, centre - width, centre + width, color=EPISTEMIC, linewidth=0, label="2 standard deviations of f"
-    )
+    low, high = centre - width, centre + width
+    axis.fill_between(x, low, high, color=EPISTEMIC, linewidth=0, label="2 standard deviations of f")
     axis.plot(x, centre, color=POSTERIOR, linewidth=1.3, label="mean")
     axis.plot(x, truth[:, 0], color=INK, linestyle=":", linewidth=1.2, label="truth")
     axis.set(xlim=(float(x[0]), float(x[-1])), ylim=(-reach, reach))
