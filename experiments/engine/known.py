@@ -8,6 +8,7 @@ from experiments.engine.contract import Experiment
 from lapwing.errors import LapwingError
 
 EXPERIMENTS: dict[str, str] = {  # name -> the module and class
+    "budget": "experiments.budget:Budget",
     "between": "experiments.maps_regression:Between",
     "maps": "experiments.maps_classification:Classes",
 }
