@@ -16,6 +16,8 @@ STYLES = {  # by family: colour, line
     "VaLLA": (POSTERIOR, "-"), "VaLLA, fixed points": (POSTERIOR, ":"), "ELLA": (PLAIN, "-"),
     "ELLA, residual": (PLAIN, ":"), "SWAG": (GREEN, "-"), "dropout": (PURPLE, "-"),
 }  # fmt: skip
+GROWTH = ", n = "  # in the groups that have the same table with more and more rows
+MARKS = ((POSTERIOR, "o"), (PLAIN, "s"), (GREEN, "^"), (PURPLE, "D"), (OTHER, "v"))
 SIZED = ("VaLLA", "VaLLA, fixed points", "ELLA", "ELLA, residual")
 
 
@@ -33,10 +35,10 @@ def family(method: str) -> tuple[str, int] | None:
 
 
 def draw(records: Iterable[Record], path: Path) -> None:
-    """Draw a column for each table: NLL and KL against points, NLL against seconds; below, points needed against γ."""
+    """Draw a column for each table: NLL and KL against points, NLL against seconds; below, what does not need one."""
     given = list(records)
-    groups = [g for g in dict.fromkeys(record.group for record in given) if ", n = " not in g]
-    figure, axes = new_figure(4, len(groups), (3.6 * len(groups), 10.5))
+    groups = [g for g in dict.fromkeys(record.group for record in given) if GROWTH not in g]
+    figure, axes = new_figure(4, len(groups), (3.6 * len(groups), 11.0))
     for column, group in enumerate(groups):
         rows = [record for record in given if record.group == group]
         nll, kl, cost = (axes[line][column] for line in range(3))
@@ -46,13 +48,15 @@ def draw(records: Iterable[Record], path: Path) -> None:
         _lines(cost, rows, tuple(STYLES), "NLL", seconds=True)
         for axis in (nll, cost):
             _levels(axis, rows)
-        nll.set(xscale="log", xlabel="number of points M", ylabel="NLL" if column == 0 else "")
-        kl.set(xscale="log", yscale="log", xlabel="number of points M", ylabel="KL of y" if column == 0 else "")
-        cost.set(xscale="log", xlabel="seconds of fitting", ylabel="NLL" if column == 0 else "")
-    _growth(axes[3][0], given)
-    for axis in axes[3][1:]:
-        axis.axis("off")
-    figure.legend(*legend_entries(axes.flat), frameon=False, ncols=4, fontsize=9, loc="outside upper center")
+        nll.set(xlabel="number of points M", ylabel="NLL")
+        kl.set(yscale="log", xlabel="number of points M", ylabel="KL of y from exact")
+        cost.set(xscale="log", xlabel="core-seconds of fitting", ylabel="NLL")
+    legend = legend_entries(axes[:3].flat)
+    for axis, below in zip(axes[3], (_needed, _gaps, _means), strict=False):
+        below(axis, given)
+        axis.legend(frameon=False, fontsize=8)
+    columns = 5 if len(groups) > 1 else 2
+    figure.legend(*legend, frameon=False, ncols=columns, fontsize=9, loc="outside upper center")
     save(figure, path)
 
 
@@ -70,28 +74,73 @@ def _lines(axis: Any, records: Sequence[Record], families: Sequence[str], score:
         across = [_mean([r.seconds or 0.0 for r in rows]) if seconds else size for size, rows in ordered]
         up = [_mean([r.scores[score] for r in rows]) for _, rows in ordered]
         colour, line = STYLES[name]
+        if not seconds:
+            _size_axis(axis, across)
         axis.plot(across, up, line, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=name)
 
 
+def _size_axis(axis: Any, sizes: Sequence[float]) -> None:
+    axis.set_xscale("log")
+    axis.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
+    axis.minorticks_off()
+
+
 def _levels(axis: Any, records: Sequence[Record]) -> None:
-    for method, colour, line in (("exact", INK, "--"), ("plain", INK, ":")):
+    for method, line in (("exact", "--"), ("plain", ":")):
         values = [record.scores["NLL"] for record in records if record.method == method]
-        axis.axhline(_mean(values), color=colour, linestyle=line, linewidth=1, label=f"{method}")
+        axis.axhline(_mean(values), color=INK, linestyle=line, linewidth=1, label=method)
 
 
-def _growth(axis: Any, records: Sequence[Record]) -> None:
+def _grown(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the records of every number of rows, by its text."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if GROWTH in record.group:
+            groups.setdefault(record.group.partition(", ")[2], []).append(record)
+    return groups
+
+
+def _needed(axis: Any, records: Sequence[Record]) -> None:
     """Draw the number of points that were needed against γ, a mark for every repeat."""
-    needed = [record for record in records if record.method == "points needed"]
-    marks = ("o", "s", "^", "D", "v")
-    for place, group in enumerate(dict.fromkeys(record.group for record in needed)):
-        rows = [record.scores for record in needed if record.group == group]
-        across, up = ([row[name] for row in rows] for name in ("γ", "M"))
-        axis.scatter(across, up, s=18, color=OTHER, edgecolors=INK, marker=marks[place % 5], label=group)
-    largest = max((value for record in needed for value in record.scores.values()), default=math.nan)
-    axis.plot([1, largest], [1, largest], color=INK, linewidth=0.8, linestyle="-.", label="M = γ")
-    axis.set(xscale="log", yscale="log", xlabel="effective parameters γ", ylabel="M within 0.01 nats")
-    least = min((value for record in needed for value in record.scores.values()), default=1.0)
-    axis.set(xlim=(least / 2, largest * 2), ylim=(least / 2, largest * 2))
+    ends = [1.0]
+    for (group, rows), (colour, mark) in zip(_grown(records).items(), MARKS, strict=False):
+        needed = [record.scores for record in rows if record.method == "points needed"]
+        across, up = ([row[name] for row in needed] for name in ("γ", "M"))
+        axis.scatter(across, up, s=18, color=colour, marker=mark, label=group, zorder=3)
+        ends += across + up
+    axis.plot([0, max(ends)], [0, max(ends)], color=INK, linewidth=0.8, linestyle="-.", label="M = γ")
+    axis.set(xlabel="effective parameters γ", ylabel="M that is close enough")
+
+
+def _gaps(axis: Any, records: Sequence[Record]) -> None:
+    """Draw the distance of the NLL from the exact one against the number of points, a line for every number of rows."""
+    for (group, rows), (colour, mark) in zip(_grown(records).items(), MARKS, strict=False):
+        exact = {record.repeat: record.scores["NLL"] for record in rows if record.method == "exact"}
+        gaps: dict[int, list[float]] = {}
+        for record in rows:
+            known = family(record.method)
+            if known is not None:
+                gaps.setdefault(known[1], []).append(record.scores["NLL"] - exact[record.repeat])
+        whole = {size: _mean(each) for size, each in sorted(gaps.items()) if len(each) == len(exact)}
+        axis.plot(list(whole), list(whole.values()), color=colour, marker=mark, markersize=3.5, label=group)
+    axis.set(xscale="log", xlabel="number of points M", ylabel="NLL above the exact one")
+
+
+def _means(axis: Any, records: Sequence[Record]) -> None:
+    """Draw the NLL with the tangent mean, less that with the network's output, a mark for every repeat."""
+    variants = ("exact, tangent mean", "exact, tangent mean, tuned")
+    groups = [g for g in dict.fromkeys(record.group for record in records) if GROWTH not in g]
+    base = {(r.group, r.repeat): r.scores["NLL"] for r in records if r.method == "exact"}
+    for (colour, mark), name, shift in zip(MARKS, variants, (-0.12, 0.12), strict=False):
+        points = [
+            (groups.index(r.group) + shift, r.scores["NLL"] - base[r.group, r.repeat])
+            for r in records
+            if r.method == name
+        ]
+        axis.scatter(*zip(*points, strict=True), s=18, color=colour, marker=mark, label=name.removeprefix("exact, "))
+    axis.axhline(0, color=INK, linewidth=0.8)
+    axis.set(ylabel="NLL less that of the network mean", xlim=(-0.5, len(groups) - 0.5))
+    axis.set_xticks(range(len(groups)), groups)
 
 
 def _mean(values: Sequence[float]) -> float:

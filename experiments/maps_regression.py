@@ -41,7 +41,7 @@ class Between:
     data: int = 100
     test: int = 1000
     noise_std: float = 0.1
-    seeds: int = 5
+    seeds: int = 3
     seed: int = 0
 
     @classmethod
