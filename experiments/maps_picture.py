@@ -67,7 +67,7 @@ def draw_map(axis: Any, probs: Tensor, side: float, x: Tensor, y: Tensor) -> Non
     axis.imshow(blended(probs), origin="lower", extent=(-side, side, -side, side), interpolation="nearest")
     for number in range(probs.shape[1]):
         rows = y == number
-        axis.scatter(x[rows, 0], x[rows, 1], s=6, color=CLASSES[number], edgecolors=INK, linewidths=0.5)
+        axis.scatter(x[rows, 0], x[rows, 1], s=8, color=CLASSES[number], edgecolors="white", linewidths=0.4)
     axis.set(xticks=[], yticks=[])
     axis.spines[["left", "bottom"]].set_visible(False)
 
