@@ -27,7 +27,9 @@ TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Targets:
-    """Settings: functions with a jump or kinks, which no smooth kernel represents, with noise and a gap in the data.
+    """Settings: functions with a jump or kinks, with noise and a gap in the data.
+
+    No smooth kernel represents them, but the network's output is in the space of its own tangent kernel.
 
     Two networks learn them. ELLA has as many landmarks as directions. Training inputs are uniform on [-reach, reach]
     without the gap; new points, on which coverage and likelihood are measured, are uniform on all of it.

@@ -21,6 +21,9 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "response": "experiments.response_task:ResponseTask",
     "sampling": "experiments.sampling:Sampling",
     "uci": "experiments.tables:Tables",
+    "budget": "experiments.budget:Budget",
+    "between": "experiments.maps_regression:Between",
+    "maps": "experiments.maps_classification:Classes",
 }
 
 
