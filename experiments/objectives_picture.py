@@ -36,7 +36,7 @@ def draw(result: Stored, path: Path) -> None:
             by_time.loglog(seconds, error_of, style, color=colour, markersize=4.5, label=f"{name}, batch {batch:.0f}")
     by_batch.set(title=f"{group}, {steps[-1]:.0f} steps", xlabel="batch", ylabel="error of X z, %", xscale="log")
     by_batch.set(yscale="log")
-    by_time.set(title=f"{group}", xlabel="seconds", ylabel="error of X z, %")
+    by_time.set(title=f"{group}", xlabel="seconds of one core or GPU", ylabel="error of X z, %")
     _draw_factors(factors, result.records)
     for axis in (by_batch, by_time, factors):
         axis.title.set_fontsize(10)

@@ -10,6 +10,7 @@ from lapwing.errors import LapwingError
 EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "em": "experiments.em:SampleScales",
     "objectives": "experiments.objectives:Objectives",
+    "push_sizes": "experiments.push_sizes:PushSizes",
 }
 
 
