@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -20,50 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import lapwing as lw
 from benchmarks import models
 from experiments.data import digits_like
-from experiments.resnets import cifar10, cropped
+from experiments.resnets import cifar10, cropped, train
 from lapwing import metrics
 
 Pair = tuple[Tensor, Tensor]
-DECAY = 5e-4
 PRECISIONS = tuple(10.0 ** (k / 4) for k in range(20, 11, -1))  # from 100,000 down to 1,000
 WEAKER = tuple(10.0 ** (k / 2) for k in range(-4, 9))  # for the few weights of the last layer
-
-
-def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the images flipped at random and shifted by up to four pixels, each independently."""
-    flip = torch.rand(len(x), generator=generator, device=x.device) < 0.5
-    x = torch.where(flip[:, None, None, None], x.flip(-1), x)
-    shift = torch.randint(0, 9, (2, len(x)), generator=generator, device=x.device)
-    wide = F.pad(x, (4, 4, 4, 4))
-    rows = shift[0][:, None] + torch.arange(32, device=x.device)
-    columns = shift[1][:, None] + torch.arange(32, device=x.device)
-    picked = wide.gather(2, rows[:, None, :, None].expand(-1, 3, -1, 40))
-    return picked.gather(3, columns[:, None, None, :].expand(-1, 3, 32, -1))
-
-
-def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch: int = 512) -> None:
-    """Train by SGD with momentum and a one-cycle rate, in half precision on a GPU, without label noise."""
-    gpu = x.is_cuda
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=DECAY, nesterov=True)
-    steps = epochs * math.ceil(len(x) / batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=0.4, total_steps=steps, pct_start=0.2)
-    generator = torch.Generator(x.device).manual_seed(0)
-    model.train()
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x), generator=generator, device=x.device).split(batch):
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=gpu):
-                loss = F.cross_entropy(model(augmented(x[rows], generator)), y[rows])
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            schedule.step()
-    model.eval()
 
 
 def crops(x: Tensor, y: Tensor, count: int = 2000) -> Pair:

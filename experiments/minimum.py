@@ -19,13 +19,18 @@ def squared_error(y: Tensor, variance: float) -> Callable[[Tensor], Tensor]:
 
 
 def minimised(
-    model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], precision: float, rows: int | None = None
+    model: nn.Module,
+    x: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    precision: float,
+    rows: int | None = None,
+    newton: bool = True,
 ) -> Any:
     """Return a copy of the model at the minimum of the loss of its outputs at x plus half the precision times |w|².
 
     L-BFGS comes near and then is slow along flat directions. Newton steps with the absolute eigenvalues of the Hessian
     leave saddle points and reach the minimum up to rounding. ``rows`` limits how many rows of the Hessian are computed
-    at once, to save memory.
+    at once, to save memory; ``newton=False`` leaves these steps out, for networks that are too large for a Hessian.
     """
     model = copy.deepcopy(model)
     parameters = list(model.parameters())
@@ -39,7 +44,8 @@ def minimised(
         return loss(f) + 0.5 * precision * flat.square().sum()
 
     start = torch.nn.utils.parameters_to_vector(parameters).detach()
-    point = _newton(objective, _lbfgs(objective, start), rows)
+    point = _lbfgs(objective, start)
+    point = _newton(objective, point, rows) if newton else point
     torch.nn.utils.vector_to_parameters(point, parameters)
     return model.eval()
 

@@ -118,13 +118,13 @@ def made(settings: PushedImages, seed: int) -> Task:
     x, cut, count = x.double(), settings.data, settings.test
     cost = lambda f: F.cross_entropy(f, y[:cut], reduction="sum")
     return Task(
-        minimised(_network(settings, seed), x[:cut], cost, settings.precision, rows=16),
+        minimised(small_network(settings, seed), x[:cut], cost, settings.precision, rows=16),
         (x[:cut], y[:cut]), (x[cut:], y[cut:]), (x_test[:count].double(), y_test[:count]), strange[:count].double(),
         batch_size=500,
     )  # fmt: skip
 
 
-def _network(settings: PushedImages, seed: int) -> nn.Module:
+def small_network(settings: PushedImages, seed: int) -> nn.Module:
     """Return a smooth network, so that it has a Hessian, on images of half the size, to save time.
 
     Every row of the Hessian costs a pass over all images.

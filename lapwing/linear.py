@@ -11,14 +11,16 @@ from torch import Tensor
 
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import generator_or_default
-from lapwing.core.settings import FLAG, GENERATOR, is_real, require_integer
+from lapwing.core.settings import FLAG, GENERATOR, require_integer
 from lapwing.core.trace import NOT_CONVERGED, Step, Trace
-from lapwing.errors import DataError, NumericalError, UnsupportedError
+from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.cg import block_conjugate_gradients
 from lapwing.linalg.design import Design, OperatorDesign, back_product, forward_product, gram_product
-from lapwing.linalg.features import checked_features, checked_targets, feature_design, refuse_unpaired
+from lapwing.linalg.features import check_settings
 from lapwing.linalg.operators import Solution
+from lapwing.linalg.regression import Frame, Regression
 from lapwing.linalg.ridge import Ridge
+from lapwing.linalg.whitened import relative_variances
 from lapwing.predictives.normal import NormalPredictive
 
 __all__ = ["LinearPosterior", "OperatorDesign", "fit"]
@@ -32,21 +34,26 @@ def fit(
     *,
     precision: float | None = None,
     noise_std: float | None = None,
+    prior: Tensor | OperatorDesign | None = None,
+    noise: Tensor | None = None,
     num_samples: int = 16,
     tolerance: float = 1e-3,
     generator: torch.Generator | None = None,
 ) -> LinearPosterior:
-    """Fit y = X w + noise with the prior w ~ N(0, I / precision), through products with X alone.
+    """Fit y_i = X_i w + noise with w ~ N(0, (α A)⁻¹) and noise ~ N(0, φ B_i), through products with X alone.
 
-    A precision or noise that is not given is learned by expectation maximisation: precision = γ/|w|² and noise
-    variance = SSE/(n - γ), with γ, the effective number of parameters, estimated from the samples. One Krylov basis
-    serves every precision and noise. No (P, P) and no (n, n) matrix is formed.
+    A precision α or noise variance φ that is not given is learned by expectation maximisation: α = γ/wᵀAw and
+    φ = SSE/(n - γ), with γ, the effective number of parameters, estimated from the samples. One Krylov basis serves
+    every precision and noise. No (P, P) and no (n, n) matrix is formed.
 
     Args:
-        features: the matrix X (n, P), or an ``OperatorDesign`` with its products.
-        targets: y, (n,) or (n, 1).
-        precision: the prior precision of the weights; None to learn it.
-        noise_std: the standard deviation of the noise; None to learn it.
+        features: X (n, P), or (n, C, P) for C targets of each datum; or an ``OperatorDesign`` with n, or n C, rows.
+        targets: y, (n,) or (n, 1); or (n, C). With features (n, P) the C outputs share them and have weights (C, P).
+        precision: the prior precision α of the weights; None to learn it.
+        noise_std: the standard deviation √φ of the noise; None to learn it.
+        prior: the known matrix A of the prior precision α A: its diagonal (P,), the matrix (P, P), or an
+            ``OperatorDesign`` S (P, q) with S Sᵀ = A⁻¹; None for the identity. Outputs with shared features have one A.
+        noise: the known relative noise: variances B_i (n,) or (n, C), or covariances (n, C, C); None for the identity.
         num_samples: the number K of posterior samples.
         tolerance: the relative residual that every sample must reach. The mean is solved to 1e-8.
         generator: draws the noise of the samples; None for a generator with seed 0.
@@ -55,7 +62,8 @@ def fit(
         The posterior of the weights. Mean and samples are computed when they are first used.
 
     Raises:
-        DataError: features or targets are not finite real numbers, or their shapes do not match; a setting is invalid.
+        DataError: features or targets are not finite real numbers, or their shapes do not match; a prior or noise is
+            not symmetric and positive definite; a setting is invalid.
         NumericalError: the two functions of an ``OperatorDesign`` are not transposes of each other, or change between
             calls; the precision or the noise has no optimum; a solve does not reach its tolerance.
         UnsupportedError: ``num_samples`` is not a positive integer.
@@ -65,23 +73,14 @@ def fit(
     >>> [round(float(w), 2) for w in posterior.mean]
     [1.0, 1.0, 1.0]
     """
-    design = feature_design(features)
-    y = checked_targets(targets, design)
-    for name, value in (("precision", precision), ("noise_std", noise_std)):
-        if value is not None and not (is_real(value) and 0 < value < math.inf):
-            raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
-    require_integer("num_samples", num_samples)
-    if not (is_real(tolerance) and 0 < tolerance < 1):
-        raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
+    check_settings(precision, noise_std, num_samples, tolerance)
     GENERATOR.check("generator", generator)
-    if isinstance(design, OperatorDesign):
-        refuse_unpaired(design)
-    generator = generator_or_default(generator)
-    ridge = Ridge.drawn(design, num_samples, generator, keep=True)
+    white = Regression.built(features, targets, prior, noise)
+    ridge, y = Ridge.drawn(white.design, num_samples, generator_or_default(generator), keep=True), white.y
     phi = noise_std**2 if noise_std else float(y.square().mean()) or 1.0
     # αφ starts at the trace of XᵀX/n, estimated with ε. Some eigenvalue of XᵀX is above it, so γ ≥ 1/2 in all units.
-    alpha = precision or float(ridge.back.square().sum(1).mean()) / (design.rows * phi) or 1.0
-    start = LinearPosterior(ridge, y, alpha, phi, tolerance)
+    alpha = precision or float(ridge.back.square().sum(1).mean()) / (len(y) * phi) or 1.0
+    start = LinearPosterior(ridge, y, alpha, phi, tolerance, frame=white.frame)
     if precision is not None and noise_std is not None:
         return start
     return start.tuned(precision is None, noise_std is None)
@@ -89,15 +88,18 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class LinearPosterior:
-    """The posterior w ~ N(mean, Λ⁻¹), Λ = XᵀX/φ + α I, known by its mean and samples. ``lw.linear.fit`` makes one.
+    """The posterior w ~ N(mean, Λ⁻¹), Λ = Σ X_iᵀ B_i⁻¹ X_i / φ + α A, known by its mean and samples.
+
+    ``lw.linear.fit`` makes one. It computes in coordinates where A and B_i are the identity.
 
     Args:
-        ridge: the features, with the noise of the samples.
-        y: targets (n,).
+        ridge: the features in those coordinates, with the noise of the samples.
+        y: the targets in those coordinates, (n C,).
         precision: the prior precision α.
         noise_variance: the variance φ of the noise.
         tolerance: the relative residual that every sample must reach.
         trace: the steps of learning; None if precision and noise were given.
+        frame: how those coordinates relate to weights, features and targets.
 
     >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).double()
     >>> posterior = fit(x, x.sum(1), precision=1.0, noise_std=0.1)
@@ -111,15 +113,21 @@ class LinearPosterior:
     noise_variance: float
     tolerance: float = 1e-3
     trace: Trace | None = None
+    frame: Frame = Frame()
 
     @property
     def design(self) -> Design:
-        """The features X (n, P)."""
+        """The features X (n C, size) in coordinates where A and B_i are the identity."""
         return self.ridge.design
 
     @cached_property
     def mean(self) -> Tensor:
-        """The posterior mean (P,): the solution of (XᵀX + αφ) w = Xᵀ y."""
+        """The posterior mean (P,), or (C, P) for outputs with shared features."""
+        return self.frame.weights(self._white_mean[None])[0]
+
+    @cached_property
+    def _white_mean(self) -> Tensor:
+        """The solution of (XᵀX + αφ) u = Xᵀ y."""
         shift = self.precision * self.noise_variance
         rhs = back_product(self.design, self.y[None])
         solution = block_conjugate_gradients(
@@ -134,7 +142,7 @@ class LinearPosterior:
 
     @cached_property
     def solution(self) -> Solution:
-        """The samples minus the mean (K, P), with the residual of each."""
+        """The samples minus the mean where A is the identity, (K, size), with the residual of each."""
         return self.ridge.samples(self.precision, self.noise_variance, self.tolerance)
 
     def samples(self, n: int | None = None) -> Tensor:
@@ -144,7 +152,7 @@ class LinearPosterior:
             n: how many of the K stored samples, in their order; None for all.
 
         Returns:
-            Weights (n, P).
+            Weights (n, P), or (n, C, P) for outputs with shared features.
 
         Raises:
             UnsupportedError: more samples are asked for than are stored.
@@ -157,7 +165,7 @@ class LinearPosterior:
                 raise UnsupportedError(
                     f"{n} samples were asked for and {count} are stored; expected at most as many. Raise num_samples."
                 )
-        return self.mean + self.solution.x[:n]
+        return self.mean + self._deviations[:n]
 
     @cached_property
     def gamma(self) -> tuple[float, float]:
@@ -179,8 +187,8 @@ class LinearPosterior:
 
     @cached_property
     def _squared_error(self) -> float:
-        """|y - X w|² at the mean."""
-        return float((self.y - forward_product(self.design, self.mean[None])[0]).square().sum())
+        """Σ (y_i - X_i w)ᵀ B_i⁻¹ (y_i - X_i w) at the mean."""
+        return float((self.y - forward_product(self.design, self._white_mean[None])[0]).square().sum())
 
     def log_evidence(self, probes: int = 8, steps: int = 20) -> tuple[float, float]:
         """Estimate log p(y). All of it is exact but the log-determinant log det(I + XᵀX/αφ).
@@ -201,26 +209,41 @@ class LinearPosterior:
         self.ridge.reaching(shift, self.tolerance)  # so that the answer is the same before and after samples
         logdet = self.ridge.logdet(torch.tensor(shift, dtype=torch.float64, device=self.y.device), probes, steps)
         n, phi = len(self.y), self.noise_variance
-        fit = self._squared_error / phi + self.precision * float(self.mean.square().sum())
-        return -0.5 * (n * math.log(2 * math.pi * phi) + float(logdet.value) + fit), 0.5 * logdet.error
+        fit = self._squared_error / phi + self.precision * float(self._white_mean.square().sum())
+        known = n * math.log(2 * math.pi * phi) + self.frame.noise_logdet
+        return -0.5 * (known + float(logdet.value) + fit), 0.5 * logdet.error
 
-    def predict(self, features: Tensor) -> NormalPredictive:
+    def functions(self, features: Tensor) -> FunctionGaussian:
+        """Return the Gaussian belief about X w, without noise: ``predict`` has the shapes and errors.
+
+        The mean is (B, C); the covariance (B, C, C) is estimated from the samples.
+        """
+        x = self.frame.checked(features, self.mean.shape[-1]).double().to(self.y.device)
+        outputs = self.frame.functions(x, self._deviations)  # (B, C, K)
+        mean = self.frame.functions(x, self.mean[None])[..., 0]
+        return FunctionGaussian(mean, outputs @ outputs.mT / outputs.shape[-1])
+
+    @cached_property
+    def _deviations(self) -> Tensor:
+        """The samples of the weights minus their mean, (K, P) or (K, C, P)."""
+        return self.frame.weights(self.solution.x)
+
+    def predict(self, features: Tensor, noise: Tensor | None = None) -> NormalPredictive:
         """Return the predictive distribution of targets, with the noise.
 
         Args:
-            features: rows (B, P).
+            features: rows (B, P), or (B, C, P) if each of C outputs has its own features.
+            noise: relative noise variances of these rows, (B,) or (B, C), which φ multiplies; None for one.
 
         Returns:
-            A normal distribution (B, 1) whose epistemic variance is estimated from the samples.
+            A normal distribution (B, C) whose epistemic variance is estimated from the samples.
 
         Raises:
-            DataError: the features are not a finite floating-point matrix with P columns.
+            DataError: the features are not finite floating-point numbers of that shape, or the noise is not positive.
         """
-        x = checked_features(features, self.design.size).double().to(self.y.device)
-        outputs = x @ self.solution.x.mT  # (B, K)
-        cov = outputs.square().mean(1)[:, None, None]
-        belief = FunctionGaussian((x @ self.mean)[:, None], cov)
-        return NormalPredictive(belief, torch.full_like(belief.mean, self.noise_variance))
+        belief = self.functions(features)
+        relative = torch.ones_like(belief.mean) if noise is None else relative_variances(noise, belief.mean)
+        return NormalPredictive(belief, self.noise_variance * relative)
 
     def tuned(self, precision: bool = True, noise: bool = True, max_steps: int = 200) -> LinearPosterior:
         """Learn the precision, the noise, or both by expectation maximisation, from the same noise of the samples.
@@ -248,7 +271,7 @@ class LinearPosterior:
                 if not steps:
                     raise
                 raise _no_optimum(current.precision, current.noise_variance, steps[-1]) from failed
-            squares = float(current.mean.square().sum())
+            squares = float(current._white_mean.square().sum())
             alpha = current.precision if not precision else gamma / squares if squares > 0 else math.inf
             phi = current._squared_error / current._residual_degrees if noise else current.noise_variance
             steps.append(Step(gamma, (current.precision,), (current.noise_variance,), gamma, error))

@@ -24,6 +24,9 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "budget": "experiments.budget:Budget",
     "between": "experiments.maps_regression:Between",
     "maps": "experiments.maps_classification:Classes",
+    "em": "experiments.em:SampleScales",
+    "objectives": "experiments.objectives:Objectives",
+    "push_sizes": "experiments.push_sizes:PushSizes",
 }
 
 

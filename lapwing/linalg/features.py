@@ -1,7 +1,8 @@
-"""Checks of the features of a linear model: a matrix in memory, or an operator."""
+"""Checks of the features and settings of a linear model, whose features are a matrix in memory or an operator."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lapwing.core.inputs import check_finite, refuse_meta
 from lapwing.core.random import normal
+from lapwing.core.settings import is_real, require_integer
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.design import Design, MatrixDesign, OperatorDesign
 
@@ -58,6 +60,16 @@ def checked_targets(targets: Tensor, design: Design) -> Tensor:
     if not bool(torch.isfinite(y).all()):
         raise DataError("targets hold NaN or infinity; expected finite numbers.")
     return y
+
+
+def check_settings(precision: float | None, noise_std: float | None, num_samples: int, tolerance: float) -> None:
+    """Raise unless these settings of a linear model are valid."""
+    for name, value in (("precision", precision), ("noise_std", noise_std)):
+        if value is not None and not (is_real(value) and 0 < value < math.inf):
+            raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
+    require_integer("num_samples", num_samples)
+    if not (is_real(tolerance) and 0 < tolerance < 1):
+        raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
 
 
 def _detached(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -95,10 +95,12 @@ def sgd(
     epochs: int = 100,
     generator: torch.Generator | None = None,
     tolerance: float = 1e-2,
+    step: float | None = None,
 ) -> Solution:
     """Solve a system by stochastic gradients with Nesterov's momentum, linearly decreasing steps and a final average.
 
     With several parts the gradients differ even at the solution, so the error falls slowly, with the step length.
+    ``step`` is the first step length; None computes ``Passes.step``.
     Cost: two products with X for each pass, 4 K P numbers.
 
     >>> from lapwing.linalg.design import MatrixDesign
@@ -107,7 +109,8 @@ def sgd(
     tensor([[0.6000, 1.0000]], dtype=torch.float64)
     """
     passes = Passes.over(system.design)
-    function, step = system.objective(objective), passes.step(system.shift, generator)
+    function = system.objective(objective)
+    step = passes.step(system.shift, generator) if step is None else step
     steps, z, averaged = epochs * passes.count, system.prior, 0
     velocity, mean = torch.zeros_like(z), torch.zeros_like(z)
     for t, (part, rows) in enumerate(passes.shuffled(epochs, generator)):

@@ -274,7 +274,9 @@ TABLE: list[tuple[str, Call, list[Any]]] = [
     ("bootstrap generator", lambda _: lw.metrics.bootstrap(lw.metrics.brier, PROBS, LABELS, generator=_), GENERATORS),
     # Linear models
     ("linear features", lambda _: lw.linear.fit(_, Y[:, 0]), [*TENSORS, X[:, 0], X.long(), X[:0], NAN]),
-    ("linear targets", lambda _: lw.linear.fit(X, _), [*TENSORS, Y, Y[:5, 0], NAN[:, 0]]),
+    ("linear targets", lambda _: lw.linear.fit(X, _), [*TENSORS, Y[:5], Y[:5, 0], NAN[:, 0]]),
+    ("linear prior", lambda _: lw.linear.fit(X, Y[:, 0], prior=_), [1.0, "1", X, -X[0].abs(), NAN[0]]),
+    ("linear noise", lambda _: lw.linear.fit(X, Y[:, 0], noise=_), [1.0, "1", X, -Y[:, 0].abs(), NAN[:, 0]]),
     ("linear precision", lambda _: lw.linear.fit(X, Y[:, 0], precision=_), NUMBERS[1:]),
     ("linear num_samples", lambda _: lw.linear.fit(X, Y[:, 0], num_samples=_), COUNT),
     ("linear generator", lambda _: lw.linear.fit(X, Y[:, 0], generator=_), GENERATORS),

@@ -69,7 +69,7 @@ def test_features_that_are_refused(features: Any, message: str) -> None:
     [
         (Y[:-1], r"90 rows of features and targets \(89,\); expected \(90,\)"),
         (Y[None], r"90 rows of features and targets \(1, 90\); expected \(90,\)"),
-        (torch.stack([Y, Y], 1), r"90 rows of features and targets \(90, 2\)"),
+        (torch.stack([Y, Y], 1)[:40], r"90 rows of features and targets \(40, 2\); expected \(90,\), or \(90, C\)"),
         (bad(Y, math.nan), "targets hold NaN or infinity; expected finite numbers"),
         (bad(Y, -math.inf), "targets hold NaN or infinity"),
         (Y.numpy(), r"targets are a ndarray; expected a tensor \(90,\)"),
