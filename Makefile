@@ -33,9 +33,10 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 # Two workers, one thread each: more threads than cores only wait for each other. Each takes one half of the tests in
-# order, so that tests of one file share their fixtures and caches; the faster one then takes from the other.
+# order, so that tests of one file share their fixtures and caches; the faster one then takes from the other. Bytecode is
+# kept for the next run: without it each worker compiles all tests and the library, and every child process the library.
 pytest: $(READY)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 # The whole suite under other vector units, other orders of summation, two threads and other seeds; an hour or more.
 # Some of them: make test-rounding REGIMES="avx2 seed1"; some tests: ARGS=tests/unit/linalg.

@@ -151,7 +151,8 @@ def test_categorical_root_of_confident_logits() -> None:
 def test_sampled_gradient_has_the_fisher_matrix_as_its_second_moment(name: str, generator: torch.Generator) -> None:
     likelihood, f, y = prepared(name)
     n = 4000  # standard error of an entry about 1/60 of its spread
-    draws = torch.stack([likelihood.sampled_gradient(f, y, generator) for _ in range(n)])
+    many_f, many_y = (t.expand(n, *t.shape).flatten(0, 1) for t in (f, y))  # as the rows of one batch
+    draws = likelihood.sampled_gradient(many_f, many_y, generator).reshape(n, *f.shape)
     root = likelihood.root(f, y)
     outer = draws.unsqueeze(-1) * draws.unsqueeze(-2)
     assert_within(outer, root @ root.mT)

@@ -40,7 +40,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
     start = on_larger(method, given).posterior
     design, scale = start.solver.ridge.design, start.solver.ridge.scale
     gaps, errors = [], []
-    seeds = 40
+    seeds = 16
     for seed in range(seeds):
         drawn = Ridge.drawn(design, 2, torch.Generator().manual_seed(seed), scale, width=2)
         posterior = replace(start, solver=replace(start.solver, ridge=drawn))
