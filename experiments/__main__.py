@@ -1,4 +1,4 @@
-"""Run an experiment by ``python -m experiments NAME [options] --out DIR``."""
+"""Run an experiment by ``python -m experiments NAME [options]``; ``--list`` shows those that the engine knows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from experiments.engine import command as engine
+from experiments.engine.known import EXPERIMENTS as STORED
 from lapwing.cli import publish
 from lapwing.demo.result import Report
 
@@ -27,11 +29,22 @@ EXPERIMENTS = {  # the name of a module in this folder, and its help
     "pushed": "a convolutional network at its minimum, pushed: Fashion-MNIST",
 }
 
+ENGINE = ("--list", "--docs", "--join")  # commands about all experiments
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiment that is named first and return the exit status: 0, or 1 with a message on stderr."""
     given = list(sys.argv[1:] if argv is None else argv)
+    if _for_engine(given):
+        return engine.main(given)
     return publish("experiments", lambda: _run(given))
+
+
+def _for_engine(given: list[str]) -> bool:
+    """Return whether the engine runs this: an experiment that has other options too is run by it with --form."""
+    name = given[0] if given else ""
+    asked = any(word.split("=")[0] in ("--form", "--config") for word in given)
+    return name in ENGINE or (name in STORED and (asked or name not in EXPERIMENTS))
 
 
 def _run(given: list[str]) -> Report:
@@ -45,6 +58,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of all names. Only the experiment that is run is imported and has its options added."""
     parser = argparse.ArgumentParser(prog="python -m experiments", description="Experiments with Lapwing.")
     commands = parser.add_subparsers(dest="name", required=True)
+    for each in STORED:
+        if each not in EXPERIMENTS:
+            commands.add_parser(each, help="see --list")
     for each, text in EXPERIMENTS.items():
         command = commands.add_parser(each, help=text)
         command.add_argument("--out", type=Path, required=True, help="folder for the files that are written")

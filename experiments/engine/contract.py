@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol
+
+from typing_extensions import Self  # of typing from Python 3.11 on
 
 from experiments.options import Progress
 
@@ -31,6 +33,14 @@ class Experiment(Protocol):
 
     A unit is a piece of work that does not depend on others, such as one split of one data set. Units are stored when
     they are done, so that a run that was interrupted goes on with the next.
+
+    Three more class variables and a method are optional, and are looked up by name:
+
+    ``version`` (an int, 1 if absent) is part of the code version: raise it when the code gives other numbers.
+    ``choosing`` (names of fields) are settings that only choose which units there are, such as the number of splits:
+    stored units stay valid when they change.
+    ``columns`` (names of scores) are those that the printed table shows; all of them if absent.
+    ``picture(result, path)``, a static method, draws a ``experiments.engine.store.Stored``.
     """
 
     name: ClassVar[str]  # of the command and of the file of results

@@ -1,0 +1,29 @@
+"""The time and memory of a call, and the machine in words."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from experiments.engine.machine import Machine
+from experiments.engine.measuring import measured
+
+
+def test_the_peak_sees_memory_that_is_free_again() -> None:
+    size = 2**26
+    large = measured(lambda: len(b"x" * size))
+    small = measured(lambda: 3)
+    assert large.answer == size
+    assert large.peak is None or (small.peak is not None and size / 2 < large.peak - small.peak < 2 * size)
+
+
+def test_seconds_are_those_of_the_call() -> None:
+    assert 0.05 <= measured(lambda: time.sleep(0.05)).seconds < 5
+
+
+def test_the_machine_is_named() -> None:
+    machine = Machine.here("python -m experiments toy")
+    assert machine.hardware
+    assert machine.threads == torch.get_num_threads()
+    assert set(machine.versions) == {"python", "torch", "lapwing"}
