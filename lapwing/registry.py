@@ -150,7 +150,7 @@ def named(what: str, given: Any) -> Any:
     ``what`` is "method", "likelihood" or "weights". None stands for the default method or weights.
 
     >>> named("method", "full"), named("weights", None)
-    (Full(curvature='ggn', limit=30000, draws=4), AllWeights())
+    (Full(curvature='ggn', limit=None, draws=4), AllWeights())
     """
     kind = KINDS[what]
     names = [name for name in kind.names if name]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from lapwing.core.data import Data
+from lapwing.core.memory import BEYOND, budget
 from lapwing.core.settings import require_integer
 from lapwing.curvature.full import full_curvature
 from lapwing.curvature.hessian import full_hessian
@@ -19,6 +21,9 @@ from lapwing.methods.work import HALVES
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
+ALWAYS = 30_000  # weights that are accepted on every device, 7 GB for each matrix
+MATRICES = 4  # of P² numbers that a fit and its first prediction hold: H, Λ, its factor, and room for the Jacobians
+
 
 @dataclass(frozen=True)
 class Full:
@@ -28,7 +33,9 @@ class Full:
         curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), or "hessian"
             (the Hessian of the loss, which need not be positive; a precision that is not positive definite raises
             ``NumericalError``).
-        limit: The largest number of weights P that is accepted; the matrix takes 8 P² bytes.
+        limit: The largest number of weights P that is accepted; the matrix takes 8 P² bytes. None accepts 30,000, and
+            more where four such matrices fit into four times the byte budget of the device (``lw.memory``), by default
+            about what is free: 65,536 on a GPU with 140 GiB.
         draws: The number of labels drawn for each datum, for "fisher_mc".
 
     Raises:
@@ -47,22 +54,23 @@ class Full:
     """
 
     curvature: str = "ggn"
-    limit: int = 30_000
+    limit: int | None = None
     draws: int = DRAWS
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
 
     def __post_init__(self) -> None:
-        require_integer("limit", self.limit)
+        if self.limit is not None:
+            require_integer("limit", self.limit)
         checked_curvature(self.curvature, (*CURVATURES, "hessian"))
         require_integer("draws", self.draws)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        size = network.selection.size
-        if size > self.limit:
+        size, most = network.selection.size, self._most(network.device)
+        if size > most:
             raise UnsupportedError(
-                f"Full() over {size} weights needs {8 * size**2 / 2**30:.0f} GiB; the limit is {self.limit} weights. "
+                f"Full() over {size} weights needs {8 * size**2 / 2**30:.0f} GiB; the limit is {most} weights. "
                 "Use Kron(), LowRank() or Diagonal(), weights=last_layer, or raise Full(limit=...)."
             )
         if self.curvature == "hessian":
@@ -71,10 +79,16 @@ class Full:
         seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Full"))
 
+    def _most(self, device: torch.device) -> int:
+        """Return the largest number of weights that is accepted on a device."""
+        if self.limit is not None:
+            return self.limit
+        return max(ALWAYS, math.isqrt(BEYOND * budget(device) // (8 * MATRICES)))
+
     def cost(self, workload: Workload) -> Cost:
-        size = workload.weights
-        if size > self.limit:
-            return Cost.refused(f"over {self.limit} weights: choose fewer")
+        size, most = workload.weights, self._most(workload.device)
+        if size > most:
+            return Cost.refused(f"over {most} weights: choose fewer")
         head = workload.lone_head
         workload = workload.with_curvature(self.curvature, self.draws)
         formed = Work() if head else workload.whole(workload.seeds)

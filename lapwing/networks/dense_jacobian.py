@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from lapwing.core.memory import runs
 from lapwing.linalg.bases import Axes, Basis, pooled_pairs
 from lapwing.networks.halves import product
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
+
+if TYPE_CHECKING:
+    from lapwing.networks.entries import Entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,9 @@ class DenseJacobian:
 
     def whole(self) -> Tensor:
         return self.j
+
+    def columns(self, entries: Entries) -> Tensor:
+        return self.j.index_select(-1, entries.at)
 
     def squares(self) -> Tensor:
         return self.j.square().sum((0, 1))
@@ -151,6 +157,16 @@ class LookupJacobian:
         full = self.g.new_zeros(self.batch, self.table, outputs, d_out)
         full[self.owner, self.token] = self.g.transpose(0, 1)
         return full.permute(0, 2, 3, 1).unsqueeze(2)
+
+    def columns(self, entries: Entries) -> Tensor:
+        _, output, row = entries.coordinates
+        keys = self.owner * self.table + self.token  # they rise: see ``_pooled``
+        wanted = torch.arange(self.batch, device=keys.device)[:, None] * self.table + row  # (B, n)
+        place = torch.searchsorted(keys, wanted).clamp_max(max(0, len(keys) - 1))
+        if not len(keys):
+            return self.g.new_zeros(self.batch, len(self.g), len(row))
+        columns = self.g[:, place, output]  # (K, B, n)
+        return torch.where(keys[place] == wanted, columns, 0.0).transpose(0, 1)
 
     def squares(self) -> Tensor:
         total = self.g.new_zeros(self.table, self.g.shape[-1])

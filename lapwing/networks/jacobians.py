@@ -3,9 +3,10 @@
 A *linear* block is a weight used as a linear map, with its bias as one more input column. Every other parameter is a
 block without that structure.
 
-There are three forms of Jacobians. ``LinearJacobian`` keeps the two factors of a linear map, ``LookupJacobian`` those
+There are four forms of Jacobians. ``LinearJacobian`` keeps the two factors of a linear map, ``LookupJacobian`` those
 of an embedding, and ``DenseJacobian`` the whole Jacobian: small for biases and norms; where it is large, as for tied or
-normalised weights, the byte budget counts it and a chunk has fewer samples.
+normalised weights, the byte budget counts it and a chunk has fewer samples. ``PickedJacobian`` keeps the columns of a
+few weights that were chosen one by one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lapwing.networks.budget import temporary
 
 if TYPE_CHECKING:
     from lapwing.linalg.bases import Basis
+    from lapwing.networks.entries import Entries
     from lapwing.networks.linear_jacobian import LinearJacobian
     from lapwing.networks.selection import Selection
 
@@ -188,6 +190,10 @@ class BlockJacobian(Protocol):
         """Return the Jacobian itself, (B, K, *form)."""
         ...
 
+    def columns(self, entries: Entries) -> Tensor:
+        """Return the Jacobian of some entries of the block, (B, K, n); no others are formed."""
+        ...
+
     def squares(self) -> Tensor:
         """Return the sum over samples and outputs of the squared Jacobian, (*form)."""
         ...
@@ -239,6 +245,7 @@ class LayerJacobians:
     dtype: torch.dtype
     tokens: int = 1
     stream: Stream | None = None  # a pass that holds few gradients at once
+    entries: tuple[Entries, ...] | None = None  # the chosen entries of each block; None if all are chosen
 
     def each(self, wanted: Collection[int] | None = None) -> Iterator[tuple[int, BlockJacobian]]:
         """Yield the number and the Jacobian of all or some blocks, in any order, for sums over blocks.
@@ -257,10 +264,20 @@ class LayerJacobians:
             yield block, part()
 
     def whole(self) -> Tensor:
-        """Return the Jacobian itself, (B, K, P). For small networks and for tests."""
+        """Return the Jacobian itself, (B, K, P), in which only the chosen columns are formed. For few weights."""
         lead = (self.batch, self.outputs)
+        if self.entries is not None:
+            return self._columns(self.entries)
         parts = [part.whole().reshape(*lead, *block.form) for block, part in self]
         return in_order(parts, self.layout, self.selection)
+
+    def _columns(self, entries: tuple[Entries, ...]) -> Tensor:
+        device = entries[0].at.device
+        whole = torch.empty(self.batch, self.outputs, self.selection.size, dtype=self.dtype, device=device)
+        for chosen, (_, part) in zip(entries, self, strict=True):
+            whole[..., chosen.places] = part.columns(chosen).to(self.dtype)
+            del part  # before the next one is formed
+        return whole
 
     def samples(self, rows: slice) -> LayerJacobians:
         """Return that of some samples; a block is formed for all of them and then cut."""

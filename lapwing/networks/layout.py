@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import FileError
 from lapwing.networks.budget import Footprint
+from lapwing.networks.entries import are_few
 from lapwing.networks.graph import Graph
 from lapwing.networks.jacobians import Block
 from lapwing.networks.passes import numbers_at_once
@@ -114,8 +115,18 @@ def refuse_other_parameters(selection: Selection, layout: Layout, model: nn.Modu
             raise FileError(f"the block of {block.weight!r} in the file does not fit the parameter")
 
 
-def footprint(layout: Layout, graph: Graph, raw: Tensor, outputs: int, recurrent: bool) -> Footprint:
-    """Return the memory of one sample, measured on the graph of a batch with this many outputs for each sample."""
+def footprint(
+    layout: Layout,
+    graph: Graph,
+    raw: Tensor,
+    outputs: int,
+    recurrent: bool,
+    counts: Mapping[str, int] | None = None,
+) -> Footprint:
+    """Return the memory of one sample, measured on the graph of a batch with this many outputs for each sample.
+
+    ``counts`` has the number of chosen entries of each parameter, where they are chosen one by one.
+    """
     batch = len(raw)
     width = _gradient_numbers(graph.uses) // batch
     patches = max((use.patch_size // batch for use in graph.uses), default=0)
@@ -125,9 +136,14 @@ def footprint(layout: Layout, graph: Graph, raw: Tensor, outputs: int, recurrent
     for block in layout:
         if not block.has_rule:
             opaque += block.size
-        elif not block.linear:
+        elif not block.linear or counts is not None:
             read = _gradient_numbers(use for use in graph.uses if use.name == block.weight) // batch
-            largest = max(largest, block.size if block.size > read else 0)
+            formed = block.size
+            if block.linear and counts is not None:  # its columns, where they are few
+                count = sum(counts[name] for name in block.names)
+                few = are_few(count, block.size, outputs, read // (block.groups * block.d_out))
+                formed = count if few else 0
+            largest = max(largest, formed if formed > read else 0)
     computed = sum(map(output_numbers, _computing(graph)))
     at_once = None if recurrent else numbers_at_once(graph, {use.node for use in graph.uses}, raw.dtype)
     live = width if at_once is None else min(width, at_once // batch)

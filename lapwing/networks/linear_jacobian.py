@@ -13,8 +13,10 @@ from lapwing.core.memory import gathered, runs
 from lapwing.linalg.bases import Basis, pooled_pairs
 from lapwing.networks import near_cache
 from lapwing.networks.dense_jacobian import DenseJacobian, whole_between
+from lapwing.networks.entries import Entries
 from lapwing.networks.halves import product, product_onto
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
+from lapwing.networks.linear_columns import columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +111,9 @@ class LinearJacobian:
 
     def whole(self) -> Tensor:
         return self._products().transpose(1, 2)
+
+    def columns(self, entries: Entries) -> Tensor:
+        return columns(self.a, self.g, entries)
 
     @property
     def _near_cache(self) -> bool:

@@ -26,6 +26,7 @@ from lapwing.networks import passes
 from lapwing.networks.budget import Footprint
 from lapwing.networks.checks import examined, first_run, learn, refuse_random, refusing_changes
 from lapwing.networks.directional import forward_products
+from lapwing.networks.entries import Entries
 from lapwing.networks.forward import (
     is_recurrent,
     needs_plain_kernels,
@@ -123,7 +124,8 @@ class Network:
         with plain_kernels(plain):
             patterns, _ = find_patterns(raw, graph, recurrent)
         layout = arranged(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
-        sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent), widest=widest)
+        counts = selection.counts
+        sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent, counts), widest=widest)
         forward_mode = not recurrent and not forward_differs(graph)
         follows = (operation(node).norm(node) and node.next_functions[0][0] for node in graph.nodes)
         normalised = any(follows) or any(isinstance(module, nn.RMSNorm) for module in model.modules())
@@ -200,6 +202,16 @@ class Network:
         """The dtype that the network itself computes in: the coarsest of its weights."""
         dtypes = {p.dtype for p in self.replica.parameters() if p.is_floating_point()}
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    @property
+    def entries(self) -> tuple[Entries, ...] | None:
+        """The chosen entries of each block, where weights are chosen one by one; otherwise None."""
+        if self.selection.index is None:
+            return None
+        known = self._memory.entries
+        if known is None or known[0].at.device != self.device:
+            known = self._memory.entries = Entries.of(self.layout, self.selection, self.device)
+        return known
 
     def __post_init__(self) -> None:
         vars(self)["_memory"] = _Memory(SampleRows(self.known), Replica(self.model, self.selection.names, self.private))
@@ -432,3 +444,4 @@ class _Memory:
     replica: Replica
     patterns: dict[Any, Any] = field(default_factory=dict)
     sizes: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # of outputs, by the shapes of inputs: see _sizes
+    entries: tuple[Entries, ...] | None = None  # see Network.entries

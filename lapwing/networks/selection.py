@@ -52,6 +52,15 @@ class Selection:
         """P: the number of uncertain weights."""
         return self.total if self.index is None else len(self.index)
 
+    @cached_property
+    def counts(self) -> Mapping[str, int] | None:
+        """The number of chosen entries of each parameter; None if all are chosen."""
+        if self.index is None:
+            return None
+        ends = torch.tensor([part.stop for part in self.slices.values()], device=self.index.device)
+        parameter = torch.searchsorted(ends, self.index, right=True)
+        return dict(zip(self.names, torch.bincount(parameter, minlength=len(ends)).tolist(), strict=True))
+
     def picked(self, full: Tensor) -> Tensor:
         """Return theta (..., P) from all entries (..., total)."""
         return full if self.index is None else full[..., self.index.to(full.device)]

@@ -16,6 +16,7 @@ from lapwing.core.inputs import Inputs
 from lapwing.errors import ModelError
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.entries import PickedJacobian, are_few
 from lapwing.networks.fallback import sample_jacobians
 from lapwing.networks.forward import plain_kernels, recording, shaped
 from lapwing.networks.graph import Graph
@@ -113,7 +114,7 @@ class Tangent:
         parts = tuple(partial(_from_gathered, read, block, gathered) for block in network.layout)
         stream = partial(self._stream, seeds, read) if network.footprint.streams else None
         sizes = len(f), len(seeds), network.dtype, tokens
-        return LayerJacobians(parts, network.layout, network.selection, *sizes, stream)
+        return LayerJacobians(parts, network.layout, network.selection, *sizes, stream, network.entries)
 
     def closed_form(self, diagonal: Tensor, outer: Tensor | None) -> tuple[int, ClosedForm] | None:
         """Return the curvature of the last linear layer, and the number of its block, from H in the outputs.
@@ -190,6 +191,22 @@ class Tangent:
                 del step
 
     def _block(
+        self,
+        seeds: Tensor,
+        patterns: Patterns,
+        opaque: Callable[[], Mapping[str, Tensor]],
+        block: Block,
+        grads: Gradients,
+    ) -> BlockJacobian:
+        """Return the Jacobian of a block; where few of its weights are chosen, that of these alone."""
+        part = self._whole_block(seeds, patterns, opaque, block, grads)
+        if self.network.entries is None:
+            return part
+        chosen = self.network.entries[self.network.layout.index(block)]
+        few = are_few(len(chosen.at), chosen.size, len(seeds), part.positions)
+        return PickedJacobian.of(part, chosen) if few else part
+
+    def _whole_block(
         self,
         seeds: Tensor,
         patterns: Patterns,
