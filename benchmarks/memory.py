@@ -134,6 +134,7 @@ HELD: dict[str, Callable[[Any, Sizes], int]] = {
     "full": lambda method, s: 8 * s.weights**2,
     "kron": lambda method, s: 8 * s.factors,
     "ekron": lambda method, s: 16 * s.factors,
+    "mixture_of_laplace": lambda method, s: 8 * s.factors,  # its method is Kron
     "low_rank": lambda method, s: 8 * s.weights * (max(2 * method.rank, method.rank + OVERSAMPLE) + 7 * method.block),
     "kernel_space": lambda method, s: 24 * (s.fitted * s.outputs) ** 2,
     "sampled": lambda method, s: 8 * VECTORS * method.num_samples * s.weights,

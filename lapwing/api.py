@@ -25,7 +25,7 @@ from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
-from lapwing.methods.protocol import Method, NeedsPrior, StopsEarly, refuse_processes
+from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, StopsEarly, refuse_processes
 from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
@@ -134,6 +134,15 @@ def fit(
     chosen, why = named("method", method), ""
     if tuner is not None:
         checked_tuner(tuner)
+    if isinstance(chosen, OverNetworks):
+        refuse_processes(chosen, processes)
+        settings: dict[str, Any] = {
+            "weights": weights, "prior": prior, "validation": validation, "tuner": tuner, "target_key": target_key,
+            "generator": generator, "progress": progress,
+        }  # fmt: skip
+        each = [fit(one, data, likelihood, method=chosen.method, **settings) for one in chosen.networks(model)]
+        combined = chosen.combined([fitted.posterior for fitted in each])
+        return replace(each[0], posterior=combined, method=type(chosen).__name__)
     shown = shows_progress(progress) and processes.writes
     batches = Data(data, device_of(model), target_key, shown, processes=processes)
     before = structure_of(unwrapped(model))

@@ -29,7 +29,8 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
-from lapwing.methods.protocol import AutoCandidate, Budget, Method, Workload
+from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
+from lapwing.methods.protocol import AutoCandidate, Budget, Method, OverNetworks, Workload
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
 from lapwing.networks.last_layer import LastLayer
@@ -41,6 +42,7 @@ METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
     "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP, "hfl": HFL,
     "ensemble": Ensemble, "dropout": MCDropout, "swag": SWAG,
+    "mixture_of_laplace": MixtureOfLaplace,
 }  # fmt: skip
 LIKELIHOODS = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,
@@ -138,7 +140,7 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "method": Kind({None: Kron, **METHODS, "auto": Auto}, (Method, Auto), "lw.Kron()"),
+    "method": Kind({None: Kron, **METHODS, "auto": Auto}, (Method, OverNetworks, Auto), "lw.Kron()"),
     "likelihood": Kind(LIKELIHOODS, Likelihood, "lw.Gaussian(), whose class inherits from Likelihood"),
     "weights": Kind({None: AllWeights, **WEIGHTS}, Weights, "lw.subnetwork(index)"),
 }

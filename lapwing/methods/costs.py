@@ -218,3 +218,12 @@ class Cost:
     def refused(cls, note: str) -> Cost:
         """Return the cost of a method that does not take this problem, with the reason."""
         return cls(0, 0.0, note, supported=False)
+
+    def repeated(self, count: int, note: str) -> Cost:
+        """Return the cost of the same method for so many networks, fitted one after another and all kept."""
+        if not self.supported:
+            return self
+        return Cost(
+            count * self.stored, count * self.fit_epochs, note, True, count * self.predict_passes,
+            self.peak + (count - 1) * self.stored, count * self.fit, count * self.once, count * self.predict,
+        )  # fmt: skip

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ from lapwing.problem import Problem
 
 __all__ = [
     "AutoCandidate", "BlockWork", "Budget", "Conformance", "Cost", "Exactness", "HasCost", "HasTrial", "Method",
-    "NeedsPrior", "Offer", "SpansProcesses", "StopsEarly", "Work", "Workload", "refuse_processes", "with_validation",
+    "NeedsPrior", "Offer", "OverNetworks", "SpansProcesses", "StopsEarly", "Work", "Workload", "refuse_processes",
+    "with_validation",
 ]  # fmt: skip
 M = TypeVar("M")
 
@@ -31,6 +32,22 @@ class Method(Protocol):
     """A way to compute the posterior: a frozen dataclass of settings."""
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior: ...
+
+
+@runtime_checkable
+class OverNetworks(Protocol):
+    """A method that combines the posteriors of several networks; ``fit`` fits ``method`` to each, as it fits one."""
+
+    @property
+    def method(self) -> Method: ...
+
+    def networks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return all networks, first the model that ``fit`` was given; raise if there are not enough."""
+        ...
+
+    def combined(self, posteriors: Sequence[Posterior]) -> Posterior:
+        """Return one posterior, given that of every network."""
+        ...
 
 
 @runtime_checkable
@@ -60,7 +77,7 @@ class SpansProcesses(Protocol):
     spans_processes: ClassVar[bool]
 
 
-def refuse_processes(method: Method, processes: Processes) -> None:
+def refuse_processes(method: Any, processes: Processes) -> None:
     """Raise if there are several processes and the method works in one alone."""
     if not processes.alone and not (isinstance(method, SpansProcesses) and method.spans_processes):
         raise UnsupportedError(

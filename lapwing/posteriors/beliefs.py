@@ -1,4 +1,4 @@
-"""The beliefs of several posteriors about the outputs of one network, from one pass of it."""
+"""The beliefs of several posteriors about the outputs at some inputs, from one pass of each network."""
 
 from __future__ import annotations
 
@@ -18,10 +18,21 @@ from lapwing.posteriors.weight_space import WIDE
 
 
 def beliefs_at(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None = None) -> list[FunctionGaussian]:
-    """Return the belief of every posterior about all or some outputs at x, by one pass of the network for all of them.
+    """Return the belief of every posterior about all or some outputs at x, by one pass of each network.
 
     With many outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
     """
+    by_model: dict[int, list[int]] = {}
+    for number, each in enumerate(members):
+        by_model.setdefault(id(each.problem.network.model), []).append(number)
+    beliefs: dict[int, FunctionGaussian] = {}
+    for numbers in by_model.values():
+        beliefs.update(zip(numbers, _of_one_network([members[i] for i in numbers], x, outputs), strict=True))
+    return [beliefs[number] for number in range(len(members))]
+
+
+def _of_one_network(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None) -> list[FunctionGaussian]:
+    """Return the belief of every posterior, all of the same network."""
     network = members[0].problem.network
     alone = lambda each: each(x) if outputs is None else each.chosen(x, outputs)
     shape = network.output_shape if outputs is None else outputs.shape(network.output_shape)

@@ -217,7 +217,8 @@ class MixturePosterior(Posterior):
         if numbers:
             return drawn_predictive(self.members, x, numbers, self.kept_draws, self._averaged)
         beliefs = beliefs_at(self.members, x)
-        check_finite(beliefs[0].mean, "outputs of the network")
+        for mean in {id(belief.mean): belief.mean for belief in beliefs}.values():
+            check_finite(mean, "outputs of the network")
         return self._averaged(beliefs)
 
     def _averaged(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Any:

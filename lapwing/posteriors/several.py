@@ -1,0 +1,115 @@
+"""A mixture of the posteriors of several networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.chosen import ChosenOutputs
+from lapwing.core.gaussian import FunctionGaussian
+from lapwing.core.inputs import Inputs
+from lapwing.core.state import State
+from lapwing.errors import ModelError, UnsupportedError
+from lapwing.networks.fingerprint import Fingerprint
+from lapwing.networks.network import Network
+from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
+from lapwing.posteriors.protocols import HasFunctionSamples, Posterior, required
+from lapwing.problem import Problem, Statistics
+
+
+@dataclass(frozen=True, eq=False)
+class NetworksPosterior(Posterior):
+    """Posteriors of several networks with a share each: y ~ Σ share · predictive of each network.
+
+    ``functions`` has the mean and covariance of the mixture. It has no evidence and no weight samples: those belong to
+    the weights of one network.
+    """
+
+    mixture: MixturePosterior
+    networks: tuple[Network, ...]
+    fingerprints: tuple[Fingerprint, ...]  # of the networks at the fit
+
+    @classmethod
+    def of(cls, posteriors: Sequence[Posterior], shares: Sequence[float]) -> NetworksPosterior:
+        """Return the mixture; raise if two networks have outputs of different shapes."""
+        networks = tuple(each.problem.network for each in posteriors)
+        for number, network in enumerate(networks):
+            if network.output_shape != networks[0].output_shape:
+                raise ModelError(
+                    f"network {number} has outputs of the shape {network.output_shape}; expected "
+                    f"{networks[0].output_shape}, that of the first."
+                )
+        marks = tuple(Fingerprint.of(network.model) for network in networks)
+        return cls(joined(posteriors, shares), networks, marks)
+
+    @property
+    def problem(self) -> Problem:  # type: ignore[override]
+        """That of the first network."""
+        return self.mixture.problem
+
+    @property
+    def statistics(self) -> Statistics:
+        """Loss and counts of the data, of the first network."""
+        return self.mixture.statistics
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        count, bases = len(self.networks), self.mixture.bases
+        listed = (finding for each in bases for finding in each.findings)
+        return (f"A mixture of the posteriors of {count} networks.", *dict.fromkeys(listed))
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        return self._unchanged()(x, joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return self._unchanged().chosen(x, outputs, joint)
+
+    def predict(self, x: Inputs, samples: int | None = None) -> Any:
+        return self._unchanged().predict(x, samples)
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n functions, (n, B, [T,] C); each draws its network first."""
+        for base in self.mixture.bases:
+            required(base, HasFunctionSamples, "function samples")
+        return self._unchanged().function_samples(x, n, generator)
+
+    def plain(self) -> Posterior:
+        return self.mixture.base.plain()
+
+    def _unchanged(self) -> MixturePosterior:
+        """Return the mixture; raise ``ModelError`` if a network has other weights than at the fit."""
+        for network, fingerprint in zip(self.networks, self.fingerprints, strict=True):
+            fingerprint.refuse_other(network.model)
+        return self.mixture
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: a file does not hold networks."""
+        raise UnsupportedError(
+            "a mixture of several networks has no file form, since a file does not hold networks; save those and fit "
+            "again, or save the posterior of each."
+        )
+
+
+def joined(posteriors: Sequence[Posterior], shares: Sequence[float]) -> MixturePosterior:
+    """Return one mixture of posteriors with these shares; those that are mixtures bring their cells."""
+    bases: list[Posterior] = []
+    beliefs: list[Belief] = []
+    cells: list[Cell] = []
+    weights: list[Tensor] = []
+    for posterior, share in zip(posteriors, shares, strict=True):
+        each = posterior if isinstance(posterior, MixturePosterior) else _alone(posterior)
+        cells += [replace(cell, belief=cell.belief + len(beliefs)) for cell in each.cells]
+        beliefs += [replace(belief, base=belief.base + len(bases)) for belief in each.beliefs]
+        bases += each.bases
+        weights.append(share * each.weights.cpu())
+    return MixturePosterior(tuple(bases), tuple(beliefs), tuple(cells), torch.cat(weights))
+
+
+def _alone(posterior: Posterior) -> MixturePosterior:
+    """Return the mixture of one posterior."""
+    cell = Cell(0, posterior.problem.likelihood)
+    return MixturePosterior((posterior,), (Belief(0),), (cell,), torch.ones(1, dtype=torch.float64))
