@@ -13,10 +13,10 @@ from lapwing.core.random import normal
 from lapwing.errors import DataError
 
 STRENGTHS = (1, 2, 3, 4, 5)
-NOISE = (0.04, 0.08, 0.12, 0.18, 0.26)  # standard deviation of every pixel
-BLUR = (0.5, 0.8, 1.1, 1.5, 2.0)  # standard deviation of the Gaussian kernel, in pixels of a 32 x 32 image
+NOISE = (0.02, 0.04, 0.06, 0.08, 0.10)  # standard deviation of every pixel
+BLUR = (0.4, 0.55, 0.7, 0.9, 1.2)  # standard deviation of the Gaussian kernel, in pixels
 CONTRAST = (0.7, 0.5, 0.35, 0.2, 0.1)  # factor of the distance to the mean of the image
-SIDES = (0.8, 0.65, 0.5, 0.38, 0.25)  # side of the small image that pixels are averaged to, as a share
+SHARES = (0.3, 0.5, 0.7, 0.85, 1.0)  # of the way from a pixel to the mean of its block of 2 x 2
 
 
 def corrupted(x: Tensor, kind: str, strength: int, seed: int = 0) -> Tensor:
@@ -76,7 +76,7 @@ def _noise(x: Tensor, level: int, seed: int) -> Tensor:
 
 def _blur(x: Tensor, level: int, seed: int) -> Tensor:
     """Average with a Gaussian kernel, rows after columns; the border is repeated outwards."""
-    width = BLUR[level] * x.shape[-1] / 32
+    width = BLUR[level]
     reach = max(1, math.ceil(3 * width))
     places = torch.arange(-reach, reach + 1, dtype=x.dtype, device=x.device)
     kernel = (-0.5 * (places / width).square()).exp()
@@ -93,10 +93,10 @@ def _contrast(x: Tensor, level: int, seed: int) -> Tensor:
 
 
 def _pixelate(x: Tensor, level: int, seed: int) -> Tensor:
-    """Average to a smaller image, then repeat its pixels."""
-    height, width = (max(1, round(SIDES[level] * side)) for side in x.shape[2:])
-    small = F.interpolate(x, (height, width), mode="area")
-    return F.interpolate(small, x.shape[2:], mode="nearest")
+    """Move every pixel towards the mean of its block; blocks at an odd border have fewer pixels."""
+    small = F.avg_pool2d(x, 2, ceil_mode=True)
+    blocks = small.repeat_interleave(2, 2).repeat_interleave(2, 3)[:, :, : x.shape[2], : x.shape[3]]
+    return x + SHARES[level] * (blocks - x)
 
 
 KINDS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
