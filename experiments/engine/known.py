@@ -8,6 +8,8 @@ from experiments.engine.contract import Experiment
 from lapwing.errors import LapwingError
 
 EXPERIMENTS: dict[str, str] = {  # name -> the module and class
+    "cnn": "experiments.vision.cnn:Convolutional",
+    "shift": "experiments.vision.shift:Shift",
 }
 
 

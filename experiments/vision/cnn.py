@@ -42,6 +42,7 @@ class Convolutional:
 
     name: ClassVar[str] = "cnn"
     title: ClassVar[str] = "convolutional networks: trained weights, sampled network, linearised network; OOD"
+    choosing: ClassVar[tuple[str, ...]] = ("seeds",)
 
     data_dir: Path | None = None
     sets: tuple[str, ...] = ("fashion_mnist", "cifar10")
@@ -84,10 +85,10 @@ class Convolutional:
         name, seed = unit.rsplit("/", 1)
         limit = Limit(self.limit)
         task = Task.prepared(self, name, int(seed), progress)
-        for method, predict, seconds in within(task.methods(), limit, self.device, progress, unit):
-            scores = task.scored(predict)
-            progress(f"{unit}, {method}: NLL {scores['NLL']:.4f}, {seconds:.1f} s")
-            yield Record(name, method, int(seed), scores, seconds)
+        for method, fitted in within(task.methods(), limit, progress, unit):
+            scores = task.scored(fitted.answer)
+            progress(f"{unit}, {method}: NLL {scores['NLL']:.4f}, {fitted.seconds:.1f} s")
+            yield Record(name, method, int(seed), scores, fitted.seconds, fitted.peak)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""A limit on the time of one unit, and the time that a piece of work takes on any device."""
+"""A limit on the time of one unit of an experiment."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from experiments.engine.measuring import Measured, measured
 from experiments.options import Progress
 from lapwing.errors import LapwingError
 
@@ -28,33 +29,15 @@ class Limit:
         return self.seconds is not None and time.perf_counter() - self.begin > self.seconds
 
 
-def timed(work: Callable[[], T], device: str | torch.device) -> tuple[T, float]:
-    """Return the result and the seconds, with all work on a GPU done.
-
-    >>> timed(lambda: 3, "cpu")[0]
-    3
-    """
-    on_gpu = torch.device(device).type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = work()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return result, time.perf_counter() - start
-
-
 def within(
-    methods: dict[str, Callable[[], T]], limit: Limit, device: str | torch.device, progress: Progress, unit: str
-) -> Iterator[tuple[str, T, float]]:
-    """Yield name, result and seconds of every method; say which one failed, or was not begun for lack of time."""
+    methods: dict[str, Callable[[], T]], limit: Limit, progress: Progress, unit: str
+) -> Iterator[tuple[str, Measured[T]]]:
+    """Yield name and result of every method; say which one failed, or was not begun for lack of time."""
     for name, method in methods.items():
         if limit.passed:
             progress(f"{unit}, {name}: not begun, the time is over")
             continue
         try:
-            result, seconds = timed(method, device)
+            yield name, measured(method)
         except (LapwingError, torch.OutOfMemoryError) as error:
             progress(f"{unit}, {name}: failed: {error}")
-            continue
-        yield name, result, seconds

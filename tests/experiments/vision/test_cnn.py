@@ -47,7 +47,7 @@ def test_a_unit_gives_the_same_numbers_again(records: list[Record]) -> None:
 
 def test_the_limit_leaves_methods_out() -> None:
     lines: list[str] = []
-    done = list(within({"one": lambda: 1, "two": lambda: 2}, Limit(0.0), "cpu", lines.append, "unit"))
+    done = list(within({"one": lambda: 1, "two": lambda: 2}, Limit(0.0), lines.append, "unit"))
     assert done == []
     assert lines == ["unit, one: not begun, the time is over", "unit, two: not begun, the time is over"]
 
@@ -58,8 +58,8 @@ def test_a_method_that_fails_is_named() -> None:
     def fails() -> int:
         raise DataError("no data")
 
-    done = list(within({"one": fails, "two": lambda: 2}, Limit(None), "cpu", lines.append, "unit"))
-    assert [(name, value) for name, value, _ in done] == [("two", 2)]
+    done = list(within({"one": fails, "two": lambda: 2}, Limit(None), lines.append, "unit"))
+    assert [(name, each.answer) for name, each in done] == [("two", 2)]
     assert lines == ["unit, one: failed: no data"]
 
 
