@@ -10,6 +10,7 @@ from lapwing.errors import LapwingError
 EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "cnn": "experiments.vision.cnn:Convolutional",
     "shift": "experiments.vision.shift:Shift",
+    "evidence": "experiments.vision.evidence:Evidence",
 }
 
 

@@ -138,10 +138,10 @@ def augmented(x: Tensor, generator: torch.Generator, reach: int = 4) -> Tensor:
 
 
 @contextmanager
-def tensor_cores() -> Iterator[None]:
-    """Allow products in TF32 for one block of code: enough for training, not for what is measured."""
+def tensor_cores(allowed: bool = True) -> Iterator[None]:
+    """Allow products in TF32 for one block of code, or forbid them: enough for training, not for what is measured."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:
         yield
     finally:
