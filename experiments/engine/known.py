@@ -11,6 +11,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "cnn": "experiments.vision.cnn:Convolutional",
     "shift": "experiments.vision.shift:Shift",
     "evidence": "experiments.vision.evidence:Evidence",
+    "regularised": "experiments.vision.regularised:Regularised",
 }
 
 

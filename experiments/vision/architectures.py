@@ -65,7 +65,7 @@ class PreResNet(nn.Module):
 
 
 class FixupBlock(nn.Module):
-    """Two convolutions without norms (Zhang et al. 2019): scalar biases, a factor, and a last layer that starts at 0."""
+    """Two convolutions without norms (Zhang et al. 2019): scalar biases, a factor; the second starts at zero."""
 
     def __init__(self, inputs: int, outputs: int, depth: int) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ class Run:
         limit, (x, y) = Limit(self.settings.limit), self._test(images)
         first: dict[str, Tensor] = {}
         for factor in (1.0, *self.settings.factors):
-            other = rescaled(model, self._data(images, 8)[0][0], factor)
+            other = rescaled(model, self._data(images, 8)[0], factor)
             fit = partial(self._fitted, other, images, self.settings.few)
             predictives: dict[str, Callable[[], Predict]] = {
                 "plain network": lambda other=other: softmax_of(other),  # type: ignore[misc]
