@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiment that is named first and return the exit status: 0, or 1 with a message on stderr."""
     given = list(sys.argv[1:] if argv is None else argv)
     if _for_engine(given):
-        return engine.main(given)
+        return engine.main(given, EXPERIMENTS)
     return publish("experiments", lambda: _run(given))
 
 

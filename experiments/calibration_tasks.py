@@ -17,6 +17,7 @@ from experiments.data import Images
 from lapwing.demo.training import Recipe, optimise
 
 Pair = tuple[Tensor, Tensor]
+QUICK = ("noisy digits, MLP, unregularised", "breast cancer, MLP, overtrained")  # tasks to try the experiment out
 WORDS, LENGTH = 4000, 24  # size of the vocabulary of hashed words, and tokens of a sentence
 
 

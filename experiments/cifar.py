@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.data import data_folder
+from experiments.engine.contract import Record
 from experiments.options import Progress, add_data_dir, positive, silent
 from experiments.repeats import mean_scores, spread_scores
 from experiments.resnets import DEPTHS, cifar10, cropped, pretrained
@@ -32,6 +35,10 @@ Pair = tuple[Tensor, Tensor]
 class Cifar:
     """Settings. The curvature of ``data`` training images is scaled to all that the network was trained on."""
 
+    name: ClassVar[str] = "cifar"
+    title: ClassVar[str] = "CIFAR-10 with given ResNets: error bars as they come, on a GPU"
+    choosing: ClassVar[tuple[str, ...]] = ("depths",)
+
     data_dir: Path
     depths: tuple[int, ...] = (20, 56)
     data: int = 10_000
@@ -40,6 +47,25 @@ class Cifar:
     corrected: int = 0
     device: str = "cpu"
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> Cifar:
+        """Return the settings of the quick form."""
+        return cls(Path(), depths=(20,), data=500, validation=200, splits=2)
+
+    @classmethod
+    def full(cls) -> Cifar:
+        """Return the settings of the full form."""
+        return cls(Path())
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each network."""
+        return tuple(f"resnet{depth}" for depth in self.depths)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Fit every row to one network, and score it on every split."""
+        depth = int(unit.removeprefix("resnet"))
+        return _records(self, depth, progress)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,18 +93,31 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
 def run(settings: Cifar, progress: Progress = silent) -> Result:
     """Score every row on every network."""
     start = time.perf_counter()
-    device = torch.device(settings.device)
-    train, test = (cifar10(settings.data_dir, part, device) for part in ("train", "test"))
-    chosen = torch.randperm(len(train[1]), generator=torch.Generator().manual_seed(settings.seed))[: settings.data]
-    train = (train[0][chosen.to(device)], train[1][chosen.to(device)])
+    train, test = _images(settings)
     rows: list[Row] = []
     for depth in settings.depths:
-        model = pretrained(settings.data_dir, depth).to(device)
+        model = pretrained(settings.data_dir, depth).to(torch.device(settings.device))
         for name, runs in scored(model, train, test, settings, progress).items():
             rows.append(Row(name, {**mean_scores(runs), **spread_scores(runs, ["NLL"])}, f"ResNet-{depth}"))
         progress(f"ResNet-{depth}: done after {time.perf_counter() - start:.0f} s")
     seconds = {"total": time.perf_counter() - start}
     return Result("cifar", plain(settings), settings.seed, tuple(rows), seconds)
+
+
+def _records(settings: Cifar, depth: int, progress: Progress) -> Iterator[Record]:
+    """Yield the scores of every row on one network for each split."""
+    model = pretrained(settings.data_dir, depth).to(torch.device(settings.device))
+    for name, runs in scored(model, *_images(settings), settings, progress).items():
+        for split, of_split in enumerate(runs):
+            yield Record(f"ResNet-{depth}", name, split, of_split)
+
+
+def _images(settings: Cifar) -> tuple[Pair, Pair]:
+    """Return some training images, and all test images."""
+    device = torch.device(settings.device)
+    train, test = (cifar10(settings.data_dir, part, device) for part in ("train", "test"))
+    chosen = torch.randperm(len(train[1]), generator=torch.Generator().manual_seed(settings.seed))[: settings.data]
+    return (train[0][chosen.to(device)], train[1][chosen.to(device)]), test
 
 
 def scored(

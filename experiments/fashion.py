@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.data import Images, Shuffled, data_folder
+from experiments.engine.contract import Record
+from experiments.engine.seeds import parted, records_of, seed_units
 from experiments.options import Progress, add_large_data, positive, silent
 from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
@@ -28,6 +32,10 @@ class Fashion:
     the best likelihood on the rest is used to train on all. *Evidence*: one run, with a precision for each layer.
     """
 
+    name: ClassVar[str] = "fashion"
+    title: ClassVar[str] = "Fashion-MNIST: cross-validation against training with the evidence"
+    choosing: ClassVar[tuple[str, ...]] = ("seeds",)
+
     data_dir: Path
     hidden: tuple[int, ...] = (1024, 512, 256, 128)
     epochs: int = 60
@@ -41,6 +49,25 @@ class Fashion:
     seeds: int = 3
     device: str = "cpu"
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> Fashion:
+        """Return the settings of the quick form."""
+        return cls(Path(), hidden=(100, 50), epochs=6, precisions=(1.0, 30.0), hyper_steps=20, data=5000, seeds=1)
+
+    @classmethod
+    def full(cls) -> Fashion:
+        """Return the settings of the full form."""
+        return cls(Path())
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each seed."""
+        return seed_units(self)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Run the experiment with one seed."""
+        _, seed = parted(unit)
+        return records_of(run(replace(self, seeds=1, seed=seed), progress), seed)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from torch import nn
 
 import lapwing as lw
 from experiments.data import data_folder
+from experiments.engine.contract import Record
+from experiments.engine.seeds import parted, records_of, seed_units
 from experiments.options import Progress, add_large_data, chosen, silent
 from experiments.pinned import EVIDENCE, as_fitted
 from experiments.repeats import mean_scores, spread_scores
@@ -53,6 +55,10 @@ class Flights:
     trained on them too.
     """
 
+    name: ClassVar[str] = "flights"
+    title: ClassVar[str] = "arrival delays: a large table, every method for regression"
+    choosing: ClassVar[tuple[str, ...]] = ("seeds",)
+
     data_dir: Path
     methods: tuple[str, ...] = tuple(METHODS)
     recipe: Recipe = Recipe((200, 200), "tanh", 10, 10**9, 500, 3e-3, 1e-5)
@@ -61,6 +67,29 @@ class Flights:
     seeds: int = 3
     device: str = "cpu"
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> Flights:
+        """Return the settings of the quick form."""
+        recipe = replace(cls.recipe, hidden=(50, 50), epochs=3)
+        fast = tuple(
+            name for name in METHODS if name not in ("VaLLA, alpha 1", "FMGP")
+        )  # which take thousands of steps
+        return cls(Path(), fast, recipe, data=5000, test=1000, seeds=1)
+
+    @classmethod
+    def full(cls) -> Flights:
+        """Return the settings of the full form."""
+        return cls(Path())
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each seed."""
+        return seed_units(self)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Run the experiment with one seed."""
+        _, seed = parted(unit)
+        return records_of(run(replace(self, seeds=1, seed=seed), progress), seed)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

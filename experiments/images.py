@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from torch import nn
 import lapwing as lw
 from experiments import resnets
 from experiments.data import Images, data_folder, digits_like
+from experiments.engine.contract import Record
+from experiments.engine.seeds import parted, records_of, seed_units
 from experiments.image_task import Beliefs, Pair, Task, best_temperature, scaled, scored
 from experiments.options import Progress, add_large_data, chosen, positive, silent
 from experiments.pinned import EVIDENCE, PROBIT, as_fitted
@@ -38,6 +40,10 @@ class ImageTable:
     so there the part is held out as random crops.
     """
 
+    name: ClassVar[str] = "images"
+    title: ClassVar[str] = "one network for images, every method: likelihood, calibration, OOD"
+    choosing: ClassVar[tuple[str, ...]] = ("seeds",)
+
     data_dir: Path
     network: str = "mlp"
     recipe: Recipe = Recipe((200, 200), "tanh", 20, 10**9, 128, 1e-3, 1e-4)
@@ -53,6 +59,29 @@ class ImageTable:
     seeds: int = 3
     device: str = "cpu"
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> ImageTable:
+        """Return the settings of the quick form."""
+        recipe = replace(cls.recipe, epochs=3)
+        return cls(
+            Path(), recipe=recipe, inducing=20, landmarks=200, steps=50, validation=400, data=2000, test=500, draws=200,
+            seeds=1,
+        )  # fmt: skip
+
+    @classmethod
+    def full(cls) -> ImageTable:
+        """Return the settings of the full form."""
+        return cls(Path())
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each seed."""
+        return seed_units(self)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Run the experiment with one seed."""
+        _, seed = parted(unit)
+        return records_of(run(replace(self, seeds=1, seed=seed), progress), seed)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

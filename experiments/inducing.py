@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,15 +17,14 @@ from torch import Tensor
 import lapwing as lw
 from experiments import inducing_targets
 from experiments.data import data_folder
+from experiments.engine.contract import Record
+from experiments.engine.seeds import records_of
 from experiments.inducing_picture import picture, targets_picture
 from experiments.inducing_published import Schedule, State, learned_as_published, trained_as_published
-from experiments.inducing_task import RECIPE, SEED, Task, divergence
+from experiments.inducing_task import RECIPE, SEED, SMALL, Task, divergence, landmarks
 from experiments.options import Progress, add_data_dir, add_quick, silent
 from experiments.repeats import mean_scores
 from lapwing import metrics
-from lapwing.core.data import Data
-from lapwing.core.pool import Pool
-from lapwing.core.random import derived_generator
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, trained
 from lapwing.errors import DataError
@@ -44,6 +44,9 @@ class Inducing:
     more, to a second network that was trained without every ``held_out_every``-th row, and tested on these rows.
     """
 
+    name: ClassVar[str] = "inducing"
+    title: ClassVar[str] = "a function of one input: inducing points against the exact posterior"
+
     data_dir: Path
     recipe: Recipe = RECIPE
     points: int = 20
@@ -59,6 +62,27 @@ class Inducing:
     steps: int | None = None  # of methods that learn by Adam; None takes their defaults
     seed: int = SEED
 
+    @classmethod
+    def quick(cls) -> Inducing:
+        """Return the settings of the quick form."""
+        return cls(
+            Path(), recipe=SMALL, points=4, draws=2, published=(10, 20), published_drawn=20, sizes=(2, 4), starts=1,
+            networks=0, steps=10,
+        )  # fmt: skip
+
+    @classmethod
+    def full(cls) -> Inducing:
+        """Return the settings of the full form."""
+        return cls(Path())
+
+    def units(self) -> tuple[str, ...]:
+        """Return the only unit."""
+        return ("toy",)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Run the experiment."""
+        return records_of(run(self, progress), self.seed)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this experiment."""
@@ -72,10 +96,8 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     settings = Inducing(data_folder(arguments.data_dir), seed=arguments.seed)
     targets = inducing_targets.Targets(seed=arguments.seed)
     if arguments.quick:
-        recipe = replace(settings.recipe, hidden=(10,), max_steps=100)
-        settings = replace(settings, recipe=recipe, points=4, draws=2, published=(10, 20), published_drawn=20,
-                           sizes=(2, 4), starts=1, networks=0, steps=10)  # fmt: skip
-        targets = replace(targets, recipe=recipe, data=60, test=200, points=(3, 6))
+        settings = replace(Inducing.quick(), data_dir=settings.data_dir, seed=arguments.seed)
+        targets = replace(inducing_targets.Targets.quick(), seed=arguments.seed)
     results = run(settings, progress), inducing_targets.run(targets, progress)
     pictures = {"inducing.png": picture, "inducing_targets.png": targets_picture}
     return Report(arguments.out / "inducing.json", results, pictures)
@@ -253,13 +275,6 @@ def _bands(task: Task, settings: Inducing, published: State) -> dict[str, list[f
         if points is not None:
             arrays[f"{name}/points"] = points
     return {name: array.detach().reshape(-1).tolist() for name, array in arrays.items()}
-
-
-def landmarks(task: Task, count: int, seed: int) -> Tensor:
-    """Return the inputs that ELLA draws with this seed, (M, 1); its posterior keeps directions only."""
-    generator = derived_generator(torch.Generator().manual_seed(seed), torch.empty(0))
-    inputs: Tensor = Pool.drawn(Data((task.x, task.y), task.x.device), count, generator).inputs
-    return inputs
 
 
 def _sensitivity(comparison: Comparison, settings: Inducing, progress: Progress) -> dict[str, list[float]]:

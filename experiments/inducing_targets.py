@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 import lapwing as lw
-from experiments.inducing_task import RECIPE, SEED, Task, divergence
+from experiments.engine.contract import Record
+from experiments.engine.seeds import records_of
+from experiments.inducing_task import RECIPE, SEED, SMALL, Task, divergence
 from experiments.options import Progress, silent
 from lapwing import metrics
 from lapwing.demo.result import Result, Row, plain
@@ -30,6 +33,10 @@ class Targets:
     without the gap; new points, on which coverage and likelihood are measured, are uniform on all of it.
     """
 
+    name: ClassVar[str] = "inducing_targets"
+    title: ClassVar[str] = "functions of one input with jumps and kinks: inducing points against the exact posterior"
+    choosing: ClassVar[tuple[str, ...]] = ("activations",)
+
     recipe: Recipe = RECIPE
     activations: tuple[str, ...] = ("tanh", "relu")
     data: int = 200
@@ -41,6 +48,24 @@ class Targets:
     grid: int = 200
     points: tuple[int, ...] = (20, 40)
     seed: int = SEED
+
+    @classmethod
+    def quick(cls) -> Targets:
+        """Return the settings of the quick form."""
+        return cls(recipe=SMALL, data=60, test=200, points=(3, 6))
+
+    @classmethod
+    def full(cls) -> Targets:
+        """Return the settings of the full form."""
+        return cls()
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each activation."""
+        return self.activations
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Train networks of one activation on every function."""
+        return records_of(run(replace(self, activations=(unit,)), progress), self.seed)
 
 
 def run(settings: Targets, progress: Progress = silent) -> Result:

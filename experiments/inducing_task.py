@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.core.data import Data
+from lapwing.core.pool import Pool
+from lapwing.core.random import derived_generator
 from lapwing.demo.training import Recipe
 
 RECIPE = Recipe(
     epochs=10**9, max_steps=12_000, batch_size=100, learning_rate=1e-3, weight_decay=0.0, falling=False
 )  # as in the published demonstration of VaLLA
+SMALL = replace(RECIPE, hidden=(10,), max_steps=100)  # to try an experiment out
 SEED = 2147483647  # of the published demonstration
 
 
@@ -87,3 +91,10 @@ def divergence(exact: Tensor, approximate: Tensor) -> float:
     """
     ratio = exact.double() / approximate.double()
     return float(0.5 * (ratio - 1 - ratio.log()).sum())
+
+
+def landmarks(task: Task, count: int, seed: int) -> Tensor:
+    """Return the inputs that ELLA draws with this seed, (M, 1); its posterior keeps directions only."""
+    generator = derived_generator(torch.Generator().manual_seed(seed), torch.empty(0))
+    inputs: Tensor = Pool.drawn(Data((task.x, task.y), task.x.device), count, generator).inputs
+    return inputs

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from experiments.engine.contract import Record
+from experiments.engine.seeds import records_of
 from experiments.language_data import Batch, Corpus, Labelled, Sentence, Vocabulary, class_batch, token_batch
 from experiments.language_models import Body, Classifier, LanguageModel, Shape, Training, adapted, optimise, seeded
+from experiments.options import Progress
 
 SCRATCH, ADAPTERS = "trained from scratch", "LoRA adapters"  # the two classifiers
 FEWEST = 8  # words of a training phrase from which on it counts as a sentence, if it ends in a full stop
@@ -25,6 +30,10 @@ class Language:
     training phrases that end in a full stop; its body, frozen, is the one that adapters are trained for. The first half
     of the development sentences is for validation; the second half and the test sentences are scored.
     """
+
+    name: ClassVar[str] = "language"
+    title: ClassVar[str] = "sentences: transformers and adapters, next words and whole sequences, every method"
+    choosing: ClassVar[tuple[str, ...]] = ("networks",)
 
     data_dir: Path
     words: int = 2000
@@ -46,6 +55,32 @@ class Language:
     batch_size: int = 64
     device: str = "cpu"
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> Language:
+        """Return the settings of the quick form."""
+        few = replace(cls.training, epochs=2)
+        return cls(
+            Path(), words=500, data=1000, sentences=500, test=200, validation_tokens=10, test_tokens=20, written=5,
+            training=few, adapting=few, modelling=replace(cls.modelling, epochs=2),
+        )  # fmt: skip
+
+    @classmethod
+    def full(cls) -> Language:
+        """Return the settings of the full form."""
+        return cls(Path())
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each classifier, and one for the language model."""
+        return (*self.networks, "words")
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Train one network and fit every method to it."""
+        from experiments import language, language_tokens  # which import this module
+
+        if unit == "words":
+            return records_of(language_tokens.run(self, progress), self.seed)
+        return records_of(language.run(replace(self, networks=(unit,)), progress), self.seed)
 
 
 @dataclass(frozen=True, eq=False)

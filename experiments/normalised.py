@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.data import Images, data_folder
+from experiments.engine.contract import Record
+from experiments.engine.seeds import parted, records_of, seed_units
 from experiments.inducing_picture import legend_entries
 from experiments.options import Progress, add_large_data, chosen, positive, silent
 from experiments.pinned import PROBIT
@@ -91,6 +93,10 @@ class Normalised:
     ``snapshots`` are epochs after which, for the first seed, the distance between the two predictives is measured too.
     """
 
+    name: ClassVar[str] = "normalised"
+    title: ClassVar[str] = "MNIST: naive against corrected evidence, normalised networks"
+    choosing: ClassVar[tuple[str, ...]] = ("networks", "snapshots", "seeds")
+
     data_dir: Path
     networks: tuple[str, ...] = tuple(NETWORKS)
     priors: tuple[str, ...] = ("one precision", "per normalised group")
@@ -101,6 +107,25 @@ class Normalised:
     seeds: int = 3
     device: str = "cpu"
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> Normalised:
+        """Return the settings of the quick form."""
+        return cls(Path(), recipe=replace(cls.recipe, epochs=3), data=500, snapshots=(), seeds=1)
+
+    @classmethod
+    def full(cls) -> Normalised:
+        """Return the settings of the full form."""
+        return cls(Path())
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each network and seed."""
+        return seed_units(self, *self.networks)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Train one network from one seed; distances during training, for the picture, are not measured."""
+        network, seed = parted(unit)
+        return records_of(run(replace(self, networks=(network,), snapshots=(), seeds=1, seed=seed), progress), seed)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.data import Images, data_folder
+from experiments.engine.contract import Record
+from experiments.engine.seeds import parted, records_of, seed_units
 from experiments.image_task import Beliefs, Task, best_temperature, scaled, scored
 from experiments.minimum import minimised, rank_correlation
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, silent
@@ -39,6 +42,10 @@ class PushedImages:
     converges. Scales and the temperature are chosen on held-out training images.
     """
 
+    name: ClassVar[str] = "pushed"
+    title: ClassVar[str] = "a convolutional network at its minimum, pushed: Fashion-MNIST"
+    choosing: ClassVar[tuple[str, ...]] = ("seeds",)
+
     data_dir: Path
     data: int = 500
     held_out: int = 500
@@ -50,6 +57,25 @@ class PushedImages:
     single: int = 8  # test images whose outputs are pushed one by one
     seeds: int = 1
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> PushedImages:
+        """Return the settings of the quick form."""
+        return cls(Path(), data=60, held_out=60, test=60, channels=(2, 3), pushes=4, single=2)
+
+    @classmethod
+    def full(cls) -> PushedImages:
+        """Return the settings of the full form."""
+        return cls(Path())
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each seed."""
+        return seed_units(self)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Run the experiment with one seed."""
+        _, seed = parted(unit)
+        return records_of(run(replace(self, seeds=1, seed=seed), progress), seed)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +89,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     """Run the experiment with the options given."""
     settings = PushedImages(data_folder(arguments.data_dir), seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
-        settings = replace(settings, data=60, held_out=60, test=60, channels=(2, 3), pushes=4, single=2)
+        settings = replace(PushedImages.quick(), data_dir=settings.data_dir, seeds=settings.seeds, seed=settings.seed)
     return Report(arguments.out / "pushed.json", (run(settings, progress),))
 
 

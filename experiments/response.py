@@ -18,7 +18,7 @@ from experiments.options import Progress, add_data_dir, add_quick, add_seeds, si
 from experiments.repeats import mean_scores
 from experiments.response_picture import picture
 from experiments.response_sensitivity import cost, fine_tuned, strengths
-from experiments.response_tables import table_rows
+from experiments.response_tables import table_rows, table_scores
 from experiments.response_task import Problem, ResponseTask, interval_scores, made
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, mlp, optimise
@@ -37,7 +37,8 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     """Run the experiment with the options given."""
     settings = ResponseTask(data_dir=arguments.data_dir, seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
-        settings = replace(settings, seeds=1, steps=(20, 50), members=2, epochs=50, new=50)
+        short = ResponseTask.quick()
+        settings = replace(settings, seeds=1, steps=short.steps, members=short.members, epochs=short.epochs, new=50)
     return Report(arguments.out / "response.json", (run(settings, progress),), {"response.png": picture})
 
 
@@ -63,6 +64,12 @@ def run(settings: ResponseTask, progress: Progress = silent) -> Result:
         progress(f"{name}: {time.perf_counter() - start:.0f} s")
     seconds = {"total": time.perf_counter() - start}
     return Result("response", plain(settings), settings.seed, tuple(rows), seconds, arrays, tuple(notes))
+
+
+def scores_of_unit(settings: ResponseTask, name: str, repeat: int) -> dict[str, dict[str, float]]:
+    """Return the scores of every method: on a task from one seed, or on one split of a table ("yacht/gap")."""
+    table, slash, kind = name.partition("/")
+    return table_scores(table, kind, repeat, settings) if slash else _scores(made(name, settings, repeat))
 
 
 def _methods(problem: Problem) -> dict[str, Callable[[], Belief]]:

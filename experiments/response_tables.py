@@ -15,7 +15,7 @@ from experiments.data import data_folder
 from experiments.minimum import exact_variance, minimised, rank_correlation, squared_error
 from experiments.pinned import EVIDENCE
 from experiments.repeats import mean_scores
-from experiments.response_task import ResponseTask, interval_scores
+from experiments.response_task import KINDS, ResponseTask, interval_scores
 from lapwing.demo.regression import Table
 from lapwing.demo.result import Row
 from lapwing.demo.training import Recipe, mlp, optimise
@@ -32,13 +32,12 @@ METHODS: dict[str, Any] = {
 
 def table_rows(name: str, settings: ResponseTask, notes: list[str]) -> list[Row]:
     """Return the scores of every method on both kinds of splits; a split that fails leaves a note instead."""
-    path = data_folder(settings.data_dir) / f"uci_{name}.npz"
     rows = []
-    for kind, prefix in (("standard", ""), ("gap", "gap_")):
+    for kind in KINDS:
         scores_of: dict[str, list[dict[str, float]]] = {}
         for split in range(settings.splits):
             try:
-                scores = _scores(_read(path, prefix, split), settings, split)
+                scores = table_scores(name, kind, split, settings)
             except LapwingError as error:
                 notes.append(f"{name}, {kind} split {split}: {error}")
                 continue
@@ -46,6 +45,12 @@ def table_rows(name: str, settings: ResponseTask, notes: list[str]) -> list[Row]
                 scores_of.setdefault(method, []).append(of_split)
         rows += [Row(method, mean_scores(scores), f"{name}, {kind}") for method, scores in scores_of.items()]
     return rows
+
+
+def table_scores(name: str, kind: str, split: int, settings: ResponseTask) -> dict[str, dict[str, float]]:
+    """Return the scores of every method on one split of a table."""
+    path = data_folder(settings.data_dir) / f"uci_{name}.npz"
+    return _scores(_read(path, KINDS[kind], split), settings, split)
 
 
 def _read(path: Path, prefix: str, split: int) -> Table:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from experiments.engine.contract import Record
+from experiments.engine.seeds import parted, seed_units
 from experiments.minimum import minimised, squared_error
+from experiments.options import Progress
 from lapwing import metrics
 from lapwing.demo.figures import NORMAL_95
 from lapwing.demo.training import Recipe, mlp
@@ -22,6 +25,7 @@ TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "quadratic": lambda x: x.square(),
     "sinusoid": lambda x: torch.sin(3 * x),
 }
+KINDS = {"standard": "", "gap": "gap_"}  # of splits of tables, and how their keys begin
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,10 @@ class ResponseTask:
 
     Noise and prior are known. New points come from the whole range and from the gap; intervals have 95 %.
     """
+
+    name: ClassVar[str] = "response"
+    title: ClassVar[str] = "error bars by pushing: two tasks with a gap in the data, and real tables"
+    choosing: ClassVar[tuple[str, ...]] = ("tasks", "seeds", "sets", "splits")
 
     tasks: tuple[str, ...] = tuple(TARGETS)
     data: int = 32
@@ -48,6 +56,30 @@ class ResponseTask:
     splits: int = 2
     data_dir: Path | None = None
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> ResponseTask:
+        """Return the settings of the quick form."""
+        return cls(seeds=1, steps=(20, 50), members=2, epochs=50, new=50, sets=("yacht",), splits=1)
+
+    @classmethod
+    def full(cls) -> ResponseTask:
+        """Return the settings of the full form."""
+        return cls()
+
+    def units(self) -> tuple[str, ...]:
+        """Return a unit for each task and seed; with a data folder, for each split of a table too."""
+        kinds = [f"{name}/{kind}" for name in self.sets for kind in KINDS] if self.data_dir is not None else []
+        tables = tuple(f"{kind}/{split}" for kind in kinds for split in range(self.splits))
+        return (*seed_units(self, *self.tasks), *tables)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Fit every method to one network."""
+        from experiments.response import scores_of_unit  # which imports this module
+
+        name, repeat = parted(unit)
+        for method, scores in scores_of_unit(self, name, repeat).items():
+            yield Record(name.replace("/", ", "), method, repeat, scores)
 
 
 @dataclass(frozen=True, eq=False)

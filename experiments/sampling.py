@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import lapwing as lw
+from experiments.engine.contract import Record
+from experiments.engine.seeds import records_of
 from experiments.options import Progress, add_quick
 from lapwing.core.data import Data
 from lapwing.core.random import normal
@@ -38,12 +42,33 @@ class Sampling:
     gradients is measured at the first ``gradients`` samples.
     """
 
+    name: ClassVar[str] = "sampling"
+    title: ClassVar[str] = "digits: noise of the gradients of samples, and γ from one sample"
+
     recipe: Recipe = Recipe(hidden=(16, 16), epochs=3000, batch_size=120, learning_rate=1e-2, weight_decay=1 / 120)
     data: int = 120
     precisions: tuple[float, ...] = GRID
     draws: int = 2048
     gradients: int = 128
     seed: int = 0
+
+    @classmethod
+    def quick(cls) -> Sampling:
+        """Return the settings of the quick form."""
+        return cls(recipe=replace(cls.recipe, epochs=100), draws=64, gradients=8)
+
+    @classmethod
+    def full(cls) -> Sampling:
+        """Return the settings of the full form."""
+        return cls()
+
+    def units(self) -> tuple[str, ...]:
+        """Return the only unit."""
+        return ("digits",)
+
+    def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
+        """Run the experiment."""
+        return records_of(run(self), self.seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +135,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     """Run the experiment with the options given."""
     settings = Sampling(seed=arguments.seed)
     if arguments.quick:
-        settings = replace(settings, recipe=replace(settings.recipe, epochs=100), draws=64, gradients=8)
+        settings = replace(Sampling.quick(), seed=arguments.seed)
     return Report(arguments.out / "sampling.json", (run(settings),), {"sampling.png": picture})
 
 

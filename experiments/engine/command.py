@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,11 +26,14 @@ RESULTS = Path("docs/results")  # of the numbers in the docs
 FORMS = ("quick", "full")
 
 
-def main(given: Sequence[str]) -> int:
-    """Run the command and return the exit status: 0, 1 after an error or a unit that failed, 130 after Ctrl-C."""
+def main(given: Sequence[str], others: Mapping[str, str]) -> int:
+    """Run the command and return the exit status: 0, 1 after an error or a unit that failed, 130 after Ctrl-C.
+
+    ``others`` are experiments that the engine does not run, with a line about each, for ``--list``.
+    """
     try:
         if given[:1] == ["--list"]:
-            return _list(given)
+            return _list(given, others)
         if given[:1] == ["--join"]:
             return _join(given)
         if given[:1] == ["--docs"]:
@@ -72,11 +77,22 @@ def _run(given: Sequence[str]) -> int:
     path = result_path(arguments.out, experiment.name, form)
     command = _command_text(given)
     plan = Plan(path, form, arguments.workers, arguments.time, arguments.only, command, arguments.replace)
-    outcome = run(experiment, plan, _print_progress)
+    with _ending_like_ctrl_c():
+        outcome = run(experiment, plan, _print_progress)
     if outcome.stored.records:
         print(table_text(experiment, outcome.stored), end="\n\n")
     _print_state(experiment, outcome, path)
     return 130 if outcome.interrupted else 1 if outcome.failed else 0
+
+
+@contextmanager
+def _ending_like_ctrl_c() -> Iterator[None]:
+    """Let a request to end, such as that of ``timeout``, end a run as Ctrl-C does, its processes included."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def settings_of(arguments: argparse.Namespace) -> Experiment:
@@ -131,7 +147,7 @@ def _command_text(given: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "experiments", *words])
 
 
-def _list(given: Sequence[str]) -> int:
+def _list(given: Sequence[str], others: Mapping[str, str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments", description="List the experiments.")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of stored results ({RESULTS})")
@@ -142,6 +158,7 @@ def _list(given: Sequence[str]) -> int:
         cls = experiment_class(name)
         states = [_state(cls, form, arguments) for form in FORMS]
         lines.append([name, *states, cls.title])
+    lines += [[name, "", "", text] for name, text in others.items() if name not in EXPERIMENTS]
     widths = [max(map(len, column)) for column in zip(["", *FORMS, ""], *lines)]
     for line in (["", *FORMS, ""], *lines):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())

@@ -8,10 +8,22 @@ from experiments.engine.contract import Experiment
 from lapwing.errors import LapwingError
 
 EXPERIMENTS: dict[str, str] = {  # name -> the module and class
+    "calibration": "experiments.calibration_jobs:Calibration",
+    "cifar": "experiments.cifar:Cifar",
     "cnn": "experiments.vision.cnn:Convolutional",
-    "shift": "experiments.vision.shift:Shift",
     "evidence": "experiments.vision.evidence:Evidence",
+    "fashion": "experiments.fashion:Fashion",
+    "flights": "experiments.flights:Flights",
+    "images": "experiments.images:ImageTable",
+    "inducing": "experiments.inducing:Inducing",
+    "inducing_targets": "experiments.inducing_targets:Targets",
+    "language": "experiments.language_task:Language",
+    "normalised": "experiments.normalised:Normalised",
+    "pushed": "experiments.pushed:PushedImages",
     "regularised": "experiments.vision.regularised:Regularised",
+    "response": "experiments.response_task:ResponseTask",
+    "sampling": "experiments.sampling:Sampling",
+    "shift": "experiments.vision.shift:Shift",
 }
 
 

@@ -26,18 +26,34 @@ class Measured(Generic[Answer]):
     peak: int | None
 
 
+_PEAKS: list[int] = []  # so far, of the calls that are running; the outermost is the first
+
+
 def measured(call: Callable[[], Answer]) -> Measured[Answer]:
-    """Run the call and return its answer, time and peak memory. Calls within calls spoil the peak of the outer one.
+    """Run the call and return its answer, time and peak memory. Calls may be within others.
 
     >>> measured(lambda: 3).answer
     3
     """
+    _note_peak()
     clean = _reset()
-    start = time.perf_counter()
-    answer = call()
-    if _on_gpu():
-        torch.cuda.synchronize()
-    return Measured(answer, time.perf_counter() - start, _peak() if clean else None)
+    _PEAKS.append(0)
+    try:
+        start = time.perf_counter()
+        answer = call()
+        if _on_gpu():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        _note_peak()
+        return Measured(answer, seconds, _PEAKS[-1] or None if clean else None)
+    finally:
+        most = _PEAKS.pop()
+        _PEAKS[-1:] = [max(most, outer) for outer in _PEAKS[-1:]]
+
+
+def _note_peak() -> None:
+    """Keep the peak of the innermost call that is running, before it is forgotten."""
+    _PEAKS[-1:] = [max(peak, _peak() or 0) for peak in _PEAKS[-1:]]
 
 
 def _on_gpu() -> bool:

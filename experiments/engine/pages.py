@@ -115,7 +115,9 @@ def fact(stored: Stored, name: str) -> str | float:
         return sum(unit.seconds for unit in units)
     if name == "peak":
         return max((unit.peak for unit in units if unit.peak is not None), default=0)
-    of_machine = lambda m: getattr(m, name) if name in ("hardware", "command") else m.versions[name]
+    if name == "command":
+        return "; ".join(dict.fromkeys(f"`{unit.machine.command}`" for unit in units))
+    of_machine = lambda m: m.hardware if name == "hardware" else m.versions[name]
     return "; ".join(dict.fromkeys(of_machine(unit.machine) for unit in units))
 
 

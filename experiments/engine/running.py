@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,11 @@ def run(experiment: Experiment, plan: Plan, progress: Progress = silent) -> Outc
     """Run the units that are not stored yet and return what is stored then.
 
     A unit that raises is stored with its error, and the run goes on; the next run tries it again. On Ctrl-C the units
-    that are done stay stored. Only one run at a time may write to a file.
+    that are done stay stored. The file is read again before a unit is added, so that runs of other units may share it.
     """
     start = time.monotonic()
-    stored = resumed(experiment, plan)
     keys = selected(experiment, plan.only)
+    stored = resumed(experiment, plan)
     done = stored.done(digest(experiment), code_version(experiment))
     todo = [key for key in keys if key not in done]
     if len(todo) < len(keys):
@@ -70,7 +70,8 @@ def run(experiment: Experiment, plan: Plan, progress: Progress = silent) -> Outc
     try:
         for key, unit in results:
             ran[key] = unit
-            stored = stored.with_unit(key, unit)
+            stored = resumed(experiment, replace(plan, replace=plan.replace and len(ran) == 1)).with_unit(key, unit)
+            stored = stored.ordered(experiment.units())
             save(stored, plan.path)
             state = f"failed, {unit.error.splitlines()[-1]}" if unit.error else "done"
             progress(f"{key}: {state} after {unit.seconds:.1f} s ({len(ran)} of {len(todo)})")
@@ -135,7 +136,7 @@ def _serial(experiment: Experiment, keys: Sequence[str], plan: Plan, may_start: 
 
 def _parallel(experiment: Experiment, keys: Sequence[str], plan: Plan, may_start: Any, progress: Progress) -> Results:
     """Run units in processes. If one dies, those that were running failed, and new processes take the rest."""
-    waiting = list(keys)
+    waiting, others = list(keys), set(multiprocessing.active_children())
     while waiting and may_start():
         with ProcessPoolExecutor(
             plan.workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)
@@ -155,6 +156,8 @@ def _parallel(experiment: Experiment, keys: Sequence[str], plan: Plan, may_start
                     yield key, future.result() if survived else _died(experiment, key, plan.command)
             except (KeyboardInterrupt, GeneratorExit):
                 pool.shutdown(wait=False, cancel_futures=True)
+                for process in set(multiprocessing.active_children()) - others:
+                    process.terminate()
                 raise
 
 

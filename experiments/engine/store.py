@@ -47,6 +47,11 @@ class Stored:
         """Return the result with one more unit, or with a unit replaced."""
         return replace(self, units={**self.units, key: unit})
 
+    def ordered(self, keys: Sequence[str]) -> Stored:
+        """Return the result with its units in the order of the keys, whatever the order in which they ended."""
+        place = {key: i for i, key in enumerate(keys)}
+        return replace(self, units=dict(sorted(self.units.items(), key=lambda unit: place.get(unit[0], len(place)))))
+
     def done(self, settings: str, code: str) -> set[str]:
         """Return the keys of the units that need not run again with these settings and this code."""
         matches = lambda unit: not unit.error and (unit.settings, unit.code) == (settings, code)
@@ -55,7 +60,7 @@ class Stored:
     def to_json(self) -> str:
         """Return the result as JSON, one line for each record. Raise FileError if a number is not finite."""
         machines = list(dict.fromkeys(_line(asdict(unit.machine)) for unit in self.units.values()))
-        units = [f"  {_line(key)}: {_unit_text(key, unit, machines)}" for key, unit in sorted(self.units.items())]
+        units = [f"  {_line(key)}: {_unit_text(unit, machines)}" for key, unit in self.units.items()]
         head = {"experiment": self.experiment, "form": self.form, "seed": self.seed, "settings": self.settings}
         lines = [f" {_line(key)}: {_line(value)}," for key, value in head.items()]
         listed = ",\n".join(f"  {machine}" for machine in machines)
@@ -129,9 +134,10 @@ def checked(records: Iterable[Record]) -> tuple[Record, ...]:
         for name, value in numbers.items():
             if not math.isfinite(float(value)):
                 raise FileError(f"{name} of {where} is {float(value)}; expected a finite number.")
-        answer.append(
-            replace(record, repeat=int(record.repeat), scores={k: float(v) for k, v in record.scores.items()})
-        )
+        scores = {score: float(value) for score, value in record.scores.items()}
+        seconds = None if record.seconds is None else float(record.seconds)
+        peak = None if record.peak is None else int(record.peak)
+        answer.append(Record(record.group, record.method, int(record.repeat), scores, seconds, peak))
     names = [(record.group, record.method, record.repeat) for record in answer]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -139,7 +145,7 @@ def checked(records: Iterable[Record]) -> tuple[Record, ...]:
     return tuple(answer)
 
 
-def _unit_text(key: str, unit: Unit, machines: list[str]) -> str:
+def _unit_text(unit: Unit, machines: list[str]) -> str:
     values = {name: getattr(unit, name) for name in ("seconds", "peak", "settings", "code", "error")}
     head = _line({"machine": machines.index(_line(asdict(unit.machine))), **values})
     records = ",\n".join(f"   {_line(asdict(record))}" for record in unit.records)

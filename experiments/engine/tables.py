@@ -71,14 +71,23 @@ class Summary:
 
 
 def summarised(records: Iterable[Record]) -> Summary:
-    """Return the mean and standard error over repeats of every score by group and method, in order of appearance."""
+    """Return the mean and standard error over repeats of every score by group and method, in order of appearance.
+
+    Raises:
+        LapwingError: If there are two records of one group, method and repeat.
+    """
     values: dict[tuple[str, str], dict[str, list[float]]] = {}
     columns: dict[str, None] = {}
+    seen = set()
     for record in records:
+        name = record.group, record.method, record.repeat
+        if name in seen:
+            raise LapwingError(f"there are two records of {name}; expected one for each group, method and repeat.")
+        seen.add(name)
         row = values.setdefault((record.group, record.method), {})
-        for name, value in _numbers(record).items():
-            row.setdefault(name, []).append(value)
-            columns[name] = None
+        for score, value in _numbers(record).items():
+            row.setdefault(score, []).append(value)
+            columns[score] = None
     names = (*(name for name in columns if name not in EXTRA), *(name for name in EXTRA if name in columns))
     return Summary(names, {key: {n: Cell.of(v) for n, v in row.items()} for key, row in values.items()})
 

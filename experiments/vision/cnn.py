@@ -14,7 +14,7 @@ import lapwing as lw
 from experiments.engine.contract import Record
 from experiments.options import Progress
 from experiments.pinned import PROBIT
-from experiments.vision.learning import Schedule, train_together
+from experiments.vision.learning import Schedule, tensor_cores, train_together
 from experiments.vision.limits import Limit, within
 from experiments.vision.networks import convolutional, seeded
 from experiments.vision.predictions import (
@@ -49,17 +49,17 @@ class Convolutional:
     channels: tuple[tuple[int, ...], ...] = ((32, 64), (64, 96, 128))  # of the network for each set
     hidden: int = 128
     dropout: float = 0.0
-    epochs: int = 25
-    batch_size: int = 512
-    rate: float = 1e-3
-    decays: tuple[float, ...] = (10.0, 40.0, 160.0)
+    epochs: int = 15
+    batch_size: int = 1024
+    rate: float = 2e-3
+    decays: tuple[float, ...] = (20.0, 100.0)
     precisions: tuple[float, ...] = tuple(10 ** (k / 2) for k in range(-2, 9))
     data: int | None = None  # training images; None takes all
     tuning: int = 1000
     test: int | None = None  # test images that are scored, and strange ones; None takes all
     draws: int = 100
     seeds: int = 3
-    limit: float | None = 45.0  # seconds of a unit after which no method is begun
+    limit: float | None = 20.0  # seconds after the training after which no method is begun
     device: str = "cuda"
     seed: int = 0
 
@@ -83,12 +83,12 @@ class Convolutional:
     def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
         """Train the networks of one set and seed, and score every method on the best."""
         name, seed = unit.rsplit("/", 1)
-        limit = Limit(self.limit)
-        task = Task.prepared(self, name, int(seed), progress)
-        for method, fitted in within(task.methods(), limit, progress, unit):
-            scores = task.scored(fitted.answer)
-            progress(f"{unit}, {method}: NLL {scores['NLL']:.4f}, {fitted.seconds:.1f} s")
-            yield Record(name, method, int(seed), scores, fitted.seconds, fitted.peak)
+        with tensor_cores(False):
+            task = Task.prepared(self, name, int(seed), progress)
+            for method, fitted in within(task.methods(), Limit(self.limit), progress, unit):
+                scores = task.scored(fitted.answer)
+                progress(f"{unit}, {method}: NLL {scores['NLL']:.4f}, {fitted.seconds:.1f} s")
+                yield Record(name, method, int(seed), scores, fitted.seconds, fitted.peak)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Task:
     train: Pair
     validation: Pair
     test: Pair
-    strange: Tensor
+    strange: Tensor | None
     seed: int
 
     @classmethod
@@ -112,7 +112,7 @@ class Task:
         images = replace(images, train=(images.train[0][rows], images.train[1][rows]))
         validation, test = halves(images, seed, settings.test)
         model = _trained(settings, name, images, validation, seed, progress)
-        strange = images.standard(images.strange[: settings.test])
+        strange = None if images.strange is None else images.standard(images.strange[: settings.test])
         return cls(settings, model, images.standard_train(), validation, test, strange, seed)
 
     @property
@@ -128,7 +128,8 @@ class Task:
 
     def scored(self, predict: Predict) -> dict[str, float]:
         """Return the scores on test images, with strange ones beside them."""
-        return scores_of(in_parts(predict, self.test[0]), self.test[1], in_parts(predict, self.strange))
+        strange = None if self.strange is None else in_parts(predict, self.strange)
+        return scores_of(in_parts(predict, self.test[0]), self.test[1], strange)
 
     def methods(self) -> dict[str, Callable[[], Predict]]:
         """Return functions that fit each method; all that need the Kronecker curvature share one fit."""

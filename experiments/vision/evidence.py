@@ -97,7 +97,8 @@ class Evidence:
         parts: dict[str, Callable[[], Iterator[Record]]] = {
             "table": run.table, "training": run.training, "scale": run.scale, "given": run.given,
         }  # fmt: skip
-        yield from parts[part]()
+        with tensor_cores(False):
+            yield from parts[part]()
 
     def picture(self, stored: Stored, path: Path) -> None:
         """Draw naive and corrected evidence against the epoch, and against the scale of the weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,7 +16,7 @@ from experiments.data import Shuffled
 from experiments.engine.contract import Record
 from experiments.options import Progress
 from experiments.pinned import PROBIT
-from experiments.vision.learning import Schedule, train_together
+from experiments.vision.learning import Schedule, tensor_cores, train_together
 from experiments.vision.limits import Limit, within
 from experiments.vision.networks import convolutional, perceptron, seeded
 from experiments.vision.predictions import Predict, in_parts, probabilities_of, scores_of, softmax_of
@@ -84,17 +85,20 @@ class Regularised:
     def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
         """Train in both ways, and score the networks, and the posterior that the evidence leaves."""
         name, network, seed = unit.split("/")
+        if network not in NETWORKS:  # here, where no method can fail because of it
+            raise DataError(f"the network is {network!r}; expected one of {', '.join(NETWORKS)}.")
         run = Run(self, network, int(seed), self._images(name, int(seed)))
         limit, (x, y) = Limit(self.limit), run.images.test
         x = run.images.standard(x)
         trainings: dict[str, Callable[[], Outcome]] = {"cross-validation": run.cross_validated}
-        trainings |= {key: lambda key=key: run.by_evidence(key) for key in PRIORS}  # type: ignore[misc]
-        for method, fitted in within(trainings, limit, progress, unit):
-            outcome = fitted.answer
-            for suffix, predict in outcome.predicts.items():
-                scores = scores_of(in_parts(predict, x), y)
-                yield Record(f"{name}, {network}", method + suffix, int(seed), scores, fitted.seconds, fitted.peak)
-                progress(f"{unit}, {method}{suffix}: NLL {scores['NLL']:.4f}, {outcome.note}, {fitted.seconds:.1f} s")
+        trainings |= {key: partial(run.by_evidence, key) for key in PRIORS}
+        with tensor_cores(False):
+            for method, fitted in within(trainings, limit, progress, unit):
+                outcome, seconds = fitted.answer, fitted.seconds
+                for suffix, predict in outcome.predicts.items():
+                    scores = scores_of(in_parts(predict, x), y)
+                    progress(f"{unit}, {method}{suffix}: NLL {scores['NLL']:.4f}, {outcome.note}, {seconds:.1f} s")
+                    yield Record(f"{name}, {network}", method + suffix, int(seed), scores, seconds, fitted.peak)
 
     def _images(self, name: str, seed: int) -> ImageSet:
         images = read_set(name, self.data_dir, self.device)
@@ -149,17 +153,17 @@ class Run:
 
     def _made(self) -> nn.Module:
         """Return the untrained network, the same for the same seed."""
-        settings, shape, classes = self.settings, self.images.shape, self.images.n_classes
-        makers: dict[str, Callable[[], nn.Module]] = {
-            "MLP": lambda: perceptron(shape, classes, settings.hidden),
-            "CNN": lambda: convolutional(shape, classes, settings.channels, settings.last),
-        }
-        if self.network not in makers:
-            raise DataError(f"the network is {self.network!r}; expected one of {', '.join(makers)}.")
-        return seeded(makers[self.network], self.seed).to(settings.device)
+        make = lambda: NETWORKS[self.network](self.settings, self.images)
+        return seeded(make, self.seed).to(self.settings.device)
 
     def _train(self, models: list[nn.Module], precisions: tuple[float, ...], held_out: int) -> None:
         """Train under prior precisions: the penalty ½ precision |w|² / N is an L2 decay of precision / N."""
         x, y = (part[held_out:] for part in self.images.standard_train())
         schedule = Schedule(self.settings.epochs, self.settings.batch_size, self.settings.rate)
         train_together(models, x, y, schedule, [each / len(x) for each in precisions], self.seed)
+
+
+NETWORKS: dict[str, Callable[[Regularised, ImageSet], nn.Module]] = {
+    "MLP": lambda settings, images: perceptron(images.shape, images.n_classes, settings.hidden),
+    "CNN": lambda settings, images: convolutional(images.shape, images.n_classes, settings.channels, settings.last),
+}

@@ -27,12 +27,12 @@ class ImageSet:
 
     train: Pair
     test: Pair
-    strange: Tensor  # images out of the distribution, for tests
+    strange: Tensor | None  # images out of the distribution, for tests; None where their file is missing
     mean: Tensor
     std: Tensor
 
     @classmethod
-    def made(cls, train: Pair, test: Pair, strange: Tensor) -> ImageSet:
+    def made(cls, train: Pair, test: Pair, strange: Tensor | None) -> ImageSet:
         """Return the set with mean and standard deviation over all training pixels of a channel."""
         mean, std = (f(train[0], (0, 2, 3), keepdim=True) for f in (torch.mean, torch.std))
         return cls(train, test, strange, mean, std)
@@ -88,7 +88,11 @@ def _digits(data_dir: str | Path | None, device: torch.device) -> ImageSet:
 def _grey(name: str, other: str, data_dir: str | Path | None, device: torch.device) -> ImageSet:
     folder = data_folder(data_dir)
     train, test = read_grey(folder, name, device)
-    return ImageSet.made(train, test, read_grey(folder, other, device)[1][0])
+    return ImageSet.made(train, test, _strange(folder, other, device))
+
+
+def _strange(folder: Path, name: str, device: torch.device) -> Tensor | None:
+    return read_grey(folder, name, device)[1][0] if (folder / f"{name}.npz").exists() else None
 
 
 def _photographs(part: str, data_dir: str | Path | None, device: torch.device) -> ImageSet:
@@ -99,8 +103,11 @@ def _photographs(part: str, data_dir: str | Path | None, device: torch.device) -
     for each in (part, "test"):
         x, y = resnets.cifar10(folder, each, device)
         pairs.append(((x * std + mean).clamp(0, 1), y))
-    digits = F.interpolate(read_grey(folder, "mnist", device)[1][0], (32, 32), mode="bilinear", align_corners=False)
-    return ImageSet(pairs[0], pairs[1], digits.expand(-1, 3, -1, -1).contiguous(), mean, std)
+    digits = _strange(folder, "mnist", device)
+    if digits is not None:
+        large = F.interpolate(digits, (32, 32), mode="bilinear", align_corners=False)
+        digits = large.expand(-1, 3, -1, -1).contiguous()
+    return ImageSet(pairs[0], pairs[1], digits, mean, std)
 
 
 SETS: dict[str, Callable[[str | Path | None, torch.device], ImageSet]] = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from experiments.engine.contract import Record
 from experiments.options import Progress
+from experiments.vision.learning import tensor_cores
 from experiments.vision.limits import Limit, within
 from experiments.vision.predictions import Predict, in_parts, scores_of
 from experiments.vision.shift_methods import OF_SEVERAL, Effort, Methods
@@ -33,13 +34,14 @@ class Shift:
 
     data_dir: Path | None = None
     networks: tuple[str, ...] = ("resnet18", "rotated-mnist", "resnet20", "resnet56")
-    members: int = 4
+    photographs: str = "cifar10"  # or "cifar10_half", the first half of the training images
+    members: int = 3
     angles: tuple[float, ...] = (0, 15, 30, 45, 60, 90, 120, 150, 180)
     effort: Effort = Effort()
     tuning: int = 1000
     test: int = 1000
     seeds: int = 3  # of networks that are trained here and are small; the others have one
-    limit: float | None = 60.0  # seconds of a unit after which no method is begun
+    limit: float | None = 35.0  # seconds after the training after which no method is begun
     device: str = "cuda"
     seed: int = 0
 
@@ -71,16 +73,19 @@ class Shift:
     def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
         """Prepare one network and score every method on every step of the shift."""
         name, seed = unit.rsplit("/", 1)
-        limit = Limit(self.limit)
+        network = network_named(name)
+        if network.images == "cifar10":
+            network = replace(network, images=self.photographs)
         counts = (self.members, self.tuning, self.test)
-        task = prepared(network_named(name), self.data_dir, self.device, counts, self.angles, int(seed))
-        progress(f"{unit}: the networks are ready")
-        methods = Methods(task, self.effort, int(seed)).by_name()
-        for method, fitted in within(methods, limit, progress, unit):
-            seconds = fitted.seconds + (method in OF_SEVERAL) * (len(task.models) - 1) * task.seconds
-            for step, scores in shifted_scores(fitted.answer, task).items():
-                yield Record(f"{name}, {step}", method, int(seed), scores, seconds, fitted.peak)
-            progress(f"{unit}, {method}: {seconds:.1f} s")
+        with tensor_cores(False):
+            task = prepared(network, self.data_dir, self.device, counts, self.angles, int(seed))
+            progress(f"{unit}: the networks are ready, {task.seconds:.1f} s each")
+            methods = Methods(task, self.effort, int(seed)).by_name()
+            for method, fitted in within(methods, Limit(self.limit), progress, unit):
+                seconds = fitted.seconds + (method in OF_SEVERAL) * (len(task.models) - 1) * task.seconds
+                for step, scores in shifted_scores(fitted.answer, task).items():
+                    yield Record(f"{name}, {step}", method, int(seed), scores, seconds, fitted.peak)
+                progress(f"{unit}, {method}: {seconds:.1f} s")
 
     def picture(self, stored: Stored, path: Path) -> None:
         """Draw NLL and ECE against the shift."""

@@ -32,9 +32,9 @@ class Small:
     kind: str = "rotated"
     channels: tuple[int, ...] = (16, 32)
     hidden: int = 64
-    epochs: int = 10
-    batch_size: int = 256
-    rate: float = 1e-3
+    epochs: int = 8
+    batch_size: int = 512
+    rate: float = 2e-3
     decay: float = 1e-4
     dropout: float = 0.25
 

@@ -71,7 +71,7 @@ def test_the_list_tells_what_is_stored(capsys: pytest.CaptureFixture[str], monke
     capsys.readouterr()
     assert main(["--list", "--out", "out"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
-    assert line.split("  ") == ["toy", "3 of 4 stored, 1 failed", "6 units, none stored", "a toy"]
+    assert " ".join(line.split()) == "toy 3 of 4 stored, 1 failed 6 units, none stored a toy"
     monkeypatch.setattr(Toy, "version", 2, raising=False)
     main(["--list", "--out", "out"])
     assert "0 of 4 stored, 1 failed, 3 out of date" in capsys.readouterr().out

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from experiments.engine.machine import Machine
-from experiments.engine.measuring import measured
+from experiments.engine.measuring import _PEAKS, measured
 
 
 def test_the_peak_sees_memory_that_is_free_again() -> None:
@@ -16,6 +17,25 @@ def test_the_peak_sees_memory_that_is_free_again() -> None:
     small = measured(lambda: 3)
     assert large.answer == size
     assert large.peak is None or (small.peak is not None and size / 2 < large.peak - small.peak < 2 * size)
+
+
+def test_the_peak_of_a_call_sees_those_within_it_and_what_was_before() -> None:
+    size, peaks = 2**26, []
+
+    def outer() -> None:
+        len(b"x" * size)
+        peaks.append(measured(lambda: 3).peak)
+
+    most = measured(outer).peak
+    assert most is None or most - peaks[0] > size / 2
+    most = measured(lambda: measured(lambda: len(b"x" * size))).peak
+    assert most is None or most - peaks[0] > size / 2
+
+
+def test_a_call_that_raises_leaves_nothing_behind() -> None:
+    with pytest.raises(ZeroDivisionError):
+        measured(lambda: 1 // 0)
+    assert _PEAKS == []
 
 
 def test_seconds_are_those_of_the_call() -> None:

@@ -48,7 +48,7 @@ def body(mark: str, kind: str = "value") -> str:
         ("toy/full seconds .0f", "3"),
         ("toy/full units", "2"),
         ("toy/full peak .2e", "1.07e+09"),
-        ("toy/full command", "python -m experiments toy"),
+        ("toy/full command", "`python -m experiments toy`"),
     ],
 )
 def test_values(mark: str, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.engine.contract import Record
 from experiments.engine.running import Plan, run
 from experiments.engine.store import Unit, load
+from experiments.options import Progress
 from lapwing.errors import FileError
 from tests.experiments.engine.toy import Net, Toy
 
@@ -93,6 +95,22 @@ def test_results_of_other_settings_are_not_overwritten_unless_asked(plan: Plan) 
         run(Toy(net=Net(rate=0.1)), plan)
     outcome = run(Toy(net=Net(rate=0.1), repeats=1), replace(plan, replace=True))
     assert list(outcome.stored.units) == ["wine/0", "yacht/0"]
+
+
+def test_runs_of_other_units_may_share_the_file(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run ends while the first one is within its first unit."""
+    measure = Toy.measure
+    others = iter([replace(plan, only="wine/*")])
+
+    def measured(self: Toy, unit: str, progress: Progress) -> Iterable[Record]:
+        for other in others:
+            run(Toy(), other)
+        return measure(self, unit, progress)
+
+    monkeypatch.setattr(Toy, "measure", measured)
+    stored = run(Toy(), replace(plan, only="yacht/*")).stored
+    assert stored == load(plan.path)
+    assert list(stored.units) == list(Toy().units())
 
 
 def test_a_pattern_that_selects_nothing_is_refused(plan: Plan) -> None:

@@ -49,6 +49,11 @@ def test_a_repeat_without_its_baseline_does_not_count() -> None:
     assert rows["wine", "Kron"]["NLL"].n == 3
 
 
+def test_two_records_of_one_name_are_refused() -> None:
+    with pytest.raises(LapwingError, match="two records of"):
+        summarised([*RECORDS, RECORDS[0]])
+
+
 def test_means_and_ranks_over_groups() -> None:
     summary = summarised(RECORDS)
     assert means(summary)["mean", "plain"]["NLL"].mean == pytest.approx((3.0 + 6.0) / 2)
