@@ -85,7 +85,8 @@ def fit(
             time; ``lw.check(model, batch)`` lists the costs of all. A name, such as "full", is a method with its
             default settings.
         weights: Which weights are uncertain: ``lw.all_weights`` (default), ``lw.last_layer`` (cheaper by far),
-            ``lw.named(pattern)``, ``lw.subnetwork(index)``; "all" and "last_layer" are accepted as names.
+            ``lw.named(pattern)``, ``lw.subnetwork(index)``, or one that ``lw.subnetworks`` chooses; "all" and "last_layer"
+            are accepted as names.
         prior: The Gaussian prior over the weights: an object such as ``lw.per_layer()``, or a number for an isotropic
             precision. Used as given. None learns an isotropic precision with ``tuner``.
         validation: Data that the network was not trained on, in the form of ``data``; 200 or more calibrate the error
@@ -147,7 +148,7 @@ def fit(
     batches = Data(data, device_of(model), target_key, shown, processes=processes)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
-    problem = _problem(model, batches, likelihood, weights, prior)
+    problem = problem_of(model, batches, likelihood, weights, prior)
     batches = problem.network.arranging(batches)
     if isinstance(chosen, Auto):
         chosen, why = _chosen_by(chosen, problem, batches)
@@ -213,7 +214,7 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     return (_tuned(method.fit(problem, data, generator), None, data),)
 
 
-def _problem(
+def problem_of(
     model: nn.Module,
     data: Data,
     likelihood: Likelihood | str,

@@ -320,6 +320,6 @@ def orthonormal(matrix: Tensor) -> str:
     return "has rows that are not orthonormal; expected orthonormal ones" if wrong else ""
 
 
-def increasing(values: Tensor) -> str:
-    """Check that numbers (n,) increase."""
-    return "" if bool((values.diff() > 0).all()) else "does not increase; expected each number above the one before"
+def distinct(values: Tensor) -> str:
+    """Check that no number of (n,) repeats."""
+    return "" if bool((values.sort().values.diff() > 0).all()) else "has a number twice; expected each once"

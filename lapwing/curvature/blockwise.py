@@ -114,20 +114,19 @@ class BlockwiseCurvature:
 
         Entries that are not selected get no variance and do not enter the determinant.
         """
-        values = self._raw_diagonal()
-        if values is None:
+        values = self.plain_diagonal()
+        precision = values / phi.to(values) + prior.vector.to(values)
+        return _diagonal_precision(precision, self.layout, self.selection)
+
+    def plain_diagonal(self) -> Tensor:
+        """Return the diagonal of H as it is, (P,), for diagonal blocks only; ``diagonal`` raises small entries."""
+        parts = [block.only_diagonal for block in self.blocks]
+        diagonals = [part for part in parts if part is not None]
+        if len(diagonals) < len(parts):
             raise UnsupportedError(
                 "a subnetwork of single weights has no Kronecker structure; use method=Full() or Diagonal()."
             )
-        precision = self.selection.picked(values) / phi.to(values) + prior.vector.to(values)
-        return _diagonal_precision(precision, self.layout, self.selection)
-
-    def _raw_diagonal(self) -> Tensor | None:
-        """Return the diagonal of H with the entries that are not selected; None if a block has more than that."""
-        parts = [block.only_diagonal for block in self.blocks]
-        diagonals = [part for part in parts if part is not None]
-        same = len(diagonals) == len(parts)
-        return in_order(diagonals, self.layout, self.selection, picked=False) if same else None
+        return in_order(diagonals, self.layout, self.selection)
 
     def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
         """Raise if a block cannot take the prior: any takes one precision, for others its factorisation tells."""
@@ -141,9 +140,8 @@ class BlockwiseCurvature:
         return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
-        raw = self._raw_diagonal() if self.selection.index is not None else None
-        if raw is not None:  # weights that are not chosen have no say in the floor
-            return floored_by_layer(self.selection.picked(raw), self.selection)
+        if self.selection.index is not None:  # weights that are not chosen have no say in the floor
+            return floored_by_layer(self.plain_diagonal(), self.selection)
         return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
 
     @property

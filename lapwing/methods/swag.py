@@ -115,11 +115,15 @@ class SWAG:
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> DrawnPosterior:
         """Return the posterior; ``generator`` is not used, ``seed`` fixes the result."""
         network = problem.network
-        start = summed_loss(network, problem.likelihood, data)
-        draws, rate = self._draws(Descent.of(self, problem.with_residual_noise(start), data, start))
+        draws, rate = self.collected(problem, data)
         statistics = summed_loss(mean_of(draws), problem.likelihood, data, "outputs of a draw")
         problem = problem.with_residual_noise(statistics).with_known_prior()
         return DrawnPosterior(problem, draws, statistics, network.theta(), rate)
+
+    def collected(self, problem: Problem, data: Data) -> tuple[Draws, float]:
+        """Return draws with the moments of the snapshots, and the learning rate, which is chosen if none is given."""
+        start = summed_loss(problem.network, problem.likelihood, data)
+        return self._draws(Descent.of(self, problem.with_residual_noise(start), data, start))
 
     def cost(self, workload: Workload) -> Cost:
         stored = workload.itemsize * (self.rank + 2) * workload.weights

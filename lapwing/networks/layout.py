@@ -101,7 +101,7 @@ def refuse_other_parameters(selection: Selection, layout: Layout, model: nn.Modu
     if sorted(covered) != sorted(selection.names) or len(set(covered)) != len(covered):
         raise FileError("the blocks of the file do not have each selected parameter once")
     index = selection.index
-    if index is not None and (not len(index) or int(index[-1]) >= selection.total):
+    if index is not None and (not len(index) or int(index.max()) >= selection.total):
         raise FileError(f"the file selects single weights beyond the {selection.total} of its parameters, or none")
     for block in layout:
         wide = block.linear and len(block.shape) >= 2 and block.shape[0] % block.groups == 0

@@ -18,7 +18,7 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.images import DIMS, ImageForm
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take
 from lapwing.core.memory import gathered
-from lapwing.core.schema import Array, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, increasing
+from lapwing.core.schema import Array, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, distinct
 from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention
 from lapwing.errors import DataError, FileError, ModelError
@@ -167,7 +167,7 @@ class Network:
             ),
             forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
             shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),
-            index=Maybe(Array((None,), 0, whole=True, also=increasing)),
+            index=Maybe(Array((None,), 0, whole=True, also=distinct)),
         )  # fmt: skip
         names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
         selection = Selection(names, shapes, fields.pop("index"))

@@ -96,6 +96,15 @@ class Weights(Protocol):
         ...
 
 
+@runtime_checkable
+class NeedsNoGraph(Protocol):
+    """A rule that reads the names and sizes of the parameters alone."""
+
+    def listed(self, model: nn.Module) -> Selection:
+        """Return the selection."""
+        ...
+
+
 def float_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return all parameters that are real or complex numbers, by name."""
     return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
@@ -145,6 +154,9 @@ class AllWeights:
         return real(model, names)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        return self.listed(model)
+
+    def listed(self, model: nn.Module) -> Selection:
         return selected(model, self.needs(model))
 
 
@@ -169,6 +181,9 @@ class Named:
         return real(model, names)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        return self.listed(model)
+
+    def listed(self, model: nn.Module) -> Selection:
         return selected(model, self.needs(model))
 
 
@@ -182,6 +197,9 @@ class Subnetwork:
         return all_weights.needs(model)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        return self.listed(model)
+
+    def listed(self, model: nn.Module) -> Selection:
         whole = selected(model, self.needs(model))
         index = self.index.nonzero()[:, 0] if self.index.dtype == torch.bool else self.index.long()
         if self.index.dtype == torch.bool and len(self.index) != whole.size:
@@ -233,7 +251,7 @@ def subnetwork(index: Tensor | Sequence[int] | Sequence[bool]) -> Weights:
 
     Returns:
         A rule for the argument ``weights`` of ``fit``. Methods that need whole layers (``Kron``, ``EKron``) refuse it;
-        use ``Full`` or ``Diagonal``.
+        use ``Full`` or ``Diagonal``. ``lw.subnetworks`` has rules that choose the positions.
 
     Raises:
         ModelError: if they are no whole numbers (n,); in ``fit``, if positions repeat, are out of range or are none, or

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import lapwing as lw
 from lapwing.core.data import Data
+from lapwing.methods import full
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense
@@ -183,6 +184,21 @@ def test_hessian_runs_on_every_kind_of_network(name: str) -> None:
 def test_what_does_not_exist_is_refused(method: Any, curvature: str, message: str) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=message):
         method(curvature=curvature)
+
+
+def test_the_limit_follows_the_byte_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """25 weights: four matrices of 8 P² bytes in four times the budget. 30,000 weights are always accepted."""
+    model, x, y = small()
+    run = lambda: lw.fit(model, [(x, y)], "classification", method=lw.Full(), prior=1.0)
+    with lw.memory.limited(4_000):
+        run()
+    monkeypatch.setattr(full, "ALWAYS", 10)
+    with lw.memory.limited(5_000):
+        run()
+    with lw.memory.limited(4_000):
+        with pytest.raises(lw.errors.UnsupportedError, match=r"over 25 weights .* the limit is 22 weights"):
+            run()
+        assert lw.check(model, x).costs["Full"].note == "over 22 weights: choose fewer"
 
 
 def test_more_weights_than_the_limit_are_refused() -> None:

@@ -26,6 +26,7 @@ X = torch.randn(TOTAL, INPUTS, dtype=D, generator=torch.Generator().manual_seed(
 NEW = torch.randn(5, INPUTS, dtype=D, generator=torch.Generator().manual_seed(2))
 Y = torch.randint(0, CLASSES, (TOTAL,), generator=torch.Generator().manual_seed(3))
 CUTS = [(10,), (4, 6), (1, 2, 3, 4)]
+WHOLE_LAYERS = ("kron", "ekron")
 
 
 def net() -> nn.Module:
@@ -78,6 +79,24 @@ def everything(posterior: lw.Fitted, x: Any, generator: torch.Generator) -> list
         with pytest.raises(lw.errors.UnsupportedError, match="has no weight samples"):
             posterior.network_samples(x, 2, generator)
     return results
+
+
+def test_a_subnetwork_of_all_weights_is_the_network(name: str) -> None:
+    """Methods that need whole layers say so; the others take single weights, in any order."""
+    model, generator = net(), torch.Generator().manual_seed(7)
+    size = sum(p.numel() for p in model.parameters())
+    run = lambda weights: lw.fit(
+        model, [(X, Y)], "classification", method=small_method(name, model), prior=1e3, weights=weights,
+        generator=generator,
+    )  # fmt: skip
+    if name.partition(" ")[0] in WHOLE_LAYERS:
+        with pytest.raises(lw.errors.UnsupportedError, match=r"single weights .*Full\(\)"):
+            run(lw.subnetwork(torch.arange(size)))
+        return
+    same(run(lw.subnetwork(torch.arange(size))), standard(name))
+    some = run(lw.subnetworks.by_gradient(model, [(X, Y)], "classification", 11))
+    assert some.network.selection.size == 11
+    assert bool(torch.isfinite(some.functions(NEW).cov).all())
 
 
 @pytest.mark.parametrize("cut", CUTS[1:])
