@@ -36,18 +36,23 @@ class Images:
     @classmethod
     def read(cls, folder: Path, name: str, device: torch.device, data: int | None = None, seed: int = 0) -> Images:
         """Read NAME.npz. ``data`` selects that many training images, the same for the same seed."""
-        path = folder / f"{name}.npz"
-        if not path.exists():
-            raise DataError(f"{path.name} is not in the data folder; expected keys x_train, y_train, x_test, y_test.")
-        with np.load(path, allow_pickle=False) as file:
-            arrays = [torch.from_numpy(file[key]) for key in ("x_train", "y_train", "x_test", "y_test")]
-        x, y, x_test, y_test = (t.to(device) for t in arrays)
+        (x, y), (x_test, y_test) = read_grey(folder, name, device)
         if data is not None:
             rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:data].to(device)
             x, y = x[rows], y[rows]
-        x, x_test = (t.float().unsqueeze(1) / 255 for t in (x, x_test))
         mean, std = x.mean(), x.std()
-        return cls(((x - mean) / std, y.long()), ((x_test - mean) / std, y_test.long()))
+        return cls(((x - mean) / std, y), ((x_test - mean) / std, y_test))
+
+
+def read_grey(folder: Path, name: str, device: torch.device) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return training and test images of NAME.npz, (N, 1, H, W) with pixels from zero to one, and their classes."""
+    path = folder / f"{name}.npz"
+    if not path.exists():
+        raise DataError(f"{path.name} is not in the data folder; expected keys x_train, y_train, x_test, y_test.")
+    with np.load(path, allow_pickle=False) as file:
+        arrays = [torch.from_numpy(file[key]) for key in ("x_train", "y_train", "x_test", "y_test")]
+    x, y, x_test, y_test = (t.to(device) for t in arrays)
+    return (x.float().unsqueeze(1) / 255, y.long()), (x_test.float().unsqueeze(1) / 255, y_test.long())
 
 
 def digits_like(folder: Path, name: str, device: torch.device) -> Tensor:

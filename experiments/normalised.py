@@ -66,16 +66,17 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A transformer of three encoder layers over sixteen patches, with LayerNorm after each part; 42,850 weights."""
 
-    def __init__(self, width: int = 40, layers: int = 3) -> None:
+    def __init__(self, width: int = 40, layers: int = 3, patch: int = 7) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Linear(49, width), nn.LayerNorm(width)
+        self.patch = patch
+        self.embed, self.norm = nn.Linear(patch**2, width), nn.LayerNorm(width)
         self.place = nn.Parameter(0.1 * torch.randn(16, width))
         make = lambda: nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
         self.layers = nn.ModuleList(make() for _ in range(layers))
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        patches = F.unfold(x, 7, stride=7).transpose(1, 2)
+        patches = F.unfold(x, self.patch, stride=self.patch).transpose(1, 2)
         h = self.norm(self.embed(patches)) + self.place
         for layer in self.layers:
             h = layer(h)

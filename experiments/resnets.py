@@ -120,8 +120,11 @@ def pretrained(folder: Path, depth: int) -> ResNet:
 
 
 def cifar10(folder: Path, part: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return images (N, 3, 32, 32), standardised as the networks expect, and classes; ``part`` is train or test."""
-    names = ("cifar10_train_a", "cifar10_train_b") if part == "train" else ("cifar10_test",)
+    """Return images (N, 3, 32, 32), standardised as the networks expect, and classes.
+
+    ``part`` is train, test, or train_a for the first half of the training images.
+    """
+    names = ("cifar10_train_a", "cifar10_train_b") if part == "train" else (f"cifar10_{part}",)
     images, classes = [], []
     for name in names:
         path = folder / f"{name}.npz"

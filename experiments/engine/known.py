@@ -10,6 +10,8 @@ from lapwing.errors import LapwingError
 EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "calibration": "experiments.calibration_jobs:Calibration",
     "cifar": "experiments.cifar:Cifar",
+    "cnn": "experiments.vision.cnn:Convolutional",
+    "evidence": "experiments.vision.evidence:Evidence",
     "fashion": "experiments.fashion:Fashion",
     "flights": "experiments.flights:Flights",
     "images": "experiments.images:ImageTable",
@@ -18,6 +20,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "language": "experiments.language_task:Language",
     "normalised": "experiments.normalised:Normalised",
     "pushed": "experiments.pushed:PushedImages",
+    "regularised": "experiments.vision.regularised:Regularised",
     "response": "experiments.response_task:ResponseTask",
     "sampling": "experiments.sampling:Sampling",
     "uci": "experiments.tables:Tables",
@@ -27,6 +30,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "em": "experiments.em:SampleScales",
     "objectives": "experiments.objectives:Objectives",
     "push_sizes": "experiments.push_sizes:PushSizes",
+    "shift": "experiments.vision.shift:Shift",
 }
 
 

@@ -81,9 +81,11 @@ def _probed(
 def _with_bits(owner: Tensor | None, grads: Tensor, sizes: Tensor, first: int) -> Tensor | None:
     """Return the numbers of the samples with some more bits, from the gradients (1 + bits, rows, entries) of a node.
 
-    The first are those of seeds that are not doubled, and ``sizes`` their largest entry in each row.
+    The first are those of seeds that are not doubled, and ``sizes`` their largest entry in each row. Rounding is
+    relative to the terms of a row, which may be far larger than their sum: behind a LayerNorm they cancel.
     """
-    limit = 64 * torch.finfo(grads.dtype).eps * sizes
+    eps = torch.finfo(grads.dtype).eps
+    limit = max(64 * eps, eps**0.5) * sizes
     for bit, after in enumerate(grads[1:] if grads.numel() else (), first):
         same = (after - grads[0]).abs().amax(1) <= limit
         twice = (after - 2 * grads[0]).abs().amax(1) <= limit

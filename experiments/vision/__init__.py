@@ -1,0 +1,1 @@
+"""Experiments with images: convolutional networks, shifted data, and the evidence."""

@@ -1,0 +1,134 @@
+"""Sampled and linearised convolutional networks on a few digits, and the parts that train and predict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from experiments.engine.contract import Record
+from experiments.options import silent
+from experiments.vision.cnn import Convolutional
+from experiments.vision.learning import Schedule, train_large, train_together
+from experiments.vision.limits import Limit, within
+from experiments.vision.networks import ResNet18, convolutional, perceptron, seeded
+from experiments.vision.predictions import best_temperature, in_parts, sampled_network, scores_of
+from experiments.vision.sets import read_set
+from lapwing.errors import DataError
+
+TINY = replace(Convolutional.quick(), channels=((2, 3),), hidden=5, epochs=2, data=130, tuning=30, test=40, draws=4)
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return list(TINY.measure("digits/0", silent))
+
+
+def test_every_method_has_its_scores(records: list[Record]) -> None:
+    assert TINY.units() == ("digits/0",)
+    assert [r.method for r in records][:2] == ["MAP", "temperature"]
+    assert len({r.method for r in records}) == len(records) == 12
+    for record in records:
+        assert (record.group, record.repeat) == ("digits", 0)
+        assert set(record.scores) == {"accuracy", "NLL", "ECE", "Brier", "OOD AUROC"}
+        assert record.scores["NLL"] > 0
+        assert record.seconds is not None
+
+
+def test_a_unit_gives_the_same_numbers_again(records: list[Record]) -> None:
+    again: Iterator[Record] = TINY.measure("digits/0", silent)
+    for first, second in zip(records[:3], again, strict=False):
+        assert second.scores == pytest.approx(first.scores, rel=1e-6)
+
+
+def test_the_limit_leaves_methods_out() -> None:
+    lines: list[str] = []
+    done = list(within({"one": lambda: 1, "two": lambda: 2}, Limit(0.0), lines.append, "unit"))
+    assert done == []
+    assert lines == ["unit, one: not begun, the time is over", "unit, two: not begun, the time is over"]
+
+
+def test_a_method_that_fails_is_named() -> None:
+    lines: list[str] = []
+
+    def fails() -> int:
+        raise DataError("no data")
+
+    done = list(within({"one": fails, "two": lambda: 2}, Limit(None), lines.append, "unit"))
+    assert [(name, each.answer) for name, each in done] == [("two", 2)]
+    assert lines == ["unit, one: failed: no data"]
+
+
+def data(n: int = 60) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    return x, (x.sum((1, 2, 3)) > 0).long()
+
+
+def test_networks_trained_together_are_those_trained_alone() -> None:
+    x, y = data()
+    schedule = Schedule(2, 60, 1e-2)  # one batch: the order of the rows has no effect
+    make = lambda: [seeded(lambda: perceptron((1, 4, 4), 2, (7,)), seed).double() for seed in (3, 4)]
+    both, alone = make(), make()
+    train_together(both, x.double(), y, schedule, (0.0, 0.3), 0)
+    for model, decay in zip(alone, (0.0, 0.3), strict=True):
+        train_together([model], x.double(), y, schedule, (decay,), 0)
+    for model, other in zip(both, alone, strict=True):
+        assert not model.training
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_networks_that_cannot_be_trained_together() -> None:
+    x, y = data()
+    with pytest.raises(DataError, match="1 networks and 2 decays"):
+        train_together([perceptron((1, 4, 4), 2, (3,))], x, y, Schedule(1), (0.0, 1.0), 0)
+    with pytest.raises(DataError, match="running statistics"):
+        train_together([nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16))], x, y, Schedule(1), (0.0,), 0)
+    with pytest.raises(DataError, match="expected fewer"):
+        convolutional((1, 4, 4), 2, (2, 3, 5), 4)
+
+
+def test_a_large_network_learns() -> None:
+    x, y = data(40)
+    x = torch.nn.functional.interpolate(x, (8, 8)).repeat(1, 3, 1, 1)
+    model = seeded(lambda: ResNet18(classes=2, width=4, blocks=1), 0)
+    with torch.no_grad():
+        before = nn.functional.cross_entropy(model(x), y)
+    train_large(model, x, y, Schedule(6, 20, 0.1), 1e-4, 0)
+    assert not model.training
+    with torch.no_grad():
+        assert nn.functional.cross_entropy(model(x), y) < before
+
+
+def test_the_sampled_network_is_the_mean_of_its_draws() -> None:
+    x, y = data()
+    model = seeded(lambda: perceptron((1, 4, 4), 3, (7,)), 0)
+    posterior = lw.fit(model, [(x, y)], "classification", prior=2.0, progress=False)
+    drawn = posterior.network_samples(x, 7, torch.Generator().manual_seed(5)).softmax(-1).mean(0)
+    torch.testing.assert_close(in_parts(sampled_network(posterior, 7, 5, together=3), x, 25), drawn)
+    with pytest.raises(DataError, match="at least one"):
+        sampled_network(posterior, 0, 5)
+    some = lw.fit(
+        model, [(x, y)], "classification", method=lw.Diagonal(), weights=lw.subnetwork([0, 4]), progress=False
+    )
+    with pytest.raises(DataError, match="whole layers"):
+        sampled_network(some, 2, 0)
+
+
+def test_scores_and_temperature() -> None:
+    y = torch.tensor([0, 1, 1, 0, 1])
+    logits = torch.nn.functional.one_hot(y, 2).double().log_softmax(-1)
+    overconfident = torch.cat([10 * logits[:4], 10 * logits[4:].flip(-1)])
+    assert best_temperature(overconfident, y) > 3
+    scores = scores_of(logits.softmax(-1), y, torch.full((3, 2), 0.5))
+    assert scores["accuracy"] == scores["OOD AUROC"] == 1.0
+    assert "OOD AUROC" not in scores_of(logits.softmax(-1), y)
+
+
+def test_unknown_sets() -> None:
+    with pytest.raises(DataError, match="expected one of digits"):
+        read_set("cats", None, "cpu")
