@@ -27,6 +27,7 @@ COPIES = 4  # factor between the numbers of copies of the batch in two trials
 GROWTH = 3.0  # of the time between the first trial and the last, so that their difference is not noise
 CLOCK = time.perf_counter
 SQUARE = 384  # rows of the matrices whose product and decomposition are timed
+LARGEST = 3072  # rows of the matrix that is decomposed on a GPU, where small ones are far slower by operation
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,16 @@ class Trials:
         time_of = lambda call: clocked(call, network.device)
         with plain_passes(network, inputs, names) as plain:
             forward, training = time_of(plain.forward), time_of(plain.training)
-        square = torch.eye(SQUARE, dtype=torch.float64, device=network.device) + 1
+        square, decomposed = (
+            torch.eye(rows, dtype=torch.float64, device=network.device) + 1
+            for rows in (SQUARE, decomposed_rows(workload))
+        )
         speeds = Speeds(
             forward,
             training,
             training / (count * (workload.training.products + NUMBER * workload.training.numbers)),
             time_of(lambda: square @ square) / SQUARE**3,
-            time_of(lambda: eigh(square)) / SQUARE**3,
+            time_of(lambda: eigh(decomposed)) / len(decomposed) ** 3,
         )
         return cls(problem, inputs, targets, workload, speeds)
 
@@ -171,6 +175,14 @@ class Trials:
             posteriors.append(method.fit(self.problem, data, None))
             first = min(first, clocked(predict, device, once=True))
         return Run(fit, max(0.0, first - following), following)
+
+
+def decomposed_rows(workload: Workload) -> int:
+    """Return the rows of the matrix whose decomposition is timed: on a GPU, as many as the largest factor has."""
+    if workload.device.type == "cpu":
+        return SQUARE
+    sides = [side for block in workload.blocks if block.form is not None for side in block.form[1:]]
+    return min(max([SQUARE, *sides]), LARGEST)
 
 
 def used(predictive: Any) -> Any:

@@ -36,7 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, help="training steps of a network")
     parser.add_argument("--channels", type=positive, help="width of a network")
     parser.add_argument("--size", type=positive, help="side of the large image in pixels (501)")
-    parser.add_argument("--memory", help="byte budget for the large image, such as 2GB (96GB)")
+    parser.add_argument("--memory", help="byte budget for the large image, such as 2GB (142GB)")
+    parser.add_argument("--samples", type=positive, help="images drawn from the posterior of the large image (256)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, for the table and the large image")
 
 
@@ -95,7 +96,7 @@ def _angles(arguments: argparse.Namespace, progress: Progress) -> Report:
 
 
 def _large(arguments: argparse.Namespace, progress: Progress) -> Report:
-    given = {name: getattr(arguments, name) for name in ("size", "memory") if getattr(arguments, name)}
+    given = {name: getattr(arguments, name) for name in ("size", "memory", "samples") if getattr(arguments, name)}
     settings = replace(LargeSettings(device=arguments.device), **_changes(arguments), **given)
     if arguments.quick:
         settings = replace(settings, size=25, angles=4, bins=17, scales=3, samples=8, memory="1GB")

@@ -57,7 +57,7 @@ class LargeSettings:
     weight_of_tv: float = 6.5e-6
     samples: int = 256
     tuning: int = 200
-    memory: str = "96GB"
+    memory: str = "142GB"
     device: str = "cuda"
 
     @property

@@ -19,7 +19,7 @@ from lapwing.priors.bound import Prior
 from lapwing.priors.given import Isotropic
 from lapwing.priors.structured import ClassCovariance, same_classes
 
-PIECES = 0.35  # share of the byte budget for rows of the Jacobian; products of them take nearly as much again
+PIECES = 0.65  # share of the byte budget for rows of the Jacobian; the rest is for passes, and for products of the rows
 PRIOR = Rule(
     "a precision, or an object such as lw.priors.filter_gp()",
     lambda v: not isinstance(v, type) and (isinstance(v, Prior) or POSITIVE.holds(v)),

@@ -35,11 +35,8 @@ class PriorPart:
         return rows.reshape(len(rows), -1, self.grid.taps)
 
     def in_double(self, rows: Tensor) -> Iterator[Tensor]:
-        """Yield rows (n, m) as (n, some filters, taps) in float64, under the byte budget; at once if they are."""
+        """Yield rows (n, m) as (n, some filters, taps) in float64, under the byte budget."""
         folded = self.folded(rows)
-        if rows.dtype == torch.float64:
-            yield folded
-            return
         each = COPIES * 8 * len(rows) * self.grid.taps
         for some in runs(folded.shape[1], each, rows.device):
             yield folded[:, some].double()
