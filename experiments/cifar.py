@@ -47,11 +47,12 @@ class Cifar:
     corrected: int = 0
     device: str = "cpu"
     seed: int = 0
+    test: int | None = None  # test images, of which validation images are a part; None takes all
 
     @classmethod
     def quick(cls) -> Cifar:
         """Return the settings of the quick form."""
-        return cls(Path(), depths=(20,), data=500, validation=200, splits=2)
+        return cls(Path(), depths=(20,), data=200, validation=100, splits=2, test=400)
 
     @classmethod
     def full(cls) -> Cifar:
@@ -113,11 +114,14 @@ def _records(settings: Cifar, depth: int, progress: Progress) -> Iterator[Record
 
 
 def _images(settings: Cifar) -> tuple[Pair, Pair]:
-    """Return some training images, and all test images."""
+    """Return some training images, and the test images."""
     device = torch.device(settings.device)
     train, test = (cifar10(settings.data_dir, part, device) for part in ("train", "test"))
     chosen = torch.randperm(len(train[1]), generator=torch.Generator().manual_seed(settings.seed))[: settings.data]
-    return (train[0][chosen.to(device)], train[1][chosen.to(device)]), test
+    return (train[0][chosen.to(device)], train[1][chosen.to(device)]), (
+        test[0][: settings.test],
+        test[1][: settings.test],
+    )
 
 
 def scored(

@@ -111,7 +111,8 @@ class Normalised:
     @classmethod
     def quick(cls) -> Normalised:
         """Return the settings of the quick form."""
-        return cls(Path(), recipe=replace(cls.recipe, epochs=3), data=500, snapshots=(), seeds=1)
+        recipe = replace(cls.recipe, epochs=2)
+        return cls(Path(), ("resnet",), ("one precision",), recipe, data=200, snapshots=(), seeds=1)
 
     @classmethod
     def full(cls) -> Normalised:

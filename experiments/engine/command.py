@@ -126,7 +126,8 @@ def _print_state(experiment: Experiment, outcome: Outcome, path: Path) -> None:
     if drawing is not None and not outcome.left and not outcome.failed:
         drawing(outcome.stored, path.with_suffix(".png"))
         print(path.with_suffix(".png"))
-    print(path)
+    if path.exists():  # not where no unit is done
+        print(path)
     for key in outcome.failed:
         _complain(f"{key} failed: {outcome.stored.units[key].error}")
     if outcome.left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -82,8 +82,9 @@ def table(mark: Mark, stored: Stored) -> str:
     options = mark.options
     summary = _summary(mark, stored)
     shown = [name for name in summary.columns if name not in ("seconds", "peak")]
-    scores = _names(options, "scores") or shown
-    summary = summary.restricted(_names(options, "groups"), _names(options, "methods"), scores)
+    groups, methods = (dict.fromkeys(names) for names in zip(*summary.rows))
+    scores = _names(options, "scores", summary.columns) or shown
+    summary = summary.restricted(_names(options, "groups", groups), _names(options, "methods", methods), scores)
     form = partial(_fixed, digits=int(options["digits"])) if "digits" in options else number
     rows = dict(summary.rows)
     rows |= means(summary) if options.get("means") == "yes" else {}
@@ -156,8 +157,17 @@ def _summary(mark: Mark, stored: Stored) -> Summary:
     return summarised(stored.records) if baseline is None else compared(stored.records, baseline)
 
 
-def _names(options: dict[str, str], key: str) -> list[str] | None:
-    return [name.strip() for name in options[key].split(",")] if key in options else None
+def _names(options: dict[str, str], key: str, known: Iterable[str]) -> list[str] | None:
+    """Return the names of an option, split at commas; a name may hold commas if it is a known one."""
+    if key not in options:
+        return None
+    parts, names, every = options[key].split(","), list[str](), set(known)
+    while parts:
+        tries = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
+        name = next((each for each in tries if each in every), tries[-1])  # one that is unknown is refused later
+        names.append(name)
+        parts = parts[len(tries) - tries.index(name) :]
+    return names
 
 
 def _number(summary: Summary, what: str, mark: Mark) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lapwing
-from experiments.engine.values import SettingsError, built, converted, hints, parsed, read_toml
+from experiments.engine.values import SettingsError, built, hints, parsed, read_toml
 
 WHERE = ("data_dir", "device", "workers")  # settings that say where a run takes place, not what it measures
 Settings = TypeVar("Settings")
@@ -26,6 +26,8 @@ def from_toml(cls: type[Settings], path: Path, options: Sequence[str] = ()) -> S
         inner, hint = values, _hint(cls, key)
         for table in tables:
             inner = inner.setdefault(table, {})
+            if not isinstance(inner, dict):
+                raise SettingsError(f"{table} is {inner!r} in {path}; expected a table, since {key} is set too.")
         inner[name] = parsed(hint, text, key)
     settings: Settings = built(cls, values)
     return settings
@@ -42,16 +44,6 @@ def overridden(settings: Settings, options: Sequence[str]) -> Settings:
         key, text = _split(option)
         settings = _replaced(settings, key.split("."), parsed(_hint(type(settings), key), text, key))
     return settings
-
-
-def replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    """Return the settings with plain values in place, checked like those of a file."""
-    types = hints(type(settings))
-    unknown = [name for name in values if name not in types]
-    if unknown:
-        raise SettingsError(f"{unknown[0]} is unknown; {type(settings).__name__} has no such setting.")
-    given = {name: converted(types[name], value, name) for name, value in values.items()}
-    return replace(settings, **given)  # type: ignore[type-var]
 
 
 def plain(value: Any) -> Any:

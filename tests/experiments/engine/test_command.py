@@ -66,6 +66,11 @@ def test_mistakes_end_with_a_message_and_a_one(
     assert message in capsys.readouterr().err
 
 
+def test_a_file_that_is_not_written_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["toy", "--time", "0"]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_the_list_tells_what_is_stored(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     main(["toy", "--set", "bad=wine/1", "--out", "out"])
     capsys.readouterr()

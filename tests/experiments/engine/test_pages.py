@@ -20,7 +20,7 @@ MACHINE = Machine("an H200", {"python": "3.12", "torch": "2.11", "lapwing": "0.1
 def stored() -> Stored:
     units = {}
     for i in (0, 1):
-        rows = (("plain", 1.0 + i), ("last layer", 0.5 + 2 * i))
+        rows = (("plain", 1.0 + i), ("last layer", 0.5 + 2 * i), ("VaLLA, alpha 1", 4.0))
         records = tuple(Record("wine", method, i, {"NLL": value, "fit / epoch": 2.0}, 3.0) for method, value in rows)
         units[f"wine/{i}"] = Unit(records, 1.5, 2**30, MACHINE, "abc", "toy 1")
     return Stored("toy", "full", {}, 0, units)
@@ -58,11 +58,14 @@ def test_values(mark: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "rows"),
     [
-        ("scores=NLL", ["|  | NLL |", "| plain | 1.500 ± 0.500 |", "| last layer | 1.500 ± 1.000 |"]),
+        (
+            'scores=NLL methods="VaLLA, alpha 1, plain"',
+            ["|  | NLL |", "| VaLLA, alpha 1 | 4.000 ± 0.000 |", "| plain | 1.500 ± 0.500 |"],
+        ),
         ("scores=NLL,seconds methods=plain digits=1", ["|  | NLL | seconds |", "| plain | 1.5 ± 0.5 | 3.0 ± 0.0 |"]),
         ('scores=NLL methods="last layer" baseline=plain digits=1', ["|  | NLL |", "| last layer | 0.0 ± 0.5 |"]),
         (
-            "scores=NLL pivot=yes means=yes digits=1",
+            'scores=NLL methods="plain,last layer" pivot=yes means=yes digits=1',
             ["|  | plain | last layer |", "| wine | 1.5 ± 0.5 | 1.5 ± 1.0 |", "| mean | 1.5 | 1.5 |"],
         ),
         (

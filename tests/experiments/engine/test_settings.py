@@ -25,6 +25,15 @@ def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) ->
     assert settings == Toy(repeats=7, net=Net((9,), 0.25))
 
 
+def test_a_value_in_place_of_a_table_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "wide.toml"
+    file.write_text("net = 3\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match="net is 3; expected a table with the keys hidden, rate"):
+        from_toml(Toy, file)
+    with pytest.raises(SettingsError, match=r"net is 3 in .*wide\.toml; expected a table"):
+        from_toml(Toy, file, ["net.rate=0.5"])
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
