@@ -28,7 +28,7 @@ from lapwing.problem import Problem, Statistics, sample_count, total_loss
 ITERATIONS = 10  # of L-BFGS in a step of the progress bar
 HISTORY = 20  # steps that L-BFGS remembers
 COPIES = 6  # numbers that a drawn output takes while its gradient is computed
-USUAL = 100  # evaluations of the bound in a usual fit
+USUAL = 150  # evaluations of the bound in a usual fit
 
 
 @dataclass(frozen=True)
