@@ -50,11 +50,11 @@ def draw(records: Iterable[Record], path: Path) -> None:
             _levels(axis, rows)
         nll.set(xlabel="number of points M", ylabel="NLL")
         kl.set(yscale="log", xlabel="number of points M", ylabel="KL of y from exact")
-        cost.set(xscale="log", xlabel="core-seconds of fitting", ylabel="NLL")
+        _cost_axis(cost, rows)
     legend = legend_entries(axes[:3].flat)
     for axis, below in zip(axes[3], (_needed, _gaps, _means), strict=False):
         below(axis, given)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, loc="lower right" if below is _means else "best")
     columns = 5 if len(groups) > 1 else 2
     figure.legend(*legend, frameon=False, ncols=columns, fontsize=9, loc="outside upper center")
     save(figure, path)
@@ -85,6 +85,21 @@ def _size_axis(axis: Any, sizes: Sequence[float]) -> None:
     axis.minorticks_off()
 
 
+def _cost_axis(axis: Any, records: Sequence[Record]) -> None:
+    """Mark the cost of the exact posterior, and label a few core-seconds that lie in the frame."""
+    exact = [record for record in records if record.method == "exact"]
+    seconds = _mean([record.seconds or 0.0 for record in exact])
+    axis.plot(
+        [seconds], [_mean([r.scores["NLL"] for r in exact])], "*", color=INK, markersize=9, label="exact, its cost"
+    )
+    axis.set(xscale="log", xlabel="core-seconds of fitting", ylabel="NLL")
+    low, high = axis.get_xlim()
+    ticks = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 3)]
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axis.set_xticks(shown, [f"{tick:g}" for tick in shown])
+    axis.minorticks_off()
+
+
 def _levels(axis: Any, records: Sequence[Record]) -> None:
     for method, line in (("exact", "--"), ("plain", ":")):
         values = [record.scores["NLL"] for record in records if record.method == method]
@@ -92,12 +107,12 @@ def _levels(axis: Any, records: Sequence[Record]) -> None:
 
 
 def _grown(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return the records of every number of rows, by its text."""
+    """Return the records of every number of rows, by its text, fewest first."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         if GROWTH in record.group:
             groups.setdefault(record.group.partition(", ")[2], []).append(record)
-    return groups
+    return dict(sorted(groups.items(), key=lambda item: int(item[0].rpartition(" ")[2])))
 
 
 def _needed(axis: Any, records: Sequence[Record]) -> None:
@@ -139,7 +154,7 @@ def _means(axis: Any, records: Sequence[Record]) -> None:
         ]
         axis.scatter(*zip(*points, strict=True), s=18, color=colour, marker=mark, label=name.removeprefix("exact, "))
     axis.axhline(0, color=INK, linewidth=0.8)
-    axis.set(ylabel="NLL less that of the network mean", xlim=(-0.5, len(groups) - 0.5))
+    axis.set(ylabel="NLL minus that of network mean", xlim=(-0.5, len(groups) - 0.5))
     axis.set_xticks(range(len(groups)), groups)
 
 
