@@ -22,9 +22,13 @@ from experiments.image_task import Beliefs, Pair, Task, best_temperature, scaled
 from experiments.options import Progress
 from experiments.resnets import cifar10, staged, train
 from lapwing import metrics
+from lapwing.core.data import Data
 from lapwing.demo.training import batches
 from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.tangent.model import tangent_model
+from lapwing.tuners.linear_mode import ModeSolver
 
+LARGEST = 4.0  # factor by which the precision falls in one step: a small one needs many more products
 CONVERGED = 0.02  # change of the logarithm of the precision at which EM stops
 WORSE = 1.02  # validation stops at a likelihood that is worse than the best by this factor
 
@@ -50,18 +54,9 @@ class SampleScales:
     batch: int = 100
     samples: int = 16
     start: float = 100.0  # the first precision
-    steps: int = 8
-    seconds: float = 60.0  # no step of EM starts after that long
-    precisions: tuple[float, ...] = (
-        1000.0,
-        300.0,
-        100.0,
-        30.0,
-        10.0,
-        3.0,
-        1.0,
-        0.3,
-    )  # for validation, from large to small
+    steps: int = 10
+    seconds: float = 60.0  # no step of EM starts after that long, and no precision is tried on held-out images
+    precisions: tuple[float, ...] = (1e5, 3e4, 1e4, 3e3, 1e3, 300.0, 100.0)  # for validation, from large to small
     device: str = "cpu"
     seed: int = 0
 
@@ -105,18 +100,22 @@ class SampleScales:
         task, start = made_task(self), time.perf_counter()
         posterior = sampled(self)
         progress(f"samples after {time.perf_counter() - start:.0f} s")
-        tuner = lw.tuners.SampleEM(data=tangent_data(self), max_steps=1, solver_tolerance=0.1)
+        network = posterior.problem.network
+        theta = network.theta().double()
+        solver = ModeSolver(tangent_model(network, posterior.problem.likelihood, _tangent(self)), theta, 0.1)
         alone = self.start
         for step in range(self.steps):
-            each = posterior.gamma_samples().sum(1)
+            before, each = float(posterior.problem.prior.values), posterior.gamma_samples().sum(1)
             with full_precision():
-                updated = tuner(posterior)
-            before, after = (float(p.problem.prior.values) for p in (posterior, updated))
+                theta = solver(posterior.problem, theta).theta
+            after = float(each.mean() / theta.square().sum())
             yield from self._step(step, before, after, each)
-            progress(f"step {step}: precision {before:.4g}, γ {float(each.mean()):.4g}")
-            posterior, alone = updated, after * float(each[0] / each.mean())
+            progress(f"step {step}: precision {before:.4g}, γ {float(each.mean()):.4g}, next {after:.4g}")
+            alone = after * float(each[0] / each.mean())
+            posterior = at(posterior, max(after, before / LARGEST))
             if abs(math.log(after / before)) < CONVERGED or time.perf_counter() - start > self.seconds:
                 break
+        alone = max(alone, before / LARGEST)
         seconds = time.perf_counter() - start
         yield self._scored(f"EM, {self.samples} samples", posterior, task, _solved(posterior), seconds)
         single = at(posterior, alone)
@@ -141,7 +140,7 @@ class SampleScales:
             loss = metrics.categorical_nll(probabilities(posterior, task.validation), task.held_out[1])
             progress(f"precision {precision:.4g}: NLL {loss:.4f} of held-out images")
             yield Record("held out", f"precision {precision:.4g}", self.seed, {"precision": precision, "NLL": loss})
-            if loss > WORSE * best:
+            if loss > WORSE * best or time.perf_counter() - start > self.seconds:
                 break
             if loss < best:
                 best, chosen = loss, posterior
@@ -198,6 +197,11 @@ def _images(settings: SampleScales, device: torch.device) -> tuple[Pair, Pair]:
     x = (patterns[y] + torch.randn(len(y), 3, 16, 16, generator=generator)).to(device)
     y = y.to(device)
     return (x[:most], y[:most]), (x[most:], y[most:])
+
+
+def _tangent(settings: SampleScales) -> Data:
+    """Return the data of the tangent model for its optimum."""
+    return Data(tangent_data(settings), torch.device(settings.device))
 
 
 def tangent_data(settings: SampleScales) -> list[Pair]:

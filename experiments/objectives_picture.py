@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def draw(result: Stored, path: Path) -> None:
     figure, axes = new_figure(1, 3, (13.6, 4.2))
     by_batch, by_time, factors = axes[0]
     records = [record for record in result.records if "error, %" in record.scores]
-    group = records[0].group
+    group = min(records, key=lambda record: record.scores["γ / nC, %"]).group  # that of the largest precision
     shown = [record for record in records if record.group == group]
     steps = sorted({record.scores["steps"] for record in shown})
     sizes = sorted({record.scores["batch"] for record in shown})
@@ -40,27 +41,35 @@ def draw(result: Stored, path: Path) -> None:
     _draw_factors(factors, result.records)
     for axis in (by_batch, by_time, factors):
         axis.title.set_fontsize(10)
-        axis.xaxis.set_major_formatter("{x:g}")
+        if axis is not factors:
+            axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.tick_params(which="both", labelsize=8)
         axis.legend(frameon=False, fontsize=8)
     save(figure, path)
 
 
-def _draw_factors(axis: object, records: Iterable[Record]) -> None:
-    """Draw both factors, with two standard errors over the seeds, against γ / nC."""
+def _draw_factors(axis: Any, records: Iterable[Record]) -> None:
+    """Draw, with two standard errors over the seeds, the factor of batches and the squared ratio of errors."""
     ratios = [record for record in records if record.method == "L over L'"]
-    for key, colour in (("factor of batches", POSTERIOR), ("factor of steps", OTHER)):
+    curves = (("factor of batches", 1, POSTERIOR, "batches at the same error"),
+              ("ratio of errors", 2, OTHER, "squared errors with the same batches"))  # fmt: skip
+    shares: set[float] = set()
+    for key, power, colour, label in curves:
         for number, group in enumerate(dict.fromkeys(record.group for record in ratios)):
             known = [record for record in ratios if record.group == group and key in record.scores]
             if not known:
                 continue
             share = sum(record.scores["γ / nC, %"] for record in known) / len(known)
-            mean, error = mean_and_error(torch.tensor([record.scores[key] for record in known]))
-            label = key if not number else None
-            axis.errorbar(share, mean, 2 * error, fmt="o", color=colour, markersize=5, label=label)  # type: ignore[attr-defined]
-    axis.axhline(CLAIM, color=INK, linestyle="--", linewidth=1, label="published factor of batches")  # type: ignore[attr-defined]
-    axis.axhline(1, color=INK, linestyle=":", linewidth=1)  # type: ignore[attr-defined]
-    axis.set(title="what L needs over what L' needs", xlabel="γ / nC, %", xscale="log", yscale="log")  # type: ignore[attr-defined]
+            mean, error = mean_and_error(torch.tensor([record.scores[key] ** power for record in known]))
+            shares.add(share)
+            name = label if not number else None
+            axis.errorbar(share, mean, 2 * error, fmt="o", color=colour, markersize=5, label=name)
+    axis.axhline(CLAIM, color=INK, linestyle="--", linewidth=1, label="published: 16")
+    axis.axhline(1, color=INK, linestyle=":", linewidth=1)
+    axis.set(title="L over L'", xlabel="γ / nC, %", xscale="log", yscale="log")
+    axis.set_xticks(sorted(shares), [f"{share:.2g}" for share in sorted(shares)])
+    axis.minorticks_off()
 
 
 def _errors(records: list[Record], name: str, batch: float, steps: float) -> Tensor:

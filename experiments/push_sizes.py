@@ -45,7 +45,7 @@ class PushSizes:
 
     @classmethod
     def full(cls) -> Self:
-        """Return the full form: 1,020, 3,110 and 5,358 weights."""
+        """Return the full form: 1,020, 3,110 and 5,350 weights."""
         return cls()
 
     def units(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from experiments import objectives
 from experiments.engine.contract import Record
 from experiments.engine.machine import Machine
 from experiments.engine.store import Stored, Unit
-from experiments.objectives import Objectives, equal_errors, tangent_matrix
+from experiments.objectives import Objectives, compared, equal_errors, tangent_matrix
 from experiments.options import silent
 from tests.tolerances import SOLVED, assert_close
 
@@ -78,6 +78,15 @@ def test_equal_errors_are_found_in_both_directions() -> None:
     assert equal_errors((1, 4, 16), flat, steep) == pytest.approx(1 / 16)
     assert equal_errors((1, 4, 16), steep, steep) == pytest.approx(1)
     assert equal_errors((1, 4, 16), steep, [0.1, 0.05, 0.02]) is None
+
+
+def test_batches_and_errors_are_compared() -> None:
+    """Errors that fall with one over the root of the batch, and are twice as large on L."""
+    errors = {"classic": 0.8, "reduced": 0.4}
+    runs = {(name, b, r): error / (b**0.5 * r) for name, error in errors.items() for b in (1, 4, 16) for r in (1, 3)}
+    assert compared(runs) == pytest.approx({"factor of batches": 4, "ratio of errors": 2})
+    (last,) = (record for record in records("0/300") if record.method == "L over L'")
+    assert last.scores["ratio of errors"] > 1.5
 
 
 def test_the_picture(tmp_path: Path) -> None:
