@@ -72,8 +72,9 @@ class Evidence:
     def quick(cls) -> Self:
         """Return the settings of the quick form: tiny networks on digits of scikit-learn."""
         return cls(
-            images="digits", depths=(), epochs=20, batch_size=64, rate=1e-2, data=150, few=100, test=300,
-            snapshots=(2, 20), seeds=1, small=True, limit=None, device="cpu",
+            images="digits", moving=("CNN",), depths=(), epochs=10, batch_size=64, rate=1e-2, data=60, few=40,
+            test=300, snapshots=(2, 10), tolerance=1e-1, solver_tolerance=0.1, seeds=1, small=True, limit=None,
+            device="cpu",
         )  # fmt: skip
 
     @classmethod

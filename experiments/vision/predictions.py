@@ -15,7 +15,8 @@ from lapwing import metrics
 from lapwing.errors import DataError
 from lapwing.predictives.softmax import SoftmaxPredictive
 
-Predict = Callable[[Tensor], Tensor]  # from standardised images to the probabilities of the classes
+Predict = Callable[[Tensor], Tensor]  # from standardised images to the probabilities of the classes, in float64
+SMALLEST = torch.finfo(torch.float64).tiny  # a probability of zero would make a mean infinite
 
 
 def in_parts(predict: Predict, x: Tensor, size: int = 1000) -> Tensor:
@@ -26,24 +27,24 @@ def in_parts(predict: Predict, x: Tensor, size: int = 1000) -> Tensor:
 
 def softmax_of(model: nn.Module, temperature: float = 1.0) -> Predict:
     """Return the probabilities of the plain network, with logits over the temperature."""
-    return lambda x: (model(x) / temperature).softmax(-1)
+    return lambda x: (model(x).double() / temperature).softmax(-1)
 
 
 def average_of(models: Sequence[nn.Module]) -> Predict:
     """Return the mean of the probabilities of several networks: a deep ensemble."""
-    return lambda x: torch.stack([model(x).softmax(-1) for model in models]).mean(0)
+    return lambda x: torch.stack([model(x).double().softmax(-1) for model in models]).mean(0)
 
 
 def probabilities_of(posterior: lw.Fitted) -> Predict:
     """Return the probabilities of a fitted posterior."""
-    return lambda x: posterior.predict(x).probs
+    return lambda x: posterior.predict(x).log_probs.double().exp()
 
 
 def drawn_logits(posterior: lw.Fitted, draws: int = 1000) -> Predict:
     """Return the probabilities of a posterior from draws of its logits, in place of a link."""
 
     def predict(x: Tensor) -> Tensor:
-        return SoftmaxPredictive(posterior.functions(x), "mc", draws).probs
+        return SoftmaxPredictive(posterior.functions(x), "mc", draws).log_probs.double().exp()
 
     return predict
 
@@ -65,10 +66,10 @@ def sampled_network(posterior: lw.Fitted, draws: int, seed: int, together: int =
     drawn = {name: part.reshape(draws, *shapes[name]) for name, part in zip(shapes, flat, strict=True)}
 
     def outputs(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(model, parameters, (x,)).softmax(-1)
+        return functional_call(model, parameters, (x,)).double().softmax(-1)
 
     def predict(x: Tensor) -> Tensor:
-        total = torch.zeros((), device=x.device)
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
         for first in range(0, draws, together):
             some = {name: part[first : first + together] for name, part in drawn.items()}
             total = total + vmap(outputs, (0, None))(some, x).sum(0)
@@ -93,6 +94,7 @@ def best_temperature(logits: Tensor, y: Tensor) -> float:
 
 def scores_of(probs: Tensor, y: Tensor, strange: Tensor | None = None) -> dict[str, float]:
     """Return accuracy, NLL, ECE and Brier score, and how well the entropy tells strange images apart (OOD AUROC)."""
+    probs = probs.double().clamp_min(SMALLEST)
     scores = {
         "accuracy": metrics.accuracy(probs, y),
         "NLL": metrics.categorical_nll(probs, y),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from experiments.vision.shift_task import Task
 from lapwing.demo.training import Batches, batches
 from lapwing.networks.forward import has_dropout
 
+# Baselines that a version of the package may have: IVON needs another package, and says so.
+FURTHER: dict[str, dict[str, Any]] = {"VariationalLastLayer": {}, "IVON": {"epochs": 5, "samples": 16}}
 OF_SEVERAL = ("ensemble", "mixture of last layers")  # methods that need the other networks
 
 
@@ -22,9 +24,9 @@ OF_SEVERAL = ("ensemble", "mixture of last layers")  # methods that need the oth
 class Effort:
     """How much work the methods may do.
 
-    ``data`` training images stand for all in posteriors of all weights, ``few`` in that by samples and in the choice
-    of subnetworks. A network of more than ``large`` weights gets no Kronecker posterior and no SWAG: their predictions
-    take a Jacobian, or their training too long.
+    ``data`` training images stand for all in posteriors of all weights, ``few`` in that by samples and in those of
+    subnetworks, which are chosen by one batch. A network of more than ``large`` weights gets no Kronecker posterior and
+    no SWAG: the predictions of the one and the training of the other take too long.
     """
 
     data: int = 10_000
@@ -65,6 +67,9 @@ class Methods:
         if n_weights <= self.effort.large:
             methods["Kron"] = lambda: self._laplace(lw.Kron(), lw.all_weights)
             methods["SWAG"] = self._swag
+        for name, options in FURTHER.items():
+            if hasattr(lw.baselines, name):
+                methods[name] = partial(self._further, name, options)
         for size in self.effort.sizes:
             if size < n_weights:
                 methods[f"subnetwork of {size}"] = partial(self._subnetwork, size)
@@ -93,6 +98,10 @@ class Methods:
         method = lw.baselines.MixtureOfLaplace(self.task.models[1:], lw.Full())
         return self._fitted(method, weights=lw.last_layer, validation=self._validation)
 
+    def _further(self, name: str, options: dict[str, Any]) -> Predict:
+        """Fit a baseline that learns its prior beforehand, or needs none."""
+        return self._fitted(getattr(lw.baselines, name)(seed=self.seed, **options))
+
     def _sampled(self) -> Predict:
         """Draw from the posterior of all weights by solving linear systems."""
         data, temperature = self.task.some(self.effort.few, self.effort.batch_size)
@@ -113,18 +122,7 @@ class Methods:
         return self._fitted(method)
 
     def _subnetwork(self, size: int) -> Predict:
-        """Fit the exact posterior of the weights that the outputs depend on most."""
-        chosen = self._influence.topk(size).indices.sort().values
-        return self._laplace(lw.Full(), lw.subnetwork(chosen.cpu()), few=True)
-
-    @cached_property
-    def _influence(self) -> torch.Tensor:
-        """The diagonal of the curvature, from gradients at drawn labels, (P,)."""
-        data, temperature = self.task.some(self.effort.few, self.effort.batch_size)
-        likelihood = lw.Categorical(temperature=temperature)
-        posterior = lw.fit(
-            self.task.model, data, likelihood, method=lw.Diagonal("fisher_mc"), prior=1.0, progress=False,
-            generator=torch.Generator().manual_seed(self.seed),
-        )  # fmt: skip
-        diagonal: torch.Tensor = posterior.posterior.current.diagonal()
-        return diagonal
+        """Fit the exact posterior of the weights that the outputs depend on most, at one batch of images."""
+        data, _ = self.task.some(self.effort.batch_size, self.effort.batch_size)
+        chosen = lw.subnetworks.by_gradient(self.task.model, data, "classification", size, progress=False)
+        return self._laplace(lw.Full(), chosen, few=True)

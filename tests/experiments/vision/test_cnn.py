@@ -108,8 +108,9 @@ def test_the_sampled_network_is_the_mean_of_its_draws() -> None:
     x, y = data()
     model = seeded(lambda: perceptron((1, 4, 4), 3, (7,)), 0)
     posterior = lw.fit(model, [(x, y)], "classification", prior=2.0, progress=False)
-    drawn = posterior.network_samples(x, 7, torch.Generator().manual_seed(5)).softmax(-1).mean(0)
-    torch.testing.assert_close(in_parts(sampled_network(posterior, 7, 5, together=3), x, 25), drawn)
+    drawn = posterior.network_samples(x, 7, torch.Generator().manual_seed(5)).double().softmax(-1).mean(0)
+    probs = in_parts(sampled_network(posterior, 7, 5, together=3), x, 25)
+    torch.testing.assert_close(probs, drawn, rtol=1e-5, atol=1e-7)
     with pytest.raises(DataError, match="at least one"):
         sampled_network(posterior, 0, 5)
     some = lw.fit(
@@ -126,6 +127,8 @@ def test_scores_and_temperature() -> None:
     assert best_temperature(overconfident, y) > 3
     scores = scores_of(logits.softmax(-1), y, torch.full((3, 2), 0.5))
     assert scores["accuracy"] == scores["OOD AUROC"] == 1.0
+    sure = torch.tensor([[1.0, 0.0]]).expand(5, 2)
+    assert 100 < scores_of(sure, y)["NLL"] < 1000  # large, but finite
     assert "OOD AUROC" not in scores_of(logits.softmax(-1), y)
 
 
