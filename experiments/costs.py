@@ -16,7 +16,9 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks.peak import peak
 from experiments.calibration_tasks import NETWORKS, RECIPES, SETS, Pair, Split, Task
+from experiments.costs_picture import draw
 from experiments.engine.contract import Record
+from experiments.engine.store import Stored
 from experiments.options import Progress, chosen
 from experiments.uci import read_split
 from lapwing.demo.training import Recipe, batches, epoch_seconds, optimise, trained
@@ -25,6 +27,7 @@ from lapwing.errors import LapwingError
 TABLE = Recipe(hidden=(50, 50), epochs=100, max_steps=4000)
 DROPOUT = 0.05  # of the network for MC dropout, which is trained with it
 MEMBERS = 4  # networks that an ensemble has beside the first
+SUBNETWORK = 1000  # weights with the largest gradients, at most; and at most a tenth of all
 VALIDATION = 200
 TEST = 1000  # rows that are scored at most
 BATCH = 250
@@ -96,9 +99,19 @@ def fits(task: Trained, seed: int) -> dict[str, Callable[..., lw.Fitted]]:
     fit = partial(lw.fit, likelihood=task.likelihood, progress=False)
     plain = lambda method, **given: partial(fit, task.model, task.data, method=method, **given)
 
+    def others() -> list[nn.Module]:
+        return [task.another(seed + 1000 * (i + 1), False) for i in range(MEMBERS)]
+
     def ensemble(**given: Any) -> lw.Fitted:
-        others = [task.another(seed + 1000 * (i + 1), False) for i in range(MEMBERS)]
-        return fit(task.model, task.data, method=lw.baselines.Ensemble(others), **given)
+        return fit(task.model, task.data, method=lw.baselines.Ensemble(others()), **given)
+
+    def mixture(**given: Any) -> lw.Fitted:
+        return fit(task.model, task.data, method=lw.baselines.MixtureOfLaplace(others()), **given)
+
+    def subnetwork(**given: Any) -> lw.Fitted:
+        count = max(1, min(SUBNETWORK, sum(p.numel() for p in task.model.parameters()) // 10))
+        weights = lw.subnetworks.by_gradient(task.model, task.data, task.likelihood, count, progress=False)
+        return fit(task.model, task.data, method=lw.Full(), weights=weights, **given)
 
     dropping = task.another(seed, True)
     return {
@@ -109,6 +122,7 @@ def fits(task: Trained, seed: int) -> dict[str, Callable[..., lw.Fitted]]:
         "EKron": plain(lw.EKron()),
         "Diagonal": plain(lw.Diagonal()),
         "LowRank": plain(lw.LowRank()),
+        "Subnetwork": subnetwork,
         "Kron, last layer": plain(lw.Kron(), weights=lw.last_layer),
         "Full, last layer": plain(lw.Full(), weights=lw.last_layer),
         "Sampled": plain(lw.Sampled(64)),
@@ -119,12 +133,16 @@ def fits(task: Trained, seed: int) -> dict[str, Callable[..., lw.Fitted]]:
         "SWAG": plain(lw.baselines.SWAG(weight_decay=TABLE.weight_decay)),
         "MC dropout": partial(fit, dropping, task.data, method=lw.baselines.MCDropout()),
         "Ensemble": ensemble,
+        "Mixture of Laplace": mixture,
+        "Variational last layer": plain(lw.baselines.VariationalLastLayer()),
+        "IVON": plain(lw.baselines.IVON()),
     }
 
 
 METHODS = (
     "plain", "Full", "KernelSpace", "Kron", "EKron", "Diagonal", "LowRank", "Kron, last layer", "Full, last layer",
     "Sampled", "ELLA", "VaLLA", "FMGP", "HFL", "SWAG", "MC dropout", "Ensemble",
+    "Mixture of Laplace", "Variational last layer", "IVON", "Subnetwork",
 )  # fmt: skip
 
 
@@ -139,6 +157,7 @@ class Costs:
 
     name: ClassVar[str] = "costs"
     title: ClassVar[str] = "cost against quality: every method, its time, memory and scores, on three tasks"
+    columns: ClassVar[tuple[str, ...]] = ("NLL", "NLL, validated", "fit / epoch", "predict / forward", "peak MB")
 
     data_dir: Path | None = None
     tasks: tuple[str, ...] = ("energy", "noisy digits", "Fashion-MNIST")
@@ -154,6 +173,11 @@ class Costs:
     @classmethod
     def full(cls) -> Self:
         return cls()
+
+    @staticmethod
+    def picture(result: Stored, path: Path) -> None:
+        """Draw the NLL against time and memory."""
+        draw(result.records, path)
 
     def units(self) -> tuple[str, ...]:
         chosen(self.tasks, tuple(TASKS), "tasks")
@@ -188,6 +212,7 @@ def measured(task: Trained, fit: Callable[..., lw.Fitted], method: str, unit: st
     scores |= {f"{name}, validated": value for name, value in validated.items()}
     scores |= {"fit s": seconds, "fit / epoch": seconds / epoch, "predict / forward": taken / forward}
     most = peak(lambda: scored(fit(), x, y)) if first else None
+    scores |= {} if most is None else {"peak MB": most / 2**20}
     return Record(group, method, int(repeat), scores, seconds, most)
 
 

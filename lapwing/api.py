@@ -61,7 +61,7 @@ def fit(
     data: Iterable[Any],
     likelihood: Likelihood | str,
     *,
-    method: Method | Auto | str | None = None,
+    method: Method | OverNetworks | Auto | str | None = None,
     weights: Weights | str | None = None,
     prior: Prior | float | None = None,
     validation: Iterable[Any] | None = None,

@@ -11,6 +11,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "calibration": "experiments.calibration_jobs:Calibration",
     "cifar": "experiments.cifar:Cifar",
     "cnn": "experiments.vision.cnn:Convolutional",
+    "costs": "experiments.costs:Costs",
     "evidence": "experiments.vision.evidence:Evidence",
     "fashion": "experiments.fashion:Fashion",
     "flights": "experiments.flights:Flights",
