@@ -68,8 +68,7 @@ class Methods:
             methods["Kron"] = lambda: self._laplace(lw.Kron(), lw.all_weights)
             methods["SWAG"] = self._swag
         for name, options in FURTHER.items():
-            if hasattr(lw.baselines, name):
-                methods[name] = partial(self._further, name, options)
+            methods[name] = partial(self._further, name, options)
         for size in self.effort.sizes:
             if size < n_weights:
                 methods[f"subnetwork of {size}"] = partial(self._subnetwork, size)

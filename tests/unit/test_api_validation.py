@@ -24,6 +24,7 @@ N = 40
 DECAY = 0.01
 KINDS = ("classification", "regression")
 MINIMUM = ("hfl", "hfl pretrained")  # they need the prior that the network was trained with
+SINGLE = [name for name in SMALL if name != "mixture_of_laplace"]  # which judges each of its networks by itself
 Pair = tuple[Tensor, Tensor]
 
 
@@ -107,7 +108,7 @@ def refuses(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setting", SMALL)
+@pytest.mark.parametrize("setting", SINGLE)
 def test_no_method_is_worse_than_the_plain_network(kind: str, setting: str) -> None:
     net, _, validation = problem(kind)
     before = deepcopy(net)
@@ -201,7 +202,7 @@ def test_an_ensemble_has_the_network_itself_as_a_cell() -> None:
     assert nll(posterior, validation) < nll(plain, validation) + 0.02
 
 
-@pytest.mark.parametrize("setting", SMALL)
+@pytest.mark.parametrize("setting", SINGLE)
 def test_every_method_can_be_guarded_without_validation_data(setting: str) -> None:
     """A method without a precision to vary keeps as much of its spread as the budget allows."""
     kind = "classification"

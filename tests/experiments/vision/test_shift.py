@@ -34,6 +34,7 @@ def test_every_method_at_every_step() -> None:
     records = list(TINY.measure("small/0", silent))
     methods = {r.method for r in records}
     several = {"ensemble", "mixture of last layers", "MC dropout", "sampled posterior", "Kron", "SWAG"}
+    several |= {"IVON", "VariationalLastLayer"}
     assert methods == {"plain", "temperature", "last layer", "subnetwork of 7", "subnetwork of 20"} | several
     assert {r.group for r in records} == {"small, 0 degrees", "small, 90 degrees"}
     assert len(records) == 2 * len(methods)
