@@ -136,11 +136,10 @@ class OperatorDesign:
 
 
 @dataclass(frozen=True, eq=False)
-class ScaledDesign:
-    """The design X diag(factor), for a factor (P,)."""
+class DerivedDesign:
+    """The members that a design made from another one has in common with it."""
 
     design: Design
-    factor: Tensor
 
     @property
     def size(self) -> int:
@@ -157,6 +156,13 @@ class ScaledDesign:
     @property
     def streamed(self) -> bool:
         return self.design.streamed
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledDesign(DerivedDesign):
+    """The design X diag(factor), for a factor (P,)."""
+
+    factor: Tensor
 
     def __iter__(self) -> Iterator[Part]:
         return (self._scaled(part) for part in self.design)

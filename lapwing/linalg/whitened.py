@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapwing.core.settings import seen
 from lapwing.errors import DataError
-from lapwing.linalg.design import Design, OperatorDesign, OperatorPart, Part, located_parts
+from lapwing.linalg.design import DerivedDesign, OperatorDesign, OperatorPart, Part, located_parts
 from lapwing.linalg.features import feature_design, refuse_unpaired
 
 
@@ -48,10 +48,9 @@ class NoiseRoot:
 
 
 @dataclass(frozen=True, eq=False)
-class WhitenedDesign:
+class WhitenedDesign(DerivedDesign):
     """The design L⁻¹ X S. Every part of X has all C rows of each of its data."""
 
-    design: Design
     prior: OperatorDesign | None  # S
     noise: NoiseRoot | None
     outputs: int = 1  # C
@@ -59,18 +58,6 @@ class WhitenedDesign:
     @property
     def size(self) -> int:
         return self.design.size if self.prior is None else self.prior.size
-
-    @property
-    def rows(self) -> int:
-        return self.design.rows
-
-    @property
-    def like(self) -> Tensor:
-        return self.design.like
-
-    @property
-    def streamed(self) -> bool:
-        return self.design.streamed
 
     def __iter__(self) -> Iterator[Part]:
         for part, rows in located_parts(self.design):
@@ -91,7 +78,7 @@ class WhitenedDesign:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedDesign:
+class SharedDesign(DerivedDesign):
     """The design of C outputs with the same features X (n, P) and weights (C, P) of their own.
 
     Rows are data by outputs, (n, C); columns are outputs by features, (C, P).
@@ -104,7 +91,6 @@ class SharedDesign:
             [5., 6.]], dtype=torch.float64)
     """
 
-    design: Design
     outputs: int
 
     @property
@@ -114,14 +100,6 @@ class SharedDesign:
     @property
     def rows(self) -> int:
         return self.outputs * self.design.rows
-
-    @property
-    def like(self) -> Tensor:
-        return self.design.like
-
-    @property
-    def streamed(self) -> bool:
-        return self.design.streamed
 
     def __iter__(self) -> Iterator[Part]:
         return (self._shared(part) for part in self.design)
