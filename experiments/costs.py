@@ -85,7 +85,7 @@ def _classes(task: Task, folder: Path | None, seed: int) -> Trained:
 
 TASKS: dict[str, Callable[[Path | None, int], Trained]] = {
     "energy": partial(_table, "energy"),
-    "noisy digits": partial(_classes, Task("", "noisy digits", "MLP", "unregularised", 1)),
+    "noisy digits": partial(_classes, Task("", "noisy digits", "small MLP", "unregularised", 1)),
     "Fashion-MNIST": partial(_classes, Task("", "Fashion-MNIST", "CNN", "unregularised", 1)),
     "wine, small": partial(_classes, Task("", "wine", "small MLP", "regularised", 1)),
 }
