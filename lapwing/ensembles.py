@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 from torch import nn
 
 from lapwing.api import train
+from lapwing.core.atomic import write_atomically
 from lapwing.core.settings import NONE, PATH, require_integer
-from lapwing.errors import UnsupportedError
+from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.ensemble import renewed
 from lapwing.networks.forward import unwrapped
+from lapwing.registry import named
 from lapwing.training.recipe import Recipe, fixed
 
 
@@ -29,9 +32,10 @@ def train_ensemble(
     target_key: str | None = None,
     progress: bool | None = None,
 ) -> list[nn.Module]:
-    """Train several networks from new random weights. ``model`` is not changed; its weights do not matter.
+    """Train several networks from new random weights. ``model`` is not changed.
 
-    Member k has the seed ``recipe.seed + k``, for its first weights and for its training.
+    Member k has the seed ``recipe.seed + k``, for its first weights and for its training. Frozen weights, which do not
+    require a gradient, are those of ``model`` in every member.
 
     Args:
         model: The network to copy. Every module with weights needs ``reset_parameters``, as PyTorch's have.
@@ -39,8 +43,9 @@ def train_ensemble(
         likelihood: As for ``train``.
         members: The number of networks.
         recipe: How each is trained: ``lw.recipes.fixed()`` (plain training) if None.
-        folder: An existing folder for a checkpoint of every member, written after every epoch. Members whose checkpoint
-            is there already go on from it, so that an interrupted call, repeated, ends where it would have.
+        folder: An existing folder for a checkpoint of every member, written after every epoch. A repeated call goes on
+            from there, with the result of a call that was not interrupted. Recipe and likelihood must be the same; the
+            data must be too, and are not compared.
         target_key: As for ``fit``.
         progress: Whether to show progress bars; None shows them on a terminal.
 
@@ -49,7 +54,7 @@ def train_ensemble(
 
     Raises:
         UnsupportedError: If ``members`` or ``recipe`` is of the wrong kind, or a module has no ``reset_parameters``.
-        DataError: If a checkpoint in the folder belongs to another model or recipe; as for ``train`` otherwise.
+        DataError: If the folder belongs to another model, recipe or likelihood; as for ``train`` otherwise.
         NumericalError: If the loss of a member is not finite.
 
     >>> import torch
@@ -65,14 +70,36 @@ def train_ensemble(
     recipe = fixed() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected fixed(...), online(...) or another Recipe.")
+    if folder is not None:
+        _refuse_other_call(Path(folder), recipe, named("likelihood", likelihood))
     trained = []
     for number in range(members):
-        own = replace(recipe, seed=recipe.seed + number)
+        of_member = replace(recipe, seed=recipe.seed + number)
         checkpoint = None if folder is None else Path(folder) / f"member{number}.lapwing"
         done = checkpoint is not None and checkpoint.exists()
         run = train(
-            renewed(unwrapped(model), own.seed), data, likelihood, recipe=own, target_key=target_key,
+            renewed(unwrapped(model), of_member.seed), data, likelihood, recipe=of_member, target_key=target_key,
             resume=checkpoint if done else None, checkpoint=checkpoint, progress=progress,
         )  # fmt: skip
         trained.append(run.model)
     return trained
+
+
+def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood) -> None:
+    """Write what the folder is for, or raise if it is for something else."""
+    tuner = type(recipe.update).__name__  # a function has no lasting representation
+    call = {"recipe": f"{replace(recipe, update=None)!r}, {tuner}", "likelihood": repr(likelihood)}
+    path = folder / "ensemble.json"
+    if not path.exists():
+        write_atomically(path, [json.dumps(call, indent=1).encode()])
+        return
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        differing = [name for name in call if stored[name] != call[name]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileError(f"{path} is damaged ({error}). Delete it with the checkpoints beside it.") from error
+    for name in differing:
+        raise DataError(
+            f"the folder {folder} has networks with the {name} {stored[name]}, and the {name} is {call[name]} now; "
+            "expected the same. Choose another folder."
+        )

@@ -297,7 +297,8 @@ class Fitted:
 
         Args:
             n: The number of draws.
-            generator: The source of randomness; the global generator if None.
+            generator: The source of randomness; the global generator if None, and for ``SWAG`` and ``IVON`` the seed of
+                the method.
 
         Raises:
             UnsupportedError: If the method has no weight samples, or fewer than n.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.core.inputs import check_finite
 from lapwing.core.settings import seen
@@ -52,6 +53,12 @@ class Movable(Protocol):
     def to(self, device: Any = None, dtype: Any = None) -> Any: ...
 
 
+def moved_copy(operator: Movable, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the operator on a device and in a dtype; a module, which ``to`` would change in place, is copied."""
+    operator = copy.deepcopy(operator) if isinstance(operator, nn.Module) else operator
+    return operator.to(device=device, dtype=dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """The operator with products that take and return the dtype and device of their rows; None is the identity."""
@@ -84,7 +91,7 @@ class Observation:
                 f"the operator takes {operator.size} numbers and the network returns {size}; expected as many."
             )
         if isinstance(operator, Movable):
-            operator = operator.to(device=like.device, dtype=like.dtype)
+            operator = moved_copy(operator, like.device, like.dtype)
         design = OperatorDesign(operator.rows, size, operator.forward, operator.back, operator.like)
         refuse_unpaired(design)
         return cls(operator, operator.rows, size)
@@ -112,7 +119,7 @@ class Observation:
     def _double(self) -> LinearOperator:
         operator: Any = self.operator
         narrow = operator.like.dtype != torch.float64 and isinstance(operator, Movable)
-        wide: LinearOperator = operator.to(dtype=torch.float64) if narrow else operator
+        wide: LinearOperator = moved_copy(operator, operator.like.device, torch.float64) if narrow else operator
         return wide
 
     def basis(self, part: slice, like: Tensor) -> Tensor:

@@ -125,6 +125,8 @@ def _stack(features: Tensor, targets: Tensor) -> MatrixDesign:
             f"features have the shape {tuple(features.shape)} and targets are {seen}; expected targets "
             f"{tuple(features.shape[:2])}, or features (rows, columns)."
         )
-    design = feature_design(features.reshape(-1, features.shape[2]))
+    if 0 in features.shape:
+        raise DataError(f"features have the shape {tuple(features.shape)}; expected at least one of each dimension.")
+    design = feature_design(features.flatten(0, 1))
     assert isinstance(design, MatrixDesign)
     return replace(design, part=features.shape[1] * max(1, design.part // features.shape[1]))

@@ -191,7 +191,7 @@ def _positive(value: Tensor, name: str, words: tuple[str, ...], shapes: tuple[tu
 
 def _cholesky(matrix: Tensor, name: str) -> Tensor:
     """Return the lower Cholesky factor of symmetric matrices; raise unless they are symmetric and positive definite."""
-    gap = float((matrix - matrix.mT).abs().amax() / matrix.abs().amax())
+    gap = float(((matrix - matrix.mT).abs().amax((-2, -1)) / matrix.abs().amax((-2, -1))).max())
     if gap > 1e-6:  # rounding of a matrix that was computed in float32
         raise DataError(
             f"{name} is not symmetric: entries differ from those of the transpose by {gap:.2g} of the largest; "

@@ -140,18 +140,25 @@ class Networks:
 
 
 def renewed(model: nn.Module, seed: int) -> nn.Module:
-    """Return a copy with new random weights, drawn by ``reset_parameters`` of each module."""
+    """Return a copy with new random weights, drawn by ``reset_parameters`` of each module; frozen weights are kept."""
     copied = copy.deepcopy(model)
     without = []
     with global_seed(seed, next((p.device for p in copied.parameters() if p.is_cuda), torch.device("cpu"))):
         for name, module in copied.named_modules():
+            direct = list(module.parameters(recurse=False))
+            frozen = [(p, p.detach().clone()) for p in direct if not p.requires_grad]
+            if direct and len(frozen) == len(direct):  # buffers, such as running statistics, stay too
+                continue
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if reset is not None:
                 reset()
-            elif any(True for _ in module.parameters(recurse=False)):
+            elif direct:
                 without.append(name or type(module).__name__)
+            for parameter, value in frozen:
+                parameter.data.copy_(value)
     if without:
         raise UnsupportedError(
-            f"{', '.join(without)}: no reset_parameters() to draw new weights with; give trained models=[...] instead."
+            f"{', '.join(without)}: no reset_parameters() to draw new weights with. Train networks by lw.train from "
+            "weights of your choice, and give them to lw.baselines.Ensemble(models=[...])."
         )
     return copied

@@ -155,9 +155,13 @@ class Training:
         steps = max(1, (2 * rows + settings.batch_size) // (2 * settings.batch_size))
         if settings.weight_decay is not None or problem.learn_prior or prior.is_isotropic:
             return cls(settings, problem, quiet, start, steps, (slice(0, selection.size),))
-        pieces = tuple(selection.slices.values()) if selection.index is None else ()
-        vector = prior.vector
-        if not pieces or any(bool((vector[piece] != vector[piece][0]).any()) for piece in pieces):
+        if selection.index is not None:
+            raise UnsupportedError(
+                f"the prior {type(prior.given).__name__} with single weights; expected isotropic() for a subnetwork, "
+                "or whole parameters."
+            )
+        pieces, vector = tuple(selection.slices.values()), prior.vector
+        if any(bool((vector[piece] != vector[piece][0]).any()) for piece in pieces):
             raise UnsupportedError(
                 f"the prior {type(prior.given).__name__} has several precisions in one parameter; expected one for "
                 "each, as isotropic() and per_layer() have."

@@ -35,7 +35,7 @@ class MeanFieldPosterior(Posterior):
     variance: Tensor  # (C, D), float64
     statistics: Statistics  # of the network itself
     theta: Tensor  # w̃, (P,)
-    elbo: float  # log p(D) is no lower, for the features as they are
+    elbo: float  # below log p(D) for Gaussian noise; else estimated by the draws of the search, and a little too high
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         a = features(self.problem.network, x)

@@ -62,7 +62,8 @@ class NetworksPosterior(Posterior):
     def findings(self) -> tuple[str, ...]:
         count, bases = len(self.networks), self.mixture.bases
         listed = (finding for each in bases for finding in each.findings)
-        return (f"A mixture of the posteriors of {count} networks.", *dict.fromkeys(listed))
+        first = f"A mixture of the posteriors of {count} networks; the prior and noise shown are those of the first."
+        return (first, *dict.fromkeys(listed))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         return self._unchanged()(x, joint)
@@ -118,7 +119,7 @@ def _alone(posterior: Posterior) -> MixturePosterior:
 
 
 def _together(traces: Sequence[Trace | None]) -> Trace | None:
-    """Return one record of the tuners of several networks, with the mean of their scores."""
+    """Return one record of the tuners of several networks; scores are means over networks, each by itself."""
     known = [trace for trace in traces if trace is not None]
     if not known:
         return None
@@ -129,5 +130,7 @@ def _together(traces: Sequence[Trace | None]) -> Trace | None:
         tuner=f"{first.tuner} for each network" if first.tuner else "",
         steps=tuple(step for trace in known for step in trace.steps),
         findings=tuple(dict.fromkeys(finding for trace in known for finding in trace.findings)),
-        scores={name: sum(trace.scores[name] for trace in known) / len(known) for name in names},
+        scores={
+            f"{name}, mean of the networks": sum(trace.scores[name] for trace in known) / len(known) for name in names
+        },
     )

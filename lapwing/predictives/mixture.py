@@ -45,7 +45,7 @@ class Mixture(Predictive, Protocol):
 
     def average(self, part: Callable[[Any], Tensor]) -> Tensor:
         """Return Σ w_k v_k of a part v of the components."""
-        return self._over_inputs(part, lambda v: torch.einsum("k,k...->...", self.weights.to(v), v))
+        return self._over_inputs(part, lambda v: (self.weights.to(v).reshape(-1, *[1] * (v.ndim - 1)) * v).sum(0))
 
     def log_average(self, part: Callable[[Any], Tensor]) -> Tensor:
         """Return log Σ w_k exp(v_k) of a part v of the components."""

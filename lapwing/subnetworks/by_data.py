@@ -26,7 +26,7 @@ from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
 from lapwing.registry import named
-from lapwing.subnetworks.candidates import NUMBER, largest_in, positions_of
+from lapwing.subnetworks.candidates import NUMBER, count_of, largest, largest_in, positions_of
 
 SETTINGS = Rule("lw.baselines.SWAG(...)", lambda v: isinstance(v, SWAG))
 
@@ -74,7 +74,8 @@ def by_variance(
     <Fitted: Full, 5 weights, ...>
     """
     NUMBER.check("n", n)
-    problem, batches = posed(model, data, likelihood, within, prior, target_key, progress)
+    problem, batches = problem_and_data(model, data, likelihood, within, prior, target_key, progress)
+    count_of(n, problem.network.selection.size)  # refuse before the passes
     posterior = Diagonal().fit(problem, batches)
     precision = curvature_diagonal(posterior)
     if prior is not None:  # otherwise the order is that of H, in which no digits are lost beside the prior
@@ -124,13 +125,15 @@ def by_swag(
     """
     NUMBER.check("n", n)
     (SETTINGS | NONE).check("swag", swag)
-    problem, batches = posed(model, data, likelihood, None, None, target_key, progress)
+    problem, batches = problem_and_data(model, data, likelihood, None, None, target_key, progress)
+    candidates = problem.network
+    if within is not None:
+        candidates = Network.build(model, batches.look()[1].inputs, named("weights", within))
+    positions = positions_of(model, candidates.selection)
+    count_of(n, len(positions))  # refuse before the training
     settings = replace(swag or SWAG(), rank=2)  # deviations are not used
     variances = settings.collected(problem, batches)[0].variance
-    if within is None:
-        return largest_in(variances, problem.network, n)
-    candidates = Network.build(model, batches.look()[1].inputs, named("weights", within))
-    return largest_in(variances[positions_of(model, candidates.selection).to(variances.device)], candidates, n)
+    return largest(variances[positions.to(variances.device)], positions, n)
 
 
 @outside_autocast
@@ -169,11 +172,12 @@ def by_gradient(
     6
     """
     NUMBER.check("n", n)
-    problem, batches = posed(model, data, likelihood, within, None, target_key, progress)
+    problem, batches = problem_and_data(model, data, likelihood, within, None, target_key, progress)
+    count_of(n, problem.network.selection.size)  # refuse before the passes
     return largest_in(squared_gradients(problem, batches), problem.network, n)
 
 
-def posed(
+def problem_and_data(
     model: nn.Module,
     data: Iterable[Any],
     likelihood: Likelihood | str,

@@ -7,6 +7,7 @@ from torch import nn
 
 from lapwing.core.random import independent_generator, uniform
 from lapwing.core.settings import GENERATOR
+from lapwing.networks.forward import unwrapped
 from lapwing.networks.selection import Subnetwork, Weights
 from lapwing.subnetworks.candidates import NUMBER, largest, listed, positions_of
 
@@ -24,7 +25,8 @@ def by_magnitude(model: nn.Module, n: float, *, within: Weights | str | None = N
 
     Raises:
         UnsupportedError: If n is no number of weights, or above that of the candidates; if ``within`` is another rule.
-        ModelError: If a candidate does not require a gradient, or is not finite.
+        ModelError: If a candidate does not require a gradient.
+        DataError: If a candidate is not finite.
 
     >>> net = nn.Linear(3, 1)
     >>> _ = net.weight.data.copy_(torch.tensor([[0.1, -4.0, 2.0]])), net.bias.data.fill_(3.0)
@@ -33,7 +35,7 @@ def by_magnitude(model: nn.Module, n: float, *, within: Weights | str | None = N
     """
     NUMBER.check("n", n)
     candidates = listed(model, within)
-    tensors = dict(model.named_parameters())
+    tensors = dict(unwrapped(model).named_parameters())
     flat = torch.cat([tensors[name].detach().reshape(-1).double() for name in candidates.names])
     return largest(candidates.picked(flat).abs(), positions_of(model, candidates), n)
 

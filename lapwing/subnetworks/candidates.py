@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lapwing.core.inputs import check_finite
 from lapwing.core.settings import Rule, is_integer, is_real
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.networks.forward import device_of
+from lapwing.networks.forward import device_of, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.selection import NeedsNoGraph, Selection, Subnetwork, Weights, all_weights, selected
 from lapwing.registry import named
@@ -20,7 +20,7 @@ NUMBER = Rule(
 
 
 def listed(model: nn.Module, within: Weights | str | None) -> Selection:
-    """Return the candidates of a rule that needs no pass over inputs."""
+    """Return the candidates of a rule that needs no pass over inputs, by their names in the unwrapped model."""
     device_of(model)
     rule = named("weights", within)
     if not isinstance(rule, NeedsNoGraph):
@@ -28,11 +28,12 @@ def listed(model: nn.Module, within: Weights | str | None) -> Selection:
             f"within is {rule!r:.80}, which is found by a pass over inputs; expected lw.named(pattern) or "
             "lw.subnetwork(index). Give the names of these parameters."
         )
-    return rule.listed(model)
+    return rule.listed(unwrapped(model))
 
 
 def positions_of(model: nn.Module, candidates: Selection) -> Tensor:
     """Return the positions of the candidates, (P,), in the flat vector of all weights that require a gradient."""
+    model = unwrapped(model)
     whole = selected(model, all_weights.needs(model))
     frozen = [name for name in candidates.names if name not in whole.slices]
     if frozen:

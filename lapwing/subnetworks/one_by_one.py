@@ -21,7 +21,7 @@ from lapwing.networks.forward import outside_autocast
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Subnetwork, Weights
 from lapwing.priors.bound import Prior
-from lapwing.subnetworks.by_data import curvature_diagonal, dispersion_of, posed, squared_gradients
+from lapwing.subnetworks.by_data import curvature_diagonal, dispersion_of, problem_and_data, squared_gradients
 from lapwing.subnetworks.candidates import NUMBER, count_of, positions_of
 from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
 
@@ -74,7 +74,7 @@ def greedy(
     6
     """
     NUMBER.check("n", n)
-    problem, batches = posed(model, data, likelihood, within, prior, target_key, progress)
+    problem, batches = problem_and_data(model, data, likelihood, within, prior, target_key, progress)
     device, candidates = problem.network.device, problem.network.selection.size
     count = count_of(n, candidates)
     size = min(candidates, max(POOL, 2 * count)) if pool is None else _pool(pool, count, candidates)

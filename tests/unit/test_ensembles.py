@@ -125,7 +125,7 @@ def test_an_interrupted_ensemble_goes_on_to_the_same_end(tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         lw.train_ensemble(net(0.3), Interrupted(11), "classification", folder=tmp_path, **settings)
     files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == ["member0.lapwing", "member1.lapwing"]  # the second is not finished
+    assert files == ["ensemble.json", "member0.lapwing", "member1.lapwing"]  # the second is not finished
     rest = lw.train_ensemble(net(0.3), loader(), "classification", folder=tmp_path, **settings)
     for one, other in zip(rest, whole, strict=True):
         assert_close(weights(one), weights(other))
@@ -141,13 +141,49 @@ def test_what_is_refused(tmp_path: Path) -> None:
         run(recipe=3)
     with pytest.raises(lw.errors.UnsupportedError, match="folder is 3; expected the path"):
         run(folder=3)
-    with pytest.raises(lw.errors.FileError, match="there is no folder for the checkpoint"):
+    with pytest.raises(lw.errors.FileError, match="none does not exist; create it first"):
         run(folder=tmp_path / "none", recipe=recipe())
     with pytest.raises(lw.LapwingError, match=r"precision is -1\.0"):
         lw.recipes.fixed(precision=-1.0)
     run(folder=tmp_path, members=1, recipe=recipe(epochs=1))
-    with pytest.raises(lw.errors.DataError, match="another model or recipe"):
-        run(folder=tmp_path, members=1, recipe=recipe(epochs=1, seed=5))
+    for changed in ({"seed": 5}, {"epochs": 2}, {"rate": 0.1}):
+        with pytest.raises(lw.errors.DataError, match=r"networks with the recipe .* is .* now; expected the same"):
+            run(folder=tmp_path, members=1, recipe=recipe(**{"epochs": 1, **changed}))
+    weighted = lw.Categorical(class_weights=torch.tensor([1.0, 2.0, 3.0]))
+    with pytest.raises(lw.errors.DataError, match="networks with the likelihood Categorical"):
+        lw.train_ensemble(net(), loader(), weighted, folder=tmp_path, members=1, recipe=recipe(epochs=1))
+    (tmp_path / "ensemble.json").write_text("[]")
+    with pytest.raises(lw.errors.FileError, match="damaged"):
+        run(folder=tmp_path, members=1, recipe=recipe(epochs=1))
+
+
+def test_frozen_weights_are_kept_in_every_member() -> None:
+    """Also running statistics of a frozen layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(INPUTS, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
+    model(X)  # gives the statistics other values than at the start
+    model[0].weight.requires_grad_(False)
+    model[1].requires_grad_(False)
+    one, two = lw.train_ensemble(model.eval(), loader(), "classification", members=2, recipe=recipe(epochs=1))
+    for member in (one, two):
+        assert torch.equal(member[0].weight, model[0].weight)
+        assert torch.equal(member[1].weight, model[1].weight)
+        assert not torch.equal(member[3].weight, model[3].weight)
+    assert not torch.equal(one[0].bias, two[0].bias)
+
+
+def test_a_module_that_cannot_be_drawn_again() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(CLASSES, dtype=D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * x
+
+    model = nn.Sequential(nn.Linear(INPUTS, CLASSES, dtype=D), Scaled())
+    with pytest.raises(lw.errors.UnsupportedError, match=r"1: no reset_parameters\(\).*lw\.train"):
+        lw.train_ensemble(model, loader(), "classification", members=2, recipe=recipe(epochs=1))
 
 
 def test_a_loss_that_is_not_finite() -> None:

@@ -221,6 +221,7 @@ def test_shapes_that_are_refused() -> None:
         (x.flatten(0, 1), y, r"51 rows of features and targets \(17, 3\); .* a tensor has the shape \(17, 3, P\)"),
         (operator(x.flatten(0, 1)), y[:, :2], r"an OperatorDesign 34 rows"),
         (x.long(), y, "features are torch.int64"),
+        (x[:, :, :0], y, r"features have the shape \(17, 3, 0\); expected at least one"),
     )
     for features, targets, message in refused:
         with pytest.raises(lw.errors.DataError, match=message):
@@ -233,6 +234,16 @@ def test_shapes_that_are_refused() -> None:
         shared.fit().predict(shared.features, torch.eye(C).expand(N, -1, -1))
     with pytest.raises(lw.errors.DataError, match="not positive"):
         shared.fit().predict(shared.features, -torch.ones(N))
+
+
+def test_one_covariance_of_many_that_is_not_symmetric_is_refused() -> None:
+    """However large the others are."""
+    problem = case("stacked", "none", "none")
+    noise = torch.eye(C, dtype=D).repeat(N, 1, 1)
+    noise[0] *= 1e9
+    noise[1, 0, 1] = 0.5
+    with pytest.raises(lw.errors.DataError, match="noise is not symmetric"):
+        lw.linear.fit(problem.features, problem.targets, **GIVEN, noise=noise)
 
 
 def test_an_operator_prior_that_is_not_paired_is_refused() -> None:

@@ -207,6 +207,29 @@ def test_rounding_of_a_float32_network_does_not_hide_the_noise(image: bool, monk
     assert bool(torch.isfinite(posterior.log_evidence()))
 
 
+def test_an_operator_that_is_a_module_is_not_changed() -> None:
+    class Blur(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("matrix", case().a.float())
+            self.rows, self.size = self.matrix.shape
+
+        @property
+        def like(self) -> Tensor:
+            return self.matrix[:0, 0]
+
+        def forward(self, v: Tensor) -> Tensor:
+            return v @ self.matrix.mT
+
+        def back(self, u: Tensor) -> Tensor:
+            return u @ self.matrix
+
+    operator = Blur()
+    posterior = fitted(operator=operator)
+    assert operator.matrix.dtype == torch.float32
+    assert_close(posterior.covariance(), case().covariance(), dtype=torch.float32)
+
+
 def test_half_precision_becomes_float32_or_more() -> None:
     one = case()
     posterior = fitted(model=copy.deepcopy(one.model).bfloat16(), x=one.x.bfloat16())

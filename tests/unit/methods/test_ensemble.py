@@ -232,7 +232,7 @@ def _nothing(model: nn.Module, seed: int) -> Any:
 
 def test_layers_that_cannot_be_renewed() -> None:
     model = Wrapped(lambda m, x: m.lin(x) * m.scale, lin=nn.Linear(4, 3), scale=nn.Parameter(torch.ones(3))).double()
-    message = r"Wrapped: no reset_parameters\(\) to draw new weights with; give trained models=\[\.\.\.\] instead"
+    message = r"Wrapped: no reset_parameters\(\) to draw new weights with\. Train networks by lw\.train"
     refused(lw.errors.UnsupportedError, message, lw.baselines.Ensemble(train=trained), model)
 
 

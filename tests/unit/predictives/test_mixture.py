@@ -143,3 +143,13 @@ def test_a_wrong_number_of_draws_is_refused(n: Any) -> None:
     p, _ = mixture(DENSITIES, 1)
     with pytest.raises(lw.errors.UnsupportedError, match="n is"):
         p.sample(n)
+
+
+def test_autocast_does_not_change_a_mean_that_is_read_under_it() -> None:
+    """Predictives are computed when they are read, and kept."""
+    narrow = [lw.FunctionGaussian(b.mean.float(), b.cov.float()) for b in beliefs(2, same_mean=False)]
+    plain, under = (mixed([lw.Gaussian(noise_std=0.3).predict(b) for b in narrow]) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        mean, std = under.mean, under.std
+    assert_close(mean, plain.mean)
+    assert_close(std, plain.std)

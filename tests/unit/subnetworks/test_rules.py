@@ -277,3 +277,25 @@ def test_layers_and_names_are_selections_of_the_same_kind() -> None:
     last = lw.fit(model, DATA, "classification", method=lw.Full(), prior=1.0, weights=lw.last_layer)
     for other in (single, last):
         assert_close(other.functions(NEW).cov, named.functions(NEW).cov, SOLVED)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def test_wrapped_models_have_the_same_selections(wrap: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).eval()
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    data = [(x, x[:, :2])]
+    for rule in (lw.subnetworks.by_variance, lw.subnetworks.by_gradient, lw.subnetworks.greedy):
+        assert torch.equal(rule(wrap(model), data, "regression", 7).index, rule(model, data, "regression", 7).index)
+    by_magnitude = lw.subnetworks.by_magnitude
+    inside = lw.named("weight")
+    assert torch.equal(by_magnitude(wrap(model), 7, within=inside).index, by_magnitude(model, 7, within=inside).index)
+
+
+def test_too_many_weights_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lw.baselines.SWAG, "collected", lambda *_: pytest.fail("it trained"))
+    monkeypatch.setattr(lw.Diagonal, "fit", lambda *_: pytest.fail("it fitted"))
+    model, x = nn.Linear(3, 2).eval(), torch.randn(9, 3)
+    for rule in (lw.subnetworks.by_variance, lw.subnetworks.by_swag, lw.subnetworks.by_gradient):
+        with pytest.raises(lw.errors.UnsupportedError, match="n is 3; expected at most 2"):
+            rule(model, [(x, x[:, :2])], "regression", 3, within=lw.named("bias"))
