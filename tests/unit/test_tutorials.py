@@ -221,7 +221,7 @@ def test_the_exact_prediction_is_a_mean_over_the_posterior(logistic: Run) -> Non
 
 def test_more_data_make_laplace_better(logistic: Run) -> None:
     module = logistic.module
-    many = module.study(n=480, counts=(41, 41, 41))
+    many = module.study(n=480, counts=(25, 25, 25))
     assert many.exact.log_evidence - float(many.laplace.log_evidence()) == pytest.approx(0.012, abs=1e-3)
     assert module.errors(many.probabilities(module.window(21)))["Laplace, probit"][0] < 0.0075
 
