@@ -400,11 +400,11 @@ SOLVED = {  # iterations, and the noise of the same global batches
     "sampled, default": sampled_file,
     "sgd": stochastic("sgd"),
     "sdd": stochastic("sdd"),
-    "valla": fitted(lw.VaLLA(num_inducing=4, steps=3)),
+    "valla": fitted(lw.VaLLA(num_inducing=4, steps=5)),
     "valla, 2 data": fitted(lw.VaLLA(num_inducing=2, steps=3), n=2, prior=1.0),
     "valla by batches": fitted(lw.VaLLA(num_inducing=4, optimiser="adam", steps=4), prior=1.0),
-    "valla, alpha 1": fitted(lw.VaLLA(num_inducing=4, alpha=1.0, steps=2), evidence=False, validation=held_out),
-    "mode": fitted(lw.Kron(), n=8, tuner=lambda share: T.LinearMode(max_steps=8)),
+    "valla, alpha 1": fitted(lw.VaLLA(num_inducing=4, alpha=1.0, steps=4), evidence=False, validation=held_out),
+    "mode": fitted(lw.Kron(), n=8, tuner=lambda share: T.LinearMode()),
 }
 TRAINED = {
     "online": trained(lw.recipes.online(epochs=2, rate=1e-2, update=T.Ascend(steps=10))),
