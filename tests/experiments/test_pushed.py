@@ -17,6 +17,7 @@ import lapwing as lw
 from experiments import pushed
 from experiments.__main__ import main
 from experiments.image_task import Task
+from experiments.options import Progress
 from lapwing.demo.result import Result
 from lapwing.methods.hfl.posteriors import ResponsePosterior
 from lapwing.methods.hfl.pretrained import PushedWeights
@@ -72,9 +73,15 @@ def test_held_out_images_are_not_trained_on(folder: Path) -> None:
     assert float(torch.cdist(found.held_out[0].flatten(1), found.train[0].flatten(1)).min()) > 1
 
 
-def test_every_method_has_its_scores(folder: Path) -> None:
+@cache
+def ran(folder: Path) -> tuple[Result, list[str]]:
+    """The scores, and what was said while they were found."""
     lines: list[str] = []
-    result = pushed.run(settings(folder), progress=lines.append)
+    return pushed.run(settings(folder), progress=lines.append), lines
+
+
+def test_every_method_has_its_scores(folder: Path) -> None:
+    result, lines = ran(folder)
     scores = {row.name: row.scores for row in result.rows}
     assert len(scores) == 12
     for name, mine in scores.items():
@@ -91,6 +98,7 @@ def test_every_method_has_its_scores(folder: Path) -> None:
     notes = "\n".join(result.notes)
     for words in ("each point: the variances of full Hessian to", "linearised: the variances of GGN to", "standard"):
         assert words in notes
+    assert lines[0].startswith("seed 0, at the minimum: ")
     assert any("each point" in line for line in lines)
     assert Result.from_json(result.to_json()) == result
 
@@ -120,10 +128,22 @@ def test_the_scale_is_that_of_the_method(folder: Path) -> None:
     assert pushed._scale(replace(posterior, scale=1.0), found) == pytest.approx(posterior.scale, rel=1e-6)
 
 
-def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the scores from above, which take seconds."""
+    result, _ = ran(folder)
+    asked: list[pushed.PushedImages] = []
+
+    def run(settings: pushed.PushedImages, progress: Progress) -> Result:
+        asked.append(settings)
+        progress("as before")
+        return result
+
+    monkeypatch.setattr(pushed, "run", run)
     assert main(["pushed", "--quick", "--data-dir", str(folder), "--out", str(tmp_path), "--seed", "1"]) == 0
     printed = capsys.readouterr()
     assert "HFL, absolute push, calibrated" in printed.out
-    assert "seed 1, at the minimum" in printed.err
-    found = Result.from_json(json.dumps(json.loads((tmp_path / "pushed.json").read_text())["pushed"]))
-    assert (found.seed, found.settings["data"]) == (1, 60)
+    assert "as before" in printed.err
+    assert Result.from_json(json.dumps(json.loads((tmp_path / "pushed.json").read_text())["pushed"])) == result
+    assert asked == [replace(pushed.PushedImages.quick(), data_dir=folder, seed=1)]

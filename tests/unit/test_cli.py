@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lapwing.cli import main
-from lapwing.demo import digits
+from lapwing.demo import bands, digits
 from lapwing.demo.result import Result, Row, table
 
 
 def test_run_prints_both_tables_and_writes_what_it_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With some of the images."""
+    """With some of the images, and a small network for the curve."""
     images, labels = digits.load_digits(return_X_y=True)
-    monkeypatch.setattr(digits, "load_digits", lambda **_: (images[:600], labels[:600]))
+    monkeypatch.setattr(digits, "load_digits", lambda **_: (images[:500], labels[:500]))
+    whole = bands.run
+    small = lambda settings: whole(replace(settings, recipe=replace(settings.recipe, hidden=(20,))))
+    monkeypatch.setattr(bands, "run", small)
     out = tmp_path / "made" / "here"
     assert main(["run", "--quick", "--out", str(out), "--seed", "3"]) == 0
     printed = capsys.readouterr().out

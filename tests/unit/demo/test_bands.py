@@ -9,7 +9,7 @@ from lapwing.demo.training import Recipe
 
 
 def test_doubt_is_larger_where_there_are_no_data() -> None:
-    result = bands.run(bands.Bands(recipe=Recipe(epochs=200)))
+    result = bands.run(bands.Bands(recipe=Recipe(hidden=(30, 30), epochs=300)))
     (row,) = result.rows
     assert row.scores["epistemic std in gap"] > 2 * row.scores["epistemic std at data"]
     assert row.scores["noise std"] == pytest.approx(0.3, rel=0.25)

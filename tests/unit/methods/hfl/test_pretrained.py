@@ -227,7 +227,7 @@ def test_a_convolutional_network(solver: str) -> None:
     theta = nn.utils.parameters_to_vector(model.parameters()).detach()
     prior = lw.isotropic(2.0, theta)
     lam = 1e-3 if solver == "newton" else 0.1
-    method = lw.HFL(mode="pretrained", solver=solver, steps=200, learning_rate=1e-2, lam=lam, tolerance=0.05)
+    method = lw.HFL(mode="pretrained", solver=solver, steps=120, learning_rate=1e-2, lam=lam, tolerance=0.05)
     found = problems.unchanged(
         model, lambda: lw.fit(model, [(inputs, y)], lw.Gaussian(noise_std=1.0), method=method, prior=prior)
     )
@@ -271,7 +271,7 @@ def moved_by(energy: Energy, size: float, evaluation: Tensor) -> Energy:
     return moved
 
 
-TUNED: dict[str, Any] = {"solver": "adam", "steps": 300, "learning_rate": 1e-2}
+TUNED: dict[str, Any] = {"solver": "adam", "steps": 150, "learning_rate": 1e-2}
 
 
 def test_a_twin_that_drifts_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
