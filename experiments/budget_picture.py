@@ -54,7 +54,7 @@ def draw(records: Iterable[Record], path: Path) -> None:
     legend = legend_entries(axes[:3].flat)
     for axis, below in zip(axes[3], (_needed, _gaps, _means), strict=False):
         below(axis, given)
-        axis.legend(frameon=False, fontsize=8, loc="lower right" if below is _means else "best")
+        axis.legend(frameon=False, fontsize=8, loc="lower left" if below is _means else "best")
     columns = 5 if len(groups) > 1 else 2
     figure.legend(*legend, frameon=False, ncols=columns, fontsize=9, loc="outside upper center")
     save(figure, path)
