@@ -151,14 +151,14 @@ METHODS = (
 class Costs:
     """Settings: tasks and methods. A method that refuses a task, or is not practical for it, has no row there.
 
-    Scores are those of ``lw.fit`` as it comes and, under names with "validated", with validation data. Times are
+    Scores are those of ``lw.fit`` as it comes and, under names with "validated" with validation data. Times are
     processor seconds of one thread, so that other work does not matter; "fit / epoch" are in units of a plain epoch,
     "predict / forward" in units of a forward pass over the test rows. The peak is measured in the first repetition.
     """
 
     name: ClassVar[str] = "costs"
     title: ClassVar[str] = "cost against quality: every method, its time, memory and scores, on three tasks"
-    columns: ClassVar[tuple[str, ...]] = ("NLL", "NLL, validated", "fit / epoch", "predict / forward", "peak MB")
+    columns: ClassVar[tuple[str, ...]] = ("NLL", "validated NLL", "fit / epoch", "predict / forward", "peak MB")
 
     data_dir: Path | None = None
     tasks: tuple[str, ...] = ("energy", "noisy digits", "Fashion-MNIST")
@@ -210,7 +210,7 @@ def measured(task: Trained, fit: Callable[..., lw.Fitted], method: str, unit: st
     seconds, posterior = _seconds(fit)
     taken, scores = _seconds(lambda: scored(posterior, x, y))
     validated = scored(fit(validation=batches(*task.split.validation, BATCH)), x, y)
-    scores |= {f"{name}, validated": value for name, value in validated.items()}
+    scores |= {f"validated {name}": value for name, value in validated.items()}
     scores |= {"fit s": seconds, "fit / epoch": seconds / epoch, "predict / forward": taken / forward}
     most = peak(lambda: scored(fit(), x, y)) if first else None
     scores |= {} if most is None else {"peak MB": most / 2**20}
