@@ -1,4 +1,4 @@
-"""What every test starts from: a fixed seed and number of threads, and no global state left behind.
+"""What tests and examples in docstrings start from: a fixed seed and number of threads, no global state left behind.
 
 ``LAPWING_TEST_SEED`` and ``LAPWING_TEST_THREADS`` change the two; ``make test-rounding`` uses them (tests/rounding.py).
 """
