@@ -140,7 +140,7 @@ class BlockwiseCurvature:
         return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
-        if self.selection.index is not None:  # weights that are not chosen have no say in the floor
+        if self.selection.index is not None:  # the floor is that of the chosen weights
             return floored_by_layer(self.plain_diagonal(), self.selection)
         return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
 

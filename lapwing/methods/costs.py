@@ -220,7 +220,7 @@ class Cost:
         return cls(0, 0.0, note, supported=False)
 
     def repeated(self, count: int, note: str) -> Cost:
-        """Return the cost of the same method for so many networks, fitted one after another and all kept."""
+        """Return the cost of the same method for ``count`` networks, fitted one after another and all kept."""
         if not self.supported:
             return self
         return Cost(
