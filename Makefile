@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEER := .venv-peer
+INTEGRATIONS := .venv-integrations
 
-.PHONY: run test test-rounding attack check bench setup lint types imports pytest uci peer clean
+.PHONY: run test test-integrations test-rounding attack check bench setup lint types imports pytest uci peer clean
 
 run: $(READY)
 	$(BIN)/lapwing run --out out
@@ -38,6 +39,17 @@ imports: $(READY)
 pytest: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
+# Against the real scikit-learn, skorch, Lightning, BoTorch, ONNX and laplace-torch, in an environment of their own.
+test-integrations: $(INTEGRATIONS)/.ready
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/pytest tests/integrations
+
+# laplace-torch asks for torchvision, whose build does not load beside a CPU build of torch, and does not need it.
+$(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,integrations]" laplace-torch==0.3
+	$(INTEGRATIONS)/bin/pip uninstall --quiet --yes torchvision
+	touch $@
+
 # The whole suite under other vector units, other orders of summation, two threads and other seeds; an hour or more.
 # Some of them: make test-rounding REGIMES="avx2 seed1"; some tests: ARGS=tests/unit/linalg.
 test-rounding: $(READY)
@@ -65,4 +77,4 @@ uci: $(READY)
 	$(BIN)/python -m experiments uci --data-dir "$(DATA)" --out out
 
 clean:
-	rm -rf $(VENV) $(PEER) out
+	rm -rf $(VENV) $(PEER) $(INTEGRATIONS) out

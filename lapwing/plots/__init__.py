@@ -1,0 +1,1 @@
+"""Pictures of predictions and results, each a function that returns a Matplotlib axis: ``lw.plots``."""
