@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUN := $(VENV)/.run
 READY := $(VENV)/.ready
+DOCS := .venv-docs
 PEER := .venv-peer
 INTEGRATIONS := .venv-integrations
 
-.PHONY: run test test-integrations test-rounding attack check bench setup lint types imports pytest uci peer clean
+.PHONY: run docs docs-serve release test test-integrations test-rounding attack check bench setup lint types imports pytest uci peer clean
 
-run: $(READY)
+run: $(RUN)
 	$(BIN)/lapwing run --out out
 
 # mypy takes one core for a minute: beside it, the tests have begun.
@@ -17,11 +19,15 @@ test: $(READY)
 
 setup: $(READY)
 
-# Set up once; again only when the pins or the dependencies change.
-$(READY): pyproject.toml constraints.txt
+# Set up once; again only when the pins or the dependencies change. `make run` needs nothing for development.
+$(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[run]"
+	touch $@
+
+$(READY): $(RUN)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
-	touch $(READY)
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -72,9 +78,26 @@ peer:
 	$(PEER)/bin/pip install --quiet -c constraints.txt torch laplace-torch==0.3
 	$(PEER)/bin/pip uninstall --quiet --yes torchvision
 
+# The documentation site, in site/: strict, so that a link or a name that does not exist ends the build. Needs no torch.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+docs-serve: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+
+$(DOCS)/.ready: docs/site/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
+	touch $@
+
+# What a release needs: versions that agree, wheel and sdist with what they should hold, the README's example and the tests
+# from an installed copy in another folder, the site. Prints a line for each; CONTRIBUTING.md says what is left to do by hand.
+release: $(READY) $(DOCS)/.ready
+	$(BIN)/python -m tests.release $(ARGS)
+
 uci: $(READY)
 	@test -n "$(DATA)" || { echo "make uci needs the data folder: make uci DATA=DIR"; exit 1; }
 	$(BIN)/python -m experiments uci --data-dir "$(DATA)" --out out
 
 clean:
-	rm -rf $(VENV) $(PEER) $(INTEGRATIONS) out
+	rm -rf $(VENV) $(PEER) $(INTEGRATIONS) $(DOCS) out site dist

@@ -33,7 +33,7 @@ from lapwing.networks.selection import all_weights, named, subnetwork
 from lapwing.priors import grouped, isotropic, per_layer
 from lapwing.registry import Auto
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "fit", "train", "train_ensemble", "load", "check", "compare", "Fitted", "FunctionGaussian", "LapwingError",

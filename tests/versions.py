@@ -17,6 +17,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 TOOLS = ("ruff", "mypy", "import-linter", "lapwing")  # not needed to run the tests
+INTEGRATIONS = "integrations"  # the extra of `make test-integrations`, which has an environment of its own
 SHOWN = """
 import platform, torch, numpy, sklearn, scipy, matplotlib, safetensors, pytest
 packages = (torch, numpy, sklearn, scipy, matplotlib, safetensors, pytest)
@@ -31,7 +32,7 @@ def requirements(oldest: bool) -> list[str]:
         match = re.match(r"([\w-]+)(?:\[[\w,]+\])?(?:>=([\w.]+))?", text)
         assert match is not None, text
         name, bound = match.groups()
-        if name not in TOOLS:
+        if name not in TOOLS and f'extra == "{INTEGRATIONS}"' not in text.replace("'", '"'):
             pinned.append(f"{name}=={bound}" if oldest and bound else name)
     return sorted(set(pinned))
 
