@@ -1,8 +1,8 @@
-"""Check what a release needs, and print a line for each: ``python -m tests.release [--tests PATH ...] [--keep FOLDER]``.
+"""Check what a release needs and print a line for each: ``python -m tests.release [--tests PATH] [--keep FOLDER]``.
 
 1. The version is the same in pyproject.toml, lapwing/__init__.py, CITATION.cff and at the top of CHANGELOG.md.
 2. Wheel and sdist build from a clean checkout of HEAD, and hold what they should.
-3. The wheel installs into a new environment; from another folder the README's examples give what the README shows, and the
+3. The wheel installs into a new environment; from another folder the examples of the README pass, and the
    tests of the sdist pass against the installed copy.
 4. The documentation builds strictly.
 
@@ -27,7 +27,7 @@ PLACES = {
     "pyproject.toml": r'^version = "([^"]+)"$',
     "lapwing/__init__.py": r'^__version__ = "([^"]+)"$',
     "CITATION.cff": r"^version: (\S+)$",
-    "CHANGELOG.md": r"^## (\d\S*)",
+    "CHANGELOG.md": r"^## \[?(\d[^\]\s]*)",
 }
 IN_SDIST = (
     "lapwing/api.py",
@@ -41,7 +41,7 @@ IN_SDIST = (
 TESTS = ("tests/unit", "tests/conformance", "tests/experiments")
 
 
-class CheckFailed(Exception):
+class CheckError(Exception):
     """A check of a release that does not hold, with what was seen."""
 
 
@@ -52,7 +52,7 @@ def versions() -> str:
         match = re.search(pattern, (ROOT / place).read_text(encoding="utf-8"), re.MULTILINE)
         seen[place] = match.group(1) if match else "none"
     if len(set(seen.values())) != 1:
-        raise CheckFailed(f"versions differ: {seen}")
+        raise CheckError(f"versions differ: {seen}")
     return seen["pyproject.toml"]
 
 
@@ -81,11 +81,11 @@ def built(folder: Path) -> str:
     files = {path.relative_to(source).as_posix() for path in (source / "lapwing").rglob("*") if path.is_file()}
     missing = sorted(files - set(names))
     if strangers or missing:
-        raise CheckFailed(f"the wheel misses {missing[:5]} and has {strangers[:5]} that it should not")
+        raise CheckError(f"the wheel misses {missing[:5]} and has {strangers[:5]} that it should not")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     if absent := [name for name in IN_SDIST if name not in inside]:
-        raise CheckFailed(f"the sdist misses {absent}")
+        raise CheckError(f"the sdist misses {absent}")
     return f"{wheel.name} ({wheel.stat().st_size / 1e6:.2f} MB), {sdist.name} ({sdist.stat().st_size / 1e6:.2f} MB)"
 
 
@@ -95,7 +95,7 @@ def installed(folder: Path) -> str:
     python = _environment(folder / "environment", f"{_one(folder, '*.whl')}[test]", *constraints)
     where = _run(str(python), "-c", "import lapwing; print(lapwing.__file__)", cwd=folder).strip()
     if "site-packages" not in where:
-        raise CheckFailed(f"lapwing was imported from {where}")
+        raise CheckError(f"lapwing was imported from {where}")
     return "imported from site-packages"
 
 
@@ -133,7 +133,7 @@ def _run(*command: str, cwd: Path | None = None) -> str:
     """Run a command, return what it printed, and raise with the end of it if it failed."""
     done = subprocess.run(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
-        raise CheckFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}:\n{done.stdout[-2000:]}")
+        raise CheckError(f"{' '.join(command[:4])} ... ended with {done.returncode}:\n{done.stdout[-2000:]}")
     return done.stdout
 
 
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str]) -> int:
         for name, check in checks.items():
             try:
                 print(f"ok      {name}: {check()}", flush=True)
-            except (CheckFailed, ValueError, OSError) as error:
+            except (CheckError, ValueError, OSError) as error:
                 failed += 1
                 print(f"FAILED  {name}: {error}", flush=True)
     return int(failed > 0)
