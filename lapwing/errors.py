@@ -23,27 +23,65 @@ class LapwingError(ValueError):
 
 
 class DataError(LapwingError):
-    """Unusable data: empty, not finite, of the wrong shape or out of range."""
+    """Unusable data: empty, not finite, of the wrong shape or out of range.
+
+    >>> import torch, lapwing as lw
+    >>> lw.fit(torch.nn.Linear(2, 1), [(torch.full((3, 2), torch.nan), torch.zeros(3, 1))], "regression")
+    Traceback (most recent call last):
+    lapwing.errors.DataError: ... entries are NaN or infinite; expected finite numbers. ...
+    """
 
 
 class InputError(DataError, RuntimeError):
-    """Inputs with which the network itself raises an error, which is the cause; a ``RuntimeError`` like PyTorch's."""
+    """Inputs with which the network itself raises an error, which is the cause; a ``RuntimeError`` like PyTorch's.
+
+    >>> import torch, lapwing as lw
+    >>> lw.fit(torch.nn.Linear(2, 1), [(torch.zeros(3, 5), torch.zeros(3, 1))], "regression")
+    Traceback (most recent call last):
+    lapwing.errors.InputError: ...
+    """
 
 
 class ModelError(LapwingError):
-    """An unusable network: in training mode, mixing the samples of a batch, or with changed weights."""
+    """An unusable network: in training mode, mixing the samples of a batch, or with changed weights.
+
+    >>> import torch, lapwing as lw
+    >>> x = torch.randn(8, 2)
+    >>> lw.fit(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 1)), [(x, x[:, :1])], "regression")
+    Traceback (most recent call last):
+    lapwing.errors.ModelError: ...
+    """
 
 
 class NumericalError(LapwingError):
-    """A matrix that is not positive definite though it must be, or a number that is not finite."""
+    """A matrix that is not positive definite though it must be, or a number that is not finite.
+
+    >>> import torch, lapwing as lw
+    >>> lw.linear.fit(torch.full((4, 2), 1e200, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
+    Traceback (most recent call last):
+    lapwing.errors.NumericalError: ...
+    """
 
 
 class FileError(LapwingError):
-    """A file that is damaged, that Lapwing did not write, or that belongs to another network."""
+    """A file that is damaged, that Lapwing did not write, or that belongs to another network.
+
+    >>> import tempfile, torch, lapwing as lw
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     lw.load(file.name, torch.nn.Linear(2, 1))
+    Traceback (most recent call last):
+    lapwing.errors.FileError: ...
+    """
 
 
 class UnsupportedError(LapwingError):
-    """A setting, or a combination of settings, that does not exist; the message names one that does."""
+    """A setting, or a combination of settings, that does not exist; the message names one that does.
+
+    >>> import torch, lapwing as lw
+    >>> lw.fit(torch.nn.Linear(2, 1), [(torch.zeros(3, 2), torch.zeros(3, 1))], "regresion")
+    Traceback (most recent call last):
+    lapwing.errors.UnsupportedError: ...
+    """
 
 
 class DivergedError(NumericalError):
@@ -72,6 +110,9 @@ class ProcessError(LapwingError, RuntimeError):
     Args:
         message: Which process failed, with its message, or that one is lost.
         rank: The number of the process that failed; None if it is not known.
+
+    >>> ProcessError("process 2 failed: the data are empty.", rank=2).rank
+    2
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -80,4 +121,9 @@ class ProcessError(LapwingError, RuntimeError):
 
 
 class CalibrationWarning(UserWarning):
-    """A posterior that predicts worse than the plain network; the message names the remedy."""
+    """A posterior that predicts worse than the plain network; the message names the remedy.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", CalibrationWarning)  # make it an error, for scripts that must not go on
+    >>> warnings.simplefilter("ignore", CalibrationWarning)
+    """

@@ -84,6 +84,11 @@ def limit(size: int | str | None) -> None:
 
     Raises:
         UnsupportedError: If it is neither.
+
+    >>> limit("2GB")
+    >>> budget()
+    2000000000
+    >>> limit(None)
     """
     if size is not None:
         SIZE_RULE.check("size", size)
@@ -100,6 +105,10 @@ def limited(size: int | str) -> Iterator[None]:
 
     Raises:
         UnsupportedError: If it is neither.
+
+    >>> with limited("500MB"):
+    ...     budget()
+    500000000
     """
     SIZE_RULE.check("size", size)
     token = _block.set(parsed(size))

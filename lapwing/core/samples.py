@@ -18,11 +18,25 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lapwing.core.parts import Part as Part
 from lapwing.errors import DataError
 
+__all__ = ["OneSample", "Part", "SampleSet", "unpacked"]
+
 
 class SampleSet(ABC):
     """Inputs that say themselves how many samples they hold, how some are taken, and what the model is called with.
 
     A class inherits from it and defines the first four members. ``docs/graphs.md`` has examples.
+
+    >>> class Sets(SampleSet):  # sets of numbers, of which the model takes the sums
+    ...     def __init__(self, members): self.members = members
+    ...     def __len__(self): return len(self.members)
+    ...     def take(self, rows): return Sets([self.members[int(row)] for row in rows])
+    ...     def changed(self, change): return Sets([change(each) for each in self.members])
+    ...     def arguments(self): return torch.stack([each.sum(0) for each in self.members])
+    >>> import lapwing as lw
+    >>> inputs = Sets([torch.ones(n, 2) for n in (1, 3, 2)])
+    >>> posterior = lw.fit(torch.nn.Linear(2, 1), [(inputs, torch.zeros(3, 1))], "regression", prior=1.0)
+    >>> posterior.predict(inputs).mean.shape
+    torch.Size([3, 1])
     """
 
     @abstractmethod

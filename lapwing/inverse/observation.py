@@ -24,6 +24,12 @@ class LinearOperator(Protocol):
 
     ``lw.linear.OperatorDesign`` is one. An operator that also has ``to(device=, dtype=)`` is moved to the device and
     dtype of the computation.
+
+    >>> import lapwing as lw
+    >>> matrix = torch.tensor([[1.0, 2.0, 3.0]])
+    >>> one = lw.linear.OperatorDesign(1, 3, lambda v: v @ matrix.T, lambda u: u @ matrix, matrix[:0, 0])
+    >>> one.forward(torch.ones(2, 3)).flatten().tolist()
+    [6.0, 6.0]
     """
 
     @property

@@ -33,7 +33,12 @@ def _is_mapping(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class FilterGP(Prior):
-    """A Gaussian process over the taps of each filter, as users give it; see ``filter_gp``."""
+    """A Gaussian process over the taps of each filter, as users give it; see ``filter_gp``.
+
+    >>> import lapwing as lw
+    >>> lw.priors.filter_gp(variance=2.0, length_scale=0.3).length_scale
+    0.3
+    """
 
     variance: float = 1.0
     length_scale: float = 0.5
