@@ -266,10 +266,10 @@ def refuse_other_loss(likelihood: str, loss: Tensor, own: Tensor, remedy: str = 
         )
 
 
-def refuse_unused(likelihood: str, **settings: Any) -> None:
-    """Raise if one of these settings differs from one: the predictive does not depend on it."""
+def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: Any) -> None:
+    """Raise if one of these settings differs from its neutral value: the predictive does not depend on it."""
     for name, value in settings.items():
-        if value is not None and bool((torch.as_tensor(value) != 1).any()):
+        if value is not None and bool((torch.as_tensor(value) != neutral).any()):
             raise UnsupportedError(
                 f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
                 f"FMGP() and VaLLA() with alpha above 0 learn, does not depend on it. Use VaLLA(alpha=0), or no {name}."
