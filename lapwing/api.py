@@ -158,7 +158,7 @@ def fit(
     if held_out is not None:
         held_out = problem.network.arranging(held_out)
         held_out.look()
-        for batch in held_out.batches("checking validation data"):
+        for batch in held_out.batches("checking validation data", weighted=True):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
         chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
     given = tuner
@@ -207,7 +207,12 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
     if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
         return ()
-    if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY and data.processes.all(data.repeats()):
+    if (
+        not data.weighted
+        and rows <= min(size, LARGEST)
+        and 8 * rows * size <= MEMORY
+        and data.processes.all(data.repeats())
+    ):
         method: Method = KernelSpace()
     elif size <= LARGEST:
         method = Full()
@@ -304,7 +309,7 @@ def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
     network, selection = problem.network, problem.network.selection
     auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
     rows, few = 0, None
-    for batch in data.batches("counting"):
+    for batch in data.batches("counting", weighted=True):
         few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
         # Ignored data count too: they have rows of zeros in a design.
         rows += checked_targets(network, problem.likelihood, batch)[0].numel()

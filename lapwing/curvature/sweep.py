@@ -22,9 +22,10 @@ from lapwing.core.schema import SMALLEST, Array
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.draws import DrawError, Estimate
 from lapwing.curvature.protocols import Curvature
-from lapwing.curvature.seeds import MANY, Seeds
+from lapwing.curvature.seeds import MANY, PLAIN, Seeds
 from lapwing.errors import DataError, FileError, NumericalError
 from lapwing.likelihoods.protocol import HasHessian, Likelihood
+from lapwing.likelihoods.weighted import as_count, weighted_count, weighted_hessian, weighted_loss, weighted_seeds
 from lapwing.networks.budget import temporary
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, in_order
@@ -53,6 +54,7 @@ class Sweep:
     max_samples: int | None = None
     closed: bool = True
     error: DrawError = field(init=False, default_factory=DrawError)  # of a curvature by ``blocks``
+    weights: Tensor | None = field(init=False, default=None)  # of the samples of the present chunk, (B,)
     _drew: bool = field(init=False, default=False)  # whether a label was drawn
     own: Statistics = field(init=False)  # of this process, only after the iteration
 
@@ -69,7 +71,7 @@ class Sweep:
 
     def __iter__(self) -> Iterator[LayerJacobians]:
         for tangent, f, targets in self._chunks(self._n_seeds):
-            jacobians = tangent.jacobians(self.seeds.at(self.likelihood, f, targets))
+            jacobians = tangent.jacobians(self._weighted(self.seeds.at(self.likelihood, f, targets)))
             del tangent  # free the memory of one chunk before the next is computed
             yield jacobians
             del jacobians
@@ -147,7 +149,7 @@ class Sweep:
 
     def _closed_form(self, tangent: Tangent, f: Tensor, targets: Tensor) -> tuple[int, ClosedForm] | None:
         assert isinstance(self.likelihood, HasHessian)
-        hessian = self.likelihood.hessian(f, targets)
+        hessian = weighted_hessian(self.likelihood.hessian(f, targets), self.weights)
         hessian = hessian if self.seeds.output is None else hessian.only(self.seeds.output)
         return tangent.closed_form(hessian.diagonal, hessian.outer)
 
@@ -157,9 +159,13 @@ class Sweep:
         self._drew = self.seeds.sampled
         most = network.footprint.at_once(len(f), network.dtype, network.device, width)
         if count <= most:
-            yield self.seeds.at(self.likelihood, f, targets)
+            yield self._weighted(self.seeds.at(self.likelihood, f, targets))
         else:
-            yield from self.seeds.runs(self.likelihood, f, targets, most)
+            yield from map(self._weighted, self.seeds.runs(self.likelihood, f, targets, most))
+
+    def _weighted(self, seeds: Tensor) -> Tensor:
+        """Return the seeds times the roots of the samples' weights; the Jacobian itself has none."""
+        return seeds if self.seeds.curvature == PLAIN else weighted_seeds(seeds, self.weights)
 
     def _chunks(
         self, n_seeds: Callable[[Network], int], network: Network | None = None
@@ -174,7 +180,7 @@ class Sweep:
         # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
         torch.empty(min(31 * 2**20, temporary(torch.device("cpu"))), dtype=torch.uint8)
-        batches = self.data.batches(self.label)
+        batches = self.data.batches(self.label, weighted=True)
         for batch in merged(batches, lambda inputs: network.joined(inputs, n_seeds)):
             _, y = checked_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: reading one makes a GPU wait.
@@ -185,8 +191,9 @@ class Sweep:
                 f, targets = tangent.f.to(network.dtype), y[rows]
                 if f.shape[0] != len(targets):
                     raise DataError(f"{len(targets)} inputs gave {f.shape[0]} outputs; expected one for each.")
-                total += likelihood.loss(f, targets).sum(dtype=torch.float64)
-                count = count + likelihood.count(f, targets)
+                self.weights = batch.weights_of(rows)
+                total += weighted_loss(likelihood, f, targets, self.weights).sum(dtype=torch.float64)
+                count = count + weighted_count(likelihood, f, targets, self.weights)
                 yield tangent, f, targets
                 del tangent  # before the next chunk is computed
             if not math.isfinite(total - before):
@@ -194,7 +201,7 @@ class Sweep:
                 raise NumericalError(
                     "the loss is not finite although inputs, targets and outputs are; check the scale."
                 )
-        self.own = Statistics(float(total), int(count), network.output_shape[-1])
+        self.own = Statistics(float(total), as_count(count), network.output_shape[-1])
 
 
 class MixableCurvature(Curvature, Protocol):
