@@ -22,7 +22,7 @@ from lapwing.core.schema import SMALLEST, Array
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.draws import DrawError, Estimate
 from lapwing.curvature.protocols import Curvature
-from lapwing.curvature.seeds import MANY, PLAIN, Seeds
+from lapwing.curvature.seeds import MANY, PLAIN, Seeds, refuse_open_noise
 from lapwing.errors import DataError, FileError, NumericalError
 from lapwing.likelihoods.protocol import HasHessian, Likelihood
 from lapwing.likelihoods.weighted import as_count, weighted_count, weighted_hessian, weighted_loss, weighted_seeds
@@ -137,7 +137,7 @@ class Sweep:
     @property
     def has_closed_form(self) -> bool:
         """Whether the last layer has a closed form."""
-        return self.closed and has_closed_form(self.network, self.likelihood)
+        return self.closed and not self.seeds.observed and has_closed_form(self.network, self.likelihood)
 
     @property
     def _closed_alone(self) -> bool:
@@ -272,6 +272,7 @@ def chosen_seeds(
     not depend on those of others.
     """
     network, likelihood = problem.network, problem.likelihood
+    refuse_open_noise(curvature, likelihood)
     if curvature is None:
         each = likelihood.learns_ratios and likelihood.ratios is not None
         few = Seeds(output=0 if each else None).count(network.output_shape) <= MANY

@@ -21,6 +21,7 @@ from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import (
     LogitLikelihood,
     check_logit_settings,
+    less_root,
     plain_numbers,
     refuse_other_loss,
     refuse_unused,
@@ -262,6 +263,10 @@ class Categorical(LogitLikelihood):
         gradient = p - F.one_hot(classes(p, generator), p.shape[-1])
         weight = self._weight(f, y)
         return gradient if weight is None else gradient * weight.sqrt().unsqueeze(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        slope, weight = super().gradient(f, y), None if self.class_weights is None else self._weight(f, y)
+        return slope if weight is None else less_root(slope, weight.unsqueeze(-1))
 
     def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
         remedy = ""

@@ -30,7 +30,8 @@ class Full:
     """The exact (P, P) precision, for small networks, last layers and subnetworks; the reference for other methods.
 
     Args:
-        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), or "hessian"
+        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), "empirical"
+            (the sum of g gᵀ over gradients of the log-likelihood at the targets, see docs/methods/full.md) or "hessian"
             (the Hessian of the loss, which need not be positive; a precision that is not positive definite raises
             ``NumericalError``).
         limit: The largest number of weights P that is accepted; the matrix takes 8 P² bytes. None accepts 30,000, and
@@ -89,8 +90,8 @@ class Full:
         size, most = workload.weights, self._most(workload.device)
         if size > most:
             return Cost.refused(f"over {most} weights: choose fewer")
-        head = workload.lone_head
         workload = workload.with_curvature(self.curvature, self.draws)
+        head = workload.lone_head
         formed = Work() if head else workload.whole(workload.seeds)
         fit = workload.blockwise + formed + Work(doubles=(0.4 if head else HALVES * workload.seeds) * size**2)
         whole = Work() if head else workload.whole(workload.outputs)

@@ -14,7 +14,7 @@ from lapwing.core.memory import evenly, fitting
 from lapwing.core.settings import require_integer
 from lapwing.core.spectra import svd
 from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.seeds import checked_curvature
+from lapwing.curvature.seeds import checked_curvature, refuse_open_noise
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -34,7 +34,7 @@ class KernelSpace:
 
     Args:
         limit: The largest nC (data times outputs) that is accepted.
-        curvature: "ggn" only.
+        curvature: "ggn", or "empirical" (from the gradients of the loss at the targets; see docs/methods/full.md).
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, if nC is above ``limit``.
@@ -58,11 +58,12 @@ class KernelSpace:
 
     def __post_init__(self) -> None:
         require_integer("limit", self.limit)
-        checked_curvature(self.curvature, ("ggn",))
+        checked_curvature(self.curvature, ("ggn", "empirical"))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        design = NetworkDesign.build(network, problem.likelihood, data)
+        refuse_open_noise(self.curvature, problem.likelihood)
+        design = NetworkDesign.build(network, problem.likelihood, data, curvature=self.curvature)
         if design.rows > self.limit:
             raise UnsupportedError(
                 f"KernelSpace() over {design.rows} rows (data times outputs) needs {8 * design.rows**2 / 2**30:.1f} "
