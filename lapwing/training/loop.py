@@ -209,7 +209,7 @@ class _Trainer:
         likelihood = self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
         losses, count = [], 0.0
         for batch in batches:
-            f = shaped(raw_output(self.network.model, batch.inputs))
+            f = shaped(raw_output(self.network.model, batch.inputs, output=self.network.output))
             y = likelihood.targets(f, batch.targets)
             losses.append(weighted_loss(likelihood, f, y, batch.weights).sum())
             count += float(weighted_count(likelihood, f, y, batch.weights))
