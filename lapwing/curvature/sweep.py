@@ -23,7 +23,7 @@ from lapwing.core.state import Part, State, saved
 from lapwing.curvature.draws import DrawError, Estimate
 from lapwing.curvature.protocols import Curvature
 from lapwing.curvature.seeds import MANY, PLAIN, Seeds, refuse_open_noise
-from lapwing.errors import DataError, FileError, NumericalError
+from lapwing.errors import DataError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import HasHessian, Likelihood
 from lapwing.likelihoods.weighted import as_count, weighted_count, weighted_hessian, weighted_loss, weighted_seeds
 from lapwing.networks.budget import temporary
@@ -207,6 +207,8 @@ class Sweep:
 class MixableCurvature(Curvature, Protocol):
     """A curvature of which weighted sums can be formed."""
 
+    def __add__(self: S, other: S) -> S: ...
+
     def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
         """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
         ...
@@ -223,6 +225,13 @@ class PerOutputCurvature:
 
     parts: tuple[MixableCurvature, ...]
     start: Tensor  # s, (C,)
+
+    def __add__(self, other: PerOutputCurvature) -> PerOutputCurvature:
+        """Return the curvatures of both data sets, which must be in the same units."""
+        if not torch.equal(self.start, other.start):
+            raise UnsupportedError("curvatures for each output under different initial noise ratios do not add.")
+        total = tuple(one + two for one, two in zip(self.parts, other.parts, strict=True))
+        return PerOutputCurvature(total, self.start)
 
     def at(self, ratios: Tensor) -> Curvature:
         """Return the curvature under these ratios (C,), differentiable in them."""
