@@ -25,7 +25,7 @@ from lapwing.core.random import Stream, undisturbed
 from lapwing.core.reading import Reading, Readings
 from lapwing.core.settings import FLAG, KEY, NONE, seen
 from lapwing.core.weights import TARGET_KEYS as TARGET_KEYS
-from lapwing.core.weights import Weighted, target_name
+from lapwing.core.weights import Weighted, checked_weights, target_name
 from lapwing.errors import DataError, UnsupportedError
 
 BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader
@@ -149,15 +149,12 @@ class Data:
         rows, share = 0, self.share
         items = ProgressBar(source, label, visible=True) if self.progress and label else source
         for position, item in enumerate(self._read(items)):
-            given = self._unpacked(item)
-            batch = replace(given, targets=_targets(given.targets))
+            batch = self._unpacked(item)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
             batch = self._checked(batch, position)
-            if isinstance(given.targets, Weighted):
-                weights = given.targets.checked(batch.n_samples, self.device, self._where(position))
-                batch, self.readings.weighted = replace(batch, weights=weights), True
-                self._refuse_weights(weighted, label)
+            if batch.weights is not None:
+                self._note_weights(weighted, label)
             if share is not None and share.rows is not None and rows + batch.n_samples > share.rows:
                 batch = self._without_repeated(batch, rows, share)
                 if not batch.n_samples:
@@ -165,8 +162,8 @@ class Data:
             rows += batch.n_samples
             if reading is not None:
                 leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
-                weights = () if batch.weights is None else (batch.weights,)
-                reading.add((*leaves, batch.targets, *weights), batch.n_samples)
+                tensors = (*leaves, batch.targets, batch.weights)
+                reading.add((t for t in tensors if t is not None), batch.n_samples)
                 self._refuse_more(reading)
             yield self._in_form(batch, position)
         if not rows and self.processes.alone:
@@ -177,7 +174,9 @@ class Data:
             self.readings.add(reading)
             self._refuse_other()
 
-    def _refuse_weights(self, weighted: bool, label: str) -> None:
+    def _note_weights(self, weighted: bool, label: str) -> None:
+        """Remember that there are weights; raise if the caller does not take them."""
+        self.readings.weighted = True
         if not weighted:
             raise UnsupportedError(
                 f"the {self.name} have weights, which are not taken here ({label}); expected data without weights. "
@@ -327,14 +326,14 @@ class Data:
         return batches or [batch.to(self.device) for batch in lent]
 
     def _unpacked(self, item: Any) -> Batch:
-        """Return an item as a batch, with its targets as they are given."""
+        """Return an item as a batch; its weights, if there are any, are not checked yet."""
         if isinstance(item, Mapping):
             name = target_name(item, self.target_key)
-            return Batch({k: v for k, v in item.items() if k != name}, item[name], name)
+            return _batch({k: v for k, v in item.items() if k != name}, item[name], name)
         if isinstance(item, tuple | list) and len(item) == 2:
             if isinstance(item[0], Mapping) and self.target_key and self.target_key in item[0]:
                 raise DataError(f"the target key {self.target_key!r} names an input of an (inputs, targets) batch.")
-            return Batch(item[0], item[1])
+            return _batch(item[0], item[1])
         seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise DataError(
             f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
@@ -351,7 +350,17 @@ class Data:
         where = self._where(position)
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
-        return Batch(inputs, targets, batch.key)
+        weights = None
+        if batch.weights is not None:
+            weights = checked_weights(batch.weights, batch.n_samples, self.device, where)
+        return Batch(inputs, targets, batch.key, weights)
+
+
+def _batch(inputs: Inputs, targets: Any, key: str | None = None) -> Batch:
+    """Return the batch of targets as a user gives them, with weights or without."""
+    if isinstance(targets, Weighted):
+        return Batch(inputs, _targets(targets.targets), key, targets.weights)
+    return Batch(inputs, _targets(targets), key)
 
 
 def whole_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
@@ -383,7 +392,6 @@ def refuse_copies(marks: Sequence[Any], name: str, same: Callable[[Any, Any], bo
 
 def _targets(given: Any) -> Tensor:
     """Return targets as a tensor; raise if they are no numbers."""
-    given = given.targets if isinstance(given, Weighted) else given
     try:
         return torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -37,26 +37,6 @@ class Weighted:
     targets: Any
     weights: Any
 
-    def checked(self, n_samples: int, device: torch.device, where: str) -> Tensor:
-        """Return the weights (B,) in float64; raise if they are no weights of so many samples."""
-        try:
-            weights = torch.as_tensor(self.weights).detach().to(device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"the weights of {where} are {seen(self.weights)}; expected a tensor (B,).") from error
-        if tuple(weights.shape) != (n_samples,) or weights.is_complex():
-            raise DataError(
-                f"the weights of {where} are {seen(weights)} for {n_samples} samples; expected a real number for each "
-                "sample, (B,). Tokens and pixels have the weight of their sample: mark those that do not count by "
-                "ignore_index."
-            )
-        weights = weights.double()
-        if not bool(((weights >= 0) & weights.isfinite()).all()):
-            raise DataError(
-                f"the weights of {where} run from {float(weights.min()):g} to {float(weights.max()):g}; expected "
-                "finite numbers from zero."
-            )
-        return weights
-
 
 @dataclass(frozen=True, eq=False)
 class WeightedBatches:
@@ -139,3 +119,24 @@ def target_name(item: Mapping[Any, Any], target_key: str | None) -> Any:
             f"pass target_key=..., or use one of {', '.join(TARGET_KEYS)}."
         )
     return keys[0]
+
+
+def checked_weights(given: Any, n_samples: int, device: torch.device, where: str) -> Tensor:
+    """Return the weights (B,) in float64; raise if they are no weights of so many samples."""
+    try:
+        weights = torch.as_tensor(given).detach().to(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"the weights of {where} are {seen(given)}; expected a tensor (B,).") from error
+    if tuple(weights.shape) != (n_samples,) or weights.is_complex():
+        raise DataError(
+            f"the weights of {where} are {seen(weights)} for {n_samples} samples; expected a real number for each "
+            "sample, (B,). Tokens and pixels have the weight of their sample: mark those that do not count by "
+            "ignore_index."
+        )
+    weights = weights.double()
+    if not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise DataError(
+            f"the weights of {where} run from {float(weights.min()):g} to {float(weights.max()):g}; expected "
+            "finite numbers from zero."
+        )
+    return weights

@@ -165,9 +165,9 @@ def fitted_tails(
     candidates += [(degrees, 0.4 + 0.025 * k) for degrees in DEGREES if degrees < math.inf for k in range(29)]
     totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
     for z, counts in residuals:
-        summed = (lambda each: each.sum()) if counts is None else (lambda each, counts=counts: each @ counts)
-        totals += torch.stack([summed(log_density(z / scale, degrees)) for degrees, scale in candidates]).to(totals)
-        count += float(summed(torch.ones_like(z)))
+        counts = torch.ones_like(z) if counts is None else counts
+        totals += torch.stack([log_density(z / s, degrees) @ counts for degrees, s in candidates]).to(totals)
+        count += float(counts.sum())
     totals, count = processes.sum([totals])[0], sum(processes.every(count))
     costs = [count * math.log(scale) + (0.0 if degrees == math.inf else GAIN) for degrees, scale in candidates]
     return candidates[int((totals - torch.tensor(costs, dtype=torch.float64)).argmax())]
