@@ -212,12 +212,9 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
     if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
         return ()
-    if (
-        not data.weighted
-        and rows <= min(size, LARGEST)
-        and 8 * rows * size <= MEMORY
-        and data.processes.all(data.repeats())
-    ):
+    counted = data.processes.all(not data.weighted)  # a sum of weights does not say how many rows there are
+    few = counted and rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY
+    if few and data.processes.all(data.repeats()):
         method: Method = KernelSpace()
     elif size <= LARGEST:
         method = Full()
