@@ -27,13 +27,13 @@ from lapwing.likelihoods.protocol import (
     refuse_unused,
     same_loss,
 )
+from lapwing.predictives.protocol import checked_distributions, is_soft
 from lapwing.predictives.sampled import SoftmaxSamples
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 AVERAGED = ("pairwise", "mc")  # links that stand for the average softmax; the others were chosen for their formula
 
 SMOOTHING = Rule("a number from 0, below 1", lambda v: is_real(v) and 0 <= v < 1, DataError)
-SUM = 1e-3  # by which the sum of a row of soft targets may differ from one: targets in half precision are coarse
 
 CLASS_DIM = Rule(
     "-1: classes are the last dimension of outputs (B, T, C). Wrap a model that returns (B, C, T) in a module whose "
@@ -108,7 +108,7 @@ class Categorical(LogitLikelihood):
             raise DataError("Categorical: the network has one output; expected two or more. Use Bernoulli().")
         if self.class_weights is not None and len(self.class_weights) != count:
             raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
-        if y.is_floating_point() and y.shape == f.shape:
+        if is_soft(y, f):
             return self._soft_targets(f, y)
         if y.shape == (*f.shape[:-1], 1):
             y = y.squeeze(-1)
@@ -139,16 +139,7 @@ class Categorical(LogitLikelihood):
         """Return targets that are probabilities of the classes; raise if their rows are no distributions."""
         if self.shift:
             raise DataError("Categorical(shift=True): targets are probabilities; expected tokens (B, T).")
-        y, low = y.to(f.dtype), float(y.min()) if y.numel() else 0.0
-        sums = y.double().sum(-1)
-        wrong = (sums - 1).abs() > SUM
-        if low < 0 or bool(wrong.any()):
-            found = f"an entry {low:g}" if low < 0 else f"a row with the sum {float(sums[wrong][0]):g}"
-            raise DataError(
-                f"Categorical: soft targets have {found}; expected probabilities, at least zero and with sum one for "
-                "each datum. Use y.softmax(-1) for logits, or Bernoulli() for several labels at once."
-            )
-        return y
+        return checked_distributions(y.to(f.dtype))
 
     def check_outputs(self, f: Tensor) -> None:
         """Raise if the outputs are probabilities, which as logits would be near uniform, or do not show the classes."""
@@ -178,9 +169,8 @@ class Categorical(LogitLikelihood):
         return torch.zeros_like(y, dtype=torch.bool) if y.is_floating_point() else y == self.ignore_index
 
     def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
-        """Return the log-probability of classes, or for soft targets its mean over them, Σ_c y_c log p_c."""
-        if y.is_floating_point():
-            return torch.where(y > 0, y * predictive.log_probs.to(y), 0.0).sum(-1)
+        if y.is_floating_point():  # probabilities, all of which count
+            return super().known_log_prob(predictive, y)
         ignored = self.ignored(y)
         log_prob: Tensor = predictive.log_prob(y.masked_fill(ignored, 0))
         return log_prob.masked_fill(ignored, 0)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import DataError, UnsupportedError
 from tests.tolerances import assert_close
@@ -83,6 +84,11 @@ def test_log_prob_of_soft_targets_is_the_mean_over_the_classes():
     y[0] = torch.tensor([1.0, 0, 0, 0])
     predictive = likelihood.predict(FunctionGaussian(mean, torch.eye(C).double().expand(B, C, C)))
     assert_close(likelihood.known_log_prob(predictive, y), (y * predictive.log_probs).sum(-1))
+    drawn_functions = FunctionSamples.of(mean, drawn(2, 6, B, C))
+    averages = likelihood.predict_samples(drawn_functions)
+    assert_close(averages.log_prob(y), (y * averages.log_probs).sum(-1))
+    with pytest.raises(DataError, match="a row with the sum 4"):
+        predictive.log_prob(torch.ones(B, C))
     first = predictive.log_prob(torch.zeros(B, dtype=torch.long))[:1]
     assert_close(likelihood.known_log_prob(predictive, y)[:1], first)
 
@@ -98,6 +104,14 @@ def test_fit_to_one_hot_probabilities_equals_the_fit_to_labels(net):
     hard, soft = (lw.fit(net, [(x, t)], "classification") for t in (y, nn.functional.one_hot(y, C).double()))
     assert_close(soft.log_evidence(), hard.log_evidence())
     assert_close(soft.predict(x).probs, hard.predict(x).probs)
+
+
+def test_predictives_of_mixtures_and_loaders_take_soft_targets(net):
+    x, y = drawn(2, 12, 3), drawn(3, 12, C).softmax(-1)
+    fitted = lw.fit(net, [(x, y)], "classification", tuner=lw.tuners.Grid([(x, y)], precisions=(1.0, 10.0)))
+    mixture = lw.fit(net, [(x, y)], "classification", validation=[(x + 0.1, y)])
+    for predictive in (fitted.predict(x), mixture.predict(x), mixture.predict([(x[:5], y[:5]), (x[5:], y[5:])])):
+        assert_close(predictive.log_prob(y), (y * predictive.probs.log()).sum(-1))
 
 
 def test_evidence_has_the_smoothed_loss_and_the_same_curvature(net):

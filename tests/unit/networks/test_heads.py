@@ -137,5 +137,22 @@ def test_weights_of_another_head_alone_are_refused():
         lw.fit(model("key"), [(X, Y)], lw.Gaussian(0.1), output="small", weights=lw.named("large.*"))
 
 
+def test_a_model_that_cannot_be_copied_is_refused():
+    hidden = nn.Linear(3, 2).double()
+
+    class Bypassing(nn.Module):
+        """A model that uses its layer through a variable of its own, not through its modules."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = hidden
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"small": hidden(x)}
+
+    with pytest.raises(ModelError, match="no copy of it can run"):
+        lw.fit(Bypassing(), [(X, Y)], lw.Gaussian(0.1), output="small", prior=1.0)
+
+
 def test_a_tensor_needs_no_choice():
     assert picked(X, ()) is X
