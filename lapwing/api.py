@@ -29,10 +29,10 @@ from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, SelectsWe
 from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
-from lapwing.networks.heads import path_of
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
+from lapwing.networks.several_outputs import path_of
 from lapwing.posteriors.draws import MANY
 from lapwing.posteriors.protocols import HasEvidence, Tunable
 from lapwing.priors.bound import Prior
@@ -78,7 +78,8 @@ def fit(
     Args:
         model: The trained network, in evaluation mode.
         data: The training data: a DataLoader, a list of ``(inputs, targets)`` batches, a list of mappings that hold
-            their target, one pair of tensors, or a Dataset. It is read several times.
+            their target, one pair of tensors, or a Dataset. It is read several times. ``lw.samples.weighted`` gives
+            samples weights.
         likelihood: ``lw.Categorical()``, ``lw.Gaussian()``, ``lw.Bernoulli()``, ``lw.Poisson()``,
             ``lw.HeteroscedasticGaussian()``, or a name: "classification", "regression", "binary", "multilabel",
             "counts", "heteroscedastic". The network's outputs are logits, means or log-rates.

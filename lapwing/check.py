@@ -17,10 +17,10 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.protocol import Cost, HasCost, Workload
 from lapwing.methods.workload import workload_of
 from lapwing.networks.forward import device_of, outside_autocast
-from lapwing.networks.heads import path_of
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
+from lapwing.networks.several_outputs import path_of
 from lapwing.priors.given import Isotropic
 from lapwing.problem import Problem
 from lapwing.registry import METHODS, Auto, Choice, named

@@ -107,7 +107,8 @@ def weighted(data: Iterable[Any], key: str = "weights", target_key: str | None =
         )
     if hasattr(data, "__next__"):
         raise DataError("data is a one-shot iterator; expected a DataLoader or a list, which is read several times.")
-    return WeightedBatches(data, key, target_key)
+    batches = WeightedBatches(data, key, target_key)
+    return list(batches) if isinstance(data, list) else batches  # a list is the same at every pass
 
 
 def target_name(item: Mapping[Any, Any], target_key: str | None) -> Any:

@@ -20,8 +20,8 @@ from lapwing.errors import ModelError, UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import is_recurrent, needs_plain_kernels, output_alone, refuse_training_mode, shaped
-from lapwing.networks.heads import Path
 from lapwing.networks.replica import Replica, can_be_copied
+from lapwing.networks.several_outputs import Path
 from lapwing.posteriors.members import MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
 

@@ -20,8 +20,8 @@ from lapwing.core.samples import SampleSet
 from lapwing.core.settings import seen
 from lapwing.core.switches import LOCK, own_kernels, unfused_attention
 from lapwing.errors import InputError, ModelError
-from lapwing.networks.heads import Path, keys_of, picked
 from lapwing.networks.replica import lent, output_of
+from lapwing.networks.several_outputs import Path, keys_of, picked
 
 # Errors with which PyTorch and Python answer a wrong shape, dtype, device or number of arguments.
 REFUSED = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)

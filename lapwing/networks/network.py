@@ -41,7 +41,6 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.graph import forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.head import find_head
-from lapwing.networks.heads import Path, reached
 from lapwing.networks.images import pixel_targets, seen_sizes, shapes_of_sample
 from lapwing.networks.jacobians import KINDS, Block
 from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters, widest_result
@@ -49,6 +48,7 @@ from lapwing.networks.ops import operation
 from lapwing.networks.patterns import Patterns, find_patterns
 from lapwing.networks.replica import Replica, can_be_copied
 from lapwing.networks.selection import Selection, Weights, all_weights
+from lapwing.networks.several_outputs import Path, reached
 from lapwing.networks.tangent import Tangent
 
 

@@ -105,7 +105,7 @@ def with_more(posterior: WeightPosterior, data: Data, generator: torch.Generator
 def remarked(trace: Trace | None, count: float) -> Trace:
     """Return the trace with a remark that so many data came after its tuner."""
     trace = Trace("") if trace is None else trace
-    remark = f"{count:g} data were added later: prior, noise and weights of a mixture are those of the data before."
+    remark = f"{count:,.10g} data were added later: prior, noise and weights of a mixture are those of the data before."
     return replace(trace, findings=(*trace.findings, remark))
 
 

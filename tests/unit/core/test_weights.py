@@ -32,7 +32,7 @@ def weights_of(source, **options):
     ],
 )
 def test_every_form_gives_the_same_weights(source):
-    key = "answer" if "answer" in str(getattr(source, "loader", "")) else None
+    key = "answer" if "answer" in str(source) else None
     assert torch.equal(weights_of(source, target_key=key), W.double())
 
 
@@ -89,6 +89,8 @@ def test_batches_without_weights_are_refused():
         weights_of(lw.samples.weighted([{"x": X, "y": Y}]))
     with pytest.raises(DataError, match="one-shot iterator"):
         lw.samples.weighted(iter([(X, Y, W)]))
+    with pytest.raises(DataError, match="Wrap it in a DataLoader"):
+        lw.samples.weighted(TensorDataset(X, Y, W))
     with pytest.raises(DataError, match="lw.samples.weighted"):
         weights_of([(X, Y, W)])
 
