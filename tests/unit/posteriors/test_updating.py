@@ -96,6 +96,23 @@ def test_images_and_weights_are_read_as_in_the_fit():
     assert_close(more.log_evidence(), whole.log_evidence())
 
 
+@pytest.mark.parametrize("limit", [8192, 100])
+def test_wide_factors_take_the_form_that_all_data_give_them(limit, tmp_path):
+    """Rows that become more: they stay rows, or above the limit of the method become a diagonal, after a file too."""
+    torch.manual_seed(0)
+    wide = nn.Linear(600, 2).double()
+    x, y = drawn(6, 23, 600), LABELS % 2
+    options = {"likelihood": "classification", "method": lw.Kron(factor_limit=limit), "prior": 1.0}
+    whole = lw.fit(wide, [(x, y)], **options)
+    half = lw.fit(wide, [(x[OLD], y[OLD])], **options)
+    half.save(tmp_path / "half")
+    for before in (half, lw.load(tmp_path / "half", wide)):
+        more = before.updated([(x[NEW], y[NEW])])
+        assert type(more.base.curvature.blocks[0].inp) is type(whole.base.curvature.blocks[0].inp)
+        assert_close(more.functions(x).cov, whole.functions(x).cov)
+        assert_close(more.log_evidence(), whole.log_evidence())
+
+
 def test_drawn_labels_give_a_sum_of_estimates(net):
     method = lw.Full(curvature="fisher_mc", draws=2)
     fits = {"likelihood": lw.Categorical(), "method": method, "prior": 1.0}
