@@ -40,7 +40,16 @@ _METHODS: dict[str, Any] = {}
 
 
 def sums_data(cls: M) -> M:
-    """Register a method whose posterior is a sum over the data, so that files can say how it was made. A decorator."""
+    """Register a method whose posterior is a sum over the data, so that files can say how it was made. A decorator.
+
+    Raises:
+        UnsupportedError: If another method has the name already.
+    """
+    known = _METHODS.get(cls.__name__, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise UnsupportedError(
+            f"files already know a method {cls.__name__!r}, from {known.__module__}; give this one another name."
+        )
     _METHODS[cls.__name__] = cls
     return cls
 
