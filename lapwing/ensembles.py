@@ -30,6 +30,7 @@ def train_ensemble(
     recipe: Recipe | None = None,
     folder: str | Path | None = None,
     target_key: str | None = None,
+    output: str | int | tuple[str | int, ...] | None = None,
     progress: bool | None = None,
 ) -> list[nn.Module]:
     """Train several networks from new random weights. ``model`` is not changed.
@@ -47,6 +48,7 @@ def train_ensemble(
             from there, with the result of a call that was not interrupted. Recipe and likelihood must be the same; the
             data must be too, and are not compared.
         target_key: As for ``fit``.
+        output: As for ``fit``.
         progress: Whether to show progress bars; None shows them on a terminal.
 
     Returns:
@@ -79,7 +81,7 @@ def train_ensemble(
         done = checkpoint is not None and checkpoint.exists()
         run = train(
             renewed(unwrapped(model), of_member.seed), data, likelihood, recipe=of_member, target_key=target_key,
-            resume=checkpoint if done else None, checkpoint=checkpoint, progress=progress,
+            output=output, resume=checkpoint if done else None, checkpoint=checkpoint, progress=progress,
         )  # fmt: skip
         trained.append(run.model)
     return trained

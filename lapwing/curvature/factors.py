@@ -219,10 +219,11 @@ def added(factors: Sequence[Any], weights: Tensor | None = None) -> Any:
     diagonals = [factor for factor in factors if isinstance(factor, DiagonalFactor)]
     if len(rows) == len(factors):
         count, size = sum(factor.rows.shape[1] for factor in rows), first.rows.shape[2]
-        if count <= most_rows(size, first.limit):
+        limit = min(factor.limit for factor in rows)  # one from a file does not know the limit of its method
+        if count <= most_rows(size, limit):
             roots = weights.sqrt().to(first.rows)
             parts = [factor.rows * root for factor, root in zip(factors, roots, strict=True)]
-            return RowsFactor(torch.cat(parts, 1), first.dtype, first.limit)
+            return RowsFactor(torch.cat(parts, 1), first.dtype, limit)
     all_diagonal = len(diagonals) == len(factors)
     too_wide = len(rows) + len(diagonals) == len(factors) and any(f.rows.shape[2] > f.limit for f in rows)
     exact = all(factor.exact for factor in diagonals)
