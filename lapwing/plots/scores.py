@@ -1,0 +1,131 @@
+"""Pictures of predictions beside observed targets: reliability, intervals, risk against coverage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lapwing.metrics.selection import RiskCoverage
+from lapwing.plots.canvas import INK, add_legend, new_axis, styled, thinned
+from lapwing.plots.observed import (
+    LEVELS,
+    answers,
+    normal_half_width,
+    observed_coverage,
+    reliability_points,
+    risk_of,
+)
+
+BAND_LEVEL = 0.95  # of error bars and bands that show how far chance alone goes
+
+
+def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = None) -> Any:
+    """Draw how often predictions come true against their probability; on the diagonal they are calibrated.
+
+    Error bars are 95 % intervals of the share, from the number of predictions in the bin. Bins with less than one in
+    200 of the predictions are left out.
+
+    Args:
+        prediction: A prediction of labels, ``posterior.predict(x)``, or probabilities (B, C); or a mapping of names to
+            several, the plain network first.
+        y: Labels, (B,); for binary labels zeros and ones in the shape of the probabilities. Not needed for ``Answers``
+            (``lapwing.plots.observed``), which hold confidences and whether each answer is right.
+        bins: The number of bins of equal width.
+        ax: A Matplotlib axis to draw on; a new one if None.
+
+    Returns:
+        The axis.
+
+    Raises:
+        DataError: Probabilities and labels do not fit.
+
+    >>> import torch
+    >>> ax = reliability(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
+    >>> ax.get_xlabel(), ax.get_ylabel()
+    ('confidence', 'share that is right')
+    """
+    ax, of_classes = new_axis(ax), True
+    ax.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (1, 2)), label="ideal")
+    for name, each, style in styled(prediction):
+        found = answers(each, y)
+        of_classes = found.of_classes
+        points = reliability_points(found, bins)
+        below = [share - low for share, low in zip(points.share, points.low, strict=True)]
+        above = [high - share for share, high in zip(points.share, points.high, strict=True)]
+        ends = {"yerr": [below, above], "capsize": 2, "elinewidth": 1, "markersize": 4}
+        ax.errorbar(points.probability, points.share, **ends, **style, label=name or None)
+    ax.set(xlim=(0, 1), ylim=(0, 1.02))
+    words = ("confidence", "share that is right") if of_classes else ("predicted probability", "share that is one")
+    ax.set(xlabel=words[0], ylabel=words[1])
+    add_legend(ax, loc="upper left")
+    return ax
+
+
+def intervals(prediction: Any, y: Any, *, ax: Any = None) -> Any:
+    """Draw the share of targets inside central intervals against the probability of these; ideal is the diagonal.
+
+    The grey band has 95 % of calibrated predictions of as many independent targets.
+
+    Args:
+        prediction: A prediction of numbers, or a mapping of names to several, the plain network first.
+        y: Targets, (B,) or (B, C).
+        ax: A Matplotlib axis to draw on; a new one if None.
+
+    Returns:
+        The axis.
+
+    Raises:
+        UnsupportedError: The prediction has no intervals.
+        DataError: The shapes do not fit.
+
+    >>> import torch, lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=1.0)
+    >>> intervals(posterior.predict(x), x.sin()).get_xlabel()
+    'probability of the interval'
+    """
+    each = [(name, observed_coverage(one, y), style) for name, one, style in styled(prediction)]
+    ax, count = new_axis(ax), y.numel() if hasattr(y, "numel") else y.size
+    half = [normal_half_width(BAND_LEVEL) * (level * (1 - level) / count) ** 0.5 for level in (0, *LEVELS, 1)]
+    low = [max(0, level - h) for level, h in zip((0, *LEVELS, 1), half, strict=True)]
+    high = [min(1, level + h) for level, h in zip((0, *LEVELS, 1), half, strict=True)]
+    ax.fill_between((0, *LEVELS, 1), low, high, color="#888888", alpha=0.3, linewidth=0, label="chance")
+    ax.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (1, 2)), label="ideal")
+    for name, shares, style in each:
+        ax.plot(LEVELS, shares, **style, markersize=4, label=name or None)
+    ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the interval", ylabel="share of targets inside")
+    add_legend(ax, loc="upper left")
+    return ax
+
+
+def risk_coverage(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
+    """Draw the error of the answers that remain when the most uncertain inputs are left unanswered.
+
+    Args:
+        prediction: A prediction of labels or numbers, or a curve that ``lw.metrics.risk_coverage`` returned; or a
+            mapping of names to several, the plain network first.
+        y: Targets; not needed for a curve.
+        ax: A Matplotlib axis to draw on; a new one if None.
+
+    Returns:
+        The axis. The error is the share of wrong labels, or the root of the mean squared error of numbers.
+
+    Raises:
+        DataError: Predictions and targets do not fit.
+
+    >>> import torch
+    >>> ax = risk_coverage(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
+    >>> ax.get_xlabel()
+    'share of inputs that are answered'
+    """
+    ax, top, words = new_axis(ax), 0.0, "mean loss"
+    for name, each, style in styled(prediction):
+        curve = each if isinstance(each, RiskCoverage) else risk_of(each, y)
+        rows = thinned(len(curve.risk))
+        coverage, risk = curve.coverage[rows].tolist(), curve.risk[rows].tolist()
+        ax.plot(coverage, risk, **{**style, "marker": None}, linewidth=1.6, label=name or None)
+        top = max(top, *risk)
+        if not isinstance(each, RiskCoverage):
+            words = "RMSE of the answers" if hasattr(each, "interval") else "share of wrong answers"
+    ax.set(xlim=(0, 1), ylim=(0, 1.05 * top or 1.0), ylabel=words, xlabel="share of inputs that are answered")
+    add_legend(ax, loc="best")
+    return ax
