@@ -40,6 +40,6 @@ __all__ = [
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "ELLA", "VaLLA", "HFL", "FMGP", "Auto",
     "all_weights", "last_layer", "named", "subnetwork", "isotropic", "per_layer", "grouped",
-    "tuners", "priors", "baselines", "recipes", "metrics", "plots", "linear", "inverse", "subnetworks", "samples", "memory",
-    "errors",
+    "tuners", "priors", "baselines", "recipes", "metrics", "plots", "linear", "inverse", "subnetworks", "samples",
+    "memory", "errors",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parts that all pictures share: colours, axes without a window, legends. Matplotlib is imported when an axis is made."""
+"""Parts that all pictures share: colours, figures without a window, legends. Matplotlib is imported when used."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_points_are_as_high_as_predictions_are_right() -> None:
 
     axis = new_axis()
     draw_reliability(axis, some_digits(0.8), "noisy digits", (PLAIN_ROW, VALIDATED))
-    heights = {line.get_color(): line.get_ydata() for line in axis.get_lines() if len(line.get_ydata()) > 2}
+    heights = {drawn.lines[0].get_color(): drawn.lines[0].get_ydata() for drawn in axis.containers}
     for colour in (PLAIN, POSTERIOR):
         assert sum(heights[colour]) / len(heights[colour]) == pytest.approx(0.8, abs=0.1)
     assert "55 % confident, 80 % right" in axis.get_title()
