@@ -55,15 +55,24 @@ def styled(predictions: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     if not predictions:
         raise UnsupportedError("the mapping of predictions is empty; expected at least one name with its prediction.")
     return [
-        (str(name), prediction, {"color": COLOURS[i % 6], "marker": MARKERS[i % 6], "linestyle": DASHES[i % 6]})
+        (
+            plain_text(str(name)),
+            prediction,
+            {"color": COLOURS[i % 6], "marker": MARKERS[i % 6], "linestyle": DASHES[i % 6]},
+        )
         for i, (name, prediction) in enumerate(predictions.items())
     ]
+
+
+def plain_text(text: str) -> str:
+    """Return text that Matplotlib draws as it is: dollar signs would start mathematics."""
+    return text.replace("$", r"\$")
 
 
 def add_legend(ax: Any, **settings: Any) -> None:
     """Add a legend without a frame, if something has a label."""
     if ax.get_legend_handles_labels()[1]:
-        ax.legend(frameon=False, fontsize="small", **settings)
+        ax.legend(frameon=False, fontsize=9, **settings)
 
 
 def thinned(length: int, most: int = 200) -> list[int]:

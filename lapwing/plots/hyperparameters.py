@@ -10,7 +10,7 @@ import torch
 
 from lapwing.core.settings import POSITIVE_VALUES
 from lapwing.errors import UnsupportedError
-from lapwing.plots.canvas import INK, OTHER, POSTERIOR, new_axis
+from lapwing.plots.canvas import INK, OTHER, POSTERIOR, new_axis, plain_text
 from lapwing.posteriors.protocols import HasEvidence, Reweightable, required
 
 MOST_LAYERS = 24  # bars of γ that stay readable
@@ -43,12 +43,10 @@ def effective_parameters(result: Any, *, ax: Any = None) -> Any:
     shares = [found.layers[name] / found.sizes[name] for name in names]
     ax.barh(range(len(names)), shares, color=POSTERIOR, height=0.7)
     for i, name in enumerate(names):
-        inside = shares[i] > 0.6
-        text = f" {found.layers[name]:.3g} of {found.sizes[name]:,} "
-        ax.text(shares[i], i, text, ha="right" if inside else "left", va="center", fontsize="small",
-                color="white" if inside else INK)  # fmt: skip
-    ax.set_yticks(range(len(names)), [shortened(name) for name in names])
-    ax.set(xlim=(0, 1), xlabel="share of the weights that the data determine")
+        ax.text(shares[i], i, f" {found.layers[name]:.3g} of {found.sizes[name]:,}", va="center", fontsize=9, color=INK)
+    ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
+    ax.set_yticks(range(len(names)), [plain_text(shortened(name)) for name in names])
+    ax.set(xlim=(0, 1.4), xlabel="share of the weights that the data determine")
     return ax
 
 
@@ -131,7 +129,7 @@ def evidence_curve(result: Any, precisions: Any = None, *, ax: Any = None) -> An
     ax.axvline(curve.present, color=INK, linewidth=1, linestyle="--", label="this posterior")
     words = "factor on the prior precisions" if curve.factors else "prior precision"
     ax.set(xscale="log", xlabel=words, ylabel="log evidence", ylim=(best - 1.05 * depth, best + 0.08 * depth))
-    ax.legend(frameon=False, fontsize="small", loc="best")
+    ax.legend(frameon=False, fontsize=9, loc="best")
     return ax
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,6 +76,43 @@ def answers(prediction: Any, y: Any) -> Answers:
     return Answers(*listed(probability=top, true=(guess == y.flatten()[counts])), of_classes=True)
 
 
+@runtime_checkable
+class HasNumbers(Protocol):
+    """An evaluation of a posterior: numbers of every datum under it and under the plain network."""
+
+    columns: tuple[str, ...]  # what the numbers are
+    posterior_numbers: Tensor | None  # (data, columns)
+    plain_numbers: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """Targets of predicted numbers, (N,) each: the probability of a lower one, standard deviation and error."""
+
+    pit: Tensor
+    std: Tensor
+    error: Tensor
+
+
+def separate(prediction: Any) -> Any:
+    """Return the plain network and the posterior of an evaluation by name; anything else as it is.
+
+    Raises:
+        DataError: The evaluation was read from a file, which holds no single data.
+    """
+    if not isinstance(prediction, HasNumbers):
+        return prediction
+    if prediction.posterior_numbers is None or prediction.plain_numbers is None:
+        raise DataError("the evaluation has no numbers of single data; expected one that evaluate() returned.")
+    column = lambda numbers, name: numbers[:, prediction.columns.index(name)]
+    both = {"plain network": prediction.plain_numbers, "posterior": prediction.posterior_numbers}
+    if "confidence" in prediction.columns:
+        names, kind = ("confidence", "correct"), partial(Answers, of_classes=True)
+    else:
+        names, kind = ("pit", "std", "error"), Residuals
+    return {name: kind(*(column(numbers, each) for each in names)) for name, numbers in both.items()}
+
+
 @dataclass(frozen=True)
 class Reliability:
     """Points of a reliability diagram, for each bin that has enough predictions."""
@@ -116,12 +154,19 @@ def normal_half_width(level: float) -> float:
     return float(torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64)))
 
 
+def count_of(prediction: Any) -> int:
+    """Return the number of targets."""
+    return len(prediction.pit) if isinstance(prediction, Residuals) else prediction.mean.numel()
+
+
 def observed_coverage(prediction: Any, y: Any, levels: Sequence[float] = LEVELS) -> list[float]:
     """Return the share of targets inside the central intervals of each level.
 
     Raises:
         UnsupportedError: It is a prediction of labels, which have no intervals.
     """
+    if isinstance(prediction, Residuals):
+        return [float(((2 * prediction.pit - 1).abs() <= level).double().mean()) for level in levels]
     if not hasattr(prediction, "interval"):
         raise UnsupportedError(
             f"the prediction is a {type(prediction).__name__} without intervals; expected one of numbers, as of "
@@ -141,6 +186,9 @@ def as_outputs(prediction: Any, y: Any) -> Tensor:
 
 def risk_of(prediction: Any, y: Any) -> RiskCoverage:
     """Return the risk-coverage curve: the share of wrong labels, or the root of the mean squared error of numbers."""
+    if isinstance(prediction, Residuals):
+        curve = risk_coverage(prediction.std, prediction.error.square())
+        return RiskCoverage(curve.coverage, curve.risk.sqrt())
     if hasattr(prediction, "interval"):
         y = as_outputs(prediction, y)
         error = (prediction.mean - y).double().square().flatten(1).mean(1)

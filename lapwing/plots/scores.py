@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from lapwing.metrics.selection import RiskCoverage
-from lapwing.plots.canvas import INK, add_legend, new_axis, styled, thinned
+from lapwing.plots.canvas import INK, POSTERIOR, add_legend, new_axis, plain_text, styled, thinned
 from lapwing.plots.observed import (
     LEVELS,
+    Residuals,
     answers,
+    count_of,
     normal_half_width,
     observed_coverage,
     reliability_points,
     risk_of,
+    separate,
 )
 
 BAND_LEVEL = 0.95  # of error bars and bands that show how far chance alone goes
@@ -26,9 +29,9 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
 
     Args:
         prediction: A prediction of labels, ``posterior.predict(x)``, or probabilities (B, C); or a mapping of names to
-            several, the plain network first.
-        y: Labels, (B,); for binary labels zeros and ones in the shape of the probabilities. Not needed for ``Answers``
-            (``lapwing.plots.observed``), which hold confidences and whether each answer is right.
+            several, the plain network first; or ``posterior.evaluate(data)``, which has both.
+        y: Labels, (B,); for binary labels zeros and ones in the shape of the probabilities. Not needed for an
+            evaluation, nor for ``Answers`` (``lapwing.plots.observed``), which know what is right.
         bins: The number of bins of equal width.
         ax: A Matplotlib axis to draw on; a new one if None.
 
@@ -45,7 +48,7 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
     """
     ax, of_classes = new_axis(ax), True
     ax.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (1, 2)), label="ideal")
-    for name, each, style in styled(prediction):
+    for name, each, style in styled(separate(prediction)):
         found = answers(each, y)
         of_classes = found.of_classes
         points = reliability_points(found, bins)
@@ -60,14 +63,15 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
     return ax
 
 
-def intervals(prediction: Any, y: Any, *, ax: Any = None) -> Any:
+def intervals(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
     """Draw the share of targets inside central intervals against the probability of these; ideal is the diagonal.
 
     The grey band has 95 % of calibrated predictions of as many independent targets.
 
     Args:
-        prediction: A prediction of numbers, or a mapping of names to several, the plain network first.
-        y: Targets, (B,) or (B, C).
+        prediction: A prediction of numbers, or a mapping of names to several, the plain network first; or
+            ``posterior.evaluate(data)``, which has both.
+        y: Targets, (B,) or (B, C). Not needed for an evaluation.
         ax: A Matplotlib axis to draw on; a new one if None.
 
     Returns:
@@ -83,8 +87,9 @@ def intervals(prediction: Any, y: Any, *, ax: Any = None) -> Any:
     >>> intervals(posterior.predict(x), x.sin()).get_xlabel()
     'probability of the interval'
     """
-    each = [(name, observed_coverage(one, y), style) for name, one, style in styled(prediction)]
-    ax, count = new_axis(ax), y.numel() if hasattr(y, "numel") else y.size
+    drawn = styled(separate(prediction))
+    each = [(name, observed_coverage(one, y), style) for name, one, style in drawn]
+    ax, count = new_axis(ax), count_of(drawn[0][1])
     half = [normal_half_width(BAND_LEVEL) * (level * (1 - level) / count) ** 0.5 for level in (0, *LEVELS, 1)]
     low = [max(0, level - h) for level, h in zip((0, *LEVELS, 1), half, strict=True)]
     high = [min(1, level + h) for level, h in zip((0, *LEVELS, 1), half, strict=True)]
@@ -102,8 +107,8 @@ def risk_coverage(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
 
     Args:
         prediction: A prediction of labels or numbers, or a curve that ``lw.metrics.risk_coverage`` returned; or a
-            mapping of names to several, the plain network first.
-        y: Targets; not needed for a curve.
+            mapping of names to several, the plain network first; or ``posterior.evaluate(data)``, which has both.
+        y: Targets; not needed for a curve or an evaluation.
         ax: A Matplotlib axis to draw on; a new one if None.
 
     Returns:
@@ -118,14 +123,35 @@ def risk_coverage(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
     'share of inputs that are answered'
     """
     ax, top, words = new_axis(ax), 0.0, "mean loss"
-    for name, each, style in styled(prediction):
+    for name, each, style in styled(separate(prediction)):
         curve = each if isinstance(each, RiskCoverage) else risk_of(each, y)
         rows = thinned(len(curve.risk))
         coverage, risk = curve.coverage[rows].tolist(), curve.risk[rows].tolist()
         ax.plot(coverage, risk, **{**style, "marker": None}, linewidth=1.6, label=name or None)
         top = max(top, *risk)
         if not isinstance(each, RiskCoverage):
-            words = "RMSE of the answers" if hasattr(each, "interval") else "share of wrong answers"
+            real = isinstance(each, Residuals) or hasattr(each, "interval")
+            words = "RMSE of the answers" if real else "share of wrong answers"
     ax.set(xlim=(0, 1), ylim=(0, 1.05 * top or 1.0), ylabel=words, xlabel="share of inputs that are answered")
     add_legend(ax, loc="best")
+    return ax
+
+
+def ranking(evaluations: Any, *, ax: Any = None) -> Any:
+    """Draw the negative log-likelihood of several posteriors with its interval, the best at the top.
+
+    Args:
+        evaluations: What ``lw.evaluate`` returns.
+        ax: A Matplotlib axis to draw on; a new one if None.
+
+    Returns:
+        The axis.
+    """
+    rows = evaluations.rows[::-1]
+    ax = new_axis(ax, (4.6, 1.1 + 0.3 * len(rows)))
+    scores = [row.scores["nll"] for row in rows]
+    reach = [[s.value - s.low for s in scores], [s.high - s.value for s in scores]]
+    ax.errorbar([s.value for s in scores], range(len(rows)), xerr=reach, fmt="o", color=POSTERIOR, capsize=3)
+    ax.set_yticks(range(len(rows)), [plain_text(row.name) for row in rows])
+    ax.set(xlabel="negative log-likelihood of a datum (lower is better)", ylim=(-0.6, len(rows) - 0.4))
     return ax
