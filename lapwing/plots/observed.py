@@ -145,7 +145,8 @@ def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]
     """
     z = normal_half_width(level)
     centre, spread = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return max(0.0, (centre - spread) / (1 + z * z / count)), min(1.0, (centre + spread) / (1 + z * z / count))
+    ends = ((centre - spread) / (1 + z * z / count), (centre + spread) / (1 + z * z / count))
+    return min(share, max(0.0, ends[0])), max(share, min(1.0, ends[1]))  # rounding moves ends at zero and one
 
 
 def normal_half_width(level: float) -> float:

@@ -1,7 +1,6 @@
 """The verdict on a posterior: sentences that follow from scores and their uncertainty by fixed rules.
 
-Every answer has one of three marks: "good", "unclear" or "bad". A difference counts only if its interval leaves zero
-out.
+Answers have one of three marks: "good", "unclear" or "bad". A difference counts only if its interval leaves zero out.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Answer:
     """One question about the posterior with its answer in words and the numbers behind it."""
 
     question: str
-    mark: str  # "good", "unclear" or "bad"
+    mark: str  # "good", "unclear" or "bad"; empty if the question asks for a place
     short: str  # a clause for the verdict
     sentence: str  # with numbers
     rule: str  # how it follows from them
@@ -192,7 +191,7 @@ def _doubt(numbers: str, short: str, apart: bool, what: str) -> Answer:
         "rest. Inputs unlike the training data are not in this test; posterior.ood(calibration) finds them."
     )
     if apart:
-        return Answer(question, "good", short, numbers, rule)
+        return Answer(question, "", short, numbers, rule)
     short = f"On these data its uncertainty does not show where {what} are."
     return Answer(question, "unclear", short, numbers, rule)
 
