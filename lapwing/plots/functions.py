@@ -79,7 +79,7 @@ def band(
     ax.set(xlabel="x", ylabel="y", xlim=(places[0], places[-1]))
     points = () if data is None else (column("x of the data", data[0]), _targets(data[1], output))
     fit_frame(ax, torch.cat([*reach, *inner]), *points)
-    add_legend(ax)
+    add_legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
     return ax
 
 

@@ -119,5 +119,7 @@ def _image(x: Tensor) -> str:
     low, high = small.aminmax()
     levels = ((small - low) / (high - low).clamp_min(1e-12)).expand(3, -1, -1).movedim(0, -1)
     written = io.BytesIO()
-    imsave(written, (255 * levels).round().to(torch.uint8).contiguous().numpy(), format="png", metadata={"Software": None})
+    imsave(
+        written, (255 * levels).round().to(torch.uint8).contiguous().numpy(), format="png", metadata={"Software": None}
+    )
     return "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()
