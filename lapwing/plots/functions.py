@@ -52,7 +52,7 @@ def band(
     """
     PROBABILITY.check("level", level)
     require_integer("output", output, least=0)
-    if not hasattr(prediction, "std"):
+    if not _has_spread(prediction):
         raise UnsupportedError(
             f"the prediction is a {type(prediction).__name__}; expected one of numbers, or posterior.functions(x). For "
             "probabilities use lw.plots.confidence_map or lw.plots.reliability."
@@ -185,9 +185,14 @@ def confidence_map(prediction: Any, x: Any, *, data: tuple[Any, Any] | None = No
     return ax
 
 
+def _has_spread(prediction: Any) -> bool:
+    """Return whether a prediction has standard deviations; a tensor has a function of that name."""
+    return isinstance(getattr(prediction, "std", None), Tensor)
+
+
 def _heights(prediction: Any) -> tuple[Tensor, str, tuple[float, float] | None]:
     """Return what a map shows at every input, (B,), its name, and its range if it has one."""
-    if hasattr(prediction, "std"):
+    if _has_spread(prediction):
         return prediction.std.detach().double().cpu().flatten(1).mean(1), "standard deviation", None
     probs = numbers("probs", getattr(prediction, "probs", prediction)).double().cpu()
     if probs.ndim != 2:

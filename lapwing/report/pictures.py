@@ -36,8 +36,8 @@ def _intervals(each: Mapping[str, Any]) -> tuple[Picture, Any]:
         "intervals are calibrated; below it they are too narrow. The grey band shows what chance alone does."
     )
     alt = (
-        f"Coverage of intervals. The 90 % intervals of the posterior hold {inside['posterior']} of the targets, those of "
-        f"the plain network {inside['plain network']}."
+        f"Coverage of intervals. The 90 % intervals of the posterior hold {inside['posterior']} of the targets, those "
+        f"of the plain network {inside['plain network']}."
     )
     ax = plots.intervals(each, ax=new_axis(size=SIZE))
     return _picture("intervals", "Calibration of intervals", caption, alt, ax), {"levels": LEVELS, **coverages}
@@ -68,9 +68,9 @@ def _risk(each: Mapping[str, Any]) -> tuple[Picture, Any]:
         "makes the curve fall to the left."
     )
     alt = (
-        f"Risk against coverage. Answering the more certain half of the inputs, the error is {half['posterior']} with the "
-        f"posterior and {half['plain network']} with the plain network; answering all, it is {full['posterior']} and "
-        f"{full['plain network']}."
+        f"Risk against coverage. Answering the more certain half of the inputs, the error is {half['posterior']} with "
+        f"the posterior and {half['plain network']} with the plain network; answering all, it is "
+        f"{full['posterior']} and {full['plain network']}."
     )
     ax = plots.risk_coverage(each, ax=new_axis(size=SIZE))
     numbers = {n: {"coverage": c.coverage[rows].tolist(), "risk": c.risk[rows].tolist()} for n, c in curves.items()}

@@ -121,10 +121,10 @@ def _intervals(evaluation: Any, found: Residuals) -> Answer:
     says = f"{percent(level)} intervals hold {percent(shares[level])} of the targets"
     says += "".join(f", {percent(other)} intervals {percent(shares[other])}" for other in others)
     ranges = {level: wilson(share, count) for level, share in shares.items()}
-    told = "; ".join(f"{percent(level)}: [{percent(low)} to {percent(high)}]" for level, (low, high) in ranges.items())
+    told = ", ".join(f"{percent(low)} to {percent(high)}" for low, high in ranges.values())
     numbers = (
-        f"The {says} ({told}, {count:,} inputs). The plain network's {percent(evaluation.level)} intervals hold "
-        f"{percent(evaluation['coverage'].plain.value)}."
+        f"The {says} (with {count:,} inputs these shares are uncertain: {told}). The plain network's "
+        f"{percent(level)} intervals hold {percent(evaluation['coverage'].plain.value)}."
     )
     rule = (
         f"Calibrated if the 95 % intervals (Wilson) of these shares contain {' and '.join(map(percent, shares))}, or "
@@ -225,14 +225,14 @@ def _parted(uncertainty: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def percent(value: float) -> str:
-    """Return a share as text.
+    """Return a share as text that stays in one line.
 
-    >>> percent(0.95), percent(0.0432), percent(0.9987), percent(1)
-    ('95 %', '4.3 %', '99.9 %', '100 %')
+    >>> [percent(share).replace("\N{NO-BREAK SPACE}", " ") for share in (0.95, 0.0432, 0.9987, 1)]
+    ['95 %', '4.3 %', '99.9 %', '100 %']
     """
     digits = 1 if 0 < min(value, 1 - value) < 0.0995 else 0
     text = f"{100 * value:.{digits}f}"
-    return f"{text.removesuffix('.0')} %"
+    return f"{text.removesuffix('.0')}\N{NO-BREAK SPACE}%"
 
 
 def points(value: float) -> str:
