@@ -68,7 +68,7 @@ def written(
     progress: bool | None,
 ) -> Report:  # fmt: skip
     """Write the page and return it."""
-    environment = template()  # first: nothing is computed if a package is missing
+    environment = template()
     looked = look(posterior, data, target_key, progress)
     verdict = verdict_of(evaluation, posterior.posterior.has_spread)
     pictures, learned, missing, numbers = _drawn(posterior, evaluation, looked)

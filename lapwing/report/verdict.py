@@ -18,6 +18,7 @@ CLOSE = 0.02  # error of probabilities and coverages that is small whatever the 
 DOUBTFUL = 0.1  # share of the inputs that count as the most uncertain ones
 DRAWS = 1000  # of what chance does to a calibrated predictor
 BINS = 15  # of the calibration error, as in ``lapwing.metrics.ece``
+MANY = 5000  # answers from which sums over bins are normal
 FEW = 100  # inputs below which little can be told
 
 
@@ -98,17 +99,20 @@ def calibration_error(found: Answers) -> float:
 def calibration_error_by_chance(found: Answers, level: float = 0.95) -> float:
     """Return the quantile of the calibration error if answers are right with exactly the stated probability.
 
-    The seed is fixed (Bröcker and Smith 2007: consistency resampling).
+    Draws have a fixed seed (Bröcker and Smith 2007: consistency resampling). With many answers, the sums over bins are
+    drawn from normal distributions.
     """
     probability = found.probability.double().cpu().clamp(0, 1)
     inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
-    which = torch.bucketize(probability, inner)
-    sums = torch.zeros(DRAWS, BINS, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    for row in sums:
-        right = (torch.rand(len(probability), generator=generator, dtype=torch.float64) < probability).double()
-        row.index_add_(0, which, right - probability)
-    return float((sums.abs().sum(1) / len(probability)).quantile(level))
+    bins = torch.nn.functional.one_hot(torch.bucketize(probability, inner), BINS).double()
+    generator, count = torch.Generator().manual_seed(0), len(probability)
+    if count > MANY:
+        spread = (probability * (1 - probability) @ bins).sqrt()
+        sums = spread * torch.randn(DRAWS, BINS, generator=generator, dtype=torch.float64)
+    else:
+        right = (torch.rand(DRAWS, count, generator=generator) < probability).double()
+        sums = (right - probability) @ bins
+    return float((sums.abs().sum(1) / count).quantile(level))
 
 
 def _intervals(evaluation: Any, found: Residuals) -> Answer:
