@@ -73,12 +73,13 @@ def band(
         shade(ax, places, low.tolist(), high.tolist(), label=f"{percent} of targets")
         spread = z * chosen(prediction.epistemic_variance).clamp_min(0).sqrt()
         reach += [low, high]
-    inner = (centre - spread, centre + spread)
-    shade(ax, places, *(end.tolist() for end in inner), alpha=0.5, label=f"{percent} for the function")
+    low, high = centre - spread, centre + spread
+    reach += [low, high]
+    shade(ax, places, low.tolist(), high.tolist(), alpha=0.5, label=f"{percent} for the function")
     ax.plot(places, centre.tolist(), color=POSTERIOR, linewidth=1.6, label="mean")
     ax.set(xlabel="x", ylabel="y", xlim=(places[0], places[-1]))
     points = () if data is None else (column("x of the data", data[0]), _targets(data[1], output))
-    fit_frame(ax, torch.cat([*reach, *inner]), *points)
+    fit_frame(ax, torch.cat(reach), *points)
     add_legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
     return ax
 

@@ -121,8 +121,6 @@ def _image(x: Tensor) -> str:
     small = torch.nn.functional.interpolate(x[None].double(), size=size, mode="area")[0]
     low, high = small.aminmax()
     levels = ((small - low) / (high - low).clamp_min(1e-12)).expand(3, -1, -1).movedim(0, -1)
-    written = io.BytesIO()
-    imsave(
-        written, (255 * levels).round().to(torch.uint8).contiguous().numpy(), format="png", metadata={"Software": None}
-    )
+    colours, written = (255 * levels).round().to(torch.uint8).contiguous().numpy(), io.BytesIO()
+    imsave(written, colours, format="png")
     return "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()
