@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lapwing.metrics.classification import calibration
-from lapwing.plots.observed import Answers, Residuals, observed_coverage, separate, wilson
+from lapwing.plots.observed import Answers, Residuals, normal_half_width, observed_coverage, separate, wilson
 
 CLOSE = 0.02  # error of probabilities and coverages that is small whatever the number of data
 DOUBTFUL = 0.1  # share of the inputs that count as the most uncertain ones
+CHANCE = 0.975  # of each of two differences
 DRAWS = 1000  # of what chance does to a calibrated predictor
 BINS = 15  # of the calibration error, as in ``lapwing.metrics.ece``
 MANY = 5000  # answers from which sums over bins are normal
@@ -66,28 +67,35 @@ def _probabilities(found: Answers, inputs: int) -> Answer:
     """Return whether confidences agree with how often answers are right."""
     error, likely = calibration_error(found), calibration_error_by_chance(found)
     confidence, right = float(found.probability.mean()), float(found.true.mean())
+    spread = normal_half_width(CHANCE) * mean_error_by_chance(found)
     numbers = (
-        f"Mean confidence is {percent(confidence)}, and {percent(right)} of the answers are right. Confidences differ "
-        f"from the share that is right by {points(error)} on average; for a calibrated predictor it would be up to "
-        f"{points(likely)} by chance, with {len(found.true):,} answers."
+        f"Mean confidence is {percent(confidence)}, and {percent(right)} of the answers are right; for a calibrated "
+        f"predictor the difference would be up to {points(spread)} by chance, with {len(found.true):,} answers. In "
+        f"bins, confidence differs from the share that is right by {points(error)} on average; by chance it would be "
+        f"up to {points(likely)}."
     )
     rule = (
-        f"Calibrated if the expected calibration error ({BINS} bins) is below the 95 % quantile of what chance does to "
-        f"answers that are right with exactly the stated probability ({DRAWS} draws); nearly so if it is below "
-        f"{points(CLOSE)}."
+        f"Calibrated if both differences, of all answers and in {BINS} bins (the expected calibration error), are "
+        f"within what chance does, with probability {percent(CHANCE)} each, to answers that are right with exactly the "
+        f"stated probability; nearly so if the second is below {points(CLOSE)}."
     )
     question = "Is it calibrated?"
-    if error <= likely:
-        return Answer(question, "Yes", "good", f"are calibrated, as far as {inputs:,} inputs can tell", numbers, rule)
+    if error <= likely and abs(confidence - right) <= spread:
+        short = f"are calibrated, as far as {inputs:,} inputs can tell"
+        return Answer(question, "Yes", "good", short, numbers, rule)
     if error <= CLOSE:
-        return Answer(
-            question, "Yes", "good", f"are nearly calibrated, off by {points(error)} on average", numbers, rule
-        )
+        short = f"are nearly calibrated, off by {points(error)} on average"
+        return Answer(question, "Yes", "good", short, numbers, rule)
     kind = "overconfident" if confidence > right else "underconfident"
     short = f"are {kind} (they say {percent(confidence)} on average, and {percent(right)} of the answers are right)"
-    if abs(confidence - right) < CLOSE:
+    if abs(confidence - right) <= spread:
         short = f"are not calibrated (too high in places and too low in others, by {points(error)} on average)"
     return Answer(question, "No", "bad", short, numbers, rule)
+
+
+def mean_error_by_chance(found: Answers) -> float:
+    """Return the standard error of the share that is right, if answers are right with the stated probability."""
+    return float((found.probability * (1 - found.probability)).clamp_min(0).mean() / len(found.true)) ** 0.5
 
 
 def calibration_error(found: Answers) -> float:
@@ -96,7 +104,7 @@ def calibration_error(found: Answers) -> float:
     return float((binned.weight * (binned.accuracy - binned.confidence).abs()).nansum())
 
 
-def calibration_error_by_chance(found: Answers, level: float = 0.95) -> float:
+def calibration_error_by_chance(found: Answers) -> float:
     """Return the quantile of the calibration error if answers are right with exactly the stated probability.
 
     Draws have a fixed seed (Bröcker and Smith 2007: consistency resampling). With many answers, the sums over bins are
@@ -112,7 +120,7 @@ def calibration_error_by_chance(found: Answers, level: float = 0.95) -> float:
     else:
         right = (torch.rand(DRAWS, count, generator=generator) < probability).double()
         sums = (right - probability) @ bins
-    return float((sums.abs().sum(1) / count).quantile(level))
+    return float((sums.abs().sum(1) / count).quantile(CHANCE))
 
 
 def _intervals(evaluation: Any, found: Residuals) -> Answer:

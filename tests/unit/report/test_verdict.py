@@ -9,7 +9,8 @@ from torch import Tensor
 from lapwing.decisions.evaluation import Compared, Evaluation
 from lapwing.metrics.resampling import ScoreInterval
 from lapwing.plots.observed import Answers
-from lapwing.report.verdict import calibration_error, calibration_error_by_chance, verdict_of
+from lapwing.report import verdict
+from lapwing.report.verdict import calibration_error, calibration_error_by_chance, mean_error_by_chance, verdict_of
 
 LABELS, NUMBERS = ("nll", "correct", "brier", "confidence"), ("nll", "error", "crps", "covered", "width", "pit", "std")
 
@@ -47,23 +48,36 @@ def drawn(n: int, harder: float = 0.0) -> tuple[Tensor, Tensor]:
 
 def test_calibrated_answers_are_called_so_nearly_always() -> None:
     """One in twenty is not, by the rule; more than 8 of 40 has a probability below 1e-4."""
-    rejected = 0
-    for _ in range(40):
-        found = Answers(*drawn(60), of_classes=True)
-        rejected += calibration_error(found) > calibration_error_by_chance(found)
-    assert rejected <= 8
+    words = [verdict_of(of_labels(*drawn(60))).answers[0].word for _ in range(40)]
+    assert words.count("Yes") >= 32
+
+
+def test_by_chance_errors_are_those_of_draws() -> None:
+    found = Answers(*drawn(150), of_classes=True)
+    right = torch.rand(2000, 150) < found.probability
+    errors = torch.tensor([calibration_error(Answers(found.probability, row.double(), True)) for row in right])
+    share = float((errors <= calibration_error_by_chance(found)).double().mean())
+    assert abs(share - 0.975) < 4 * (0.975 * 0.025 * (1 / 2000 + 1 / 1000)) ** 0.5  # both have Monte Carlo errors
+    shares = right.double().mean(1)
+    assert float(shares.std()) == pytest.approx(mean_error_by_chance(found), rel=4 / 4000**0.5)
+
+
+def test_many_answers_are_drawn_in_sums_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Answers(*drawn(3000), of_classes=True)
+    one_by_one = calibration_error_by_chance(found)
+    monkeypatch.setattr(verdict, "MANY", 10)
+    assert calibration_error_by_chance(found) == pytest.approx(one_by_one, rel=0.1)  # of 25 draws in the tail
 
 
 def test_confidence_without_success_is_overconfident() -> None:
-    verdict = verdict_of(of_labels(*drawn(500, harder=0.25)))
-    assert verdict.answers[0].word == "No"
-    assert "are overconfident (they say" in verdict.sentences
-    assert ", but the predictions are better than those of the plain network" in verdict.sentences
+    found = verdict_of(of_labels(*drawn(500, harder=0.25)))
+    assert found.answers[0].word == "No"
+    assert "are overconfident (they say" in found.sentences
+    assert ", but the predictions are better than those of the plain network" in found.sentences
 
 
 def test_success_without_confidence_is_underconfident() -> None:
-    verdict = verdict_of(of_labels(*drawn(500, harder=-0.3)))
-    assert "underconfident" in verdict.answers[0].short
+    assert "underconfident" in verdict_of(of_labels(*drawn(500, harder=-0.3))).answers[0].short
 
 
 def test_errors_of_both_signs_are_not_calibrated() -> None:
@@ -97,8 +111,8 @@ def test_a_difference_counts_if_its_interval_leaves_zero_out(low: float, high: f
 
 
 def test_the_plain_network_is_called_that() -> None:
-    verdict = verdict_of(of_labels(*drawn(200)), has_spread=False)
-    assert "those of the plain network itself" in verdict.sentences
+    found = verdict_of(of_labels(*drawn(200)), has_spread=False)
+    assert "those of the plain network itself" in found.sentences
 
 
 def test_the_most_uncertain_tenth_is_named_with_its_confidence() -> None:
