@@ -132,15 +132,15 @@ def _intervals(evaluation: Any, found: Residuals) -> Answer:
     level, *others = shares
     says = f"{percent(level)} intervals hold {percent(shares[level])} of the targets"
     says += "".join(f", {percent(other)} intervals {percent(shares[other])}" for other in others)
-    ranges = {level: wilson(share, count) for level, share in shares.items()}
+    ranges = {level: wilson(share, count, CHANCE) for level, share in shares.items()}
     told = ", ".join(f"{percent(low)} to {percent(high)}" for low, high in ranges.values())
     numbers = (
         f"The {says} (with {count:,} inputs these shares are uncertain: {told}). The plain network's "
         f"{percent(level)} intervals hold {percent(evaluation['coverage'].plain.value)}."
     )
     rule = (
-        f"Calibrated if the 95 % intervals (Wilson) of these shares contain {' and '.join(map(percent, shares))}, or "
-        f"the shares are within {points(CLOSE)} of these."
+        f"Calibrated if the {percent(CHANCE)} intervals (Wilson) of these shares contain "
+        f"{' and '.join(map(percent, shares))}, or the shares are within {points(CLOSE)} of these."
     )
     question = "Are the intervals calibrated?"
     wrong = [
