@@ -83,14 +83,14 @@ def simulated(name: str, folder: Path | None, most: int, recipe: Recipe, seed: i
     Args:
         name: The data set.
         folder: Where tables are.
-        most: The largest number of rows to train on; the pool has at most five times as many.
+        most: The largest number of rows to train on; the pool has at most twice as many.
         recipe: Of the network and its training.
         seed: Of the order of the rows and of the training.
     """
     base, _, kind = name.partition(", ")
     x, y = rows_of(base, folder, seed)
     count = min(most, len(x) // 2)
-    train, rest = slice(0, count), slice(count, count + 5 * most)
+    train, rest = slice(0, count), slice(count, count + 2 * most)
     chosen = torch.ones(count, dtype=torch.bool)
     if kind == "thin":
         drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed + 1))

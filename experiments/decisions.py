@@ -53,7 +53,7 @@ class Decisions:
     rows: int = 1000  # to train on at most
     rounds: int = 8  # of active learning
     chosen: int = 10  # rows in each round
-    recipe: Recipe = Recipe(epochs=60)
+    recipe: Recipe = Recipe(hidden=(50,), epochs=60)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Decisions:
         """Return two data sets that need no folder, and one run of active learning."""
         return cls(
             sets=("digits", "waves, noise"), tables=("waves",), seeds=1, active_seeds=1, draws=200, rounds=2,
-            recipe=Recipe(epochs=20),
+            recipe=Recipe(hidden=(50,), epochs=20),
         )  # fmt: skip
 
     @classmethod
