@@ -92,7 +92,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         title = f"{self.inputs:,} inputs, {self.data:,} targets ({self.task}); {100 * self.confidence:g} % intervals"
-        table = [("score", "posterior", PLAIN, "difference", "")]
+        table: list[tuple[str, ...]] = [("score", "posterior", PLAIN, "difference", "")]
         for row in self.rows:
             cells = (interval_text(each) for each in (row.posterior, row.plain, row.difference))
             name = f"{row.name} ({100 * row.target:g} %)" if row.target is not None else row.name
@@ -160,7 +160,7 @@ class Evaluation:
         """
         from lapwing import plots
 
-        draw: Any = plots.reliability if "confidence" in self.columns else plots.coverage
+        draw: Any = plots.reliability if "confidence" in self.columns else plots.intervals
         return draw(self, ax=ax)
 
 
@@ -191,7 +191,7 @@ def compared(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Compared, 
             far = (t.sub(score.target).abs() for t in (a, b, x, y))
             a_far, b_far, x_far, y_far = far
             gain = bootstrapped.interval(a_far - b_far, x_far - y_far)
-        difference = bootstrapped.interval(a - b, x - y)
+        difference = bootstrapped.interval(a - b, x - y, score.biased)
         rows.append(
             Compared(score.name, own[score.name], base[score.name], difference, score.better, score.target, gain)
         )

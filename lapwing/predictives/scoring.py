@@ -29,9 +29,25 @@ REACH = 9.0  # standard deviations over which it is integrated at least
 class Score(Protocol):
     """One score of many data, as a function of the weights of the inputs that they belong to."""
 
-    name: str
-    better: str  # "lower" or "higher"; empty if neither is better by itself
-    target: float | None  # the best value, where it is neither the lowest nor the highest
+    @property
+    def name(self) -> str:
+        """The name of the score."""
+        ...
+
+    @property
+    def better(self) -> str:
+        """What is better: "lower" or "higher"; empty if neither is by itself."""
+        ...
+
+    @property
+    def target(self) -> float | None:
+        """The best value, where it is neither the lowest nor the highest."""
+        ...
+
+    @property
+    def biased(self) -> bool:
+        """Whether resampled data, which repeat, have a higher score than the data: a calibration error."""
+        ...
 
     def at(self, weights: Tensor) -> Tensor:
         """Return the score under each row of weights (R, N) of the inputs, (R,) in float64."""
@@ -49,6 +65,7 @@ class MeanScore:
         of: From means (R, K) to scores (R,).
         better: "lower", "higher" or "".
         target: The best value, if it is in the middle.
+        biased: Whether the score of resampled data is higher.
     """
 
     name: str
@@ -57,6 +74,7 @@ class MeanScore:
     of: Callable[[Tensor], Tensor]
     better: str = "lower"
     target: float | None = None
+    biased: bool = False
 
     def at(self, weights: Tensor) -> Tensor:
         return self.of(weights @ self.sums / (weights @ self.counts).unsqueeze(-1))
@@ -76,6 +94,7 @@ class AreaScore:
     name: str = "aurc"
     better: str = "lower"
     target: float | None = None
+    biased: bool = False
 
     def at(self, weights: Tensor) -> Tensor:
         each = weights[:, self.owner]
@@ -267,7 +286,7 @@ class NumberScoring(Scoring):
             data.mean("width", width, better=""),
         ]
         if not self.discrete:
-            scores.append(data.mean("cqm", inside, lambda means: (means - levels).abs().mean(1)))
+            scores.append(data.mean("cqm", inside, lambda means: (means - levels).abs().mean(1), biased=True))
         return (*scores, data.area(std, error.square()))
 
     def uncertainty(self, predictive: Any, by: str) -> Tensor:
@@ -313,8 +332,8 @@ def _label_scores(data: Numbers) -> tuple[Score, ...]:
         data.mean("nll", nll),
         data.mean("accuracy", correct, better="higher"),
         data.mean("brier", brier),
-        data.mean("ece", (correct - confidence).unsqueeze(1) * bins, absolute),
-        data.mean("adaptive_ece", gap.unsqueeze(1) * equal, absolute),
+        data.mean("ece", (correct - confidence).unsqueeze(1) * bins, absolute, biased=True),
+        data.mean("adaptive_ece", gap.unsqueeze(1) * equal, absolute, biased=True),
         data.area(1 - confidence, 1 - correct),
     )
 

@@ -1,0 +1,276 @@
+"""The verdict on a posterior: sentences that follow from scores and their uncertainty by fixed rules.
+
+Answers have one of three marks: "good", "unclear" or "bad". A difference counts only if its interval leaves zero out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.metrics.classification import calibration
+from lapwing.plots.observed import Answers, Residuals, normal_half_width, observed_coverage, separate, wilson
+
+CLOSE = 0.02  # error of probabilities and coverages that is small whatever the number of data
+DOUBTFUL = 0.1  # share of the inputs that count as the most uncertain ones
+CHANCE = 0.975  # of each of two differences
+DRAWS = 1000  # of what chance does to a calibrated predictor
+BINS = 15  # of the calibration error, as in ``lapwing.metrics.ece``
+MANY = 5000  # answers from which sums over bins are normal
+LEAST = 20  # inputs below which resampled data say nothing about others
+FEW = 100  # inputs below which little can be told
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question about the posterior with its answer in words and the numbers behind it."""
+
+    question: str
+    word: str  # "Yes", "Partly", ...; empty if the question asks for a place
+    mark: str  # "good", "unclear" or "bad"
+    short: str  # a clause for the verdict
+    sentence: str  # with numbers
+    rule: str  # how it follows from them
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reader should know first."""
+
+    sentences: str
+    answers: tuple[Answer, ...]
+
+
+def verdict_of(evaluation: Any, has_spread: bool = True) -> Verdict:
+    """Return the verdict that follows from an evaluation of a posterior beside the plain network.
+
+    Args:
+        evaluation: What ``posterior.evaluate(data)`` returns.
+        has_spread: Whether the posterior has error bars at all; the plain network has none.
+    """
+    found = separate(evaluation)["posterior"]
+    real = isinstance(found, Residuals)
+    inputs = evaluation.inputs
+    calibrated = _intervals(evaluation, found) if real else _probabilities(found, inputs)
+    better = _better(evaluation, has_spread)
+    trust = _doubtful_numbers(found) if real else _doubtful_labels(found)
+    few = f" Only {counted(inputs)} scored, so that little can be told." if inputs < FEW else ""
+    first = f"The error bars {calibrated.short}" if real else f"The probabilities {calibrated.short}"
+    also = "but" if {calibrated.mark, better.mark} == {"good", "bad"} else "and"
+    sentences = f"{first}, {also} the predictions {better.short}. {trust.short}{few}"
+    return Verdict(sentences, (calibrated, better, trust))
+
+
+def _probabilities(found: Answers, inputs: int) -> Answer:
+    """Return whether confidences agree with how often answers are right."""
+    error, likely = calibration_error(found), calibration_error_by_chance(found)
+    confidence, right = float(found.probability.mean()), float(found.true.mean())
+    spread = normal_half_width(CHANCE) * mean_error_by_chance(found)
+    numbers = (
+        f"Mean confidence is {percent(confidence)}, and {percent(right)} of the answers are right; for a calibrated "
+        f"predictor the difference would be up to {points(spread)} by chance, with {len(found.true):,} answers. In "
+        f"bins, confidence differs from the share that is right by {points(error)} on average; by chance it would be "
+        f"up to {points(likely)}."
+    )
+    rule = (
+        f"Calibrated if both differences, of all answers and in {BINS} bins (the expected calibration error), are "
+        f"within what chance does, with probability {percent(CHANCE)} each, to answers that are right with exactly the "
+        f"stated probability; nearly so if the second is below {points(CLOSE)}."
+    )
+    question = "Is it calibrated?"
+    if error <= likely and abs(confidence - right) <= spread:
+        short = f"are calibrated, as far as {inputs:,} input{'s' * (inputs > 1)} can tell"
+        return Answer(question, "Yes", "good", short, numbers, rule)
+    if error <= CLOSE:
+        short = f"are nearly calibrated, off by {points(error)} on average"
+        return Answer(question, "Yes", "good", short, numbers, rule)
+    kind = "overconfident" if confidence > right else "underconfident"
+    short = f"are {kind} (they say {percent(confidence)} on average, and {percent(right)} of the answers are right)"
+    if abs(confidence - right) <= spread:
+        short = f"are not calibrated (too high in places and too low in others, by {points(error)} on average)"
+    return Answer(question, "No", "bad", short, numbers, rule)
+
+
+def mean_error_by_chance(found: Answers) -> float:
+    """Return the standard error of the share that is right, if answers are right with the stated probability."""
+    return float((found.probability * (1 - found.probability)).clamp_min(0).mean() / len(found.true)) ** 0.5
+
+
+def calibration_error(found: Answers) -> float:
+    """Return the expected calibration error of the answers."""
+    binned = calibration(found.probability, found.true, BINS)
+    return float((binned.weight * (binned.accuracy - binned.confidence).abs()).nansum())
+
+
+def calibration_error_by_chance(found: Answers) -> float:
+    """Return the quantile of the calibration error if answers are right with exactly the stated probability.
+
+    Draws have a fixed seed (Bröcker and Smith 2007: consistency resampling). With many answers, the sums over bins are
+    drawn from normal distributions.
+    """
+    probability = found.probability.double().cpu().clamp(0, 1)
+    inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
+    bins = torch.nn.functional.one_hot(torch.bucketize(probability, inner), BINS).double()
+    generator, count = torch.Generator().manual_seed(0), len(probability)
+    if count > MANY:
+        spread = (probability * (1 - probability) @ bins).sqrt()
+        sums = spread * torch.randn(DRAWS, BINS, generator=generator, dtype=torch.float64)
+    else:
+        right = (torch.rand(DRAWS, count, generator=generator) < probability).double()
+        sums = (right - probability) @ bins
+    return float((sums.abs().sum(1) / count).quantile(CHANCE))
+
+
+def _intervals(evaluation: Any, found: Residuals) -> Answer:
+    """Return whether intervals hold as many targets as they should, at the level and at 50 %."""
+    count = evaluation.inputs  # outputs of one input may depend on each other
+    shares = {evaluation.level: evaluation["coverage"].posterior.value}
+    if any(row.name == "cqm" for row in evaluation.rows):  # counts have no intervals of exactly 50 %
+        shares[0.5] = observed_coverage(found, None, [0.5])[0]
+    level, *others = shares
+    says = f"{percent(level)} intervals hold {percent(shares[level])} of the targets"
+    says += "".join(f", {percent(other)} intervals {percent(shares[other])}" for other in others)
+    ranges = {level: wilson(share, count, CHANCE) for level, share in shares.items()}
+    told = ", ".join(f"{percent(low)} to {percent(high)}" for low, high in ranges.values())
+    numbers = (
+        f"The {says} (with {count:,} inputs these shares are uncertain: {told}). The plain network's "
+        f"{percent(level)} intervals hold {percent(evaluation['coverage'].plain.value)}."
+    )
+    rule = (
+        f"Calibrated if the {percent(CHANCE)} intervals (Wilson) of these shares contain "
+        f"{' and '.join(map(percent, shares))}, or the shares are within {points(CLOSE)} of these."
+    )
+    question = "Are the intervals calibrated?"
+    wrong = [
+        level for level, (low, high) in ranges.items()
+        if not low <= level <= high and abs(shares[level] - level) > CLOSE
+    ]  # fmt: skip
+    if not wrong:
+        short = f"are calibrated, as far as {count:,} inputs can tell ({says})"
+        return Answer(question, "Yes", "good", short, numbers, rule)
+    width = "narrow" if shares[wrong[0]] < wrong[0] else "wide"
+    if wrong == [0.5]:
+        return Answer(question, "Partly", "unclear", f"are too {width} in the middle ({says})", numbers, rule)
+    return Answer(question, "No", "bad", f"are too {width} ({says})", numbers, rule)
+
+
+def _better(evaluation: Any, has_spread: bool) -> Answer:
+    """Return whether the posterior predicts better than the plain network, by its likelihood of the targets."""
+    row, question = evaluation["nll"], "Is it better than the plain network?"
+    confidence = percent(evaluation.confidence)
+    apart = row.difference
+    numbers = (
+        f"The negative log-likelihood of an input is {row.posterior.value:.4g}; that of the plain network is "
+        f"{row.plain.value:.4g}. The difference is {signed(apart.value)} [{signed(apart.low)}, {signed(apart.high)}]; "
+        "lower is better."
+    )
+    rule = (
+        f"Better or worse if the {confidence} bootstrap interval of the difference in log-likelihood, of the same "
+        f"inputs, is on one side of zero; otherwise, and with fewer than {LEAST} inputs, no difference can be told."
+    )
+    if not has_spread:
+        return Answer(question, "Cannot be told", "unclear", "are those of the plain network itself", numbers, rule)
+    words = {
+        "better": ("Yes", "good", "are better than those of the plain network"),
+        "worse": ("No", "bad", "are worse than those of the plain network"),
+        "undecided": ("Cannot be told", "unclear", "cannot be told apart from those of the plain network"),
+    }
+    verdict = row.verdict if evaluation.inputs >= LEAST else "undecided"
+    return Answer(question, *words[verdict], numbers, rule)
+
+
+def _doubtful_labels(found: Answers) -> Answer:
+    """Return where answers are often wrong: at the inputs with the lowest confidence."""
+    worst, rest, limit = _parted(found.uncertainty)
+    wrong = found.wrong
+    (a, b), (c, d) = (wilson(float(wrong[rows].mean()), len(rows)) for rows in (worst, rest))
+    first, second = float(wrong[worst].mean()), float(wrong[rest].mean())
+    numbers = (
+        f"Of the {len(worst):,} answers with the lowest confidence, up to {percent(1 - limit)}, {percent(first)} are "
+        f"wrong [{percent(a)} to {percent(b)}]; of the others {percent(second)} [{percent(c)} to {percent(d)}]."
+    )
+    short = (
+        f"Do not rely on answers with a confidence of {percent(1 - limit)} or less: {percent(first)} of them are wrong."
+    )
+    wrong_at_all = float(wrong.mean())
+    if not wrong_at_all:
+        return replace(_doubt(numbers, "", False, "wrong answers"), short="No answer was wrong.")
+    if wrong_at_all > 0.5:
+        short = f"Most answers are wrong, {percent(wrong_at_all)}: do not rely on them."
+    return _doubt(numbers, short, a > d or wrong_at_all > 0.5, "wrong answers")
+
+
+def _doubtful_numbers(found: Residuals) -> Answer:
+    """Return where errors are large: at the inputs with the widest intervals."""
+    worst, rest, limit = _parted(found.std)
+    squares = found.error.square()
+    first, second = (float(squares[rows].mean().sqrt()) for rows in (worst, rest))
+    spread = lambda rows: float(squares[rows].std(correction=0)) / max(1, len(rows)) ** 0.5
+    apart = float(squares[worst].mean() - squares[rest].mean()) > 1.96 * (spread(worst) ** 2 + spread(rest) ** 2) ** 0.5
+    numbers = (
+        f"The {len(worst):,} predictions with the largest standard deviation, from {limit:.3g} on, have an RMSE of "
+        f"{first:.3g}; the others {second:.3g}."
+    )
+    short = f"Do not rely on predictions with a standard deviation of {limit:.3g} or more: their RMSE is {first:.3g}, "
+    return _doubt(numbers, f"{short}that of the others {second:.3g}.", apart, "large errors")
+
+
+def _doubt(numbers: str, short: str, apart: bool, what: str) -> Answer:
+    question = "On what should it not be trusted?"
+    rule = (
+        f"The tenth of the data that is most uncertain is named if its 95 % interval of {what} is above that of the "
+        "rest; all of them if more than half of the answers are wrong. Inputs unlike the training data are not in this "
+        "test; posterior.ood(calibration) finds them."
+    )
+    if apart:
+        return Answer(question, "", "good", short, numbers, rule)
+    short = f"On these data its uncertainty does not show where {what} are."
+    return Answer(question, "Cannot be told", "unclear", short, numbers, rule)
+
+
+def _parted(uncertainty: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return the rows of the most uncertain tenth, those of the others, and the least uncertainty of the former."""
+    order = uncertainty.argsort(descending=True, stable=True)
+    count = min(len(order) - 1, max(1, round(DOUBTFUL * len(order)))) if len(order) > 1 else 1
+    return order[:count], order[count:] if len(order) > 1 else order, float(uncertainty[order[count - 1]])
+
+
+def counted(inputs: int) -> str:
+    """Return how many inputs there were, with the verb.
+
+    >>> counted(1), counted(30)
+    ('1 input was', '30 inputs were')
+    """
+    return "1 input was" if inputs == 1 else f"{inputs} inputs were"
+
+
+def percent(value: float) -> str:
+    """Return a share as text that stays in one line.
+
+    >>> [percent(share).replace("\N{NO-BREAK SPACE}", " ") for share in (0.95, 0.0432, 0.9987, 1)]
+    ['95 %', '4.3 %', '99.9 %', '100 %']
+    """
+    digits = 1 if 0 < min(value, 1 - value) < 0.0995 else 0
+    text = f"{100 * value:.{digits}f}"
+    return f"{text.removesuffix('.0')}\N{NO-BREAK SPACE}%"
+
+
+def points(value: float) -> str:
+    """Return a difference of shares as text.
+
+    >>> points(0.0123)
+    '1.2 percentage points'
+    """
+    return f"{100 * value:.2g} percentage points"
+
+
+def signed(value: float) -> str:
+    """Return a number with its sign.
+
+    >>> signed(-0.123456), signed(2.0), signed(0.0)
+    ('−0.123', '+2', '0')
+    """
+    return f"{value:+.3g}".replace("-", "−") if value else "0"
