@@ -9,7 +9,7 @@ INTEGRATIONS := .venv-integrations
 .PHONY: run test test-integrations test-rounding attack check bench setup lint types imports pytest uci peer clean
 
 run: $(READY)
-	$(BIN)/lapwing run --out out
+	$(BIN)/lapwing demo --out out
 
 # mypy takes one core for a minute: beside it, the tests have begun.
 test: $(READY)

@@ -1,0 +1,127 @@
+"""The program ``lapwing``: its commands, what they print, and how they fail."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import traceback
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, Protocol
+
+import torch
+
+import lapwing
+from lapwing.cli import check, compare, demo, fit, predict
+from lapwing.cli.imports import working_folder_first
+from lapwing.cli.outcome import Outcome
+from lapwing.errors import LapwingError
+
+FAILED, INTERRUPTED = 1, 130  # exit codes; 2 is that of argparse for a command that cannot be read
+OPTIONS = {  # what the library advises, and how to give it here
+    "timed=True": "--timed",
+    "fit(..., validation=data)": "--validation DATA",
+    "target_key=...": "--target NAME",
+}
+
+
+class Command(Protocol):
+    """A module with one command."""
+
+    HELP: str
+
+    @staticmethod
+    def add_options(parser: ArgumentParser) -> None:
+        """Add the arguments of the command."""
+        ...
+
+    @staticmethod
+    def run(arguments: Namespace) -> Outcome:
+        """Do the work."""
+        ...
+
+
+COMMANDS: Mapping[str, Any] = {
+    "demo": demo, "check": check, "fit": fit, "predict": predict, "compare": compare,
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, or 1 with one line on stderr. A command that cannot be read exits 2.
+
+    Results go to stdout. Progress, warnings, errors, and what the user's own code prints go to stderr.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line():
+            outcome = COMMANDS[arguments.command].run(arguments)
+    except KeyboardInterrupt:
+        return _failed("interrupted.", INTERRUPTED)
+    except Exception as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        return _failed(_in_words(error), FAILED)
+    return _printed(outcome.to_json(arguments.command) if arguments.json else in_options(outcome.text))
+
+
+def _printed(text: str) -> int:
+    """Print the text and return the exit code; a reader such as ``head`` may close the pipe before its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lapwing",
+        description="Calibrated error bars for trained networks.",
+        epilog="lapwing COMMAND --help lists the options of a command.",
+    )
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    parser.add_argument("--version", action="version", version=f"lapwing {lapwing.__version__} ({versions})")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.HELP, description=command.HELP[0].upper() + command.HELP[1:] + ".")
+        command.add_options(own)
+    return parser
+
+
+def _in_words(error: Exception) -> str:
+    """Return one line for an error; an unexpected one comes with its type."""
+    if isinstance(error, LapwingError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'a file'}: {error.strerror}. Check the path."
+    return f"{type(error).__name__}: {error} (not expected). --traceback shows where."
+
+
+def _failed(message: str, code: int) -> int:
+    print(f"lapwing: {in_options(' '.join(message.split()))}", file=sys.stderr)
+    return code
+
+
+def in_options(text: str) -> str:
+    """Return a text of the library with options in place of arguments.
+
+    >>> in_options("timed=True measures on one batch.")
+    '--timed measures on one batch.'
+    """
+    for argument, option in OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Write warnings as a line each meanwhile, without the place in the code."""
+    show: Callable[..., None] = lambda message, *_, **__: print(
+        f"lapwing: warning: {' '.join(str(message).split())}", file=sys.stderr
+    )
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
