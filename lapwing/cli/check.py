@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from lapwing.check import check
@@ -28,6 +29,8 @@ def run(arguments: Namespace) -> Outcome:
     model = model_given(arguments, trained=False)
     data = reader_given(arguments, model, labelled=False).read(arguments.data)
     batch = next(iter(data.batches))
+    if isinstance(batch, Mapping):
+        batch = {name: values for name, values in batch.items() if name not in arguments.target}
     report = check(model, batch, weights=subset_of(arguments), data=data.rows, timed=arguments.timed)
     facts = {
         "model": arguments.model, "data": data.facts, "weights": report.weights, "outputs": report.outputs,

@@ -61,11 +61,14 @@ def add_data(parser: ArgumentParser, data: str) -> None:
     group.add_argument("--batch-size", type=_count, default=256, metavar="N", help="rows of a batch (default: 256)")
 
 
-def add_posteriors(parser: ArgumentParser, several: bool) -> None:
-    """Add one file of a posterior, or several."""
-    number = {"nargs": "+", "action": "extend"} if several else {}
-    help_text = f"{'files' if several else 'a file'} that lapwing fit wrote"
-    parser.add_argument("--posterior", type=Path, required=True, metavar="FILE", help=help_text, **number)  # type: ignore[arg-type]
+def add_posterior(parser: ArgumentParser) -> None:
+    """Add the file of one posterior."""
+    parser.add_argument("--posterior", type=Path, required=True, metavar="FILE", help="a file that lapwing fit wrote")
+
+
+def add_level(parser: ArgumentParser) -> None:
+    """Add the probability of intervals."""
+    parser.add_argument("--level", type=_level, default=0.95, help="probability of the intervals (default: 0.95)")
 
 
 def add_out(parser: ArgumentParser, what: str) -> None:
@@ -150,3 +153,13 @@ def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
+
+
+def _level(text: str) -> float:
+    try:
+        level = float(text)
+    except ValueError:
+        level = 0.0
+    if not 0 < level < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a probability between 0 and 1")
+    return level

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,9 +13,10 @@ from lapwing.cli.models import posterior_of
 from lapwing.cli.options import (
     add_common,
     add_data,
+    add_level,
     add_model,
     add_out,
-    add_posteriors,
+    add_posterior,
     model_given,
     reader_given,
     refuse_output,
@@ -36,8 +36,8 @@ HELP = "predict new data and write a row for each: probabilities, or means and i
 def add_options(parser: ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_model(parser)
-    add_posteriors(parser, several=False)
-    parser.add_argument("--level", type=_level, default=0.95, help="probability of the intervals (default: 0.95)")
+    add_posterior(parser)
+    add_level(parser)
     add_out(parser, "the predictions: a .csv, .npz or .parquet file")
     add_data(parser, "the inputs; targets are not needed, and left out if they are there")
     add_common(parser)
@@ -108,13 +108,3 @@ def _refuse_classes(posterior: Fitted, classes: tuple[str, ...]) -> None:
     outputs = posterior.network.output_shape[-1]
     if classes and len(classes) != outputs:
         raise DataError(f"--classes has {len(classes)} names and the network {outputs} outputs; expected one for each.")
-
-
-def _level(text: str) -> float:
-    try:
-        level = float(text)
-    except ValueError:
-        level = 0.0
-    if not 0 < level < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a probability between 0 and 1")
-    return level
