@@ -10,6 +10,7 @@ from lapwing.check import check
 from lapwing.compare import compare
 from lapwing.core import samples
 from lapwing.core.gaussian import FunctionGaussian
+from lapwing.decisions.several import evaluate
 from lapwing.ensembles import train_ensemble
 from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted
@@ -36,7 +37,8 @@ from lapwing.registry import Auto
 __version__ = "0.1.0"
 
 __all__ = [
-    "fit", "train", "train_ensemble", "load", "check", "compare", "Fitted", "FunctionGaussian", "LapwingError",
+    "fit", "train", "train_ensemble", "load", "check", "compare", "evaluate", "Fitted", "FunctionGaussian",
+    "LapwingError",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "ELLA", "VaLLA", "HFL", "FMGP", "Auto",
     "all_weights", "last_layer", "named", "subnetwork", "isotropic", "per_layer", "grouped",

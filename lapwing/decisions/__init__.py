@@ -1,1 +1,1 @@
-"""Decisions from a posterior: scores beside the plain network, conformal sets, abstaining, strange inputs, next labels."""
+"""Decisions from a posterior: scores beside the plain network, conformal sets, abstaining, strange inputs, labels."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lapwing.core.memory import evenly
 from lapwing.core.random import independent_generator, uniform
 from lapwing.core.settings import FLAG, FUNCTION, GENERATOR, PROBABILITY, integer, is_real, seen
 from lapwing.errors import DataError
@@ -99,3 +100,17 @@ def _score(metric: Callable[..., float], tensors: list[Tensor]) -> float:
     if not is_real(score) or not abs(score) < float("inf"):
         raise DataError(f"the metric of all or of resampled data is {seen(score)}; expected a finite number.")
     return float(score)
+
+
+def resampled_weights(count: int, resamples: int, generator: torch.Generator, most: int) -> Iterator[Tensor]:
+    """Yield how often each of ``count`` rows is drawn with replacement, (R, count) in float64.
+
+    At most ``most`` resamples are yielded at a time; together they are as many as asked for.
+    """
+    like = torch.empty(0, dtype=torch.float64, device=generator.device)
+    for part in evenly(resamples, most):
+        number = part.stop - part.start
+        rows = (uniform((number, count), generator, like) * count).long()
+        yield torch.zeros(number, count, dtype=torch.float64).scatter_add_(
+            1, rows.cpu(), torch.ones(number, count, dtype=torch.float64)
+        )

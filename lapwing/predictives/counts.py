@@ -18,6 +18,7 @@ from lapwing.errors import DataError, NumericalError
 from lapwing.predictives.densities import whole_quantile
 from lapwing.predictives.mixture import CountMixture
 from lapwing.predictives.protocol import NumberPredictive, checked_numbers
+from lapwing.predictives.scoring import NumberScoring
 
 FEW = 64  # nodes for sums over all likely counts
 
@@ -107,6 +108,10 @@ class CountPredictive(NumberPredictive):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         require_integer("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
+
+    @property
+    def scoring(self) -> NumberScoring:
+        return NumberScoring(discrete=True)
 
     def top_count(self) -> int:
         """Return the largest count that is likely for one of the inputs."""

@@ -24,6 +24,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.mixture import MixtureDistribution
 from lapwing.predictives.protocol import ClassPredictive, MultilabelPredictive, NumberPredictive, checked_numbers
 from lapwing.predictives.sampled import AveragedClasses
+from lapwing.predictives.scoring import Scoring
 
 KEPT = 2**28  # bytes of covariances that are kept
 SLAB = 2**25 + 2**16  # bytes; the C library takes pieces of more than 32 MiB from the system, and gives them back
@@ -134,6 +135,11 @@ class JoinedNumbers(Joined, NumberPredictive):
     @property
     def distribution(self) -> Distribution:
         return MixtureDistribution(self)
+
+    @property
+    def scoring(self) -> Scoring:
+        scoring: Scoring = self.parts[0].scoring
+        return scoring
 
     def cdf(self, y: Tensor | float) -> Tensor:
         numbers = checked_numbers(y, self.mean)

@@ -23,6 +23,7 @@ from lapwing.predictives.protocol import (
     Predictive,
     checked_numbers,
 )
+from lapwing.predictives.scoring import NumberScoring
 
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
 NODES = 512  # of the entropy's integral
@@ -228,6 +229,10 @@ class CountMixture(NumberMixture):
     def quantile(self, level: float) -> Tensor:
         reach = self.each(lambda component: component.reach(20)).amax(0)
         return whole_quantile(self.cdf, level, reach).to(self.mean)
+
+    @property
+    def scoring(self) -> NumberScoring:
+        return NumberScoring(discrete=True)
 
     @cached_property
     def entropy(self) -> Tensor:

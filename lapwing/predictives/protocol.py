@@ -11,7 +11,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from lapwing.core.random import classes
 from lapwing.core.settings import PROBABILITY, TENSOR, require_integer, seen
-from lapwing.errors import DataError
+from lapwing.errors import DataError, UnsupportedError
+from lapwing.predictives.scoring import ClassScoring, LabelScoring, NumberScoring, Scoring
 
 
 @runtime_checkable
@@ -53,6 +54,11 @@ class Predictive(Protocol):
         """
         ...
 
+    @property
+    def scoring(self) -> Scoring:
+        """The scores that fit such targets."""
+        ...
+
 
 class LabelPredictive(Predictive, Protocol):
     """A predictive of labels, by the probabilities of their values."""
@@ -75,6 +81,15 @@ class LabelPredictive(Predictive, Protocol):
     @staticmethod
     def entropy_of(probs: Tensor) -> Tensor:
         """Return the entropy of labels with these probabilities (..., C) in nats, (...)."""
+        ...
+
+    @property
+    def class_probs(self) -> Tensor:
+        """Probabilities of all values of one label, (B, C): those of the classes, or of zero and one.
+
+        Raises:
+            UnsupportedError: If there are several binary labels.
+        """
         ...
 
     @property
@@ -137,6 +152,14 @@ class ClassPredictive(LabelPredictive, Protocol):
     def entropy_of(probs: Tensor) -> Tensor:
         return torch.special.entr(probs).sum(-1)
 
+    @property
+    def class_probs(self) -> Tensor:
+        return self.probs
+
+    @property
+    def scoring(self) -> Scoring:
+        return ClassScoring()
+
 
 class MultilabelPredictive(LabelPredictive, Protocol):
     """A predictive of one binary label or many."""
@@ -149,6 +172,19 @@ class MultilabelPredictive(LabelPredictive, Protocol):
     @staticmethod
     def entropy_of(probs: Tensor) -> Tensor:
         return (torch.special.entr(probs) + torch.special.entr(1 - probs)).sum(-1)
+
+    @property
+    def class_probs(self) -> Tensor:
+        if self.probs.shape[-1] != 1:
+            raise UnsupportedError(
+                f"{self.probs.shape[-1]} binary labels for each input; expected one label, or classes. Take the labels "
+                "one by one."
+            )
+        return torch.cat([1 - self.probs, self.probs], -1)
+
+    @property
+    def scoring(self) -> Scoring:
+        return LabelScoring()
 
 
 class NumberPredictive(Predictive, Protocol):
@@ -223,6 +259,10 @@ class NumberPredictive(Predictive, Protocol):
     def mutual_information(self) -> Tensor:
         """The mutual information of y and f in nats, (B,): entropy minus that expected at a known f."""
         return (self.entropy - self.known_entropy.to(self.mean)).clamp_min(0)
+
+    @property
+    def scoring(self) -> Scoring:
+        return NumberScoring()
 
 
 def checked_labels(y: Any, like: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""Numbers of every datum of a loader, from predictions and targets of the same pass.
+
+A loader that shuffles gives other rows at the next pass, so predictions and targets are never read apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.data import Batch, Data, merged, shows_progress
+from lapwing.core.inputs import Inputs
+from lapwing.core.settings import DATA
+from lapwing.core.streams import InputStream, is_loader
+from lapwing.errors import DataError, UnsupportedError
+from lapwing.networks.network import Network
+from lapwing.predictives.scoring import Scoring
+from lapwing.problem import named_targets
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """A batch with its targets as the likelihood takes them."""
+
+    inputs: Inputs
+    targets: Tensor
+    known: Tensor  # whether each target counts, in the shape of the targets
+
+
+def labelled(posterior: Any, batch: Batch, name: str) -> Labelled:
+    """Return a batch on the device of the posterior, with targets that fit its likelihood."""
+    network, likelihood = posterior.network, posterior.likelihood
+    batch = network.arranged(batch.to(network.device))
+    y = named_targets(network, likelihood, batch, name)
+    return Labelled(batch.inputs, y, ~likelihood.ignored(y))
+
+
+def batches_of(
+    network: Network, data: Iterable[Any], name: str, target_key: str | None, progress: bool | None
+) -> Iterator[Batch]:
+    """Yield the batches of a loader, small ones joined as one pass of the network takes them."""
+    DATA.check(name, data)
+    source = Data(data, network.device, target_key, shows_progress(progress), name)
+    return merged(source.batches(name), network.joined)
+
+
+def rows_of(
+    posterior: Any,
+    data: Iterable[Any],
+    number: Callable[[Any, Labelled], Tensor],
+    *,
+    name: str = "calibration",
+    target_key: str | None = None,
+    progress: bool | None = None,
+) -> tuple[Tensor, Scoring]:
+    """Return ``number(predictive, batch)`` of all batches, joined along the rows, on the CPU, and the kind of targets.
+
+    One pass. Inputs whose target is ignored are left out.
+
+    Raises:
+        UnsupportedError: If the network has an output for each token or pixel.
+        DataError: If data are empty, or every target is ignored.
+    """
+    posterior._unchanged()
+    refuse_tokens(posterior.network, name)
+    rows: list[Tensor] = []
+    with torch.no_grad():
+        for batch in batches_of(posterior.network, data, name, target_key, progress):
+            each = labelled(posterior, batch, name)
+            known = each.known.flatten(1).all(1) if each.known.ndim > 1 else each.known
+            predictive = posterior.posterior.predict(each.inputs)
+            scoring = predictive.scoring
+            values = number(predictive, each)
+            rows.append(values[known.to(values.device)].cpu())
+    joined = torch.cat(rows)
+    if not len(joined):
+        raise DataError(f"{name}: every target is ignored; expected at least one that is not.")
+    return joined, scoring
+
+
+def input_batches(posterior: Any, x: Inputs, target_key: str | None, progress: bool | None) -> Iterator[Inputs]:
+    """Yield batches of inputs, from one batch or from a loader; targets are left out."""
+    network = posterior.network
+    if not is_loader(x, network.input_places):
+        return iter((posterior._checked(x),))
+    return iter(
+        InputStream(x, network.device, network.input_places, target_key, shows_progress(progress), network.joined)
+    )
+
+
+def refuse_tokens(network: Network, what: str) -> None:
+    """Raise if the network has an output for each token or pixel: the data of an input depend on each other."""
+    if len(network.output_shape) > 1:
+        raise UnsupportedError(
+            f"{what}: the network has an output for each token or pixel, {network.output_shape}; expected one target "
+            "for each input. Guarantees need data that are drawn independently, and tokens of one input are not. Wrap "
+            "the model to return one output for each input, or use evaluate, which takes such outputs."
+        )

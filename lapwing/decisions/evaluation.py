@@ -1,0 +1,198 @@
+"""Scores of a posterior beside those of the plain network, with the uncertainty of both and of their difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.decisions.scored import Bootstrap, plain_of, scored
+from lapwing.decisions.tables import aligned, interval_text, write_json
+from lapwing.errors import DataError
+from lapwing.metrics.classification import Calibration, calibration
+from lapwing.metrics.resampling import ScoreInterval
+from lapwing.metrics.selection import RiskCoverage, risk_coverage
+from lapwing.predictives.scoring import LEVELS
+
+PLAIN = "plain network"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One score of a posterior, of the plain network, and their difference, each with a bootstrap interval.
+
+    ``difference`` is the score of the posterior less that of the plain network, from the same resampled data, so that
+    what both have in common cancels. For a score with a ``target``, such as a coverage, ``gain`` is the difference of
+    the distances to it.
+    """
+
+    name: str
+    posterior: ScoreInterval
+    plain: ScoreInterval
+    difference: ScoreInterval
+    better: str  # "lower" or "higher"; empty if neither is better by itself
+    target: float | None = None  # the best value, where it is neither the lowest nor the highest
+    gain: ScoreInterval | None = None  # how much farther from the target the posterior is; None without a target
+
+    @property
+    def verdict(self) -> str:
+        """Return "better", "worse" or "undecided", or nothing where no direction is better.
+
+        It is undecided if the interval of the difference holds zero.
+        """
+        judged = self.difference if self.gain is None else self.gain
+        if not self.better and self.gain is None:
+            return ""
+        if judged.low <= 0 <= judged.high:
+            return "undecided"
+        return "better" if (judged.high < 0) == (self.better != "higher") else "worse"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of a posterior beside those of the plain network; print it to read it.
+
+    ``evaluation["nll"]`` is one row. ``reliability`` and ``curve`` hold what pictures need, of the posterior and of the
+    plain network.
+
+    Args:
+        task: What the targets are: "classes", "binary labels" or "numbers".
+        inputs: The number of inputs.
+        data: The number of targets that count: more than the inputs for tokens, pixels, labels and several outputs.
+        rows: All scores that fit the task.
+        level: The probability of the intervals whose coverage and width are scored.
+        confidence: The probability of the bootstrap intervals.
+        seconds: The time of the predictions.
+        plain_seconds: The time of the forward passes of the plain network.
+    """
+
+    task: str
+    inputs: int
+    data: int
+    rows: tuple[Compared, ...]
+    level: float
+    confidence: float
+    seconds: float
+    plain_seconds: float
+    columns: tuple[str, ...] = field(default=(), repr=False)
+    posterior_numbers: Tensor | None = field(default=None, repr=False, compare=False)  # (data, columns)
+    plain_numbers: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def __getitem__(self, name: str) -> Compared:
+        """Return the row of a score."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise DataError(f"there is no score {name!r}; expected one of {', '.join(row.name for row in self.rows)}.")
+
+    def __str__(self) -> str:
+        title = f"{self.inputs:,} inputs, {self.data:,} targets ({self.task}); {100 * self.confidence:g} % intervals"
+        table = [("score", "posterior", PLAIN, "difference", "")]
+        for row in self.rows:
+            cells = (interval_text(each) for each in (row.posterior, row.plain, row.difference))
+            name = f"{row.name} ({100 * row.target:g} %)" if row.target is not None else row.name
+            table.append((name, *cells, row.verdict))
+        return "\n".join([title, *aligned(table)])
+
+    @cached_property
+    def reliability(self) -> dict[str, Calibration]:
+        """Confidence and accuracy in bins, by "posterior" and "plain network"; for numbers, levels and coverages."""
+        return {name: self._binned(numbers) for name, numbers in self._each()}
+
+    @cached_property
+    def curve(self) -> dict[str, RiskCoverage]:
+        """The curve of risk against coverage, by "posterior" and "plain network".
+
+        The risk is the share of wrong answers, and for numbers the mean squared error.
+        """
+        return {name: risk_coverage(*self._uncertain(numbers)) for name, numbers in self._each()}
+
+    def _each(self) -> Iterator[tuple[str, Tensor]]:
+        if self.posterior_numbers is None or self.plain_numbers is None:
+            raise DataError("this evaluation was read from a file, which holds scores and no single data.")
+        yield "posterior", self.posterior_numbers
+        yield PLAIN, self.plain_numbers
+
+    def _column(self, numbers: Tensor, name: str) -> Tensor:
+        return numbers[:, self.columns.index(name)]
+
+    def _binned(self, numbers: Tensor) -> Calibration:
+        if "confidence" in self.columns:
+            return calibration(self._column(numbers, "confidence"), self._column(numbers, "correct"))
+        levels = torch.tensor(LEVELS, dtype=torch.float64)
+        inside = (2 * self._column(numbers, "pit") - 1).abs().unsqueeze(1) <= levels
+        return Calibration(levels, inside.double().mean(0), torch.full_like(levels, 1 / len(levels)))
+
+    def _uncertain(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        if "confidence" in self.columns:
+            return 1 - self._column(numbers, "confidence"), 1 - self._column(numbers, "correct")
+        return self._column(numbers, "std"), self._column(numbers, "error").square()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all scores as plain values, which JSON holds."""
+        rows = {
+            row.name: {**{k: v for k, v in asdict(row).items() if k != "name"}, "verdict": row.verdict}
+            for row in self.rows
+        }
+        facts = {"task": self.task, "inputs": self.inputs, "data": self.data, "level": self.level}
+        times = {"seconds": self.seconds, "plain_seconds": self.plain_seconds}
+        return {**facts, "confidence": self.confidence, **times, "scores": rows}
+
+    def json(self, path: str | Path) -> None:
+        """Write ``to_json`` to a file."""
+        write_json(self.to_json(), path)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the reliability of the posterior and of the plain network; return the Matplotlib axis.
+
+        For numbers the axis has the coverage of central intervals at every level.
+
+        Args:
+            ax: The axis to draw on; a new one if None.
+
+        Raises:
+            UnsupportedError: If Matplotlib is not installed.
+        """
+        from lapwing import plots
+
+        draw: Any = plots.reliability if "confidence" in self.columns else plots.coverage
+        return draw(self, ax=ax)
+
+
+def evaluation_of(
+    posterior: Any, data: Iterable[Any], *, level: float, confidence: float, resamples: int, target_key: str | None,
+    progress: bool | None, generator: torch.Generator | None,
+) -> Evaluation:  # fmt: skip
+    """Return the scores of a posterior beside the plain network's; see ``Decides.evaluate``."""
+    plain = plain_of(posterior)
+    found = scored({"posterior": (posterior, posterior.posterior), PLAIN: (posterior, plain)}, data, level, target_key,
+                   progress)  # fmt: skip
+    bootstrapped = Bootstrap.of(found, level, confidence, resamples, generator)
+    own, base = found["posterior"], found[PLAIN]
+    return Evaluation(
+        own.scoring.task, own.data.inputs, len(own.data.values), compared(bootstrapped, "posterior", PLAIN),
+        level, confidence, own.seconds, base.seconds, own.scoring.columns, own.data.values, base.data.values,
+    )  # fmt: skip
+
+
+def compared(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Compared, ...]:
+    """Return every score of a posterior beside that of another one, with the paired difference."""
+    own, base = bootstrapped.intervals(name), bootstrapped.intervals(other)
+    rows = []
+    for i, score in enumerate(bootstrapped.scores[name]):
+        (a, x), (b, y) = (bootstrapped.score(each, i) for each in (name, other))
+        gain = None
+        if score.target is not None:
+            far = (t.sub(score.target).abs() for t in (a, b, x, y))
+            a_far, b_far, x_far, y_far = far
+            gain = bootstrapped.interval(a_far - b_far, x_far - y_far)
+        difference = bootstrapped.interval(a - b, x - y)
+        rows.append(
+            Compared(score.name, own[score.name], base[score.name], difference, score.better, score.target, gain)
+        )
+    return tuple(rows)

@@ -1,0 +1,197 @@
+"""Several posteriors on the same data, ranked, with their costs and the plain network beside them: ``lw.evaluate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lapwing.core.settings import Rule
+from lapwing.core.state import State
+from lapwing.decisions.decides import Decides
+from lapwing.decisions.evaluation import PLAIN
+from lapwing.decisions.scored import Bootstrap, plain_of, scored
+from lapwing.decisions.tables import aligned, interval_text, write_json
+from lapwing.errors import DataError, UnsupportedError
+from lapwing.metrics.resampling import ScoreInterval
+from lapwing.networks.forward import outside_autocast
+
+POSTERIORS = Rule(
+    'a mapping from names to fitted posteriors, such as {"kron": posterior}',
+    lambda v: isinstance(v, Mapping) and v and all(isinstance(name, str) for name in v),
+    DataError,
+)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One posterior on the data: its scores, how far it is behind the best, and its costs."""
+
+    name: str
+    scores: dict[str, ScoreInterval]
+    behind: ScoreInterval  # its NLL less that of the best, from the same resampled data
+    seconds: float  # of the predictions
+    weights: int  # that are uncertain; zero for the plain network
+    stored: int | None  # bytes of what the posterior stores; None if it has no file form, or writing one is long
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Several posteriors on the same data, the best NLL first; print it to read it.
+
+    ``evaluations["kron"]`` is one of them.
+    """
+
+    rows: tuple[Evaluated, ...]
+    task: str
+    inputs: int
+    data: int
+    level: float
+    confidence: float
+
+    @property
+    def best(self) -> str:
+        """The name of the posterior with the lowest NLL."""
+        return self.rows[0].name
+
+    def __getitem__(self, name: str) -> Evaluated:
+        """Return the row of a posterior."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise DataError(f"there is no posterior {name!r}; expected one of {', '.join(row.name for row in self.rows)}.")
+
+    def __str__(self) -> str:
+        title = f"{self.inputs:,} inputs, {self.data:,} targets ({self.task}); {100 * self.confidence:g} % intervals"
+        others = [name for name in self.rows[0].scores if name != "nll"]
+        table = [("name", "nll", "behind the best", *others, "seconds", "weights", "stored")]
+        for row in self.rows:
+            scores = [f"{row.scores[name].value:.4g}" for name in others]
+            stored = "" if row.stored is None else f"{row.stored / 1e6:.3g} MB"
+            costs = (f"{row.seconds:.3g}", f"{row.weights:,}", stored)
+            table.append((row.name, interval_text(row.scores["nll"]), interval_text(row.behind), *scores, *costs))
+        return "\n".join([title, *aligned(table)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all rows as plain values, which JSON holds."""
+        return asdict(self)
+
+    def json(self, path: str | Path) -> None:
+        """Write ``to_json`` to a file."""
+        write_json(self.to_json(), path)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the NLL of every posterior with its interval; return the Matplotlib axis.
+
+        Args:
+            ax: The axis to draw on; a new one if None.
+
+        Raises:
+            UnsupportedError: If Matplotlib is not installed.
+        """
+        from lapwing import plots
+
+        draw: Any = plots.ranking
+        return draw(self, ax=ax)
+
+
+@outside_autocast
+def evaluate(
+    posteriors: Mapping[str, Decides],
+    data: Iterable[Any],
+    *,
+    level: float = 0.95,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    target_key: str | None = None,
+    progress: bool | None = None,
+    generator: torch.Generator | None = None,
+) -> Evaluations:
+    """Rank several posteriors by their NLL on held-out data, with all other scores, costs and the plain network.
+
+    All predict the same rows in one pass, so that differences are paired. ``lw.compare`` ranks by the evidence, without
+    held-out data. The plain network is added under its name unless one of the posteriors is that, once for each model.
+
+    Args:
+        posteriors: From names to posteriors, all about the same targets. They may have different networks.
+        data: A loader, a Dataset or batches with targets that no posterior was fitted to or validated on.
+        level: The probability of the intervals whose coverage and width are scored, for numbers.
+        confidence: The probability of the bootstrap intervals.
+        resamples: How often the inputs are drawn again.
+        target_key: The key of the target in batches that are mappings, as for ``fit``.
+        progress: Whether to show a progress bar; None shows one on a terminal.
+        generator: For the bootstrap; a fixed seed by default.
+
+    Returns:
+        The posteriors, best first; print it to read it.
+
+    Raises:
+        DataError: If it is no mapping, or data are empty or do not fit, or the tasks differ.
+
+    Cost: the predictions of each posterior, one forward pass for each model, and ``resamples`` sums over the data.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
+    >>> data = [(x, (x[:, 0] > 0.1).long())]
+    >>> net = torch.nn.Linear(1, 2)
+    >>> methods = {"kron": lw.Kron(), "diagonal": lw.Diagonal()}
+    >>> table = evaluate({name: lw.fit(net, data, "classification", method=m) for name, m in methods.items()}, data)
+    >>> sorted(row.name for row in table.rows)
+    ['diagonal', 'kron', 'plain network']
+    """
+    POSTERIORS.check("posteriors", posteriors)
+    for name, fitted in posteriors.items():
+        Rule("a posterior that fit() made", lambda v: isinstance(v, Decides), DataError).check(f"{name!r}", fitted)
+    compared = {name: (fitted, fitted.posterior) for name, fitted in posteriors.items()}
+    plain = _plain_networks(posteriors)
+    found = scored({**compared, **plain}, data, level, target_key, progress)
+    tasks = {name: each.scoring.task for name, each in found.items()}
+    if len(set(tasks.values())) > 1:
+        raise DataError(f"the posteriors predict different things: {tasks}; expected one task for all.")
+    bootstrapped = Bootstrap.of(found, level, confidence, resamples, generator)
+    order = sorted(found, key=lambda name: float(bootstrapped.score(name, 0)[0]))
+    best, drawn = bootstrapped.score(order[0], 0)
+    rows = tuple(
+        Evaluated(
+            name, bootstrapped.intervals(name),
+            bootstrapped.interval(bootstrapped.score(name, 0)[0] - best, bootstrapped.score(name, 0)[1] - drawn),
+            found[name].seconds, *_costs(None if name in plain else posteriors[name]),
+        )
+        for name in order
+    )  # fmt: skip
+    one = found[order[0]]
+    return Evaluations(rows, one.scoring.task, one.data.inputs, len(one.data.values), level, confidence)
+
+
+def _plain_networks(posteriors: Mapping[str, Decides]) -> dict[str, tuple[Any, Any]]:
+    """Return the plain network of each model that has none among the posteriors, by name."""
+    plain: dict[str, tuple[Any, Any]] = {}
+    models = {id(each.network.model) for each in posteriors.values() if not each.posterior.has_spread}
+    for name, fitted in posteriors.items():
+        if id(fitted.network.model) not in models:
+            models.add(id(fitted.network.model))
+            free = PLAIN if not plain and PLAIN not in posteriors else f"{PLAIN} of {name}"
+            plain[free] = (fitted, plain_of(fitted))
+    return plain
+
+
+def _costs(fitted: Decides | None) -> tuple[int, int | None]:
+    """Return the number of uncertain weights, and the bytes that the posterior stores, where they are cheap to know."""
+    if fitted is None or not fitted.posterior.has_spread:
+        return 0, 0
+    base = fitted.posterior.base
+    if base.is_sampled or base.solves_for_inputs:
+        return fitted.network.selection.size, None
+    try:
+        return fitted.network.selection.size, _nbytes(fitted.posterior.state())
+    except (UnsupportedError, AttributeError):
+        return fitted.network.selection.size, None
+
+
+def _nbytes(state: State) -> int:
+    """Return the bytes of all tensors of a state and of its parts."""
+    own = sum(tensor.nbytes for tensor in state.tensors.values())
+    return own + sum(_nbytes(part) for part in state.parts.values())

@@ -1,0 +1,95 @@
+"""Inputs unlike the calibration data: scores, conformal p-values, and flags with a bounded rate of false alarms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.core.inputs import Inputs
+from lapwing.core.settings import PROBABILITY, one_of
+from lapwing.decisions.collecting import input_batches, refuse_tokens
+from lapwing.errors import DataError
+
+SCORES = ("entropy", "mutual_information", "variance")
+
+
+@dataclass(frozen=True, eq=False)
+class Detector:
+    """A detector of strange inputs; see ``Fitted.ood`` for the guarantee.
+
+    Args:
+        posterior: What predicts.
+        by: The score.
+        rate: The largest probability of a false alarm.
+        scores: Those of the calibration data in ascending order, (n,) in float64.
+    """
+
+    posterior: Any
+    by: str
+    rate: float
+    scores: Tensor
+
+    @property
+    def threshold(self) -> float:
+        """The calibration score above which inputs are flagged."""
+        allowed = math.floor((len(self.scores) + 1) * Fraction(repr(float(self.rate)))) - 1  # scores that may reach it
+        return float(self.scores[len(self.scores) - 1 - allowed])
+
+    def score(self, x: Inputs, *, target_key: str | None = None, progress: bool | None = None) -> Tensor:
+        """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU; higher is stranger."""
+        return scores_of(self.posterior, x, self.by, target_key, progress)
+
+    def p_values(self, x: Inputs, *, target_key: str | None = None, progress: bool | None = None) -> Tensor:
+        """Return the conformal p-value of every input, (B,): (1 + calibration scores that reach its own) / (n + 1)."""
+        score = self.score(x, target_key=target_key, progress=progress)
+        below = torch.searchsorted(self.scores, score)  # strictly smaller ones
+        return (1 + len(self.scores) - below).double() / (len(self.scores) + 1)
+
+    def flags(self, x: Inputs, *, target_key: str | None = None, progress: bool | None = None) -> Tensor:
+        """Return whether every input is flagged, (B,): whether its score is above ``threshold``."""
+        return self.score(x, target_key=target_key, progress=progress) > self.threshold
+
+    def __repr__(self) -> str:
+        return f"<Detector: {self.by} above {self.threshold:.4g}, false alarms at most {self.rate:g}>"
+
+
+def detector_of(
+    posterior: Any, calibration: Iterable[Any], *, by: str | None, rate: float, target_key: str | None,
+    progress: bool | None,
+) -> Detector:  # fmt: skip
+    """Return a detector; see ``Decides.ood``."""
+    PROBABILITY.check("rate", rate)
+    by = ("entropy" if posterior.likelihood.has_logits else "variance") if by is None else by
+    one_of(SCORES).check("by", by)
+    scores = scores_of(posterior, calibration, by, target_key, progress).sort().values
+    if (len(scores) + 1) * rate < 1:
+        raise DataError(
+            f"{len(scores)} calibration data; expected at least {math.ceil(1 / Fraction(repr(float(rate)))) - 1} for "
+            f"false alarms at a rate of {rate:g}: with fewer, no input could be flagged. Give more, or a higher rate."
+        )
+    return Detector(posterior, by, rate, scores)
+
+
+def scores_of(posterior: Any, x: Inputs, by: str, target_key: str | None, progress: bool | None) -> Tensor:
+    """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU."""
+    refuse_tokens(posterior.network, "ood")
+    posterior._unchanged()
+    with torch.no_grad():
+        parts = [_scores(posterior, batch, by) for batch in input_batches(posterior, x, target_key, progress)]
+    return torch.cat(parts)
+
+
+def _scores(posterior: Any, batch: Inputs, by: str) -> Tensor:
+    """Return the scores of one batch, (B,)."""
+    if by == "variance":
+        variance: Tensor = posterior.posterior(batch).variance.double().sum(-1)
+        return variance.cpu()
+    predictive = posterior.posterior.predict(batch)
+    value: Tensor = predictive.entropy if by == "entropy" else predictive.mutual_information
+    return value.double().cpu()

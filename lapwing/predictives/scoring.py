@@ -1,0 +1,347 @@
+"""Scores of predictives that fit their targets: classes, binary labels, numbers.
+
+A predictive says by its ``scoring`` which scores fit it. A scoring turns predictions and targets into a few numbers of
+each datum, batch by batch, and these into scores that can be computed again for data with other weights, as the
+bootstrap needs it. The scores of equal weights are those of ``lapwing.metrics``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.core.settings import POSITIVE
+from lapwing.errors import UnsupportedError
+from lapwing.metrics.arrays import mean_of_ties
+
+BINS = 15  # of the calibration errors, as in ``lapwing.metrics.ece``
+LEVELS = tuple(i / 20 for i in range(1, 20))  # of the central intervals whose coverages give ``cqm``
+TINY = 1e-300  # probability below which a logarithm would be infinite
+STEPS = 48  # nodes of the integrals of the CRPS on either side of the target
+REACH = 9.0  # standard deviations over which it is integrated at least
+
+
+class Score(Protocol):
+    """One score of many data, as a function of the weights of the inputs that they belong to."""
+
+    name: str
+    better: str  # "lower" or "higher"; empty if neither is better by itself
+    target: float | None  # the best value, where it is neither the lowest nor the highest
+
+    def at(self, weights: Tensor) -> Tensor:
+        """Return the score under each row of weights (R, N) of the inputs, (R,) in float64."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class MeanScore:
+    """A function of weighted means over all data.
+
+    Args:
+        name: The name of the score.
+        sums: Numbers of each input, summed over its data, (N, K).
+        counts: The number of data of each input, (N,).
+        of: From means (R, K) to scores (R,).
+        better: "lower", "higher" or "".
+        target: The best value, if it is in the middle.
+    """
+
+    name: str
+    sums: Tensor
+    counts: Tensor
+    of: Callable[[Tensor], Tensor]
+    better: str = "lower"
+    target: float | None = None
+
+    def at(self, weights: Tensor) -> Tensor:
+        return self.of(weights @ self.sums / (weights @ self.counts).unsqueeze(-1))
+
+
+@dataclass(frozen=True, eq=False)
+class AreaScore:
+    """The area under the curve of risk against coverage, as ``lapwing.metrics.aurc`` has it.
+
+    Args:
+        owner: The input that each datum belongs to, (M,), from the most certain datum to the least.
+        loss: The loss of each datum in that order, (M,); equal uncertainties have their mean.
+    """
+
+    owner: Tensor
+    loss: Tensor
+    name: str = "aurc"
+    better: str = "lower"
+    target: float | None = None
+
+    def at(self, weights: Tensor) -> Tensor:
+        each = weights[:, self.owner]
+        kept = each.cumsum(1)
+        risk = (each * self.loss).cumsum(1) / kept.clamp_min(TINY)
+        return (each * risk).sum(1) / kept[:, -1]
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Numbers of each datum (M, K), and the input (M,) that it belongs to; inputs have one datum, or several tokens."""
+
+    values: Tensor
+    owner: Tensor
+    inputs: int
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the sums of values (M, K) over the data of each input, (N, K)."""
+        return values.new_zeros(self.inputs, values.shape[1]).index_add_(0, self.owner, values)
+
+    def mean(self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] | None = None, **more: Any) -> MeanScore:
+        """Return the score that is a function of the means of values (M,) or (M, K); by default their mean."""
+        values = values.unsqueeze(1) if values.ndim == 1 else values
+        counts = self.summed(torch.ones_like(values[:, :1])).squeeze(1)
+        return MeanScore(name, self.summed(values), counts, _first if of is None else of, **more)
+
+    def area(self, uncertainty: Tensor, loss: Tensor) -> AreaScore:
+        """Return the area under the risk-coverage curve of losses (M,) in the order of uncertainties (M,)."""
+        order = uncertainty.argsort()
+        return AreaScore(self.owner[order], mean_of_ties(uncertainty, loss)[order])
+
+
+class Scoring(Protocol):
+    """The scores that fit one kind of targets."""
+
+    task: ClassVar[str]  # in words
+    columns: ClassVar[tuple[str, ...]]  # the numbers of each datum
+    conformal: ClassVar[tuple[str, ...]]  # the conformal scores that fit, the default first
+    uncertainties: ClassVar[tuple[str, ...]]  # by which answers can be withheld, the default first
+
+    def numbers(self, predictive: Any, y: Tensor, known: Tensor, level: float) -> Tensor:
+        """Return numbers of each datum, (B, D, K) in float64: D tokens, labels or outputs of an input.
+
+        Args:
+            predictive: The predictive of the targets at (B, [T,] C) outputs.
+            y: Targets that the likelihood has checked.
+            known: Whether each target counts, in the shape of y; numbers of others are finite and have no meaning.
+            level: The probability of intervals.
+        """
+        ...
+
+    def known(self, known: Tensor) -> Tensor:
+        """Return whether each datum counts, (B, D), from the same for each target."""
+        return known.flatten(1) if known.ndim > 1 else known.unsqueeze(1)
+
+    def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
+        """Return all scores of the data."""
+        ...
+
+    def uncertainty(self, predictive: Any, by: str) -> Tensor:
+        """Return one of ``uncertainties`` of each input, (B,) in float64: the higher, the less certain."""
+        ...
+
+    def wrong(self, predictive: Any, y: Tensor, tolerance: float | None) -> Tensor:
+        """Return whether the answer to each input is wrong, (B,): a class, a label, or an error above the tolerance."""
+        ...
+
+    def answer(self, predictive: Any) -> Tensor:
+        """Return the answer to each input: the most probable class (B,), labels (B, C), or means (B, C)."""
+        ...
+
+    def refuse_tolerance(self, tolerance: float | None) -> None:
+        """Raise unless a tolerance is given where answers are numbers, and none otherwise."""
+        if tolerance is not None:
+            raise UnsupportedError(
+                f"tolerance is {tolerance}, and the targets are {self.task}; expected none: an answer is right or "
+                "wrong. Leave it out."
+            )
+
+
+@dataclass(frozen=True)
+class ClassScoring(Scoring):
+    """Scores of one class out of C."""
+
+    task: ClassVar[str] = "classes"
+    columns: ClassVar[tuple[str, ...]] = ("nll", "correct", "brier", "confidence")
+    conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
+    uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
+
+    def numbers(self, predictive: Any, y: Tensor, known: Tensor, level: float) -> Tensor:
+        safe = y.masked_fill(~known, 0)
+        nll = -predictive.log_prob(safe)
+        probs = predictive.probs.double()
+        confidence, guess = probs.max(-1)
+        right = probs.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
+        brier = probs.square().sum(-1) - 2 * right + 1
+        each = torch.stack([nll.double(), (guess == safe).double(), brier, confidence.clamp_max(1)], -1)
+        return each.flatten(1, -2) if each.ndim > 2 else each.unsqueeze(1)
+
+    def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
+        return _label_scores(data)
+
+    def uncertainty(self, predictive: Any, by: str) -> Tensor:
+        if by == "confidence":  # from the other classes: one minus a probability near one would lose its digits
+            log_probs = predictive.log_probs.double()
+            top = log_probs.argmax(-1, keepdim=True)
+            return log_probs.scatter(-1, top, -math.inf).exp().sum(-1)
+        return _spread(predictive, by)
+
+    def wrong(self, predictive: Any, y: Tensor, tolerance: float | None) -> Tensor:
+        return self.answer(predictive) != y
+
+    def answer(self, predictive: Any) -> Tensor:
+        answer: Tensor = predictive.probs.argmax(-1)
+        return answer
+
+
+@dataclass(frozen=True)
+class LabelScoring(Scoring):
+    """Scores of binary labels, each a datum; ``nll`` is that of all labels of an input together."""
+
+    task: ClassVar[str] = "binary labels"
+    columns: ClassVar[tuple[str, ...]] = ("nll", "correct", "brier", "confidence")
+    conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
+    uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
+
+    def numbers(self, predictive: Any, y: Tensor, known: Tensor, level: float) -> Tensor:
+        probs, y = predictive.probs.double(), y.double().masked_fill(~known, 0)
+        if bool(known.all()):
+            nll = -predictive.log_prob(y).double().unsqueeze(-1).expand_as(probs)
+        else:  # the labels that count, each by itself, times how many there are: their mean is the sum of them
+            each = -(y * probs.clamp_min(TINY).log() + (1 - y) * (1 - probs).clamp_min(TINY).log())
+            nll = each * known.sum(-1, keepdim=True)
+        correct = (probs > 0.5) == (y > 0.5)
+        confidence = torch.maximum(probs, 1 - probs).clamp_max(1)
+        each = torch.stack([nll, correct.double(), 2 * (probs - y).square(), confidence], -1)
+        return each.flatten(1, -2)
+
+    def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
+        return _label_scores(data)
+
+    def uncertainty(self, predictive: Any, by: str) -> Tensor:
+        if by == "confidence":  # that of the label with the most doubt
+            probs = predictive.probs.double()
+            return torch.minimum(probs, 1 - probs).amax(-1)
+        return _spread(predictive, by)
+
+    def wrong(self, predictive: Any, y: Tensor, tolerance: float | None) -> Tensor:
+        return (self.answer(predictive) != (y > 0.5)).any(-1)
+
+    def answer(self, predictive: Any) -> Tensor:
+        return (predictive.probs > 0.5).long()
+
+
+@dataclass(frozen=True)
+class NumberScoring(Scoring):
+    """Scores of numbers, each output a datum; ``nll`` is that of all outputs of an input together.
+
+    Args:
+        discrete: Whether the targets are counts, whose PIT values are not uniform; ``cqm`` is then left out.
+    """
+
+    discrete: bool = False
+    task: ClassVar[str] = "numbers"
+    columns: ClassVar[tuple[str, ...]] = ("nll", "error", "crps", "covered", "width", "pit", "std")
+    conformal: ClassVar[tuple[str, ...]] = ("scaled", "constant")
+    uncertainties: ClassVar[tuple[str, ...]] = ("variance", "entropy", "mutual_information")
+
+    def numbers(self, predictive: Any, y: Tensor, known: Tensor, level: float) -> Tensor:
+        mean = predictive.mean
+        y = y.to(mean).reshape(mean.shape)
+        nll = -predictive.log_prob(y).double().unsqueeze(-1).expand(mean.shape)
+        low, high = (end.double() for end in predictive.interval(level))
+        covered = (low <= y) & (y <= high)
+        values = (nll, y.double() - mean.double(), crps(predictive, y), covered.double(), high - low)
+        each = torch.stack([*values, predictive.cdf(y).double(), predictive.std.double()], -1)
+        return each.flatten(1, -2)
+
+    def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
+        nll, error, ranked, covered, width, pit, std = (column.contiguous() for column in data.values.unbind(1))
+        levels = torch.tensor(LEVELS, dtype=pit.dtype)
+        inside = ((2 * pit - 1).abs().unsqueeze(1) <= levels).to(pit)
+        scores: list[Score] = [
+            data.mean("nll", nll),
+            data.mean("rmse", error.square(), lambda means: means[:, 0].sqrt()),
+            data.mean("mae", error.abs()),
+            data.mean("crps", ranked),
+            data.mean("coverage", covered, better="", target=level),
+            data.mean("width", width, better=""),
+        ]
+        if not self.discrete:
+            scores.append(data.mean("cqm", inside, lambda means: (means - levels).abs().mean(1)))
+        return (*scores, data.area(std, error.square()))
+
+    def uncertainty(self, predictive: Any, by: str) -> Tensor:
+        if by == "variance":
+            variance: Tensor = predictive.variance.double().sum(-1)
+            return variance
+        return _spread(predictive, by)
+
+    def wrong(self, predictive: Any, y: Tensor, tolerance: float | None) -> Tensor:
+        return ((y.to(predictive.mean).reshape(predictive.mean.shape) - predictive.mean).abs() > tolerance).any(-1)
+
+    def answer(self, predictive: Any) -> Tensor:
+        mean: Tensor = predictive.mean
+        return mean
+
+    def refuse_tolerance(self, tolerance: float | None) -> None:
+        if tolerance is None:
+            raise UnsupportedError(
+                "tolerance is None, and the targets are numbers; expected the error above which an answer is wrong, in "
+                "the units of the targets: tolerance=..."
+            )
+        POSITIVE.check("tolerance", tolerance)
+
+
+def _spread(predictive: Any, by: str) -> Tensor:
+    """Return the entropy or the mutual information of each input, (B,) in float64."""
+    value: Tensor = predictive.entropy if by == "entropy" else predictive.mutual_information
+    return value.double()
+
+
+def _label_scores(data: Numbers) -> tuple[Score, ...]:
+    """Return the scores of guesses with a confidence."""
+    nll, correct, brier, confidence = (column.contiguous() for column in data.values.unbind(1))
+    inner = torch.arange(1, BINS, dtype=confidence.dtype) / BINS
+    bins = torch.nn.functional.one_hot(torch.bucketize(confidence, inner), BINS).to(confidence)
+    gap = mean_of_ties(confidence, correct) - confidence
+    order, count = confidence.argsort(), len(confidence)
+    parts = torch.empty(count, dtype=torch.long)
+    parts[order] = torch.cat([torch.full((len(p),), i) for i, p in enumerate(order.tensor_split(min(BINS, count)))])
+    equal = torch.nn.functional.one_hot(parts, BINS).to(confidence)
+    absolute = lambda means: means.abs().sum(1)
+    return (
+        data.mean("nll", nll),
+        data.mean("accuracy", correct, better="higher"),
+        data.mean("brier", brier),
+        data.mean("ece", (correct - confidence).unsqueeze(1) * bins, absolute),
+        data.mean("adaptive_ece", gap.unsqueeze(1) * equal, absolute),
+        data.area(1 - confidence, 1 - correct),
+    )
+
+
+def crps(predictive: Any, y: Tensor) -> Tensor:
+    r"""Return the continuous ranked probability score of every number, in the shape of y, in float64.
+
+    $$ \int_{-\infty}^{y} F(z)^2 \, dz + \int_y^\infty (1 - F(z))^2 \, dz , $$
+
+    by the trapezoidal rule from the target to nine standard deviations beyond the mean, or beyond the target; nodes are
+    dense near the target. Its error is below 1 % of the standard deviation for normal predictives; for counts the steps
+    of F are seen at the nodes alone.
+    """
+    mean, std, y = predictive.mean.double(), predictive.std.double(), y.double()
+    total = torch.zeros_like(mean)
+    steps = torch.linspace(0, 1, STEPS, dtype=torch.float64).square()  # dense at the target
+    for sign in (-1.0, 1.0):
+        reach = (sign * (mean - y)).clamp_min(0) + REACH * std
+        before: Tensor | None = None
+        for low, high in zip([0.0, *steps[:-1].tolist()], steps.tolist(), strict=True):
+            cumulative = predictive.cdf((y + sign * high * reach).to(predictive.mean)).double()
+            now = (cumulative if sign < 0 else 1 - cumulative).square()
+            if before is not None:
+                total += 0.5 * (high - low) * reach * (before + now)
+            before = now
+    return total
+
+
+def _first(means: Tensor) -> Tensor:
+    return means[:, 0]
