@@ -20,7 +20,7 @@ from lapwing.cli.options import (
 )
 from lapwing.cli.outcome import Outcome
 from lapwing.cli.subsets import add_subset, subset_of
-from lapwing.core.settings import NONE, one_of
+from lapwing.core.settings import NONE, POSITIVE, one_of
 from lapwing.fitted import Fitted
 from lapwing.registry import LIKELIHOODS, METHODS, named
 
@@ -50,6 +50,7 @@ def run(arguments: Namespace) -> Outcome:
     """Fit and save."""
     one_of(LIKELIHOODS).check("--likelihood", arguments.likelihood)
     (one_of([*METHODS, "auto"]) | NONE).check("--method", arguments.method)
+    (POSITIVE | NONE).check("--prior", arguments.prior)
     refuse_output(arguments.out, arguments.overwrite)
     generator = seed_all(arguments.seed)
     model = model_given(arguments)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 import lapwing
-from lapwing.cli import check, compare, demo, fit, predict
+from lapwing.cli import check, compare, demo, evaluate, fit, predict
 from lapwing.cli.imports import working_folder_first
 from lapwing.cli.outcome import Outcome
 from lapwing.errors import LapwingError
@@ -45,7 +45,7 @@ class Command(Protocol):
 
 
 COMMANDS: Mapping[str, Any] = {
-    "demo": demo, "check": check, "fit": fit, "predict": predict, "compare": compare,
+    "demo": demo, "check": check, "fit": fit, "evaluate": evaluate, "predict": predict, "compare": compare,
 }  # fmt: skip
 
 

@@ -125,11 +125,11 @@ class Table:
         if len(self.targets) == 1 and isinstance(first, list):
             return self._numbered(first, row)
         columns = [self._numbers(block, name) for name in self.targets]
+        whole = len(columns) == 1 and not columns[0].is_floating_point()
+        columns = [column.long() if whole else column.to(self.form.dtype) for column in columns]
         for name, column in zip(self.targets, columns, strict=True):
             self._refuse_not_finite(column, name, row)
-        if len(columns) > 1:
-            return torch.stack([column.to(self.form.dtype) for column in columns], 1)
-        return columns[0].to(self.form.dtype) if columns[0].is_floating_point() else columns[0].long()
+        return columns[0] if len(columns) == 1 else torch.stack(columns, 1)
 
     def _numbers(self, block: Block, name: str) -> Tensor:
         column = block[name]

@@ -17,7 +17,7 @@ from torch import nn
 from lapwing.cli import main
 
 INPUTS, CLASSES, ROWS = 4, 3, 60
-NETS = '''
+NETS = """
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -95,7 +95,7 @@ class Keyed(nn.Module):
 
     def forward(self, input):
         return self.net(input)
-'''
+"""
 
 
 @dataclass(frozen=True)

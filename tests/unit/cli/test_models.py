@@ -81,7 +81,9 @@ def test_weights_of_another_model_are_refused_by_name(run: Run, tmp_path: Path, 
     assert "wide.pt belongs to another model: 0.weight has the shape (8, 4); expected (5, 4)." in error
     torch.save({"0.weight": state["0.weight"], "head.bias": state["2.bias"]}, tmp_path / "part.pt")
     error = run(f"{words} {tmp_path / 'part.pt'}").error
-    assert "lacks 0.bias, 2.weight, 2.bias and has head.bias, which the model lacks. Check MODEL and --weights." in error
+    assert (
+        "lacks 0.bias, 2.weight, 2.bias and has head.bias, which the model lacks. Check MODEL and --weights." in error
+    )
 
 
 class Attack:
@@ -105,9 +107,10 @@ def test_a_file_with_code_is_refused_and_its_code_does_not_run(
         error = run(f"check cli_nets:classifier --data train.npz --weights {tmp_path / name}").error
         assert "Save the weights by torch.save(model.state_dict(), path)." in error
     assert not made.exists()
-    assert "reading objects can run code" in run(
-        f"check cli_nets:classifier --data train.npz --weights {tmp_path / 'evil.pt'}"
-    ).error
+    assert (
+        "reading objects can run code"
+        in run(f"check cli_nets:classifier --data train.npz --weights {tmp_path / 'evil.pt'}").error
+    )
 
 
 def test_a_whole_model_and_damaged_files_are_refused(run: Run, tmp_path: Path, folder: Path) -> None:
@@ -141,7 +144,9 @@ def test_the_model_is_in_evaluation_mode_and_has_the_given_weights(
 
     seen = []
     whole = check.check
-    monkeypatch.setattr(check, "check", lambda model, *args, **kwargs: seen.append(model) or whole(model, *args, **kwargs))
+    monkeypatch.setattr(
+        check, "check", lambda model, *args, **kwargs: seen.append(model) or whole(model, *args, **kwargs)
+    )
     assert run(f"check {FITTED} --data train.npz").code == 0
     assert not any(module.training for module in seen[0].modules())
     state = torch.load(folder / "classifier.pt", weights_only=True)
