@@ -1,10 +1,10 @@
 """Lapwing turns a trained PyTorch network into one with calibrated error bars.
 
 The names below are for everyday use. The rest is in namespaces: ``tuners``, ``priors``, ``baselines``, ``recipes``,
-``metrics``, ``linear``, ``inverse``, ``subnetworks``, ``samples``, ``memory`` and ``errors``.
+``metrics``, ``plots``, ``linear``, ``inverse``, ``subnetworks``, ``samples``, ``memory`` and ``errors``.
 """
 
-from lapwing import baselines, errors, inverse, linear, memory, metrics, priors, recipes, subnetworks, tuners
+from lapwing import baselines, errors, inverse, linear, memory, metrics, plots, priors, recipes, subnetworks, tuners
 from lapwing.api import fit, load, train
 from lapwing.check import check
 from lapwing.compare import compare
@@ -42,6 +42,6 @@ __all__ = [
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "ELLA", "VaLLA", "HFL", "FMGP", "Auto",
     "all_weights", "last_layer", "named", "subnetwork", "isotropic", "per_layer", "grouped",
-    "tuners", "priors", "baselines", "recipes", "metrics", "linear", "inverse", "subnetworks", "samples", "memory",
-    "errors",
+    "tuners", "priors", "baselines", "recipes", "metrics", "plots", "linear", "inverse", "subnetworks", "samples",
+    "memory", "errors",
 ]  # fmt: skip

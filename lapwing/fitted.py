@@ -22,7 +22,7 @@ from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, u
 from lapwing.core.state import on_device
 from lapwing.core.streams import InputStream, is_loader
 from lapwing.core.trace import Trace
-from lapwing.decisions.decides import Decides
+from lapwing.report.reports import Reports
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
@@ -50,7 +50,7 @@ from lapwing.tuners.protocol import Tuner, applied
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Fitted(Decides):
+class Fitted(Reports):
     """A fitted posterior: error bars for a network. Made by ``fit``, ``train`` and ``load``.
 
     Every call first checks that the model still has the weights that the posterior was fitted to, and raises

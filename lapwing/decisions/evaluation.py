@@ -160,7 +160,7 @@ class Evaluation:
         """
         from lapwing import plots
 
-        draw: Any = plots.reliability if "confidence" in self.columns else plots.coverage
+        draw: Any = plots.reliability if "confidence" in self.columns else plots.intervals
         return draw(self, ax=ax)
 
 

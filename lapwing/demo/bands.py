@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.demo.figures import INK, PLAIN, POSTERIOR
+from lapwing.demo.figures import INK, PLAIN
 from lapwing.demo.regression import Table, predict
 from lapwing.demo.result import Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
+from lapwing.plots.functions import fit_frame, shade
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,11 @@ def draw_bands(axis: Any, result: Result) -> None:
     """Draw the data, the true curve, and the 95 % intervals with error bars and of the plain network."""
     arrays = result.arrays
     grid = arrays["grid"]
-    axis.fill_between(grid, arrays["low"], arrays["high"], color=POSTERIOR, alpha=0.3, linewidth=0, label="Lapwing")
+    shade(axis, grid, arrays["low"], arrays["high"], label="Lapwing")
     for end, label in (("low", None), ("high", "plain network")):
         axis.plot(grid, arrays[f"plain {end}"], color=PLAIN, linewidth=1.6, label=label)
     axis.plot(grid, arrays["truth"], color=INK, linestyle=":", linewidth=1.6, label="truth")
-    axis.scatter(arrays["x"], arrays["y"], s=7, color=INK, zorder=3, label="data")
-    reach = 2.2 * max(abs(y) for y in arrays["y"])
-    axis.set(xlabel="x", ylabel="y", xlim=(min(grid), max(grid)), ylim=(-reach, reach))
+    axis.set(xlabel="x", ylabel="y", xlim=(min(grid), max(grid)))
+    fit_frame(axis, torch.tensor(arrays["low"] + arrays["high"]), torch.tensor(arrays["x"]), torch.tensor(arrays["y"]))
     axis.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13), columnspacing=1.2)
     axis.set_title("95 % intervals for y:\nLapwing's widen where there are no data", fontsize=11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +14,11 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.demo.figures import INK
 from lapwing.demo.fits import fits
 from lapwing.demo.result import Result, Row, mean_scores, plain
 from lapwing.demo.training import Recipe, batches, trained
+from lapwing.plots.observed import Answers
+from lapwing.plots.scores import reliability
 
 BINS = 10  # of the reliability diagrams
 
@@ -94,15 +96,14 @@ def _scores(predictive: Any, strange: Any, y: Tensor) -> dict[str, float]:
     }
 
 
-def draw_reliability(axis: Any, result: Result, task: str, name: str, colour: str) -> None:
+def draw_reliability(axis: Any, result: Result, task: str, names: Sequence[str]) -> None:
     """Draw how often predictions are right against how confident they are, over the test images of all repeats."""
-    confidence, correct = (torch.tensor(result.arrays[f"{task}/{name}/{key}"]) for key in ("confidence", "correct"))
-    bins = metrics.calibration(confidence, correct, BINS)
-    used = bins.weight > 0.005  # the accuracy of fewer images is mostly chance
-    centres = (torch.arange(BINS) + 0.5) / BINS
-    axis.bar(centres[used].tolist(), bins.accuracy[used].tolist(), width=0.9 / BINS, color=colour, alpha=0.8)
-    axis.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1.4)
-    axis.text(0.3, 0.34, "ideal", color=INK, ha="right")
-    axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="share that is right")
-    sure, right = (f"{100 * float(values.mean()):.0f} %" for values in (confidence, correct))
-    axis.set_title(f"{task}, {name}:\n{sure} confident, {right} right", fontsize=11)
+    drawn, title = {}, [f"{task}:"]
+    for name in names:
+        confidence, right = (torch.tensor(result.arrays[f"{task}/{name}/{key}"]) for key in ("confidence", "correct"))
+        drawn[name] = Answers(confidence, right, of_classes=True)
+        title.append(
+            f"{name} {100 * float(confidence.mean()):.0f} % confident, {100 * float(right.mean()):.0f} % right"
+        )
+    reliability(drawn, bins=BINS, ax=axis)
+    axis.set_title("\n".join(title), fontsize=11)

@@ -13,9 +13,7 @@ from lapwing.demo.result import Result
 
 def picture(digits: Result, bands: Result, path: Path) -> None:
     """Draw intervals around a curve with a gap in the data, and how often two classifiers of noisy digits are right."""
-    figure, axes = figures.new_figure(1, 3, (12.4, 4.2), widths=(1.5, 1, 1))
-    curve, left, right = axes[0]
-    draw_bands(curve, bands)
-    draw_reliability(left, digits, "noisy digits", PLAIN, figures.PLAIN)
-    draw_reliability(right, digits, "noisy digits", VALIDATED, figures.POSTERIOR)
+    figure, axes = figures.new_figure(1, 2, (11.6, 4.6), widths=(1.35, 1))
+    draw_bands(axes[0, 0], bands)
+    draw_reliability(axes[0, 1], digits, "noisy digits", (PLAIN, VALIDATED))
     figures.save(figure, path)

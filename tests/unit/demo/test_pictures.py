@@ -6,14 +6,17 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgb
 
 from lapwing.demo import overview
+from lapwing.demo.bands import draw_bands
 from lapwing.demo.figures import PLAIN, POSTERIOR
 from lapwing.demo.fits import PLAIN as PLAIN_ROW
 from lapwing.demo.fits import VALIDATED
 from lapwing.demo.result import Result
+from lapwing.plots.canvas import new_axis
 from tests.pixels import drawn, inked, share
 
 
@@ -56,10 +59,23 @@ def test_wide_intervals_are_wide_bands() -> None:
     assert share(wide, faded(POSTERIOR, 0.3)) > 2 * share(narrow, faded(POSTERIOR, 0.3)) > 0
 
 
-def test_bars_are_as_high_as_predictions_are_right() -> None:
+def test_points_are_as_high_as_predictions_are_right() -> None:
+    from lapwing.demo.digits import draw_reliability
+
+    axis = new_axis()
+    draw_reliability(axis, some_digits(0.8), "noisy digits", (PLAIN_ROW, VALIDATED))
+    heights = {drawn.lines[0].get_color(): drawn.lines[0].get_ydata() for drawn in axis.containers}
     for colour in (PLAIN, POSTERIOR):
-        low, high = (share(pixels(correct=correct), faded(colour, 0.8)) for correct in (0.4, 0.8))
-        assert high > 1.6 * low > 0.01
+        assert sum(heights[colour]) / len(heights[colour]) == pytest.approx(0.8, abs=0.1)
+    assert "55 % confident, 80 % right" in axis.get_title()
+
+
+def test_no_band_leaves_its_frame() -> None:
+    axis = new_axis()
+    draw_bands(axis, some_bands(width=50.0))
+    low, high = axis.get_ylim()
+    assert low < -52
+    assert high > 52
 
 
 def test_the_picture_uses_no_global_figures(tmp_path: Path) -> None:

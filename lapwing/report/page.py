@@ -1,0 +1,168 @@
+"""The page: scores, verdict, pictures and facts of one posterior, put into a template."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lapwing.core.atomic import write_atomically
+from lapwing.errors import UnsupportedError
+from lapwing.report import facts
+from lapwing.report.pictures import band_picture, learned_pictures, score_pictures
+from lapwing.report.svg import Picture
+from lapwing.report.uncertain import Looked, look
+from lapwing.report.verdict import Verdict, percent, signed, verdict_of
+
+TEMPLATE = Path(__file__).with_name("page.html")
+WORDS = {  # what scores are, for readers who do not know their names
+    "nll": ("negative log-likelihood", "how improbable the observed targets were; lower is better"),
+    "accuracy": ("accuracy", "share of answers that are right; higher is better"),
+    "brier": ("Brier score", "squared error of the probabilities; lower is better"),
+    "ece": ("calibration error (ECE)", "mean distance of confidence from the share that is right; lower is better"),
+    "adaptive_ece": ("adaptive calibration error", "the same in bins of equally many answers; lower is better"),
+    "aurc": ("area under risk-coverage", "error if the most uncertain inputs are left out, averaged; lower is better"),
+    "rmse": ("RMSE", "root of the mean squared error; lower is better"),
+    "mae": ("mean absolute error", "lower is better"),
+    "crps": ("CRPS", "error of the whole distribution, in units of the target; lower is better"),
+    "coverage": ("coverage", "share of targets inside the intervals; best is their probability"),
+    "width": ("width of the intervals", "in units of the target; narrower is better only if coverage holds"),
+    "cqm": ("calibration error of quantiles", "mean distance of coverages from their probability; lower is better"),
+}
+VERDICTS = {"better": "better", "worse": "worse", "undecided": "no difference can be told", "": ""}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page that was written: its path, the verdict, and all numbers in it, as they are in the page's JSON.
+
+    ``print`` shows the verdict and the path.
+    """
+
+    path: Path
+    verdict: str
+    numbers: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.verdict}\n{self.path}"
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.path}>"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a user says about the page itself."""
+
+    title: str
+    seed: int | None
+    command: str | None
+    date: str | None
+
+
+def written(
+    posterior: Any, evaluation: Any, data: Iterable[Any], path: Path, source: Source, target_key: str | None,
+    progress: bool | None,
+) -> Report:  # fmt: skip
+    """Write the page and return it."""
+    environment = template()  # first: nothing is computed if a package is missing
+    looked = look(posterior, data, target_key, progress)
+    verdict = verdict_of(evaluation, posterior.posterior.has_spread)
+    pictures, learned, missing, numbers = _drawn(posterior, evaluation, looked)
+    about = {"configuration": facts.configuration(posterior), "versions": facts.versions(),
+             "findings": facts.findings(posterior), "seed": source.seed, "command": source.command}  # fmt: skip
+    scores = {key: value for key, value in evaluation.to_json().items() if not key.endswith("seconds")}
+    shown = {"measure": looked.measure, "among": looked.count,
+             "rows": [{k: v for k, v in asdict(row).items() if k != "image"} for row in looked.rows]}  # fmt: skip
+    numbers = finite({
+        "title": source.title, "date": source.date, "verdict": verdict.sentences,
+        "answers": [asdict(answer) for answer in verdict.answers], "evaluation": scores, **numbers,
+        "uncertain": shown, **about,
+    })  # fmt: skip
+    text = environment.render(
+        source=source, verdict=verdict, evaluation=evaluation, table=table(evaluation), pictures=pictures,
+        learned=learned, missing=missing, looked=looked, about=about, json=embedded(numbers), percent=percent,
+    )  # fmt: skip
+    write_atomically(path, [text.encode("utf-8")])
+    return Report(path, verdict.sentences, numbers)
+
+
+def _drawn(posterior: Any, evaluation: Any, looked: Looked) -> tuple[list[Picture], list[Picture], list[str], Any]:
+    """Return pictures of predictions, pictures of what was learned, reasons why some are missing, and numbers."""
+    numbers: dict[str, Any] = {}
+    pictures, learned, missing = [], [], []
+    band = band_picture(posterior, looked)
+    for picture, values in [*score_pictures(evaluation), *([] if band is None else [band])]:
+        pictures.append(picture)
+        numbers[picture.name] = values
+    for shown, name, values in learned_pictures(posterior):
+        if isinstance(shown, Picture):
+            learned.append(shown)
+        else:
+            missing.append(shown)
+        numbers[name] = values
+    return pictures, learned, missing, numbers
+
+
+def table(evaluation: Any) -> list[dict[str, str]]:
+    """Return the rows of the table of scores as text."""
+    rows = []
+    for row in evaluation.rows:
+        name, meaning = WORDS.get(row.name, (row.name, ""))
+        if row.target is not None:
+            name = f"{name} of {percent(row.target)} intervals"
+        cells = {"name": name, "meaning": meaning, "verdict": VERDICTS[row.verdict]}
+        for key, score in (("plain", row.plain), ("posterior", row.posterior)):
+            cells |= {key: number(score.value), f"{key}_range": f"{number(score.low)} to {number(score.high)}"}
+        low, high = signed(row.difference.low), signed(row.difference.high)
+        rows.append(cells | {"difference": signed(row.difference.value), "difference_range": f"{low} to {high}"})
+    return rows
+
+
+def number(value: float) -> str:
+    """Return a number with four significant digits and a real minus sign.
+
+    >>> number(-0.123456), number(1234567.0)
+    ('−0.1235', '1.235e+06')
+    """
+    return f"{value:.4g}".replace("-", "−") if abs(value) >= 1e-4 or not value else f"{value:.1e}".replace("-", "−")
+
+
+def finite(value: Any) -> Any:
+    """Return plain values that JSON holds: numbers that are not finite become None.
+
+    >>> finite({"a": (1.0, float("nan"))})
+    {'a': [1.0, None]}
+    """
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def embedded(numbers: Any) -> str:
+    """Return JSON that may stand inside a script element: no text in it can end the element.
+
+    >>> embedded({"title": "</script>"})
+    '{"title": "\\\\u003c/script>"}'
+    """
+    return json.dumps(numbers, allow_nan=False).replace("<", "\\u003c")
+
+
+def template() -> Any:
+    """Return the template of the page; raise if a package of the extra is missing."""
+    try:
+        import jinja2
+        import matplotlib as matplotlib
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a report needs the package {error.name}, which is not installed: pip install 'lapwing[report]'."
+        ) from error
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
