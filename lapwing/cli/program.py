@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 import lapwing
-from lapwing.cli import check, compare, demo, evaluate, fit, predict
+from lapwing.cli import check, compare, demo, evaluate, fit, predict, report
 from lapwing.cli.imports import working_folder_first
 from lapwing.cli.outcome import Outcome
 from lapwing.errors import LapwingError
@@ -46,6 +46,7 @@ class Command(Protocol):
 
 COMMANDS: Mapping[str, Any] = {
     "demo": demo, "check": check, "fit": fit, "evaluate": evaluate, "predict": predict, "compare": compare,
+    "report": report,
 }  # fmt: skip
 
 
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Results go to stdout. Progress, warnings, errors, and what the user's own code prints go to stderr.
     """
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words, Namespace(words=words))
     try:
         with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line():
             outcome = COMMANDS[arguments.command].run(arguments)
