@@ -75,6 +75,23 @@ class Reader:
             )
         return self._loader(given, option)
 
+    def columns(self, given: str, names: tuple[str, ...]) -> dict[str, list[Any]]:
+        """Return whole columns of a table, as they are in its file.
+
+        Raises:
+            DataError: If the data are no table, or it has no such column.
+        """
+        path = Path(given)
+        kind = FORMATS.get(path.suffix.lower())
+        if kind is None or not kind.has_columns:
+            raise DataError(f"{given} has no columns to keep; expected a .csv or .parquet file. Leave out --keep.")
+        whole: dict[str, list[Any]] = {name: [] for name in names}
+        for block in kind(path, names).blocks(self.size):
+            for name, column in whole.items():
+                part = block[name]
+                column.extend(part.tolist() if isinstance(part, Tensor) else part)
+        return whole
+
     def _table(self, path: Path, option: str) -> Given:
         if not path.is_file():
             raise FileError(f"there is no file {path}; expected data. Check {option}.")

@@ -102,7 +102,8 @@ def model_given(arguments: Namespace, trained: bool = True) -> nn.Module:
 
 def reader_given(arguments: Namespace, model: nn.Module, labelled: bool = True, labels: bool = True) -> Reader:
     """Return what reads the data of a command."""
-    roles = Roles(arguments.inputs, arguments.target, arguments.drop, arguments.classes)
+    dropped = (*arguments.drop, *getattr(arguments, "keep", ()))
+    roles = Roles(arguments.inputs, arguments.target, dropped, arguments.classes)
     return Reader(model, roles, arguments.batch_size, labelled, labels)
 
 

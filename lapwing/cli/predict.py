@@ -18,6 +18,7 @@ from lapwing.cli.options import (
     add_out,
     add_posterior,
     model_given,
+    names,
     reader_given,
     refuse_output,
     seed_all,
@@ -39,6 +40,10 @@ def add_options(parser: ArgumentParser) -> None:
     add_posterior(parser)
     add_level(parser)
     add_out(parser, "the predictions: a .csv, .npz or .parquet file")
+    parser.add_argument(
+        "--keep", type=names, default=(), metavar="NAMES",
+        help="columns of a table that are no inputs and are copied to the predictions, with commas",
+    )  # fmt: skip
     add_data(parser, "the inputs; targets are not needed, and left out if they are there")
     add_common(parser)
 
@@ -49,10 +54,13 @@ def run(arguments: Namespace) -> Outcome:
     seed_all(arguments.seed)
     model = model_given(arguments)
     posterior = posterior_of(arguments.posterior, model)
-    data = reader_given(arguments, model, labelled=False).read(arguments.data)
+    reader = reader_given(arguments, model, labelled=False)
+    data = reader.read(arguments.data)
     _refuse_classes(posterior, data.classes)
+    kept = reader.columns(arguments.data, arguments.keep) if arguments.keep else {}
     arrays = predictions(posterior, data.batches, arguments.level, target_key(arguments))
-    columns = write_arrays(arguments.out, arrays, data.classes)
+    _refuse_same(kept, arrays)
+    columns = write_arrays(arguments.out, {**kept, **arrays}, data.classes)
     rows = len(next(iter(arrays.values())))
     facts = {
         "model": arguments.model, "posterior": arguments.posterior, "data": data.facts, "rows": rows,
@@ -85,7 +93,11 @@ def predictions(posterior: Fitted, batches: Iterable[Any], level: float, key: st
 def _of_labels(predictive: Any, posterior: Fitted) -> dict[str, Tensor]:
     """Return the class where there is one out of several, the probabilities, and two measures of doubt in nats."""
     probs = predictive.probs
-    choice = {"class": probs.argmax(1)} if posterior.likelihood.ignores_common_shift else {}
+    choice = (
+        {"class": probs.argmax(1 if posterior.network.image else -1)}
+        if posterior.likelihood.ignores_common_shift
+        else {}
+    )
     return {**choice, "probability": _narrow(probs), "entropy": predictive.entropy, "epistemic": predictive.epistemic}
 
 
@@ -104,7 +116,16 @@ def _narrow(values: Tensor) -> Tensor:
     return values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
 
 
+def _refuse_same(kept: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    for name in kept:
+        if name in arrays:
+            raise DataError(f"--keep names {name!r}, and a prediction has that name too; expected others. Rename it.")
+
+
 def _refuse_classes(posterior: Fitted, classes: tuple[str, ...]) -> None:
     outputs = posterior.network.output_shape[-1]
-    if classes and len(classes) != outputs:
-        raise DataError(f"--classes has {len(classes)} names and the network {outputs} outputs; expected one for each.")
+    expected = 2 if outputs == 1 else outputs
+    if classes and len(classes) != expected:
+        raise DataError(
+            f"--classes has {len(classes)} names and the network {outputs} outputs; expected {expected} names."
+        )

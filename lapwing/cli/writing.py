@@ -15,10 +15,11 @@ from lapwing.cli.sources import optional
 from lapwing.core.atomic import write_atomically
 from lapwing.errors import UnsupportedError
 
+Values = Tensor | list[Any]  # numbers with the rows first, or a column of any values
 ROWS = 4096  # of a csv file in one piece
 
 
-def write_arrays(path: Path, arrays: Mapping[str, Tensor], classes: Sequence[str] = ()) -> list[str]:
+def write_arrays(path: Path, arrays: Mapping[str, Values], classes: Sequence[str] = ()) -> list[str]:
     """Write arrays (N, ...) by name in the format of the suffix, and return the names of columns or arrays.
 
     Args:
@@ -29,9 +30,9 @@ def write_arrays(path: Path, arrays: Mapping[str, Tensor], classes: Sequence[str
     return FORMATS[path.suffix.lower()](path, arrays, tuple(classes))
 
 
-def _npz(path: Path, arrays: Mapping[str, Tensor], classes: tuple[str, ...]) -> list[str]:
+def _npz(path: Path, arrays: Mapping[str, Values], classes: tuple[str, ...]) -> list[str]:
     numpy = optional("numpy", path, "numpy")
-    content = {name: values.numpy() for name, values in arrays.items()}
+    content = {name: numpy.asarray(values) for name, values in arrays.items()}
     content |= {"classes": numpy.array(classes)} if classes else {}
     buffer = io.BytesIO()
     numpy.savez(buffer, **content)
@@ -39,13 +40,13 @@ def _npz(path: Path, arrays: Mapping[str, Tensor], classes: tuple[str, ...]) -> 
     return list(content)
 
 
-def _csv(path: Path, arrays: Mapping[str, Tensor], classes: tuple[str, ...]) -> list[str]:
+def _csv(path: Path, arrays: Mapping[str, Values], classes: tuple[str, ...]) -> list[str]:
     columns = columns_of(arrays, classes, path)
     write_atomically(path, _csv_pieces(columns))
     return list(columns)
 
 
-def _csv_pieces(columns: Mapping[str, Tensor | list[str]]) -> Iterator[bytes]:
+def _csv_pieces(columns: Mapping[str, Values]) -> Iterator[bytes]:
     texts = [_texts(values) for values in columns.values()]
     for start in range(0, len(texts[0]), ROWS):
         piece = io.StringIO(newline="")
@@ -56,15 +57,15 @@ def _csv_pieces(columns: Mapping[str, Tensor | list[str]]) -> Iterator[bytes]:
         yield piece.getvalue().encode()
 
 
-def _texts(values: Tensor | list[str]) -> list[str]:
+def _texts(values: Values) -> list[str]:
     """Return numbers with all their digits, as text."""
     if isinstance(values, list):
-        return values
+        return [str(value) for value in values]
     digits = 17 if values.dtype == torch.float64 else 9
     return [f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in values.tolist()]
 
 
-def _parquet(path: Path, arrays: Mapping[str, Tensor], classes: tuple[str, ...]) -> list[str]:
+def _parquet(path: Path, arrays: Mapping[str, Values], classes: tuple[str, ...]) -> list[str]:
     arrow = optional("pyarrow", path, "'lapwing[parquet]'")
     parquet = optional("pyarrow.parquet", path, "'lapwing[parquet]'")
     columns = columns_of(arrays, classes, path)
@@ -75,7 +76,7 @@ def _parquet(path: Path, arrays: Mapping[str, Tensor], classes: tuple[str, ...])
     return list(columns)
 
 
-def columns_of(arrays: Mapping[str, Tensor], classes: tuple[str, ...], path: Path) -> dict[str, Tensor | list[str]]:
+def columns_of(arrays: Mapping[str, Values], classes: tuple[str, ...], path: Path) -> dict[str, Values]:
     """Return a column for each output; those of several outputs have the name of the class, or a number.
 
     Raises:
@@ -85,8 +86,11 @@ def columns_of(arrays: Mapping[str, Tensor], classes: tuple[str, ...], path: Pat
     >>> list(columns_of(arrays, ("cat", "dog"), Path("out.csv")))
     ['class', 'probability_cat', 'probability_dog']
     """
-    columns: dict[str, Tensor | list[str]] = {}
+    columns: dict[str, Values] = {}
     for name, values in arrays.items():
+        if isinstance(values, list):
+            columns[name] = values
+            continue
         if values.ndim > 2:
             raise UnsupportedError(
                 f"{name} has the shape {tuple(values.shape[1:])} for each input, and {path.suffix} files have columns; "
@@ -95,13 +99,14 @@ def columns_of(arrays: Mapping[str, Tensor], classes: tuple[str, ...], path: Pat
         if name == "class" and classes:
             columns[name] = [classes[number] for number in values.tolist()]
         elif values.ndim == 1:
-            columns[name] = values
+            one_of_two = name == "probability" and len(classes) == 2
+            columns[f"{name}_{classes[1]}" if one_of_two else name] = values
         else:
             ends = classes if name == "probability" and classes else range(values.shape[1])
             columns |= {f"{name}_{end}": values[:, at] for at, end in enumerate(ends)}
     return columns
 
 
-FORMATS: Mapping[str, Callable[[Path, Mapping[str, Tensor], tuple[str, ...]], list[str]]] = {
+FORMATS: Mapping[str, Callable[[Path, Mapping[str, Values], tuple[str, ...]], list[str]]] = {
     ".csv": _csv, ".npz": _npz, ".parquet": _parquet,
 }  # fmt: skip

@@ -81,6 +81,8 @@ def test_a_binary_network_has_one_probability(run: Run, folder: Path, tmp_path: 
     out = tmp_path / "p.csv"
     assert run(f"predict {model} --posterior {tmp_path / 'b'} --data binary.npz --out {out}").code == 0
     assert list(columns(out)) == ["probability", "entropy", "epistemic"]
+    words = f"predict {model} --posterior {tmp_path / 'b'} --data binary.npz --classes no,yes"
+    assert run(f"{words} --out {tmp_path / 'q.csv'} --json").facts["columns"][0] == "probability_yes"
 
 
 def test_targets_are_left_out_and_loaders_are_read(run: Run, tmp_path: Path, posterior: Path) -> None:
@@ -98,7 +100,10 @@ def test_targets_are_left_out_and_loaders_are_read(run: Run, tmp_path: Path, pos
         ("--data test.npz --out p.csv --posterior none.lapwing", "there is no file none.lapwing; expected a posterior"),
         ("--data test.npz --out p.csv --posterior train.npz", "train.npz"),
         ("--data test.npz --out p.csv --weights wide.pt", "wide.pt belongs to another model"),
-        ("--data test.npz --out p.csv --classes bird,cat", "--classes has 2 names and the network 3 outputs"),
+        (
+            "--data test.npz --out p.csv --classes bird,cat",
+            "--classes has 2 names and the network 3 outputs; expected 3 names.",
+        ),
         ("--data test.csv --out p.csv", "the column 'id' of test.csv is text"),
         ("--data test.csv --drop id,kind,a --out p.csv", "does not take the inputs of test.csv"),
     ],
@@ -113,3 +118,19 @@ def test_a_posterior_of_another_model_is_refused(run: Run, folder: Path, tmp_pat
     torch.save({name: 2 * tensor for name, tensor in state.items()}, tmp_path / "other.pt")
     words = f"{PREDICT} --data test.npz --out {tmp_path / 'p.csv'} --weights {tmp_path / 'other.pt'}"
     assert "belongs to another model" in run(words).error
+
+
+def test_columns_are_kept_beside_their_predictions(run: Run, folder: Path, tmp_path: Path, posterior: Path) -> None:
+    for name in ("p.csv", "p.parquet", "p.npz"):
+        out = tmp_path / name
+        facts = run(f"{PREDICT} --data test.csv --keep id,kind --out {out} --json").facts
+        assert facts["columns"][:3] == ["id", "kind", "class"]
+    assert columns(tmp_path / "p.csv")["id"] == [f"row {i}" for i in range(20)]
+    assert pq.read_table(tmp_path / "p.parquet")["id"].to_pylist() == [f"row {i}" for i in range(20)]
+    assert np.load(tmp_path / "p.npz")["id"].tolist() == [f"row {i}" for i in range(20)]
+    assert "test.csv has no 'ids'" in run(f"{PREDICT} --data test.csv --keep ids --out {tmp_path / 'q.csv'}").error
+    (folder / "same.csv").write_text("a,b,c,d,class\n1,2,3,4,5\n")
+    error = run(f"{PREDICT} --data same.csv --keep class --out {tmp_path / 'q.csv'}").error
+    assert "--keep names 'class', and a prediction has that name too" in error
+    error = run(f"{PREDICT} --data test.npz --keep y --out {tmp_path / 'q.csv'}").error
+    assert "test.npz has no columns to keep" in error
