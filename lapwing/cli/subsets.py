@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from lapwing.networks.selection import Weights, named
 from lapwing.registry import WEIGHTS
+from lapwing.registry import named as registered
 
 
 def add_subset(parser: ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_subset(parser: ArgumentParser) -> None:
 
 def subset_of(arguments: Namespace) -> Weights:
     """Return the rule that the option stands for."""
-    if arguments.subset in WEIGHTS:
-        rule: Weights = WEIGHTS[arguments.subset]()
-        return rule
-    return named(arguments.subset)
+    if arguments.subset not in WEIGHTS:
+        return named(arguments.subset)
+    rule: Weights = registered("weights", arguments.subset)
+    return rule
