@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.cli.imports import called, imported
-from lapwing.cli.models import dtype_of, takes_numbers
+from lapwing.cli.models import dtype_of, takes_indices
 from lapwing.cli.read_csv import CsvFile
 from lapwing.cli.read_npz import NpzFile
 from lapwing.cli.read_parquet import ParquetFile
@@ -101,22 +101,22 @@ class Reader:
             names = listed(inputs)
             raise DataError(f"{path} has {names} and no target; expected one. Say which: --target NAME.")
         targets = targets if self.labelled else ()
-        form = Form(self.size, dtype_of(self.model), takes_numbers(self.model))
+        form = Form(self.size, dtype_of(self.model), takes_indices(self.model), self.labels)
         table = Table(kind(path, (*inputs, *targets)), inputs, targets, form, self.roles.classes)
         self._refuse_unfit(table)
         return Given(table, table.described(), table.rows, table.classes)
 
     def _refuse_unfit(self, table: Table) -> None:
         """Raise unless the network takes the first rows, and has an output for each class that is a text."""
-        first = next(iter(replace(table, form=replace(table.form, size=PROBED), targets=())))
+        first = table.first_inputs(PROBED)
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         try:
             with torch.no_grad():
-                outputs = self.model(first.to(device))  # type: ignore[union-attr]
+                outputs = self.model(first.to(device))
         except Exception as error:
             raise DataError(
                 f"the network does not take the inputs of {table.source.path}, {listed(table.inputs)} of shape "
-                f"{tuple(first.shape[1:])}: {type(error).__name__}: {error}. Choose them by --inputs or --drop."  # type: ignore[union-attr]
+                f"{tuple(first.shape[1:])}: {type(error).__name__}: {error}. Choose them by --inputs or --drop."
             ) from error
         if not table.texts:
             return

@@ -71,6 +71,6 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
-def takes_numbers(model: nn.Module) -> bool:
-    """Return whether whole inputs stay whole: the model has an embedding, which takes indices."""
+def takes_indices(model: nn.Module) -> bool:
+    """Return whether the model has an embedding, so that whole inputs are indices and stay whole."""
     return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())

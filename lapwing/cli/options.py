@@ -100,10 +100,11 @@ def model_given(arguments: Namespace, trained: bool = True) -> nn.Module:
     return model_of(arguments.model, arguments.weights, device_of(arguments), trained)
 
 
-def reader_given(arguments: Namespace, model: nn.Module, labelled: bool = True, labels: bool = True) -> Reader:
-    """Return what reads the data of a command."""
-    dropped = (*arguments.drop, *getattr(arguments, "keep", ()))
-    roles = Roles(arguments.inputs, arguments.target, dropped, arguments.classes)
+def reader_given(
+    arguments: Namespace, model: nn.Module, labelled: bool = True, labels: bool = True, kept: tuple[str, ...] = ()
+) -> Reader:
+    """Return what reads the data of a command; columns that are kept for the output are no inputs."""
+    roles = Roles(arguments.inputs, arguments.target, (*arguments.drop, *kept), arguments.classes)
     return Reader(model, roles, arguments.batch_size, labelled, labels)
 
 

@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> Outcome:
     seed_all(arguments.seed)
     model = model_given(arguments)
     posterior = posterior_of(arguments.posterior, model)
-    reader = reader_given(arguments, model, labelled=False)
+    reader = reader_given(arguments, model, labelled=False, kept=arguments.keep)
     data = reader.read(arguments.data)
     _refuse_classes(posterior, data.classes)
     kept = reader.columns(arguments.data, arguments.keep) if arguments.keep else {}

@@ -88,7 +88,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lapwing {lapwing.__version__} ({versions})")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.HELP, description=command.HELP[0].upper() + command.HELP[1:] + ".")
+        sentence = f"{command.HELP[0].upper()}{command.HELP[1:]}."
+        own = commands.add_parser(name, help=command.HELP, description=sentence, allow_abbrev=False)
         command.add_options(own)
     return parser
 

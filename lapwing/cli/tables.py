@@ -57,11 +57,15 @@ def _found(keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of the batches: their size, and the dtype of numbers; whole inputs may stay whole, as indices."""
+    """The form of the batches: their size, and the dtype of numbers.
+
+    Whole inputs may stay whole, as indices. Where targets are labels, those that are whole become int64.
+    """
 
     size: int
     dtype: torch.dtype
     keeps_whole: bool = False
+    labels: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +87,10 @@ class Table:
 
     def __len__(self) -> int:
         return -(-self.rows // self.form.size)
+
+    def first_inputs(self, rows: int) -> Tensor:
+        """Return the inputs of the first rows."""
+        return self._inputs(next(self.source.blocks(rows)), 1)
 
     @property
     def rows(self) -> int:
@@ -125,11 +133,17 @@ class Table:
         if len(self.targets) == 1 and isinstance(first, list):
             return self._numbered(first, row)
         columns = [self._numbers(block, name) for name in self.targets]
-        whole = len(columns) == 1 and not columns[0].is_floating_point()
+        whole = len(columns) == 1 and self._is_whole(columns[0])
         columns = [column.long() if whole else column.to(self.form.dtype) for column in columns]
         for name, column in zip(self.targets, columns, strict=True):
             self._refuse_not_finite(column, name, row)
         return columns[0] if len(columns) == 1 else torch.stack(columns, 1)
+
+    def _is_whole(self, column: Tensor) -> bool:
+        """Return whether a target is given as int64: its dtype is whole, or its values are and are labels."""
+        if not column.is_floating_point():
+            return True
+        return self.form.labels and bool((column == column.round()).all())
 
     def _numbers(self, block: Block, name: str) -> Tensor:
         column = block[name]

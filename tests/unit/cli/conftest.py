@@ -37,6 +37,10 @@ def regressor():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
+def words():
+    return nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 3))
+
+
 def binary():
     return nn.Linear(4, 1)
 

@@ -110,6 +110,14 @@ def test_the_same_data_in_every_form_give_the_same_posterior(run: Run, folder: P
     np.testing.assert_allclose(evidences, evidences[0], rtol=1e-5)  # float32, in batches of other sizes
 
 
+def test_whole_numbers_are_indices_for_an_embedding_and_numbers_otherwise(run: Run, folder: Path) -> None:
+    whole = np.random.default_rng(0).integers(0, 9, size=(12, 3))
+    np.savez(folder / "words.npz", x=whole, y=whole[:, 0] % 3)
+    assert run("check cli_nets:words --data words.npz --json").facts["weights"] == 9 * 2 + 6 * 3 + 3
+    np.savez(folder / "whole.npz", x=np.random.default_rng(1).integers(0, 9, size=(12, 4)), y=np.arange(12) % 3)
+    assert run("check cli_nets:classifier --data whole.npz").code == 0
+
+
 def test_loaders_by_import_path(run: Run, folder: Path, tmp_path: Path) -> None:
     ran = run(f"{FIT} --data cli_nets:make_loader --out {tmp_path / 'a.lapwing'} --json")
     assert ran.facts["data"] == {"described": "cli_nets:make_loader: 30 rows", "rows": 30, "classes": None}

@@ -88,6 +88,14 @@ def test_several_targets_and_whole_inputs(csv_file: Path) -> None:
     assert next(iter(Table(source, ("a", "b"), (), keeps))).dtype == torch.float32
 
 
+def test_labels_that_are_whole_become_whole(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=np.zeros((4, 2)), y=np.array([0.0, 2.0, 1.0, 1.5]))
+    source = NpzFile(tmp_path / "d.npz", ("x", "y"))
+    labels, numbers = (Table(source, ("x",), ("y",), Form(3, torch.float32, labels=flag)) for flag in (True, False))
+    assert [y.dtype for _, y in labels] == [torch.int64, torch.float32]
+    assert [y.dtype for _, y in numbers] == [torch.float32, torch.float32]
+
+
 def test_texts_are_numbered_in_sorted_order_and_this_is_said(csv_file: Path) -> None:
     table = Table(CsvFile(csv_file, ("a", "kind")), ("a",), ("kind",), FORM)
     assert table.classes == ("cat", "dog")
