@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,10 @@ class Reader:
                 "such as package.module:make_loader."
             )
         return self._loader(given, option)
+
+    def beside(self, data: Given) -> Reader:
+        """Return the reader of other data with the classes of these, so that equal texts have equal numbers."""
+        return replace(self, roles=replace(self.roles, classes=data.classes))
 
     def columns(self, given: str, names: tuple[str, ...]) -> dict[str, list[Any]]:
         """Return whole columns of a table, as they are in its file.

@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> Outcome:
     model = model_given(arguments)
     reader = reader_given(arguments, model, labels=named("likelihood", arguments.likelihood).has_logits)
     data = reader.read(arguments.data)
-    held_out = None if arguments.validation is None else reader.read(arguments.validation, "--validation")
+    held_out = None if arguments.validation is None else reader.beside(data).read(arguments.validation, "--validation")
     posterior = fit(
         model, data.batches, arguments.likelihood, method=arguments.method, weights=subset_of(arguments),
         prior=arguments.prior, validation=None if held_out is None else held_out.batches,

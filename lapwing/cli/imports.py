@@ -73,6 +73,11 @@ def _module(name: str, option: str) -> Any:
                 f"installed, or in the current folder {Path.cwd()}.{nearest(name, near)}"
             ) from missing
         raise UserCodeError(_failure(f"the import of {name}", missing)) from missing
+    except SystemExit as ended:
+        raise UserCodeError(
+            f"the import of {name} ended the program with {ended.code!r}; expected definitions. Put what the script does "
+            'under if __name__ == "__main__".'
+        ) from ended
     except Exception as error:
         raise UserCodeError(_failure(f"the import of {name}", error)) from error
 
@@ -93,7 +98,7 @@ def called(function: Callable[[], Any], path: str, option: str) -> Any:
         )
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserCodeError(_failure(path, error)) from error
 
 
@@ -107,5 +112,5 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in several]
 
 
-def _failure(what: str, error: Exception) -> str:
+def _failure(what: str, error: BaseException) -> str:
     return f"{what} raised {type(error).__name__}: {error}. --traceback shows where."

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -33,18 +34,16 @@ class Command(Protocol):
 
     HELP: str
 
-    @staticmethod
-    def add_options(parser: ArgumentParser) -> None:
+    def add_options(self, parser: ArgumentParser) -> None:
         """Add the arguments of the command."""
         ...
 
-    @staticmethod
-    def run(arguments: Namespace) -> Outcome:
+    def run(self, arguments: Namespace) -> Outcome:
         """Do the work."""
         ...
 
 
-COMMANDS: Mapping[str, Any] = {
+COMMANDS: Mapping[str, Command] = {
     "demo": demo, "check": check, "fit": fit, "evaluate": evaluate, "predict": predict, "compare": compare,
     "report": report,
 }  # fmt: skip
@@ -78,11 +77,19 @@ def _printed(text: str) -> int:
     return 0
 
 
+class _Parser(ArgumentParser):
+    """A parser that takes ``@FILE`` for the words in a file, with quotes and comments as in a shell."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="lapwing",
         description="Calibrated error bars for trained networks.",
-        epilog="lapwing COMMAND --help lists the options of a command.",
+        epilog="lapwing COMMAND --help lists the options of a command. @FILE stands for the words in a file.",
+        fromfile_prefix_chars="@",
     )
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     parser.add_argument("--version", action="version", version=f"lapwing {lapwing.__version__} ({versions})")

@@ -50,7 +50,7 @@ def optional(module: str, path: Path, install: str) -> Any:
         raise UnsupportedError(f"{path} needs {module.split('.')[0]}; use pip install {install}.") from error
 
 
-def listed(names: Sequence[str], shown: int = 8) -> str:
+def listed(names: Sequence[str], shown: int = 20) -> str:
     """Return the first names and how many more there are.
 
     >>> listed(["a", "b", "c"], shown=2)

@@ -62,6 +62,14 @@ def test_validation_data_are_named(refused: Callable[..., str]) -> None:
     assert "there is no file held.npz; expected data. Check --validation." in error
 
 
+def test_validation_data_with_other_classes_are_refused(refused: Callable[..., str], folder: Path) -> None:
+    """Three texts each, of which one differs: sorted by themselves, they would have the same numbers."""
+    (folder / "three.csv").write_text("a,b,c,d,y\n1,2,3,4,dog\n1,2,3,5,cat\n1,2,3,6,cow\n")
+    (folder / "held.csv").write_text("a,b,c,d,y\n1,2,3,4,dog\n1,2,3,5,cat\n1,2,3,6,bird\n")
+    error = refused("three.csv", "--validation held.csv", FIT.replace(" --prior 1", ""))
+    assert "held.csv, row 3, 'y' is 'bird'; expected one of 'cat', 'cow', 'dog'." in error
+
+
 def test_a_file_with_too_few_classes_is_refused(refused: Callable[..., str], folder: Path) -> None:
     """Sorted texts would otherwise get other numbers than in the training."""
     (folder / "two.csv").write_text("a,b,c,d,y\n1,2,3,4,dog\n1,2,3,5,cat\n")

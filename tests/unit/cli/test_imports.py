@@ -39,6 +39,10 @@ def test_what_is_no_model_is_refused_with_the_remedy(model: str, message: str, r
     [
         ("import nothing_like_this", "raised ModuleNotFoundError: No module named 'nothing_like_this'"),
         ("def f(:", "raised SyntaxError"),
+        (
+            "import sys; sys.exit(3)",
+            "ended the program with 3; expected definitions. Put what the script does under if _",
+        ),
         ("1 / 0", "raised ZeroDivisionError: division by zero. --traceback shows where."),
     ],
 )

@@ -124,6 +124,15 @@ def test_bars_are_shown_on_a_terminal_alone(run: Run, tmp_path: Path, monkeypatc
     assert terminal.getvalue().endswith(" \r")  # blanks over the last bar
 
 
+def test_words_may_come_from_a_file(run: Run, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "net.txt").write_text(f"# the network\n{FITTED}\n--subset '^0'\n")
+    assert run("check @net.txt --data train.npz --json").facts["weights"] == 4 * 5 + 5
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "@gone.txt"])
+    assert ended.value.code == 2
+    assert "gone.txt" in capsys.readouterr().err
+
+
 def test_the_path_of_modules_is_as_before(run: Run) -> None:
     before = list(sys.path)
     run(f"check {FITTED} --data train.npz")
