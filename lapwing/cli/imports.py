@@ -75,8 +75,8 @@ def _module(name: str, option: str) -> Any:
         raise UserCodeError(_failure(f"the import of {name}", missing)) from missing
     except SystemExit as ended:
         raise UserCodeError(
-            f"the import of {name} ended the program with {ended.code!r}; expected definitions. Put what the script does "
-            'under if __name__ == "__main__".'
+            f"the import of {name} ended the program with {ended.code!r}; expected definitions. Put what the script "
+            'does under if __name__ == "__main__".'
         ) from ended
     except Exception as error:
         raise UserCodeError(_failure(f"the import of {name}", error)) from error
