@@ -16,7 +16,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.images import pixels
-from lapwing.core.inputs import Inputs, check_finite, moved
+from lapwing.core.inputs import Inputs, as_tensors, check_finite, moved
 from lapwing.core.processes import ALONE, Processes, in_all_processes
 from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, usable_device
 from lapwing.core.state import on_device
@@ -157,6 +157,7 @@ class Fitted(Reports):
         image_dims = len(self.network.image)
         if image_dims and isinstance(outputs, Tensor) and outputs.ndim == image_dims + 2:
             outputs = pixels(outputs)
+        x = as_tensors(x, self.network.arithmetic)
         chosen = ChosenOutputs.given(outputs, tokens, self.network.output_shape, self.network.device, image_dims)
         batches, home = self._batches(x, target_key, progress, device)
         images = Images()
@@ -205,7 +206,8 @@ class Fitted(Reports):
         tokens) some 33 forward passes, however many they are.
 
         Args:
-            x: A batch of inputs, as the model takes them, or a loader: a DataLoader, a Dataset, a list of batches, a
+            x: A batch of inputs, as the model takes them: tensors, NumPy arrays or a data frame, whose floating-point
+                numbers get the dtype of the model; or a loader: a DataLoader, a Dataset, a list of batches, a
                 generator. It is read once; its batches are inputs, or hold targets, which are left out. The answer is
                 one predictive for all rows in their order. Memory: the answer, and that of one batch.
             samples: How many functions, drawn in pairs around the network's output, to predict from; an odd number is
@@ -229,7 +231,7 @@ class Fitted(Reports):
                 are several processes and no loader.
         """
         SAMPLES_RULE.check("samples", samples)
-        processes = Processes.of(process_group)
+        processes, x = Processes.of(process_group), as_tensors(x, self.network.arithmetic)
         batches, home = self._batches(x, target_key, progress, device, processes)
         images = Images()
         if batches is None:
@@ -266,7 +268,9 @@ class Fitted(Reports):
                     "which each process reads its part. Leave out process_group: every process can predict by itself."
                 )
             return (None if device is None else [x]), home
-        stream = InputStream(x, network.device, network.input_places, target_key, visible, network.joined, processes)
+        stream = InputStream(
+            x, network.device, network.input_places, target_key, visible, network.joined, processes, network.arithmetic
+        )
         return stream, torch.device("cpu") if device is None else home
 
     @outside_autocast
@@ -536,7 +540,7 @@ class Fitted(Reports):
         """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed."""
         self._unchanged()
         device = self.network.device
-        x = moved(x, lambda t: t.to(device))
+        x = moved(as_tensors(x, self.network.arithmetic), lambda t: t.to(device))
         if self.network.count(x) == 0:
             raise DataError("the batch is empty; expected at least one input.")
         check_finite(x, "inputs")

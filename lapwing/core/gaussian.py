@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Deferred:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FunctionGaussian:
     """A Gaussian belief f(x) ~ N(mean, cov) about the outputs for a batch of inputs.
 
@@ -75,6 +76,18 @@ class FunctionGaussian:
         shape = (*self.mean.shape, *self.mean.shape) if self.joint else (*last, last[-1])
         if isinstance(self.covariance, Tensor) and self.covariance.shape != shape:
             raise DataError(f"covariance has the shape {tuple(self.covariance.shape)}; expected {shape}.")
+
+    def __repr__(self) -> str:
+        """Return the shape in a line; the numbers are in the members."""
+        return f"<FunctionGaussian: mean {tuple(self.mean.shape)}{', joint' if self.joint else ''}>"
+
+    def numpy(self) -> dict[str, Any]:
+        """Return ``mean`` and ``std`` as NumPy arrays, by name.
+
+        >>> sorted(FunctionGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1)).numpy())
+        ['mean', 'std']
+        """
+        return {"mean": self.mean.detach().cpu().numpy(), "std": self.std.detach().cpu().numpy()}
 
     @classmethod
     def across(cls, mean: Tensor, matrix: Tensor) -> FunctionGaussian:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,39 @@ def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
     """Return the same kind of tuple or list with other values; named tuples take them one by one."""
     return type(sequence)(*values) if hasattr(sequence, "_fields") else type(sequence)(values)
+
+
+def as_tensors(tree: Any, dtype: torch.dtype) -> Inputs:
+    """Return the same nesting with every NumPy array and data frame as a tensor; everything else as it is.
+
+    Floating-point numbers get the dtype, which is that of the model; whole numbers stay whole, for embeddings. NumPy is
+    not imported here: an array exists only where its user has imported it.
+
+    Raises:
+        DataError: If an array holds text, objects or complex numbers, or has masked entries.
+    """
+    if isinstance(tree, LEAVES):
+        return tree
+    if isinstance(tree, Mapping) and not hasattr(tree, "__array__"):
+        return {key: as_tensors(value, dtype) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return rebuilt(tree, [as_tensors(value, dtype) for value in tree])
+    return _from_array(tree, dtype) if hasattr(tree, "__array__") and not isinstance(tree, type) else tree
+
+
+def _from_array(given: Any, dtype: torch.dtype) -> Tensor:
+    """Return a copy of an array as a tensor."""
+    array = given.__array__()
+    kind = {"b": torch.bool, "i": torch.int64, "u": torch.int64, "f": dtype}.get(array.dtype.kind)
+    masked = isinstance(given, sys.modules["numpy"].ma.MaskedArray)
+    if kind is None or masked:
+        what = "masked entries" if masked else f"the dtype {array.dtype}"
+        raise DataError(
+            f"the inputs are a {type(given).__name__} with {what}; expected numbers. Encode text and categories as "
+            "numbers, fill in what is missing, and give the values as one array."
+        )
+    plain = array.astype({torch.bool: "bool", torch.int64: "int64"}.get(kind, "float64"), order="C")
+    return torch.from_numpy(plain).to(kind)
 
 
 def tensors_in(tree: Inputs) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from lapwing.core.data import TARGET_KEYS, read, whole_loader
-from lapwing.core.inputs import LEAVES, Inputs, check_finite, moved, n_rows, place_name, placed, tensors_in
+from lapwing.core.inputs import LEAVES, Inputs, as_tensors, check_finite, moved, n_rows, place_name, placed, tensors_in
 from lapwing.core.parts import share_of
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import ProgressBar
@@ -39,6 +39,7 @@ class InputStream:
         rows: Consecutive batches of plain tensors are joined until they have this many rows; a number, or a function
             from a batch to it.
         processes: Those that read the other parts, if the source is the part of this process; a Dataset is the whole.
+        dtype: Of the tensors that batches of NumPy arrays become; None refuses arrays.
     """
 
     source: Iterable[Any]
@@ -48,6 +49,7 @@ class InputStream:
     progress: bool = False
     rows: int | Callable[[Inputs], int] = 1
     processes: Processes = ALONE
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
@@ -80,6 +82,7 @@ class InputStream:
         empty = True
         items = ProgressBar(self.source, "predicting", visible=True) if self.progress else self.source
         for position, item in enumerate(read(items, undisturbed)):
+            item = item if self.dtype is None else as_tensors(item, self.dtype)
             inputs = moved(self._inputs(item, position), lambda t: t.to(self.device, non_blocking=True))
             if any(n_rows(leaf) == 0 and getattr(leaf, "ndim", 1) for _, leaf in placed(inputs)):
                 continue  # a sampler or a filter may leave a batch without rows

@@ -117,8 +117,8 @@ def abstention_of(
 
     rows, scoring = rows_of(posterior, calibration, number, target_key=target_key, progress=progress)
     doubt, wrong = rows.unbind(1)
-    tests = tested(doubt, wrong, risk, confidence)
-    passed = [test for test in tests if test.bound <= risk]
+    tests = tested(doubt, wrong, confidence)
+    passed = [test for test in tests if test.bounds(risk)]
     if not passed:
         best = min(tests, key=lambda test: test.bound)
         raise DataError(
@@ -129,22 +129,32 @@ def abstention_of(
     best = max(passed, key=lambda test: test.threshold)
     return Abstention(
         posterior, scoring.uncertainties[0] if by is None else by, best.threshold, risk, confidence, best.bound,
-        best.observed, best.share, len(doubt), risk_coverage(doubt, wrong),
+        best.errors / best.below, best.share, len(doubt), risk_coverage(doubt, wrong),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tested:
-    """A threshold with the bound on the risk below it."""
+    """A threshold, and the errors among the calibration data below it."""
 
     threshold: float
-    bound: float
-    observed: float
-    share: float
+    errors: int
+    below: int  # calibration data with an uncertainty below the threshold
+    share: float  # of all calibration data
+    level: float  # of the bound
+
+    def bounds(self, risk: float) -> bool:
+        """Return whether the risk below the threshold is bounded by this: fewer errors than that would be too rare."""
+        return self.below > 0 and at_most(self.errors, self.below, risk) <= self.level
+
+    @property
+    def bound(self) -> float:
+        """The smallest risk that it bounds."""
+        return binomial_bound(self.errors, self.below, self.level)
 
 
-def tested(doubt: Tensor, wrong: Tensor, risk: float, confidence: float) -> list[Tested]:
-    """Return thresholds with bounds on the risk below them, which all hold together with probability ``confidence``.
+def tested(doubt: Tensor, wrong: Tensor, confidence: float) -> list[Tested]:
+    """Return thresholds whose bounds on the risk below them all hold together with probability ``confidence``.
 
     A threshold is the k-th smallest uncertainty. Given its value, the data strictly below it are independent draws from
     the distribution of data below it, so the exact binomial bound of their errors holds whatever the uncertainty is;
@@ -157,9 +167,8 @@ def tested(doubt: Tensor, wrong: Tensor, risk: float, confidence: float) -> list
         place = math.ceil(k * len(doubt) / THRESHOLDS)
         threshold = math.inf if place == len(doubt) else float(ordered[place])
         below = int((ordered < threshold).sum())
-        found = int(errors[below])
-        bound = binomial_bound(found, below, (1 - confidence) / THRESHOLDS)
-        tests.append(Tested(threshold, bound, found / max(1, below), below / len(doubt)))
+        level = (1 - confidence) / THRESHOLDS
+        tests.append(Tested(threshold, round(float(errors[below])), below, below / len(doubt), level))
     return tests
 
 
@@ -176,18 +185,22 @@ def binomial_bound(errors: int, count: int, level: float) -> float:
     low, high = errors / count, 1.0
     for _ in range(60):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if _at_most(errors, count, middle) > level else (low, middle)
+        low, high = (middle, high) if at_most(errors, count, middle) > level else (low, middle)
     return high
 
 
-def _at_most(errors: int, count: int, probability: float) -> float:
-    """Return the probability of at most this many errors among ``count``."""
+def at_most(errors: int, count: int, probability: float) -> float:
+    """Return the probability of at most this many errors among ``count`` that each has this probability, in (0, 1].
+
+    >>> round(at_most(1, 3, 0.5), 4)
+    0.5
+    """
     if probability >= 1:
-        return 0.0
+        return float(errors >= count)
     k = torch.arange(errors + 1, dtype=torch.float64)
     choose = math.lgamma(count + 1) - torch.lgamma(k + 1) - torch.lgamma(count - k + 1)
-    logs = choose + k * math.log(probability) if probability > 0 else choose
-    return float((logs + (count - k) * math.log1p(-probability)).logsumexp(0).exp()) if probability > 0 else 1.0
+    logs = choose + k * math.log(probability) + (count - k) * math.log1p(-probability)
+    return min(1.0, float(logs.logsumexp(0).exp()))
 
 
 def needed(risk: float, confidence: float) -> int:

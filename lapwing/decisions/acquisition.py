@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,21 +13,26 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.memory import working
-from lapwing.core.settings import integer, one_of, require_integer
+from lapwing.core.settings import NONE, integer, one_of, require_integer
 from lapwing.decisions.collecting import input_batches, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.posteriors.protocols import HasFunctionSamples, required
 
 RULES = ("batch", "bald", "variance")
-COPIES = 4  # float64 matrices of the joint covariance that exist at once
+COPIES = 4  # float64 matrices of the joint covariance, or of the drawn functions, that exist at once
+EXACT = 1000  # outputs of all candidates up to which their joint covariance is computed, by default
+FUNCTIONS = 256  # that are drawn beyond
 
 
 def acquired(
-    posterior: Any, pool: Inputs, n: int, *, by: str, candidates: int, target_key: str | None, progress: bool | None
-) -> Tensor:
+    posterior: Any, pool: Inputs, n: int, *, by: str, candidates: int, samples: int | None, target_key: str | None,
+    progress: bool | None,
+) -> Tensor:  # fmt: skip
     """Return the numbers of the inputs to label; see ``Decides.acquire``."""
     require_integer("n", n)
     one_of(RULES).check("by", by)
     integer(1).check("candidates", candidates)
+    (integer(0) | NONE).check("samples", samples)
     refuse_tokens(posterior.network, "acquire")
     posterior._unchanged()
     with torch.no_grad():
@@ -35,10 +41,13 @@ def acquired(
             values = torch.cat([_values(posterior, batch, by) for batch in batches])
             _refuse_fewer(len(values), n)
             return values.argsort(descending=True, stable=True)[:n]
-        kept = max(n, min(candidates, _fitting(posterior)))
+        outputs = posterior.network.output_shape[-1]
+        kept = max(n, min(candidates, _fitting(posterior, samples)))
         numbers, inputs = _candidates(posterior, batches, kept)
         _refuse_fewer(len(numbers), n)
-        return numbers[greedy_information(*_information(posterior, inputs), n).cpu()]
+        few = samples == 0 or (samples is None and len(numbers) * outputs <= EXACT)
+        information = _by_covariance(posterior, inputs) if few else _by_functions(posterior, inputs, samples)
+        return numbers[greedy_information(information, n).cpu()]
 
 
 def _refuse_fewer(count: int, n: int) -> None:
@@ -46,10 +55,13 @@ def _refuse_fewer(count: int, n: int) -> None:
         raise DataError(f"the pool has {count} inputs; expected at least n={n}. Ask for fewer, or give more.")
 
 
-def _fitting(posterior: Any) -> int:
-    """Return how many inputs can have a joint covariance within the byte budget."""
+def _fitting(posterior: Any, samples: int | None) -> int:
+    """Return how many inputs can be looked at together within the byte budget."""
     network = posterior.network
-    return max(1, int(math.sqrt(working(network.device) / (8 * COPIES))) // network.output_shape[-1])
+    numbers, outputs = working(network.device) // (8 * COPIES), network.output_shape[-1]
+    if samples == 0:
+        return max(1, math.isqrt(numbers) // outputs)
+    return max(1, numbers // ((samples or FUNCTIONS) * outputs))
 
 
 def _values(posterior: Any, batch: Inputs, by: str) -> Tensor:
@@ -108,50 +120,105 @@ def _one_batch(parts: list[Inputs]) -> Inputs:
     )
 
 
-def _information(posterior: Any, inputs: Inputs) -> tuple[Tensor, int]:
-    """Return Rᵀ K R (m k, m k) of the joint covariance K of the outputs, and k."""
+class Information(Protocol):
+    """M = Rᵀ K R by blocks: K the covariance of the outputs of m inputs, R the root of their Fisher information."""
+
+    def diagonal(self) -> Tensor:
+        """Return the blocks of each input with itself, (m, k, k) in float64."""
+        ...
+
+    def row(self, number: int) -> Tensor:
+        """Return the blocks of one input with all, (k, m, k)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """The matrix itself.
+
+    Args:
+        blocks: M, (m, k, m, k).
+    """
+
+    blocks: Tensor
+
+    def diagonal(self) -> Tensor:
+        each = torch.arange(len(self.blocks), device=self.blocks.device)
+        return self.blocks[each, :, each]
+
+    def row(self, number: int) -> Tensor:
+        return self.blocks[number].clone()
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """The same from drawn functions, without the matrix.
+
+    Args:
+        features: Rᵀ d / √(S - 1) of the deviations d of S functions from their mean, (m, k, S).
+    """
+
+    features: Tensor
+
+    def diagonal(self) -> Tensor:
+        return self.features @ self.features.mT
+
+    def row(self, number: int) -> Tensor:
+        return torch.einsum("ks,mls->kml", self.features[number], self.features)
+
+
+def _by_covariance(posterior: Any, inputs: Inputs) -> Exact:
     belief = posterior.posterior(inputs, True)
     root = root_of(posterior, belief.mean)  # (m, C, k)
-    count, outputs, size = root.shape
-    joint = belief.cov.double().reshape(count, outputs, count, outputs)
-    half = torch.einsum("bck,bcad->bkad", root, joint)
-    return torch.einsum("bkad,adl->bkal", half, root).reshape(count * size, count * size), size
+    joint = belief.cov.double().reshape(*root.shape[:2], *root.shape[:2])
+    return Exact(torch.einsum("bkad,adl->bkal", torch.einsum("bck,bcad->bkad", root, joint), root))
 
 
-def greedy_information(matrix: Tensor, size: int, n: int) -> Tensor:
+def _by_functions(posterior: Any, inputs: Inputs, samples: int | None) -> Information:
+    required(posterior.base, HasFunctionSamples, "function samples; give samples=0")
+    generator = torch.Generator(posterior.network.device).manual_seed(0)
+    try:
+        drawn = posterior.posterior.function_samples(inputs, samples or FUNCTIONS, generator).double()
+    except UnsupportedError:  # a method with a few functions, whose joint covariance is one product
+        if samples is not None:
+            raise
+        return _by_covariance(posterior, inputs)
+    root = root_of(posterior, drawn.mean(0))
+    steps = (drawn - drawn.mean(0)) / math.sqrt(len(drawn) - 1)
+    return Drawn(torch.einsum("bck,sbc->bks", root, steps))
+
+
+def greedy_information(information: Information, n: int) -> Tensor:
     r"""Return n of m blocks, in the order in which each adds most to log det(I + M) of the chosen blocks.
 
     A pivoted Cholesky factorisation of I + M by blocks: the gain of block i is log det(I + S_ii), with S the
-    complement of the chosen blocks, of which the diagonal blocks are kept and the columns of each choice are computed.
+    complement of the chosen blocks. Its diagonal blocks are kept, and of the rest the rows of each choice are computed.
 
-    Args:
-        matrix: M (m k, m k), symmetric and positive semi-definite, float64.
-        size: k, the rows of a block.
-        n: How many to choose, at most m.
+    Cost: n² m k³ multiplications besides the rows of M; memory for n m k² numbers.
 
-    Cost: n² m k³ multiplications; memory for n m k² numbers besides the matrix.
-
-    >>> greedy_information(torch.tensor([[4.0, 3.9, 0.0], [3.9, 3.9, 0.0], [0.0, 0.0, 1.0]]), 1, 2).tolist()
+    >>> matrix = torch.tensor([[4.0, 3.9, 0.0], [3.9, 3.9, 0.0], [0.0, 0.0, 1.0]])
+    >>> greedy_information(Exact(matrix.reshape(3, 1, 3, 1)), 2).tolist()
     [0, 2]
     """
-    count = len(matrix) // size
-    blocks = matrix.reshape(count, size, count, size)
-    eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-    each = torch.arange(count, device=matrix.device)
-    complement = blocks[each, :, each] + eye  # (m, k, k)
-    columns = matrix.new_zeros(n * size, count, size)
-    free = torch.ones(count, dtype=torch.bool, device=matrix.device)
+    complement = information.diagonal()
+    count, size, _ = complement.shape
+    eye = torch.eye(size, dtype=complement.dtype, device=complement.device)
+    complement = complement + eye
+    rows = complement.new_zeros(n * size, count, size)
+    free = torch.ones(count, dtype=torch.bool, device=complement.device)
     order = []
     for step in range(n):
+        # Rounding may leave an eigenvalue of the complement below one, where it is at least that.
         gains = torch.linalg.cholesky_ex(complement).L.diagonal(dim1=-2, dim2=-1).clamp_min(1).log().sum(-1)
         best = int(torch.where(free, gains, -1.0).argmax())
         order.append(best)
         free[best] = False
-        before = columns[: step * size]
-        across = blocks[best] - torch.einsum("tk,tml->kml", before[:, best], before)  # (k, m, k)
+        before = rows[: step * size]
+        across = information.row(best) - torch.einsum("tk,tml->kml", before[:, best], before)
         across[:, best] += eye
-        lower = torch.linalg.cholesky(0.5 * (across[:, best] + across[:, best].mT))
+        pivot = across[:, best]
+        lower = torch.linalg.cholesky(0.5 * (pivot + pivot.mT))
         new = torch.linalg.solve_triangular(lower, across.reshape(size, -1), upper=False).reshape(size, count, size)
-        columns[step * size : (step + 1) * size] = new
+        rows[step * size : (step + 1) * size] = new
         complement = complement - torch.einsum("tmk,tml->mkl", new, new)
-    return torch.tensor(order, device=matrix.device)
+    return torch.tensor(order, device=complement.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.data import Batch, Data, merged, shows_progress
-from lapwing.core.inputs import Inputs
+from lapwing.core.inputs import Inputs, as_tensors
 from lapwing.core.settings import DATA
 from lapwing.core.streams import InputStream, is_loader
 from lapwing.errors import DataError, UnsupportedError
@@ -85,10 +85,19 @@ def rows_of(
 def input_batches(posterior: Any, x: Inputs, target_key: str | None, progress: bool | None) -> Iterator[Inputs]:
     """Yield batches of inputs, from one batch or from a loader; targets are left out."""
     network = posterior.network
+    x = as_tensors(x, network.arithmetic)
     if not is_loader(x, network.input_places):
         return iter((posterior._checked(x),))
     return iter(
-        InputStream(x, network.device, network.input_places, target_key, shows_progress(progress), network.joined)
+        InputStream(
+            x,
+            network.device,
+            network.input_places,
+            target_key,
+            shows_progress(progress),
+            network.joined,
+            dtype=network.arithmetic,
+        )
     )
 
 

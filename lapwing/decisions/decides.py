@@ -284,7 +284,8 @@ class Decides(Protocol):
         n: int,
         *,
         by: str = "batch",
-        candidates: int = 2000,
+        candidates: int = 1000,
+        samples: int | None = None,
         target_key: str | None = None,
         progress: bool | None = None,
     ) -> Tensor:
@@ -306,7 +307,9 @@ class Decides(Protocol):
             n: How many inputs to choose.
             by: "batch", "bald" or "variance".
             candidates: For "batch": the number of inputs that are looked at together, those that tell most by
-                themselves. Fewer are taken where their joint covariance would exceed the byte budget (``lw.memory``).
+                themselves. Fewer are taken where they would exceed the byte budget (``lw.memory``).
+            samples: For "batch": the number of drawn functions that K is estimated from; zero computes it. None
+                computes it for up to 1000 outputs of all candidates together, and draws 256 functions beyond.
             target_key: The key of the target in batches that are mappings, as for ``fit``.
             progress: Whether to show a progress bar; None shows one on a terminal.
 
@@ -318,7 +321,8 @@ class Decides(Protocol):
             UnsupportedError: If outputs are for tokens or pixels.
 
         Cost: the belief, or for "bald" the prediction, at every input of the pool. "batch" with m candidates of C
-        outputs takes in addition their joint belief, four matrices of (m C)² numbers, and n² m C³ multiplications.
+        outputs takes in addition their joint belief with (m C)² P multiplications for P weights, or S drawn functions
+        with S m P, and n² m C³ multiplications for the choice.
 
         >>> import lapwing as lw
         >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
@@ -326,4 +330,6 @@ class Decides(Protocol):
         >>> sorted(posterior.acquire(x, 2).tolist())
         [0, 39]
         """
-        return acquired(self, pool, n, by=by, candidates=candidates, target_key=target_key, progress=progress)
+        return acquired(
+            self, pool, n, by=by, candidates=candidates, samples=samples, target_key=target_key, progress=progress
+        )

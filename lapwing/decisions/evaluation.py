@@ -92,7 +92,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         title = f"{self.inputs:,} inputs, {self.data:,} targets ({self.task}); {100 * self.confidence:g} % intervals"
-        table = [("score", "posterior", PLAIN, "difference", "")]
+        table: list[tuple[str, ...]] = [("score", "posterior", PLAIN, "difference", "")]
         for row in self.rows:
             cells = (interval_text(each) for each in (row.posterior, row.plain, row.difference))
             name = f"{row.name} ({100 * row.target:g} %)" if row.target is not None else row.name

@@ -186,9 +186,10 @@ def _costs(fitted: Decides | None) -> tuple[int, int | None]:
     if base.is_sampled or base.solves_for_inputs:
         return fitted.network.selection.size, None
     try:
-        return fitted.network.selection.size, _nbytes(fitted.posterior.state())
-    except (UnsupportedError, AttributeError):
-        return fitted.network.selection.size, None
+        stored = _nbytes(fitted.posterior.state()) if hasattr(fitted.posterior, "state") else None
+    except UnsupportedError:  # a method without a file form
+        stored = None
+    return fitted.network.selection.size, stored
 
 
 def _nbytes(state: State) -> int:

@@ -17,7 +17,7 @@ from lapwing.predictives.mixture import BinaryMixture
 from lapwing.predictives.protocol import MultilabelPredictive, checked_numbers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BinaryPredictive(MultilabelPredictive):
     """Predictive of one binary label or many.
 

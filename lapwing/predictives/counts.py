@@ -23,7 +23,7 @@ from lapwing.predictives.scoring import NumberScoring
 FEW = 64  # nodes for sums over all likely counts
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CountPredictive(NumberPredictive):
     """Predictive of counts with a Gaussian log-rate.
 

@@ -80,7 +80,7 @@ class ImageLabelPredictive(ImagePredictive, LabelPredictive, Protocol):
         return self.form.labels(self.pixels.mutual_information)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ImageClasses(ImageLabelPredictive, ClassPredictive):
     """The predictive of the class of each pixel.
 
@@ -105,7 +105,7 @@ class ImageClasses(ImageLabelPredictive, ClassPredictive):
         return self.form.labels(self.pixels.sample(n, generator))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ImageLabels(ImageLabelPredictive, MultilabelPredictive):
     """The predictive of a binary label for each channel of each pixel."""
 
@@ -117,7 +117,7 @@ class ImageLabels(ImageLabelPredictive, MultilabelPredictive):
         return self.form.outputs(self.pixels.sample(n, generator))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ImageNumbers(ImagePredictive, NumberPredictive):
     """The predictive of a number for each channel of each pixel."""
 

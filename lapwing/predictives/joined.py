@@ -51,7 +51,7 @@ class Joined(Protocol):
         return torch.cat([part.log_prob(own) for part, own in pairs])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class JoinedClasses(ClassPredictive):
     """The predictive of the class of each row of a loader.
 
@@ -81,7 +81,7 @@ class JoinedClasses(ClassPredictive):
         return torch.cat([member(part) for part in self.parts])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class JoinedLabels(Joined, MultilabelPredictive):
     """The predictive of the binary labels of each row of a loader."""
 
@@ -106,7 +106,7 @@ class JoinedLabels(Joined, MultilabelPredictive):
         return self.rows(lambda part: part.sample(n, generator), dim=1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class JoinedNumbers(Joined, NumberPredictive):
     """The predictive of the numbers of each row of a loader."""
 

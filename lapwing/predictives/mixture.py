@@ -91,7 +91,7 @@ class LabelMixture(Mixture, LabelPredictive, Protocol):
         return self.average(lambda component: component.aleatoric)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClassMixture(ClassPredictive, LabelMixture):
     """A mixture of predictives of a class.
 
@@ -112,7 +112,7 @@ class ClassMixture(ClassPredictive, LabelMixture):
         return self.log_average(lambda component: component.log_probs)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BinaryMixture(LabelMixture, MultilabelPredictive):
     """A mixture of predictives of one binary label or many.
 
@@ -155,7 +155,7 @@ class NumberMixture(Mixture, NumberPredictive, Protocol):
         return self.average(lambda component: component.known_entropy)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DensityMixture(NumberMixture):
     """A mixture of densities: of ``NormalPredictive`` and ``StudentPredictive`` objects.
 
@@ -211,7 +211,7 @@ class DensityMixture(NumberMixture):
         return (total * self.std.squeeze(-1).double()).to(self.mean)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CountMixture(NumberMixture):
     """A mixture of predictives of counts.
 

@@ -17,7 +17,7 @@ from lapwing.predictives.mixture import DensityMixture
 from lapwing.predictives.protocol import NumberPredictive, checked_numbers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class NormalPredictive(NumberPredictive):
     """Normal predictive y ~ N(mean, cov of f + noise).
 

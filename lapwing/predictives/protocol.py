@@ -59,6 +59,20 @@ class Predictive(Protocol):
         """The scores that fit such targets."""
         ...
 
+    @property
+    def main_members(self) -> tuple[str, ...]:
+        """The names of the members that ``numpy`` returns."""
+        return ("mean",)
+
+    def numpy(self) -> dict[str, Any]:
+        """Return the main members as NumPy arrays, by name: ``probs`` of labels, ``mean`` and ``std`` of numbers."""
+        return {name: getattr(self, name).detach().cpu().numpy() for name in self.main_members}
+
+    def __repr__(self) -> str:
+        """Return the shape in a line; the numbers are in the members."""
+        listed = ", ".join(self.main_members)
+        return f"<{type(self).__name__}: {listed} {tuple(self.mean.shape)}>"
+
 
 class LabelPredictive(Predictive, Protocol):
     """A predictive of labels, by the probabilities of their values."""
@@ -82,6 +96,10 @@ class LabelPredictive(Predictive, Protocol):
     def entropy_of(probs: Tensor) -> Tensor:
         """Return the entropy of labels with these probabilities (..., C) in nats, (...)."""
         ...
+
+    @property
+    def main_members(self) -> tuple[str, ...]:
+        return ("probs",)
 
     @property
     def class_probs(self) -> Tensor:
@@ -189,6 +207,10 @@ class MultilabelPredictive(LabelPredictive, Protocol):
 
 class NumberPredictive(Predictive, Protocol):
     """A predictive of C numbers, such as regression targets or counts."""
+
+    @property
+    def main_members(self) -> tuple[str, ...]:
+        return ("mean", "std")
 
     @property
     def epistemic_variance(self) -> Tensor:

@@ -22,7 +22,7 @@ SMALL = 1e-30  # probability below which logarithms of sums would lose digits
 ENTRIES = 2**22  # numbers of drawn logits that are handled at once: near a CPU's caches, and enough for a GPU
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AveragedClasses(ClassPredictive):
     """Predictive of a class: probabilities that were averaged over drawn functions, with their standard error.
 
@@ -77,7 +77,7 @@ class AveragedClasses(ClassPredictive):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SoftmaxSamples(ClassPredictive):
     r"""Predictive of a class: the softmax of drawn logits, averaged.
 

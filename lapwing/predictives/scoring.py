@@ -29,9 +29,20 @@ REACH = 9.0  # standard deviations over which it is integrated at least
 class Score(Protocol):
     """One score of many data, as a function of the weights of the inputs that they belong to."""
 
-    name: str
-    better: str  # "lower" or "higher"; empty if neither is better by itself
-    target: float | None  # the best value, where it is neither the lowest nor the highest
+    @property
+    def name(self) -> str:
+        """The name of the score."""
+        ...
+
+    @property
+    def better(self) -> str:
+        """What is better: "lower" or "higher"; empty if neither is by itself."""
+        ...
+
+    @property
+    def target(self) -> float | None:
+        """The best value, where it is neither the lowest nor the highest."""
+        ...
 
     def at(self, weights: Tensor) -> Tensor:
         """Return the score under each row of weights (R, N) of the inputs, (R,) in float64."""

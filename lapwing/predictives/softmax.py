@@ -19,7 +19,7 @@ from lapwing.predictives.protocol import ClassPredictive
 TOGETHER = 32  # classes up to which the predictives of a mixture are computed at once
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SoftmaxPredictive(ClassPredictive):
     """Predictive of a class with Gaussian logits.
 

@@ -18,7 +18,7 @@ from lapwing.predictives.mixture import DensityMixture
 from lapwing.predictives.protocol import NumberPredictive, checked_numbers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StudentPredictive(NumberPredictive):
     """Student predictive y ~ mean + scale · (cov of f + noise)^½ · t with ``degrees`` degrees of freedom.
 
