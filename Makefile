@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PEER := .venv-peer
 INTEGRATIONS := .venv-integrations
 
-.PHONY: run test test-integrations test-rounding attack check bench setup lint types imports pytest uci peer clean
+.PHONY: run test test-browser test-integrations test-rounding attack check bench setup lint types imports pytest uci peer clean
 
 run: $(READY)
 	$(BIN)/lapwing demo --out out
@@ -38,6 +38,12 @@ imports: $(READY)
 # kept for the next run: without it each worker compiles all tests and the library, and every child process the library.
 pytest: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+# Reports in headless Chromium, on a phone and a desk, light and dark; screenshots are written to out/browser.
+test-browser: $(READY)
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+		{ echo "make test-browser needs Chromium: apt-get install chromium"; exit 1; }
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser
 
 # Against the real scikit-learn, skorch, Lightning, BoTorch, ONNX and laplace-torch, in an environment of their own.
 test-integrations: $(INTEGRATIONS)/.ready

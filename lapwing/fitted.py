@@ -22,7 +22,6 @@ from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, u
 from lapwing.core.state import on_device
 from lapwing.core.streams import InputStream, is_loader
 from lapwing.core.trace import Trace
-from lapwing.report.reports import Reports
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
@@ -43,6 +42,7 @@ from lapwing.predictives.images import Images
 from lapwing.predictives.joined import joined, joined_beliefs, joined_processes
 from lapwing.priors.bound import BoundPrior, Prior
 from lapwing.registry import prior_given
+from lapwing.report.reports import Reports
 from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
 from lapwing.tangent.operator import Operator
 from lapwing.tuners.evidence import MaximiseEvidence

@@ -39,7 +39,7 @@ def write_atomically(path: str | Path, chunks: Iterable[bytes | bytearray | memo
     temporary: Path | None = None
     try:
         target = Path(os.path.realpath(path))
-        _refuse_no_folder(target)
+        refuse_no_folder(target)
         mode = _mode(target)
         temporary = target.parent / f".lapwing-{secrets.token_hex(8)}.part"
         with open(temporary, "xb") as file:
@@ -61,7 +61,7 @@ def write_atomically(path: str | Path, chunks: Iterable[bytes | bytearray | memo
         raise
 
 
-def _refuse_no_folder(target: Path) -> None:
+def refuse_no_folder(target: Path) -> None:
     """Raise ``FileError`` unless the target is in a folder that exists."""
     if not target.parent.exists():
         raise FileError(f"the folder {target.parent} does not exist; create it first.")

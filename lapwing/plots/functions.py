@@ -52,7 +52,7 @@ def band(
     """
     PROBABILITY.check("level", level)
     require_integer("output", output, least=0)
-    if not hasattr(prediction, "std"):
+    if not _has_spread(prediction):
         raise UnsupportedError(
             f"the prediction is a {type(prediction).__name__}; expected one of numbers, or posterior.functions(x). For "
             "probabilities use lw.plots.confidence_map or lw.plots.reliability."
@@ -73,13 +73,14 @@ def band(
         shade(ax, places, low.tolist(), high.tolist(), label=f"{percent} of targets")
         spread = z * chosen(prediction.epistemic_variance).clamp_min(0).sqrt()
         reach += [low, high]
-    inner = (centre - spread, centre + spread)
-    shade(ax, places, *(end.tolist() for end in inner), alpha=0.5, label=f"{percent} for the function")
+    low, high = centre - spread, centre + spread
+    reach += [low, high]
+    shade(ax, places, low.tolist(), high.tolist(), alpha=0.5, label=f"{percent} for the function")
     ax.plot(places, centre.tolist(), color=POSTERIOR, linewidth=1.6, label="mean")
     ax.set(xlabel="x", ylabel="y", xlim=(places[0], places[-1]))
     points = () if data is None else (column("x of the data", data[0]), _targets(data[1], output))
-    fit_frame(ax, torch.cat([*reach, *inner]), *points)
-    add_legend(ax)
+    fit_frame(ax, torch.cat(reach), *points)
+    add_legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
     return ax
 
 
@@ -185,9 +186,14 @@ def confidence_map(prediction: Any, x: Any, *, data: tuple[Any, Any] | None = No
     return ax
 
 
+def _has_spread(prediction: Any) -> bool:
+    """Return whether a prediction has standard deviations; a tensor has a function of that name."""
+    return isinstance(getattr(prediction, "std", None), Tensor)
+
+
 def _heights(prediction: Any) -> tuple[Tensor, str, tuple[float, float] | None]:
     """Return what a map shows at every input, (B,), its name, and its range if it has one."""
-    if hasattr(prediction, "std"):
+    if _has_spread(prediction):
         return prediction.std.detach().double().cpu().flatten(1).mean(1), "standard deviation", None
     probs = numbers("probs", getattr(prediction, "probs", prediction)).double().cpu()
     if probs.ndim != 2:

@@ -34,7 +34,7 @@ def effective_parameters(result: Any, *, ax: Any = None) -> Any:
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
     >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=1.0)
     >>> effective_parameters(posterior).get_xlabel()
-    'share of the weights that the data determine'
+    'share determined by the data'
     """
     found = result.effective_parameters() if hasattr(result, "effective_parameters") else result
     names = sorted(found.layers, key=lambda name: found.layers[name])[-MOST_LAYERS:]
@@ -43,25 +43,27 @@ def effective_parameters(result: Any, *, ax: Any = None) -> Any:
     shares = [found.layers[name] / found.sizes[name] for name in names]
     ax.barh(range(len(names)), shares, color=POSTERIOR, height=0.7)
     for i, name in enumerate(names):
-        ax.text(shares[i], i, f" {found.layers[name]:.3g} of {found.sizes[name]:,}", va="center", fontsize=9, color=INK)
+        text, right = (
+            f"{found.layers[name]:.3g} of {found.sizes[name]:,}",
+            {"xytext": (3, 0), "textcoords": "offset points"},
+        )
+        ax.annotate(text, (shares[i], i), **right, va="center", fontsize=9, color=INK)
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
     ax.set_yticks(range(len(names)), [plain_text(shortened(name)) for name in names])
-    ax.set(xlim=(0, 1.4), xlabel="share of the weights that the data determine")
+    ax.set(xlim=(0, 1.4), xlabel="share determined by the data")
     return ax
 
 
-def shortened(name: str, most: int = 22) -> str:
+def shortened(name: str, most: int = 18) -> str:
     """Return the name, or its end if it is long.
 
     >>> shortened(""), shortened("encoder.layers.11.attention.query")
-    ('(top)', '….11.attention.query')
+    ('(top)', '….attention.query')
     """
     if len(name) <= most:
         return name or "(top)"
-    parts = name.split(".")
-    while len(parts) > 1 and len(".".join(parts)) > most - 2:
-        parts = parts[1:]
-    return ("…." + ".".join(parts))[: most - 1]
+    end = name[1 - most :]
+    return "…" + (end[end.index(".") :] if "." in end else end)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -71,9 +70,11 @@ def answers(prediction: Any, y: Any) -> Answers:
     y = y.to(probs.device)
     counts = y.flatten() != IGNORED
     if binary:
-        return Answers(*listed(probability=probs.flatten()[counts], true=y.flatten()[counts]), of_classes=False)
+        probability, true = listed(probability=probs.flatten()[counts], true=y.flatten()[counts])
+        return Answers(probability, true, of_classes=False)
     top, guess = probs.flatten(0, -2)[counts].max(-1)
-    return Answers(*listed(probability=top, true=(guess == y.flatten()[counts])), of_classes=True)
+    probability, true = listed(probability=top, true=guess == y.flatten()[counts])
+    return Answers(probability, true, of_classes=True)
 
 
 @runtime_checkable
@@ -107,10 +108,8 @@ def separate(prediction: Any) -> Any:
     column = lambda numbers, name: numbers[:, prediction.columns.index(name)]
     both = {"plain network": prediction.plain_numbers, "posterior": prediction.posterior_numbers}
     if "confidence" in prediction.columns:
-        names, kind = ("confidence", "correct"), partial(Answers, of_classes=True)
-    else:
-        names, kind = ("pit", "std", "error"), Residuals
-    return {name: kind(*(column(numbers, each) for each in names)) for name, numbers in both.items()}
+        return {name: Answers(column(n, "confidence"), column(n, "correct"), True) for name, n in both.items()}
+    return {name: Residuals(*(column(n, part) for part in ("pit", "std", "error"))) for name, n in both.items()}
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,8 @@ def observed_coverage(prediction: Any, y: Any, levels: Sequence[float] = LEVELS)
             "regression or counts. For labels use lw.plots.reliability."
         )
     y = as_outputs(prediction, y)
-    return [coverage(*prediction.interval(level), y) for level in levels]
+    ends = [prediction.interval(level) for level in levels]
+    return [coverage(low, high, y) for low, high in ends]
 
 
 def as_outputs(prediction: Any, y: Any) -> Tensor:

@@ -46,17 +46,19 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
     >>> ax.get_xlabel(), ax.get_ylabel()
     ('confidence', 'share that is right')
     """
-    ax, of_classes = new_axis(ax), True
+    ax, of_classes, top = new_axis(ax), True, 0.0
     ax.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (1, 2)), label="ideal")
     for name, each, style in styled(separate(prediction)):
         found = answers(each, y)
         of_classes = found.of_classes
         points = reliability_points(found, bins)
+        top = max(top, *points.probability, *points.high)
         below = [share - low for share, low in zip(points.share, points.low, strict=True)]
         above = [high - share for share, high in zip(points.share, points.high, strict=True)]
         ends = {"yerr": [below, above], "capsize": 2, "elinewidth": 1, "markersize": 4}
         ax.errorbar(points.probability, points.share, **ends, **style, label=name or None)
-    ax.set(xlim=(0, 1), ylim=(0, 1.02))
+    reach = 1.0 if top > 0.5 else 1.1 * top
+    ax.set(xlim=(0, reach), ylim=(0, 1.02 * reach))
     words = ("confidence", "share that is right") if of_classes else ("predicted probability", "share that is one")
     ax.set(xlabel=words[0], ylabel=words[1])
     add_legend(ax, loc="upper left")

@@ -15,7 +15,7 @@ from lapwing.report import facts
 from lapwing.report.pictures import band_picture, learned_pictures, score_pictures
 from lapwing.report.svg import Picture
 from lapwing.report.uncertain import Looked, look
-from lapwing.report.verdict import Verdict, percent, signed, verdict_of
+from lapwing.report.verdict import percent, signed, verdict_of
 
 TEMPLATE = Path(__file__).with_name("page.html")
 WORDS = {  # what scores are, for readers who do not know their names
@@ -32,7 +32,7 @@ WORDS = {  # what scores are, for readers who do not know their names
     "width": ("width of the intervals", "in units of the target; narrower is better only if coverage holds"),
     "cqm": ("calibration error of quantiles", "mean distance of coverages from their probability; lower is better"),
 }
-VERDICTS = {"better": "better", "worse": "worse", "undecided": "no difference can be told", "": ""}
+UNDECIDED = "no difference can be told"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def written(
     progress: bool | None,
 ) -> Report:  # fmt: skip
     """Write the page and return it."""
-    environment = template()  # first: nothing is computed if a package is missing
+    environment = template()
     looked = look(posterior, data, target_key, progress)
     verdict = verdict_of(evaluation, posterior.posterior.has_spread)
     pictures, learned, missing, numbers = _drawn(posterior, evaluation, looked)
@@ -114,12 +114,23 @@ def table(evaluation: Any) -> list[dict[str, str]]:
         name, meaning = WORDS.get(row.name, (row.name, ""))
         if row.target is not None:
             name = f"{name} of {percent(row.target)} intervals"
-        cells = {"name": name, "meaning": meaning, "verdict": VERDICTS[row.verdict]}
+        cells = {"name": name, "meaning": meaning, "verdict": row.verdict, "words": words_of(row)}
         for key, score in (("plain", row.plain), ("posterior", row.posterior)):
             cells |= {key: number(score.value), f"{key}_range": f"{number(score.low)} to {number(score.high)}"}
         low, high = signed(row.difference.low), signed(row.difference.high)
         rows.append(cells | {"difference": signed(row.difference.value), "difference_range": f"{low} to {high}"})
     return rows
+
+
+def words_of(row: Any) -> str:
+    """Return what the difference of a score says, in words."""
+    if not row.difference.value and row.difference.low == row.difference.high:
+        return "equal" if row.verdict else ""
+    if row.verdict == "undecided":
+        return UNDECIDED
+    if row.target is None:
+        return str(row.verdict)
+    return f"{'closer to' if row.verdict == 'better' else 'farther from'} {percent(row.target)}"
 
 
 def number(value: float) -> str:

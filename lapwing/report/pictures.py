@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from lapwing import plots
 from lapwing.errors import LapwingError
 from lapwing.plots.canvas import new_axis, thinned
-from lapwing.plots.hyperparameters import EvidenceCurve, trace_with_steps
+from lapwing.plots.hyperparameters import MOST_LAYERS, EvidenceCurve, trace_with_steps
 from lapwing.plots.observed import LEVELS, Residuals, observed_coverage, reliability_points, risk_of, separate
 from lapwing.report.svg import Picture, inline_svg
 from lapwing.report.uncertain import Looked
@@ -21,43 +22,59 @@ SIZE = (4.0, 3.1)  # inches: text stays readable on a phone
 
 
 def score_pictures(evaluation: Any) -> Iterator[tuple[Picture, Any]]:
-    """Yield pictures of predictions beside targets, before and after, each with its numbers."""
+    """Yield pictures of predictions beside targets, of the plain network and the posterior, each with its numbers."""
     each = separate(evaluation)
-    if isinstance(each["posterior"], Residuals):
-        coverages = {name: observed_coverage(found, None) for name, found in each.items()}
-        inside = {name: percent(values[LEVELS.index(0.9)]) for name, values in coverages.items()}
-        alt = f"Coverage of intervals. The 90 % intervals hold {inside['posterior']} of the targets with the posterior"
-        yield _picture(
-            "intervals", "Calibration of intervals",
-            "The share of targets inside central intervals against the probability of these. On the dotted line the "
-            "intervals are calibrated; below it they are too narrow. The grey band shows what chance alone does.",
-            f"{alt} and {inside['plain network']} with the plain network.",
-            plots.intervals(evaluation, ax=new_axis(size=SIZE)),
-        ), {"levels": LEVELS, **coverages}  # fmt: skip
-    else:
-        points = {name: asdict(reliability_points(found)) for name, found in each.items()}
-        gap = {name: f"{percent(float(found.probability.mean()))} confident and {percent(float(found.true.mean()))} right"
-               for name, found in each.items()}  # fmt: skip
-        yield _picture(
-            "reliability", "Reliability diagram",
-            "How often answers are right against how confident they are, in ten bins, with 95 % intervals. On the "
-            "dotted line confidence can be taken at its word; below it answers are overconfident.",
-            f"Reliability diagram. On average the posterior is {gap['posterior']}, the plain network "
-            f"{gap['plain network']}.",
-            plots.reliability(evaluation, ax=new_axis(size=SIZE)),
-        ), points  # fmt: skip
+    yield _intervals(each) if isinstance(each["posterior"], Residuals) else _reliability(each)
+    yield _risk(each)
+
+
+def _intervals(each: Mapping[str, Any]) -> tuple[Picture, Any]:
+    coverages = {name: observed_coverage(found, None) for name, found in each.items()}
+    inside = {name: percent(values[LEVELS.index(0.9)]) for name, values in coverages.items()}
+    caption = (
+        "The share of targets inside central intervals against the probability of these. On the dotted line the "
+        "intervals are calibrated; below it they are too narrow. The grey band shows what chance alone does."
+    )
+    alt = (
+        f"Coverage of intervals. The 90 % intervals of the posterior hold {inside['posterior']} of the targets, those "
+        f"of the plain network {inside['plain network']}."
+    )
+    ax = plots.intervals(each, ax=new_axis(size=SIZE))
+    return _picture("intervals", "Calibration of intervals", caption, alt, ax), {"levels": LEVELS, **coverages}
+
+
+def _reliability(each: Mapping[str, Any]) -> tuple[Picture, Any]:
+    means = {name: (float(found.probability.mean()), float(found.true.mean())) for name, found in each.items()}
+    says = {name: f"{percent(sure)} confident and {percent(right)} right" for name, (sure, right) in means.items()}
+    caption = (
+        "How often answers are right against how confident they are, in ten bins, with 95 % intervals. On the dotted "
+        "line confidence can be taken at its word; below it answers are overconfident."
+    )
+    alt = (
+        f"Reliability diagram. On average the posterior is {says['posterior']}, the plain network "
+        f"{says['plain network']}."
+    )
+    ax = plots.reliability(each, ax=new_axis(size=SIZE))
+    points = {name: asdict(reliability_points(found)) for name, found in each.items()}
+    return _picture("reliability", "Reliability diagram", caption, alt, ax), points
+
+
+def _risk(each: Mapping[str, Any]) -> tuple[Picture, Any]:
     curves = {name: risk_of(found, None) for name, found in each.items()}
     rows = thinned(len(curves["posterior"].risk), 100)
-    half = {name: curve.risk[(len(curve.risk) - 1) // 2].item() for name, curve in curves.items()}
-    yield _picture(
-        "risk", "Error of what is answered",
+    half, full = ({n: f"{c.risk[(len(c.risk) - 1) // k].item():.3g}" for n, c in curves.items()} for k in (2, 1))
+    caption = (
         "The error of the answers that remain if the most uncertain inputs are left unanswered. A good uncertainty "
-        "makes the curve fall to the left.",
-        f"Risk against coverage. Answering the more certain half of the inputs, the error is {half['posterior']:.3g} "
-        f"with the posterior and {half['plain network']:.3g} with the plain network; answering all, it is "
-        f"{curves['posterior'].risk[-1].item():.3g} and {curves['plain network'].risk[-1].item():.3g}.",
-        plots.risk_coverage(evaluation, ax=new_axis(size=SIZE)),
-    ), {n: {"coverage": c.coverage[rows].tolist(), "risk": c.risk[rows].tolist()} for n, c in curves.items()}  # fmt: skip
+        "makes the curve fall to the left."
+    )
+    alt = (
+        f"Risk against coverage. Answering the more certain half of the inputs, the error is {half['posterior']} with "
+        f"the posterior and {half['plain network']} with the plain network; answering all, it is "
+        f"{full['posterior']} and {full['plain network']}."
+    )
+    ax = plots.risk_coverage(each, ax=new_axis(size=SIZE))
+    numbers = {n: {"coverage": c.coverage[rows].tolist(), "risk": c.risk[rows].tolist()} for n, c in curves.items()}
+    return _picture("risk", "Error of what is answered", caption, alt, ax), numbers
 
 
 def band_picture(posterior: Any, looked: Looked) -> tuple[Picture, Any] | None:
@@ -78,7 +95,7 @@ def band_picture(posterior: Any, looked: Looked) -> tuple[Picture, Any] | None:
         f"{float(widths.max()):.3g} wide."
     )
     caption = (
-        "The wide band holds 95 % of the targets, if calibrated; the dark band is the doubt about the function, which "
+        "The wide band holds 95 % of the targets, if calibrated; the inner band is the doubt about the function, which "
         "more data would lower. Points are held-out data."
     )
     numbers = {"x": inputs[:, 0], "mean": prediction.mean[:, 0], "low": low[:, 0], "high": high[:, 0]}
@@ -86,33 +103,37 @@ def band_picture(posterior: Any, looked: Looked) -> tuple[Picture, Any] | None:
 
 
 def learned_pictures(posterior: Any) -> Iterator[tuple[Picture | str, str, Any]]:
-    """Yield what was learned: picture or reason why there is none, a name, and its numbers."""
+    """Yield what was learned: a picture, or the reason why there is none, a name, and its numbers."""
+    yield _gamma(posterior)
+    yield _evidence(posterior)
+    yield _trace(posterior)
+
+
+def _gamma(posterior: Any) -> tuple[Picture | str, str, Any]:
     try:
         found = posterior.effective_parameters()
     except LapwingError as error:
-        yield f"γ by layer: {error}", "effective_parameters", None
-    else:
-        size = (SIZE[0], 1.0 + 0.26 * min(24, len(found.layers)))
-        alt = f"Effective parameters by layer: the data determine {found.total:.3g} of {found.weights:,} weights in all."
-        caption = (
-            "γ, the number of weights that the data determine, over the number of weights of each layer. The others "
-            "keep what the prior says."
-        )
-        picture = _picture(
-            "gamma", "What the data determine", caption, alt,
-            plots.effective_parameters(found, ax=new_axis(size=size)),
-        )  # fmt: skip
-        yield picture, "effective_parameters", {"total": found.total, "layers": found.layers, "sizes": found.sizes}
-    yield _evidence(posterior)
+        return f"γ by layer: {error}", "effective_parameters", None
+    size = (SIZE[0], 1.0 + 0.26 * min(MOST_LAYERS, len(found.layers)))
+    caption = (
+        "γ, the number of weights that the data determine, over the number of weights of each layer. The others keep "
+        "what the prior says."
+    )
+    alt = f"Effective parameters by layer: the data determine {found.total:.3g} of {found.weights:,} weights in all."
+    ax = plots.effective_parameters(found, ax=new_axis(size=size))
+    numbers = {"total": found.total, "layers": found.layers, "sizes": found.sizes}
+    return _picture("gamma", "What the data determine", caption, alt, ax), "effective_parameters", numbers
+
+
+def _trace(posterior: Any) -> tuple[Picture | str, str, Any]:
     record = trace_with_steps(posterior)
     if record is None:
-        yield "Trace: no steps of a tuner were recorded.", "trace", None
-        return
-    alt = f"Score at each of {len(record.steps)} steps of {record.tuner}."
+        return "Trace: no steps of a tuner were recorded.", "trace", None
     caption = f"The {record.score} at every step of {record.tuner}; the ring marks the best."
+    alt = f"The {record.score} at each of {len(record.steps)} steps of {record.tuner}."
     steps = [{"score": step.score, "precisions": step.precisions[:16]} for step in record.steps]
-    picture = _picture("trace", "Trace of the tuner", caption, alt, plots.trace(record, ax=new_axis(size=SIZE)))
-    yield picture, "trace", {"tuner": record.tuner, "steps": steps}
+    ax = plots.trace(record, ax=new_axis(size=SIZE))
+    return _picture("trace", "Trace of the tuner", caption, alt, ax), "trace", {"tuner": record.tuner, "steps": steps}
 
 
 def _evidence(posterior: Any) -> tuple[Picture | str, str, Any]:
@@ -125,11 +146,10 @@ def _evidence(posterior: Any) -> tuple[Picture | str, str, Any]:
         ax = plots.evidence_curve(curve, ax=new_axis(size=SIZE))
     except LapwingError as error:
         return f"Evidence curve: {error}", "evidence_curve", None
-    finite = [(e, p) for e, p in zip(curve.log_evidence, curve.precisions) if e == e]
-    best = max(finite)
+    best = max((e, p) for e, p in zip(curve.log_evidence, curve.precisions, strict=True) if math.isfinite(e))
     caption = (
-        "The log evidence, by which the training data alone judge the prior, against its precision. A default fit mixes "
-        "several precisions around the dashed line."
+        "The log evidence, by which the training data alone judge the prior, against its precision. A default fit "
+        "mixes several precisions around the dashed line."
     )
     alt = f"Log evidence against precision: highest, {best[0]:.4g}, at {best[1]:.3g}; the fit has {curve.present:.3g}."
     return _picture("evidence", "Evidence and prior", caption, alt, ax), "evidence_curve", asdict(curve)

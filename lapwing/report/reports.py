@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from lapwing.core.atomic import refuse_no_folder
 from lapwing.core.settings import PATH, Rule, is_integer
 from lapwing.decisions.decides import Decides
 from lapwing.networks.forward import outside_autocast
@@ -77,7 +78,8 @@ class Reports(Decides, Protocol):
         for name, text in (("title", title), ("command", command), ("date", date)):
             TEXT.check(name, text)
         SEED.check("seed", seed)
-        template()  # nothing is computed if a package is missing
+        template()  # nothing is computed if a package is missing, or a folder
+        refuse_no_folder(Path(path).resolve())
         evaluation = self.evaluate(data, level=level, resamples=resamples, target_key=target_key, progress=progress)
         heading = title or f"Error bars of {type(self.network.model).__name__}"
         source = Source(heading, seed, command, date)

@@ -1,4 +1,4 @@
-"""Pictures as SVG inside a page: reproducible, with ids of their own, in the colours of the page, with a description."""
+"""Pictures as SVG inside a page: reproducible, with unique ids, in the colours of the page, with a description."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ class Looked:
     rows: tuple[UncertainInput, ...]
     count: int  # inputs that were looked at
     measure: str  # what uncertainty is, in words
+    column: str  # the same in one word
     line: tuple[Tensor, Tensor] | None  # inputs and targets, if inputs are one number each
 
 
@@ -46,12 +47,12 @@ def look(posterior: Any, data: Iterable[Any], target_key: str | None, progress: 
     """Return the most uncertain of the first 2,000 inputs. Cost: their predictions."""
     rows: list[UncertainInput] = []
     line: list[tuple[Tensor, Tensor]] = []
-    count, measure = 0, ""
+    count, measure, column = 0, "", ""
     with torch.no_grad():
         for batch in batches_of(posterior.network, data, "data", target_key, progress):
             each = labelled(posterior, batch, "data")
             predictive = posterior.posterior.predict(each.inputs)
-            measure, uncertainty = _uncertainty(predictive)
+            measure, column, uncertainty = _uncertainty(predictive)
             if _is_number(each.inputs):
                 line.append((each.inputs.cpu(), each.targets.cpu()))
             first = uncertainty.argsort(descending=True, stable=True)[:SHOWN].tolist()
@@ -61,18 +62,19 @@ def look(posterior: Any, data: Iterable[Any], target_key: str | None, progress: 
             if count >= LOOKED:
                 break
     joined = (torch.cat([x for x, _ in line]), torch.cat([y for _, y in line])) if line else None
-    return Looked(tuple(rows), count, measure, joined)
+    return Looked(tuple(rows), count, measure, column, joined)
 
 
 def _is_number(inputs: Any) -> bool:
     return isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.shape[1:].numel() == 1
 
 
-def _uncertainty(predictive: Any) -> tuple[str, Tensor]:
-    """Return the uncertainty of each input, (B,), averaged over its outputs, tokens or pixels, and its name."""
+def _uncertainty(predictive: Any) -> tuple[str, str, Tensor]:
+    """Return what uncertainty is, in words and in one word, and that of each input (B,): a mean over its outputs."""
     if hasattr(predictive, "probs"):
-        return "entropy in nats", predictive.entropy.double().cpu().reshape(len(predictive.probs), -1).mean(1)
-    return "standard deviation", predictive.std.double().cpu().flatten(1).mean(1)
+        each = predictive.entropy.double().cpu().reshape(len(predictive.probs), -1).mean(1)
+        return "entropy in nats", "entropy", each
+    return "standard deviation", "std", predictive.std.double().cpu().flatten(1).mean(1)
 
 
 def _row(batch: Any, predictive: Any, row: int, number: int, uncertainty: float) -> UncertainInput:
@@ -86,7 +88,7 @@ def _row(batch: Any, predictive: Any, row: int, number: int, uncertainty: float)
 def _listed(values: Tensor) -> str:
     """Return the first numbers as text, and how many there are if there are more."""
     more = f", … ({len(values):,})" if len(values) > VALUES else ""
-    return ", ".join(f"{value:.3g}" for value in values[:VALUES].tolist()) + more
+    return ", ".join(f"{value:.3g}" for value in values[:VALUES].tolist()).replace("-", "−") + more
 
 
 def _predicted(predictive: Any, row: int) -> str:
@@ -96,11 +98,12 @@ def _predicted(predictive: Any, row: int) -> str:
         return ""
     if predictive.scoring.task == "numbers":
         pairs = zip(mean[:VALUES].tolist(), predictive.std[row][:VALUES].tolist())
-        return ", ".join(f"{value:.3g} ± {std:.2g}" for value, std in pairs) + (", …" if len(mean) > VALUES else "")
+        text = ", ".join(f"{value:.3g} ± {std:.2g}".replace("-", "−") for value, std in pairs)
+        return text + (", …" if len(mean) > VALUES else "")
     if predictive.scoring.task == "classes":
         top = mean.topk(min(2, len(mean)))
         each = zip(top.indices.tolist(), top.values.tolist())
-        return ", ".join(f"{label}: {percent(share)}" for label, share in each)
+        return ", ".join(f"{label} ({percent(share)})" for label, share in each)
     return ", ".join(percent(share) for share in mean[:VALUES].tolist()) + (", …" if len(mean) > VALUES else "")
 
 
@@ -118,6 +121,6 @@ def _image(x: Tensor) -> str:
     small = torch.nn.functional.interpolate(x[None].double(), size=size, mode="area")[0]
     low, high = small.aminmax()
     levels = ((small - low) / (high - low).clamp_min(1e-12)).expand(3, -1, -1).movedim(0, -1)
-    written = io.BytesIO()
-    imsave(written, (255 * levels).round().to(torch.uint8).contiguous().numpy(), format="png", metadata={"Software": None})
+    colours, written = (255 * levels).round().to(torch.uint8).contiguous().numpy(), io.BytesIO()
+    imsave(written, colours, format="png")
     return "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()

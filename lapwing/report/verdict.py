@@ -5,19 +5,21 @@ Answers have one of three marks: "good", "unclear" or "bad". A difference counts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.metrics.classification import calibration
-from lapwing.plots.observed import Answers, Residuals, separate, wilson
+from lapwing.plots.observed import Answers, Residuals, normal_half_width, observed_coverage, separate, wilson
 
 CLOSE = 0.02  # error of probabilities and coverages that is small whatever the number of data
 DOUBTFUL = 0.1  # share of the inputs that count as the most uncertain ones
+CHANCE = 0.975  # of each of two differences
 DRAWS = 1000  # of what chance does to a calibrated predictor
 BINS = 15  # of the calibration error, as in ``lapwing.metrics.ece``
+MANY = 5000  # answers from which sums over bins are normal
 FEW = 100  # inputs below which little can be told
 
 
@@ -26,7 +28,8 @@ class Answer:
     """One question about the posterior with its answer in words and the numbers behind it."""
 
     question: str
-    mark: str  # "good", "unclear" or "bad"; empty if the question asks for a place
+    word: str  # "Yes", "Partly", ...; empty if the question asks for a place
+    mark: str  # "good", "unclear" or "bad"
     short: str  # a clause for the verdict
     sentence: str  # with numbers
     rule: str  # how it follows from them
@@ -55,7 +58,8 @@ def verdict_of(evaluation: Any, has_spread: bool = True) -> Verdict:
     trust = _doubtful_numbers(found) if real else _doubtful_labels(found)
     few = f" Only {inputs} inputs were scored, so that little can be told." if inputs < FEW else ""
     first = f"The error bars {calibrated.short}" if real else f"The probabilities {calibrated.short}"
-    sentences = f"{first}, and the predictions {better.short}. {trust.short}{few}"
+    also = "but" if {calibrated.mark, better.mark} == {"good", "bad"} else "and"
+    sentences = f"{first}, {also} the predictions {better.short}. {trust.short}{few}"
     return Verdict(sentences, (calibrated, better, trust))
 
 
@@ -63,26 +67,35 @@ def _probabilities(found: Answers, inputs: int) -> Answer:
     """Return whether confidences agree with how often answers are right."""
     error, likely = calibration_error(found), calibration_error_by_chance(found)
     confidence, right = float(found.probability.mean()), float(found.true.mean())
+    spread = normal_half_width(CHANCE) * mean_error_by_chance(found)
     numbers = (
-        f"Mean confidence is {percent(confidence)}, and {percent(right)} of the answers are right. Confidences differ "
-        f"from the share that is right by {points(error)} on average; for a calibrated predictor it would be up to "
-        f"{points(likely)} by chance, with {len(found.true):,} answers."
+        f"Mean confidence is {percent(confidence)}, and {percent(right)} of the answers are right; for a calibrated "
+        f"predictor the difference would be up to {points(spread)} by chance, with {len(found.true):,} answers. In "
+        f"bins, confidence differs from the share that is right by {points(error)} on average; by chance it would be "
+        f"up to {points(likely)}."
     )
     rule = (
-        f"Calibrated if the expected calibration error ({BINS} bins) is below the 95 % quantile of what chance does to "
-        f"answers that are right with exactly the stated probability ({DRAWS} draws); nearly so if it is below "
-        f"{points(CLOSE)}."
+        f"Calibrated if both differences, of all answers and in {BINS} bins (the expected calibration error), are "
+        f"within what chance does, with probability {percent(CHANCE)} each, to answers that are right with exactly the "
+        f"stated probability; nearly so if the second is below {points(CLOSE)}."
     )
     question = "Is it calibrated?"
-    if error <= likely:
-        return Answer(question, "good", f"are calibrated, as far as {inputs:,} inputs can tell", numbers, rule)
+    if error <= likely and abs(confidence - right) <= spread:
+        short = f"are calibrated, as far as {inputs:,} inputs can tell"
+        return Answer(question, "Yes", "good", short, numbers, rule)
     if error <= CLOSE:
-        return Answer(question, "good", f"are off by {points(error)} only", numbers, rule)
+        short = f"are nearly calibrated, off by {points(error)} on average"
+        return Answer(question, "Yes", "good", short, numbers, rule)
     kind = "overconfident" if confidence > right else "underconfident"
-    short = f"are {kind}: {percent(confidence)} on average where {percent(right)} of the answers are right"
-    if abs(confidence - right) < CLOSE:
-        short = f"are not calibrated: too high in places and too low in others, by {points(error)} on average"
-    return Answer(question, "bad", short, numbers, rule)
+    short = f"are {kind} (they say {percent(confidence)} on average, and {percent(right)} of the answers are right)"
+    if abs(confidence - right) <= spread:
+        short = f"are not calibrated (too high in places and too low in others, by {points(error)} on average)"
+    return Answer(question, "No", "bad", short, numbers, rule)
+
+
+def mean_error_by_chance(found: Answers) -> float:
+    """Return the standard error of the share that is right, if answers are right with the stated probability."""
+    return float((found.probability * (1 - found.probability)).clamp_min(0).mean() / len(found.true)) ** 0.5
 
 
 def calibration_error(found: Answers) -> float:
@@ -91,64 +104,78 @@ def calibration_error(found: Answers) -> float:
     return float((binned.weight * (binned.accuracy - binned.confidence).abs()).nansum())
 
 
-def calibration_error_by_chance(found: Answers, level: float = 0.95) -> float:
+def calibration_error_by_chance(found: Answers) -> float:
     """Return the quantile of the calibration error if answers are right with exactly the stated probability.
 
-    The seed is fixed (Bröcker and Smith 2007: consistency resampling).
+    Draws have a fixed seed (Bröcker and Smith 2007: consistency resampling). With many answers, the sums over bins are
+    drawn from normal distributions.
     """
     probability = found.probability.double().cpu().clamp(0, 1)
     inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
-    which = torch.bucketize(probability, inner)
-    sums = torch.zeros(DRAWS, BINS, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    for row in sums:
-        right = (torch.rand(len(probability), generator=generator, dtype=torch.float64) < probability).double()
-        row.index_add_(0, which, right - probability)
-    return float((sums.abs().sum(1) / len(probability)).quantile(level))
+    bins = torch.nn.functional.one_hot(torch.bucketize(probability, inner), BINS).double()
+    generator, count = torch.Generator().manual_seed(0), len(probability)
+    if count > MANY:
+        spread = (probability * (1 - probability) @ bins).sqrt()
+        sums = spread * torch.randn(DRAWS, BINS, generator=generator, dtype=torch.float64)
+    else:
+        right = (torch.rand(DRAWS, count, generator=generator) < probability).double()
+        sums = (right - probability) @ bins
+    return float((sums.abs().sum(1) / count).quantile(CHANCE))
 
 
 def _intervals(evaluation: Any, found: Residuals) -> Answer:
-    """Return whether intervals hold as many targets as they should."""
-    level, share = evaluation.level, evaluation["coverage"].posterior.value
+    """Return whether intervals hold as many targets as they should, at the level and at 50 %."""
     count = evaluation.inputs  # outputs of one input may depend on each other
-    low, high = wilson(share, count)
+    shares = {evaluation.level: evaluation["coverage"].posterior.value}
+    if any(row.name == "cqm" for row in evaluation.rows):  # counts have no intervals of exactly 50 %
+        shares[0.5] = observed_coverage(found, None, [0.5])[0]
+    level, *others = shares
+    says = f"{percent(level)} intervals hold {percent(shares[level])} of the targets"
+    says += "".join(f", {percent(other)} intervals {percent(shares[other])}" for other in others)
+    ranges = {level: wilson(share, count) for level, share in shares.items()}
+    told = ", ".join(f"{percent(low)} to {percent(high)}" for low, high in ranges.values())
     numbers = (
-        f"The {percent(level)} intervals hold {percent(share)} of the targets "
-        f"[{percent(low)} to {percent(high)}, {count:,} inputs]; the plain network's hold "
-        f"{percent(evaluation['coverage'].plain.value)}."
+        f"The {says} (with {count:,} inputs these shares are uncertain: {told}). The plain network's "
+        f"{percent(level)} intervals hold {percent(evaluation['coverage'].plain.value)}."
     )
     rule = (
-        f"Calibrated if the 95 % interval (Wilson) of the share that the intervals hold contains {percent(level)}; "
-        f"nearly so if the share is within {points(CLOSE)} of it."
+        f"Calibrated if the 95 % intervals (Wilson) of these shares contain {' and '.join(map(percent, shares))}, or "
+        f"the shares are within {points(CLOSE)} of these."
     )
-    question, says = "Are the intervals calibrated?", f"{percent(level)} intervals hold {percent(share)} of the targets"
-    if low <= level <= high:
-        return Answer(question, "good", f"are calibrated, as far as {count:,} inputs can tell: {says}", numbers, rule)
-    if abs(share - level) <= CLOSE:
-        return Answer(question, "good", f"are nearly calibrated: {says}", numbers, rule)
-    width = "too narrow" if share < level else "too wide"
-    return Answer(question, "bad", f"are {width}: {says}", numbers, rule)
+    question = "Are the intervals calibrated?"
+    wrong = [
+        level for level, (low, high) in ranges.items()
+        if not low <= level <= high and abs(shares[level] - level) > CLOSE
+    ]  # fmt: skip
+    if not wrong:
+        short = f"are calibrated, as far as {count:,} inputs can tell ({says})"
+        return Answer(question, "Yes", "good", short, numbers, rule)
+    width = "narrow" if shares[wrong[0]] < wrong[0] else "wide"
+    if wrong == [0.5]:
+        return Answer(question, "Partly", "unclear", f"are too {width} in the middle ({says})", numbers, rule)
+    return Answer(question, "No", "bad", f"are too {width} ({says})", numbers, rule)
 
 
 def _better(evaluation: Any, has_spread: bool) -> Answer:
     """Return whether the posterior predicts better than the plain network, by its likelihood of the targets."""
     row, question = evaluation["nll"], "Is it better than the plain network?"
     confidence = percent(evaluation.confidence)
+    apart = row.difference
     numbers = (
-        f"The negative log-likelihood of an input is {row.posterior.value:.4g}, and {row.plain.value:.4g} for the plain "
-        f"network: a difference of {signed(row.difference.value)} [{signed(row.difference.low)}, "
-        f"{signed(row.difference.high)}]; lower is better."
+        f"The negative log-likelihood of an input is {row.posterior.value:.4g}; that of the plain network is "
+        f"{row.plain.value:.4g}. The difference is {signed(apart.value)} [{signed(apart.low)}, {signed(apart.high)}]; "
+        "lower is better."
     )
     rule = (
         f"Better or worse if the {confidence} bootstrap interval of the difference in log-likelihood, of the same "
         "inputs, is on one side of zero; otherwise no difference can be told."
     )
     if not has_spread:
-        return Answer(question, "unclear", "are those of the plain network itself", numbers, rule)
+        return Answer(question, "Cannot be told", "unclear", "are those of the plain network itself", numbers, rule)
     words = {
-        "better": ("good", "are better than those of the plain network"),
-        "worse": ("bad", "are worse than those of the plain network"),
-        "undecided": ("unclear", "cannot be told apart from those of the plain network"),
+        "better": ("Yes", "good", "are better than those of the plain network"),
+        "worse": ("No", "bad", "are worse than those of the plain network"),
+        "undecided": ("Cannot be told", "unclear", "cannot be told apart from those of the plain network"),
     }
     return Answer(question, *words[row.verdict], numbers, rule)
 
@@ -166,7 +193,12 @@ def _doubtful_labels(found: Answers) -> Answer:
     short = (
         f"Do not rely on answers with a confidence of {percent(1 - limit)} or less: {percent(first)} of them are wrong."
     )
-    return _doubt(numbers, short, a > d, "wrong answers")
+    wrong_at_all = float(wrong.mean())
+    if not wrong_at_all:
+        return replace(_doubt(numbers, "", False, "wrong answers"), short="No answer was wrong.")
+    if wrong_at_all > 0.5:
+        short = f"Most answers are wrong, {percent(wrong_at_all)}: do not rely on them."
+    return _doubt(numbers, short, a > d or wrong_at_all > 0.5, "wrong answers")
 
 
 def _doubtful_numbers(found: Residuals) -> Answer:
@@ -188,12 +220,13 @@ def _doubt(numbers: str, short: str, apart: bool, what: str) -> Answer:
     question = "On what should it not be trusted?"
     rule = (
         f"The tenth of the data that is most uncertain is named if its 95 % interval of {what} is above that of the "
-        "rest. Inputs unlike the training data are not in this test; posterior.ood(calibration) finds them."
+        "rest; all of them if more than half of the answers are wrong. Inputs unlike the training data are not in this "
+        "test; posterior.ood(calibration) finds them."
     )
     if apart:
-        return Answer(question, "", short, numbers, rule)
+        return Answer(question, "", "good", short, numbers, rule)
     short = f"On these data its uncertainty does not show where {what} are."
-    return Answer(question, "unclear", short, numbers, rule)
+    return Answer(question, "Cannot be told", "unclear", short, numbers, rule)
 
 
 def _parted(uncertainty: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -204,14 +237,14 @@ def _parted(uncertainty: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def percent(value: float) -> str:
-    """Return a share as text.
+    """Return a share as text that stays in one line.
 
-    >>> percent(0.95), percent(0.0432), percent(0.9987), percent(1)
-    ('95 %', '4.3 %', '99.9 %', '100 %')
+    >>> [percent(share).replace("\N{NO-BREAK SPACE}", " ") for share in (0.95, 0.0432, 0.9987, 1)]
+    ['95 %', '4.3 %', '99.9 %', '100 %']
     """
     digits = 1 if 0 < min(value, 1 - value) < 0.0995 else 0
     text = f"{100 * value:.{digits}f}"
-    return f"{text.removesuffix('.0')} %"
+    return f"{text.removesuffix('.0')}\N{NO-BREAK SPACE}%"
 
 
 def points(value: float) -> str:
@@ -226,7 +259,7 @@ def points(value: float) -> str:
 def signed(value: float) -> str:
     """Return a number with its sign.
 
-    >>> signed(-0.123456), signed(2.0)
-    ('−0.1235', '+2')
+    >>> signed(-0.123456), signed(2.0), signed(0.0)
+    ('−0.123', '+2', '0')
     """
-    return f"{value:+.4g}".replace("-", "−")
+    return f"{value:+.3g}".replace("-", "−") if value else "0"

@@ -122,10 +122,14 @@ def browser() -> Iterator[Chromium]:
             os.close(to_write[1])
 
 
-SMALLEST = """Math.min(...[...document.querySelectorAll('body *')].filter(e => [...e.childNodes].some(
-  n => n.nodeType == 3 && n.textContent.trim()) && !['SCRIPT', 'STYLE', 'title'].includes(e.tagName)
-  && e.getClientRects().length).map(e => parseFloat(getComputedStyle(e).fontSize)
-  * (e.ownerSVGElement ? e.ownerSVGElement.getBoundingClientRect().width / e.ownerSVGElement.viewBox.baseVal.width : 1)))"""
+SMALLEST = """(() => {
+  const scale = e => e.ownerSVGElement
+    ? e.ownerSVGElement.getBoundingClientRect().width / e.ownerSVGElement.viewBox.baseVal.width : 1;
+  const written = e => [...e.childNodes].some(n => n.nodeType == 3 && n.textContent.trim())
+    && !['SCRIPT', 'STYLE', 'title'].includes(e.tagName) && e.getClientRects().length;
+  const all = [...document.querySelectorAll('body *')].filter(written);
+  return Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize) * scale(e)));
+})()"""
 FACTS = """({ids: (() => {const all = [...document.querySelectorAll('[id]')].map(e => e.id);
   return all.length - new Set(all).size})(),
   unnamed: [...document.querySelectorAll('img:not([alt]), figure svg:not([role=img])')].length,
