@@ -111,8 +111,17 @@ def _in_words(error: Exception) -> str:
 
 
 def _failed(message: str, code: int) -> int:
-    print(f"lapwing: {in_options(' '.join(message.split()))}", file=sys.stderr)
+    print(f"lapwing: {in_options(in_a_line(message))}", file=sys.stderr)
     return code
+
+
+def in_a_line(text: str) -> str:
+    """Return a text in one line; characters that a terminal would not print, such as those of a file, become "?".
+
+    >>> in_a_line("no\\n  such \\x1b[2Jcolumn")
+    'no such ?[2Jcolumn'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def in_options(text: str) -> str:
@@ -130,7 +139,7 @@ def in_options(text: str) -> str:
 def warnings_in_a_line() -> Iterator[None]:
     """Write warnings as a line each meanwhile, without the place in the code."""
     show: Callable[..., None] = lambda message, *_, **__: print(
-        f"lapwing: warning: {' '.join(str(message).split())}", file=sys.stderr
+        f"lapwing: warning: {in_a_line(str(message))}", file=sys.stderr
     )
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lapwing.cli.sources import Block, listed, optional
-from lapwing.errors import DataError, FileError
+from lapwing.errors import DataError, FileError, LapwingError
 
 REMEDY = "Save arrays of numbers by numpy.savez(path, x=..., y=...)."
 
@@ -38,11 +38,8 @@ class NpzFile:
 
     @staticmethod
     def names_in(path: Path) -> tuple[str, ...]:
-        try:
-            with zipfile.ZipFile(path) as archive:
-                members = archive.namelist()
-        except (zipfile.BadZipFile, OSError) as error:
-            raise FileError(f"{path} is no npz file, or damaged: {error}. {REMEDY}") from error
+        with opened(path) as archive:
+            members = archive.namelist()
         names = tuple(member.removesuffix(".npy") for member in members if member.endswith(".npy"))
         if not names:
             raise FileError(f"{path} holds no arrays; expected inputs and targets. {REMEDY}")
@@ -56,7 +53,7 @@ class NpzFile:
     def headers(self) -> dict[str, Header]:
         """The headers of the chosen arrays, which have the same number of rows."""
         headers = {}
-        with zipfile.ZipFile(self.path) as archive:
+        with opened(self.path) as archive:
             for name in self.names:
                 with archive.open(f"{name}.npy") as member:
                     headers[name] = self._header(member, name)
@@ -71,11 +68,8 @@ class NpzFile:
     def _header(self, member: IO[bytes], name: str) -> Header:
         """Read the header of an array, and leave the member where its numbers begin."""
         formats = optional("numpy.lib.format", self.path, "numpy")
-        try:
-            readers = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}
-            header = Header(*readers[formats.read_magic(member)](member))
-        except (ValueError, KeyError, EOFError) as error:
-            raise FileError(f"the array {name!r} of {self.path} is damaged: {error}. {REMEDY}") from error
+        readers = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}
+        header = Header(*readers[formats.read_magic(member)](member))
         if header.dtype.hasobject or header.dtype.kind not in "biufcUS":
             raise DataError(f"the array {name!r} of {self.path} holds {header.dtype}; expected numbers. {REMEDY}")
         if not header.shape:
@@ -83,8 +77,8 @@ class NpzFile:
         return header
 
     def blocks(self, size: int) -> Iterator[Block]:
-        with zipfile.ZipFile(self.path) as archive, ExitStack() as opened:
-            members = {name: opened.enter_context(archive.open(f"{name}.npy")) for name in self.names}
+        with opened(self.path) as archive, ExitStack() as stack:
+            members = {name: stack.enter_context(archive.open(f"{name}.npy")) for name in self.names}
             headers = {name: self._header(member, name) for name, member in members.items()}
             whole = {n: self._read(members[n], h, n, h.shape[0]) for n, h in headers.items() if h.by_columns}
             for start in range(0, self.rows, size):
@@ -101,14 +95,23 @@ class NpzFile:
         numpy = optional("numpy", self.path, "numpy")
         shape = (count, *header.shape[1:])
         wanted = header.dtype.itemsize * torch.Size(shape).numel()
-        try:
-            content = member.read(wanted)
-        except (zipfile.BadZipFile, EOFError) as error:
-            raise FileError(f"the array {name!r} of {self.path} is damaged: {error}. {REMEDY}") from error
+        content = member.read(wanted)
         if len(content) < wanted:
             raise FileError(f"the array {name!r} of {self.path} ends before its last row. {REMEDY}")
         values = numpy.frombuffer(bytearray(content), dtype=header.dtype)
         return tensor_of(values.reshape(shape[::-1]).T if header.by_columns else values.reshape(shape))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open the archive; whatever its parts raise while it is read means that it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except LapwingError:
+        raise
+    except Exception as error:  # of zipfile, of zlib, or of NumPy's headers
+        raise FileError(f"{path} is no npz file, or damaged: {error}. {REMEDY}") from error
 
 
 def tensor_of(values: Any) -> Tensor | list[str]:

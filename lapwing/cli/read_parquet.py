@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lapwing.cli.read_npz import tensor_of
 from lapwing.cli.sources import Block, optional
-from lapwing.errors import DataError, FileError
+from lapwing.errors import DataError, FileError, LapwingError
 
 EXTRA = "'lapwing[parquet]'"
 
@@ -66,9 +67,14 @@ class ParquetFile:
         return tensor_of(column.to_numpy(zero_copy_only=False))
 
 
-def _opened(path: Path) -> Any:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open the file; whatever is raised while it is read means that it is damaged."""
     parquet = optional("pyarrow.parquet", path, EXTRA)
     try:
-        return parquet.ParquetFile(path)
+        with parquet.ParquetFile(path) as file:
+            yield file
+    except LapwingError:
+        raise
     except Exception as error:  # pyarrow has errors of its own
         raise FileError(f"{path} is no parquet file, or damaged: {error}. Write it again.") from error

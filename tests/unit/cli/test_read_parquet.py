@@ -70,6 +70,14 @@ def test_empty_and_other_files_are_refused(tmp_path: Path) -> None:
             ParquetFile.names_in(path)
 
 
+def test_a_damaged_page_is_refused(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + bytes(60) + content[64:])  # the first page; the list of columns is at the end
+    assert ParquetFile.names_in(path) == tuple(COLUMNS)
+    with pytest.raises(FileError, match=r"no parquet file, or damaged: "):
+        list(ParquetFile(path, tuple(COLUMNS)).blocks(2))
+
+
 def test_the_extra_is_named_where_it_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UnsupportedError, match=r"needs pyarrow; use pip install 'lapwing\[parquet\]'"):
