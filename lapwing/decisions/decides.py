@@ -76,8 +76,9 @@ class Decides(Protocol):
 
         The plain network is the same model under the same likelihood and noise, without error bars from its weights.
         Differences are paired: both predict the same resampled inputs. Inputs are drawn again as a whole, with all of
-        their tokens or pixels, so that these need not be independent. A verdict is "better" or "worse" only if the
-        interval of the difference is on one side of zero.
+        their tokens or pixels, so that these need not be independent. Intervals are percentiles of the resampled
+        scores; those of calibration errors, which are larger for data that repeat, are moved by this bias. A verdict is
+        "better" or "worse" only if the interval of the difference is on one side of zero.
 
         Classes and labels: ``nll``, ``accuracy``, ``brier``, ``ece``, ``adaptive_ece``, ``aurc``. Numbers: ``nll``,
         ``rmse``, ``mae``, ``crps``, ``coverage`` and ``width`` of central intervals, ``cqm`` (not for counts), and

@@ -191,7 +191,7 @@ def compared(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Compared, 
             far = (t.sub(score.target).abs() for t in (a, b, x, y))
             a_far, b_far, x_far, y_far = far
             gain = bootstrapped.interval(a_far - b_far, x_far - y_far)
-        difference = bootstrapped.interval(a - b, x - y)
+        difference = bootstrapped.interval(a - b, x - y, score.biased)
         rows.append(
             Compared(score.name, own[score.name], base[score.name], difference, score.better, score.target, gain)
         )

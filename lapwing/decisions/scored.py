@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -133,12 +134,20 @@ class Bootstrap:
         """Return a score of all data, (), and of the resampled data, (resamples,)."""
         return self.values[name][number], self.draws[name][:, number]
 
-    def interval(self, value: Tensor, draws: Tensor) -> ScoreInterval:
-        """Return a value with the percentile interval of its resampled values."""
+    def interval(self, value: Tensor, draws: Tensor, biased: bool = False) -> ScoreInterval:
+        """Return a value with the percentile interval of its resampled values.
+
+        Those of a biased score are moved by their bias; what cannot be negative stays so.
+        """
         tail = 0.5 - 0.5 * self.confidence
+        if biased:
+            least = 0.0 if bool((draws >= 0).all()) else -math.inf
+            draws = (draws - draws.mean() + value).clamp_min(least)
         low, high = draws.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
         return ScoreInterval(float(value), low, high, float(draws.std()))
 
     def intervals(self, name: str) -> dict[str, ScoreInterval]:
         """Return every score of a posterior with its interval."""
-        return {score.name: self.interval(*self.score(name, i)) for i, score in enumerate(self.scores[name])}
+        return {
+            score.name: self.interval(*self.score(name, i), score.biased) for i, score in enumerate(self.scores[name])
+        }

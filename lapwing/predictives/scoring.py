@@ -44,6 +44,11 @@ class Score(Protocol):
         """The best value, where it is neither the lowest nor the highest."""
         ...
 
+    @property
+    def biased(self) -> bool:
+        """Whether resampled data, which repeat, have a higher score than the data: a calibration error."""
+        ...
+
     def at(self, weights: Tensor) -> Tensor:
         """Return the score under each row of weights (R, N) of the inputs, (R,) in float64."""
         ...
@@ -60,6 +65,7 @@ class MeanScore:
         of: From means (R, K) to scores (R,).
         better: "lower", "higher" or "".
         target: The best value, if it is in the middle.
+        biased: Whether the score of resampled data is higher.
     """
 
     name: str
@@ -68,6 +74,7 @@ class MeanScore:
     of: Callable[[Tensor], Tensor]
     better: str = "lower"
     target: float | None = None
+    biased: bool = False
 
     def at(self, weights: Tensor) -> Tensor:
         return self.of(weights @ self.sums / (weights @ self.counts).unsqueeze(-1))
@@ -87,6 +94,7 @@ class AreaScore:
     name: str = "aurc"
     better: str = "lower"
     target: float | None = None
+    biased: bool = False
 
     def at(self, weights: Tensor) -> Tensor:
         each = weights[:, self.owner]
@@ -278,7 +286,7 @@ class NumberScoring(Scoring):
             data.mean("width", width, better=""),
         ]
         if not self.discrete:
-            scores.append(data.mean("cqm", inside, lambda means: (means - levels).abs().mean(1)))
+            scores.append(data.mean("cqm", inside, lambda means: (means - levels).abs().mean(1), biased=True))
         return (*scores, data.area(std, error.square()))
 
     def uncertainty(self, predictive: Any, by: str) -> Tensor:
@@ -324,8 +332,8 @@ def _label_scores(data: Numbers) -> tuple[Score, ...]:
         data.mean("nll", nll),
         data.mean("accuracy", correct, better="higher"),
         data.mean("brier", brier),
-        data.mean("ece", (correct - confidence).unsqueeze(1) * bins, absolute),
-        data.mean("adaptive_ece", gap.unsqueeze(1) * equal, absolute),
+        data.mean("ece", (correct - confidence).unsqueeze(1) * bins, absolute, biased=True),
+        data.mean("adaptive_ece", gap.unsqueeze(1) * equal, absolute, biased=True),
         data.area(1 - confidence, 1 - correct),
     )
 

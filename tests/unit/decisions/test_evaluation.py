@@ -1,0 +1,227 @@
+"""Evaluations: every score against lw.metrics, intervals against the bootstrap, tokens, ignored targets, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing import metrics
+from lapwing.decisions.evaluation import Compared
+from lapwing.metrics import ScoreInterval
+from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
+
+RESAMPLES = 300
+
+
+def test_scores_of_classes_are_those_of_the_metrics() -> None:
+    x, y = classes(120, generator(1))
+    evaluation = classifier().evaluate([(x[:50], y[:50]), (x[50:], y[50:])], resamples=RESAMPLES)
+    plain = classifier().network.model(x).softmax(1)
+    for part, probs in (("posterior", classifier().predict(x).probs), ("plain", plain)):
+        wrong = (probs.argmax(1) != y).double()
+        expected = {
+            "nll": metrics.categorical_nll(probs, y), "accuracy": metrics.accuracy(probs, y),
+            "brier": metrics.brier(probs, y), "ece": metrics.ece(probs, y),
+            "adaptive_ece": metrics.adaptive_ece(probs, y), "aurc": metrics.aurc(1 - probs.amax(1), wrong),
+        }  # fmt: skip
+        found = {row.name: getattr(row, part).value for row in evaluation.rows}
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert (evaluation.task, evaluation.inputs, evaluation.data) == ("classes", 120, 120)
+    reliability = evaluation.reliability["plain network"]
+    assert float(reliability.weight.sum()) == pytest.approx(1)
+    assert float(evaluation.curve["posterior"].risk.mean()) == pytest.approx(
+        evaluation["aurc"].posterior.value, rel=1e-6
+    )
+
+
+def test_scores_of_numbers_are_those_of_the_metrics() -> None:
+    x, y = numbers(150, generator(2))
+    evaluation = regressor().evaluate([(x, y)], level=0.8, resamples=RESAMPLES)
+    p = regressor().predict(x)
+    expected = {
+        "nll": metrics.normal_nll(p.mean, p.std, y), "rmse": metrics.rmse(p.mean, y), "mae": metrics.mae(p.mean, y),
+        "coverage": metrics.picp(p.mean, p.std, y, 0.8), "width": metrics.mpiw(p.std, 0.8),
+        "cqm": metrics.cqm(p.cdf(y), [k / 20 for k in range(1, 20)]),
+        "aurc": metrics.aurc(p.std[:, 0], (p.mean - y)[:, 0].square()),
+    }  # fmt: skip
+    found = {row.name: row.posterior.value for row in evaluation.rows if row.name != "crps"}
+    assert found == pytest.approx(expected, rel=1e-6)
+    # The trapezoidal rule of the CRPS has an error below one hundredth of the standard deviation.
+    exact = metrics.crps(p.mean, p.std, y)
+    assert abs(evaluation["crps"].posterior.value - exact) < 0.01 * float(p.std.mean())
+    mean, spread = regressor().network.model(x).chunk(2, 1)
+    assert evaluation["nll"].plain.value == pytest.approx(metrics.normal_nll(mean, (0.5 * spread).exp(), y), rel=1e-6)
+    assert evaluation["coverage"].target == 0.8
+
+
+def test_intervals_are_those_of_the_bootstrap() -> None:
+    """Of the same resampled inputs; quantiles of 2000 draws differ by a few hundredths of the width."""
+    x, y = classes(100, generator(3))
+    evaluation = classifier().evaluate([(x, y)], resamples=2000)
+    probs, plain = classifier().predict(x).probs, classifier().network.model(x).softmax(1).detach()
+    own = metrics.bootstrap(metrics.brier, probs, y, resamples=2000)
+    gap = metrics.bootstrap(lambda p, q, y: metrics.brier(p, y) - metrics.brier(q, y), probs, plain, y, resamples=2000)
+    row = evaluation["brier"]
+    for found, expected in ((row.posterior, own), (row.difference, gap)):
+        width = expected.high - expected.low
+        assert found.value == pytest.approx(expected.value, rel=1e-6)
+        assert abs(found.low - expected.low) < 0.1 * width
+        assert abs(found.high - expected.high) < 0.1 * width
+        assert found.std == pytest.approx(expected.std, rel=0.1)
+
+
+def test_the_paired_difference_is_tighter_than_the_scores() -> None:
+    row = classifier().evaluate([classes(200, generator(4))], resamples=RESAMPLES)["nll"]
+    assert row.difference.std < 0.5 * row.posterior.std
+    assert row.difference.value == pytest.approx(row.posterior.value - row.plain.value)
+
+
+def interval(low: float, high: float) -> ScoreInterval:
+    return ScoreInterval(0.5 * (low + high), low, high, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "better", "verdict"),
+    [(-2.0, -1.0, "lower", "better"), (1.0, 2.0, "lower", "worse"), (-1.0, 1.0, "lower", "undecided"),
+     (1.0, 2.0, "higher", "better"), (-2.0, -1.0, "higher", "worse"), (1.0, 2.0, "", "")],
+)  # fmt: skip
+def test_verdicts(low: float, high: float, better: str, verdict: str) -> None:
+    one = interval(0.0, 1.0)
+    assert Compared("x", one, one, interval(low, high), better).verdict == verdict
+
+
+def test_a_coverage_is_judged_by_its_distance_to_the_level() -> None:
+    one = interval(0.0, 1.0)
+    assert Compared("coverage", one, one, interval(1, 2), "", 0.9, interval(-0.2, -0.1)).verdict == "better"
+
+
+class Tokens(nn.Module):
+    """An output (T, C) for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_tokens_count_by_input_and_ignored_ones_do_not_count() -> None:
+    x = torch.randn(9, 5, 3, dtype=D, generator=generator(5))
+    y = torch.randint(4, (9, 5), generator=generator(6))
+    y[:, 3:] = -100
+    posterior = lw.fit(Tokens().double(), [(x, y)], "classification", method=lw.Full(), prior=1.0)
+    evaluation = posterior.evaluate([(x[:4], y[:4]), (x[4:], y[4:])], resamples=50)
+    assert (evaluation.inputs, evaluation.data) == (9, 27)
+    probs = posterior.predict(x).probs[:, :3].flatten(0, 1)
+    assert evaluation["nll"].posterior.value == pytest.approx(metrics.categorical_nll(probs, y[:, :3].flatten()))
+    with pytest.raises(lw.LapwingError, match="an output for each token or pixel"):
+        posterior.conformal([(x, y)], 0.5)
+    with pytest.raises(lw.LapwingError, match="an output for each token or pixel"):
+        posterior.acquire(x, 2)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_scores_of_many_labels(ignored: bool) -> None:
+    x = torch.randn(30, 2, dtype=D, generator=generator(7))
+    y = (torch.rand(30, 3, dtype=D, generator=generator(8)) < 0.4).double()
+    likelihood = lw.Bernoulli(ignore_index=-1) if ignored else lw.Bernoulli()
+    posterior = lw.fit(nn.Linear(2, 3).double(), [(x, y)], likelihood, method=lw.Full(), prior=1.0)
+    y[0, 0] = -1 if ignored else y[0, 0]
+    evaluation = posterior.evaluate([(x, y)], resamples=50)
+    probs, known = posterior.predict(x).probs, y >= 0
+    likely = torch.where(y == 1, probs, 1 - probs)[known]
+    assert evaluation.data == int(known.sum())
+    assert evaluation["accuracy"].posterior.value == pytest.approx(float((likely > 0.5).double().mean()))
+    assert evaluation["brier"].posterior.value == pytest.approx(float(2 * (1 - likely).square().mean()))
+    if not ignored:
+        assert evaluation["nll"].posterior.value == pytest.approx(-float(posterior.predict(x).log_prob(y).mean()))
+
+
+def test_counts_have_no_cqm() -> None:
+    x = torch.linspace(-1, 1, 40, dtype=D)[:, None]
+    y = torch.poisson(x.exp(), generator=generator(9))
+    posterior = lw.fit(nn.Linear(1, 1).double(), [(x, y)], lw.Poisson(), method=lw.Full(), prior=1.0)
+    assert [row.name for row in posterior.evaluate([(x, y)], resamples=50).rows] == [
+        "nll", "rmse", "mae", "crps", "coverage", "width", "aurc",
+    ]  # fmt: skip
+
+
+def test_table_and_json(tmp_path: Path) -> None:
+    evaluation = regressor().evaluate([numbers(40, generator(10))], resamples=50)
+    lines = str(evaluation).splitlines()
+    assert lines[0] == "40 inputs, 40 targets (numbers); 95 % intervals"
+    assert lines[1].split() == ["score", "posterior", "plain", "network", "difference"]
+    assert any(line.startswith("coverage (95 %)") for line in lines)
+    evaluation.json(tmp_path / "scores.json")
+    stored = json.loads((tmp_path / "scores.json").read_text())
+    assert stored == json.loads(json.dumps(evaluation.to_json()))
+    assert stored["scores"]["nll"]["posterior"]["value"] == evaluation["nll"].posterior.value
+
+
+def test_several_posteriors_are_ranked_with_the_plain_network() -> None:
+    x, y = classes(80, generator(11))
+    other = lw.fit(classifier().network.model, [(x, y)], "classification", method=lw.Diagonal(), prior=4.0)
+    given = {"full": classifier(), "diagonal": other}
+    table = lw.evaluate(given, [(x, y)], resamples=RESAMPLES)
+    assert {row.name for row in table.rows} == {"full", "diagonal", "plain network"}
+    values = [row.scores["nll"].value for row in table.rows]
+    assert values == sorted(values)
+    assert table[table.best].behind == ScoreInterval(0.0, 0.0, 0.0, 0.0)
+    assert table["full"].weights == 9
+    assert table["plain network"].weights == 0
+    assert (table["diagonal"].stored or 0) > 0
+    own = classifier().evaluate([(x, y)], resamples=RESAMPLES)
+    assert table["full"].scores["nll"] == own["nll"].posterior
+    assert table["plain network"].scores["nll"] == own["nll"].plain
+    assert len(str(table).splitlines()) == 5
+    json.dumps(table.to_json(), allow_nan=False)
+
+
+def test_a_given_plain_network_is_not_added_again() -> None:
+    x, y = classes(40, generator(12))
+    plain = lw.fit(classifier().network.model, [(x, y)], "classification", method=lw.baselines.MapOnly())
+    table = lw.evaluate({"full": classifier(), "map": plain}, [(x, y)], resamples=50)
+    assert {row.name for row in table.rows} == {"full", "map"}
+    own = classifier().evaluate([(x, y)], resamples=50)
+    assert table["map"].scores["nll"].value == pytest.approx(own["nll"].plain.value)
+
+
+def test_refusals() -> None:
+    data = [classes(10, generator(13))]
+    with pytest.raises(lw.LapwingError, match="there is no score 'rmse'; expected one of nll, accuracy"):
+        classifier().evaluate(data, resamples=10)["rmse"]
+    with pytest.raises(lw.LapwingError, match="resamples is 1; expected an integer of at least 2"):
+        classifier().evaluate(data, resamples=1)
+    with pytest.raises(lw.LapwingError, match="data is 3; expected a DataLoader"):
+        classifier().evaluate(3)  # type: ignore[arg-type]
+    with pytest.raises(lw.LapwingError, match="data is empty"):
+        classifier().evaluate([])
+    with pytest.raises(lw.LapwingError, match="expected a mapping from names"):
+        lw.evaluate([classifier()], data)  # type: ignore[arg-type]
+    with pytest.raises(lw.LapwingError, match="'a' is 3; expected a posterior"):
+        lw.evaluate({"a": 3}, data)  # type: ignore[dict-item]
+    with pytest.raises(lw.LapwingError):
+        lw.evaluate({"a": classifier(), "b": regressor()}, data)
+
+
+def test_a_difference_in_one_input_decides_nothing() -> None:
+    """Without that input in a draw there is no difference, so the interval holds zero."""
+    x, y = classes(400, generator(14))
+    far = torch.cat([x, torch.tensor([[0.11, 0.12]], dtype=D)])
+    evaluation = classifier().evaluate([(far, torch.cat([y, y[:1]]))], resamples=RESAMPLES)
+    row = evaluation["accuracy"]
+    assert row.difference.low <= 0 <= row.difference.high
+    assert row.verdict == "undecided"
+
+
+def test_a_calibration_error_is_inside_its_interval() -> None:
+    """Resampled data repeat, and have larger errors than the data themselves; the interval is moved by that."""
+    x, y = classes(60, generator(15))
+    row = classifier().evaluate([(x, y)], resamples=RESAMPLES)["ece"]
+    assert 0 <= row.posterior.low < row.posterior.value < row.posterior.high

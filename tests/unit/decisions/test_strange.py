@@ -1,0 +1,69 @@
+"""Strange inputs: scores, p-values by the definition, false alarms over draws of data, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import lapwing as lw
+from lapwing.decisions.strange import SCORES
+from tests.tolerances import assert_close
+from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
+
+DRAWS = 200
+COUNT, RATE = 39, 0.05  # 0.05 · 40 is whole, so that the rate of false alarms is exactly that
+
+
+@pytest.mark.parametrize("by", ["entropy", "variance"])
+def test_false_alarms_have_the_rate(by: str) -> None:
+    draws, rates = generator(1), []
+    for _ in range(DRAWS):
+        detector = classifier().ood([classes(COUNT, draws)], by=by, rate=RATE)
+        rates.append(float(detector.flags(classes(50, draws)[0]).double().mean()))
+    share = torch.tensor(rates, dtype=D)
+    assert abs(float(share.mean()) - RATE) <= 4 * float(share.std()) / DRAWS**0.5
+
+
+def test_scores_p_values_and_flags_by_the_definition() -> None:
+    x, _ = classes(COUNT, generator(2))
+    new = torch.cat([classes(6, generator(3))[0], x[:1]])  # one of them ties with a calibration datum
+    posterior = classifier()
+    for by in SCORES:
+        detector = posterior.ood([x], by=by, rate=0.1)
+        score = lambda inputs, by=by: (
+            posterior.functions(inputs).variance.sum(1) if by == "variance" else getattr(posterior.predict(inputs), by)
+        )
+        assert_close(detector.score(new), score(new))
+        reached = (detector.score(x)[None] >= detector.score(new)[:, None]).sum(1)
+        expected = (1 + reached).double() / (COUNT + 1)
+        assert_close(detector.p_values(new), expected)
+        assert torch.equal(detector.flags(new), expected <= 0.1)
+        assert torch.equal(detector.flags(new), detector.score(new) > detector.threshold)
+
+
+def test_far_inputs_are_found_by_the_variance() -> None:
+    detector = regressor().ood([numbers(200, generator(4))])
+    assert detector.by == "variance"
+    assert bool(detector.flags(torch.full((3, 2), 40.0, dtype=D)).all())
+    assert repr(detector).startswith("<Detector: variance above")
+
+
+def test_targets_are_not_used_and_loaders_are_read() -> None:
+    x, y = classes(60, generator(5))
+    one, other = classifier().ood(x), classifier().ood([(x[:25], y[:25]), (x[25:], y[25:])])
+    assert one.by == "entropy"
+    assert_close(one.scores, other.scores)
+    assert_close(one.p_values([x[:9], x[9:13]]), other.p_values(x[:13]))
+
+
+def test_refusals() -> None:
+    x, _ = classes(18, generator(6))
+    with pytest.raises(lw.LapwingError, match="18 calibration data; expected at least 19 for false alarms at a rate"):
+        classifier().ood(x)
+    assert classifier().ood(torch.cat([x, x[:1]])).threshold < math.inf
+    with pytest.raises(lw.LapwingError, match="by is 'margin'; expected one of entropy"):
+        classifier().ood(x, by="margin")
+    with pytest.raises(lw.LapwingError, match="rate is 2; expected a probability"):
+        classifier().ood(x, rate=2)
