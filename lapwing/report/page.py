@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.report import facts
 from lapwing.report.pictures import band_picture, learned_pictures, score_pictures
 from lapwing.report.svg import Picture
-from lapwing.report.uncertain import Looked, look
+from lapwing.report.uncertain import Looked
 from lapwing.report.verdict import percent, signed, verdict_of
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -63,13 +62,9 @@ class Source:
     date: str | None
 
 
-def written(
-    posterior: Any, evaluation: Any, data: Iterable[Any], path: Path, source: Source, target_key: str | None,
-    progress: bool | None,
-) -> Report:  # fmt: skip
+def written(posterior: Any, evaluation: Any, looked: Looked, path: Path, source: Source) -> Report:
     """Write the page and return it."""
     environment = template()
-    looked = look(posterior, data, target_key, progress)
     verdict = verdict_of(evaluation, posterior.posterior.has_spread)
     pictures, learned, missing, numbers = _drawn(posterior, evaluation, looked)
     about = {"configuration": facts.configuration(posterior), "versions": facts.versions(),

@@ -11,6 +11,7 @@ from lapwing.core.settings import PATH, Rule, is_integer
 from lapwing.decisions.decides import Decides
 from lapwing.networks.forward import outside_autocast
 from lapwing.report.page import Report, Source, template, written
+from lapwing.report.uncertain import look
 
 TEXT = Rule("a text, or None", lambda v: isinstance(v, str | None))
 SEED = Rule("an integer, or None", lambda v: v is None or is_integer(v))
@@ -81,6 +82,6 @@ class Reports(Decides, Protocol):
         template()  # nothing is computed if a package is missing, or a folder
         refuse_no_folder(Path(path).resolve())
         evaluation = self.evaluate(data, level=level, resamples=resamples, target_key=target_key, progress=progress)
+        looked = look(self, data, target_key, progress)
         heading = title or f"Error bars of {type(self.network.model).__name__}"
-        source = Source(heading, seed, command, date)
-        return written(self, evaluation, data, Path(path), source, target_key, progress)
+        return written(self, evaluation, looked, Path(path), Source(heading, seed, command, date))

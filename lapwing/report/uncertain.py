@@ -103,7 +103,7 @@ def _predicted(predictive: Any, row: int) -> str:
     if predictive.scoring.task == "classes":
         top = mean.topk(min(2, len(mean)))
         each = zip(top.indices.tolist(), top.values.tolist())
-        return ", ".join(f"{label} ({percent(share)})" for label, share in each)
+        return ", ".join(f"{label}\N{NO-BREAK SPACE}({percent(share)})" for label, share in each)
     return ", ".join(percent(share) for share in mean[:VALUES].tolist()) + (", …" if len(mean) > VALUES else "")
 
 

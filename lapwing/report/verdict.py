@@ -20,6 +20,7 @@ CHANCE = 0.975  # of each of two differences
 DRAWS = 1000  # of what chance does to a calibrated predictor
 BINS = 15  # of the calibration error, as in ``lapwing.metrics.ece``
 MANY = 5000  # answers from which sums over bins are normal
+LEAST = 20  # inputs below which resampled data say nothing about others
 FEW = 100  # inputs below which little can be told
 
 
@@ -56,7 +57,7 @@ def verdict_of(evaluation: Any, has_spread: bool = True) -> Verdict:
     calibrated = _intervals(evaluation, found) if real else _probabilities(found, inputs)
     better = _better(evaluation, has_spread)
     trust = _doubtful_numbers(found) if real else _doubtful_labels(found)
-    few = f" Only {inputs} inputs were scored, so that little can be told." if inputs < FEW else ""
+    few = f" Only {counted(inputs)} scored, so that little can be told." if inputs < FEW else ""
     first = f"The error bars {calibrated.short}" if real else f"The probabilities {calibrated.short}"
     also = "but" if {calibrated.mark, better.mark} == {"good", "bad"} else "and"
     sentences = f"{first}, {also} the predictions {better.short}. {trust.short}{few}"
@@ -81,7 +82,7 @@ def _probabilities(found: Answers, inputs: int) -> Answer:
     )
     question = "Is it calibrated?"
     if error <= likely and abs(confidence - right) <= spread:
-        short = f"are calibrated, as far as {inputs:,} inputs can tell"
+        short = f"are calibrated, as far as {inputs:,} input{'s' * (inputs > 1)} can tell"
         return Answer(question, "Yes", "good", short, numbers, rule)
     if error <= CLOSE:
         short = f"are nearly calibrated, off by {points(error)} on average"
@@ -132,15 +133,15 @@ def _intervals(evaluation: Any, found: Residuals) -> Answer:
     level, *others = shares
     says = f"{percent(level)} intervals hold {percent(shares[level])} of the targets"
     says += "".join(f", {percent(other)} intervals {percent(shares[other])}" for other in others)
-    ranges = {level: wilson(share, count) for level, share in shares.items()}
+    ranges = {level: wilson(share, count, CHANCE) for level, share in shares.items()}
     told = ", ".join(f"{percent(low)} to {percent(high)}" for low, high in ranges.values())
     numbers = (
         f"The {says} (with {count:,} inputs these shares are uncertain: {told}). The plain network's "
         f"{percent(level)} intervals hold {percent(evaluation['coverage'].plain.value)}."
     )
     rule = (
-        f"Calibrated if the 95 % intervals (Wilson) of these shares contain {' and '.join(map(percent, shares))}, or "
-        f"the shares are within {points(CLOSE)} of these."
+        f"Calibrated if the {percent(CHANCE)} intervals (Wilson) of these shares contain "
+        f"{' and '.join(map(percent, shares))}, or the shares are within {points(CLOSE)} of these."
     )
     question = "Are the intervals calibrated?"
     wrong = [
@@ -168,7 +169,7 @@ def _better(evaluation: Any, has_spread: bool) -> Answer:
     )
     rule = (
         f"Better or worse if the {confidence} bootstrap interval of the difference in log-likelihood, of the same "
-        "inputs, is on one side of zero; otherwise no difference can be told."
+        f"inputs, is on one side of zero; otherwise, and with fewer than {LEAST} inputs, no difference can be told."
     )
     if not has_spread:
         return Answer(question, "Cannot be told", "unclear", "are those of the plain network itself", numbers, rule)
@@ -177,7 +178,8 @@ def _better(evaluation: Any, has_spread: bool) -> Answer:
         "worse": ("No", "bad", "are worse than those of the plain network"),
         "undecided": ("Cannot be told", "unclear", "cannot be told apart from those of the plain network"),
     }
-    return Answer(question, *words[row.verdict], numbers, rule)
+    verdict = row.verdict if evaluation.inputs >= LEAST else "undecided"
+    return Answer(question, *words[verdict], numbers, rule)
 
 
 def _doubtful_labels(found: Answers) -> Answer:
@@ -234,6 +236,15 @@ def _parted(uncertainty: Tensor) -> tuple[Tensor, Tensor, float]:
     order = uncertainty.argsort(descending=True, stable=True)
     count = min(len(order) - 1, max(1, round(DOUBTFUL * len(order)))) if len(order) > 1 else 1
     return order[:count], order[count:] if len(order) > 1 else order, float(uncertainty[order[count - 1]])
+
+
+def counted(inputs: int) -> str:
+    """Return how many inputs there were, with the verb.
+
+    >>> counted(1), counted(30)
+    ('1 input was', '30 inputs were')
+    """
+    return "1 input was" if inputs == 1 else f"{inputs} inputs were"
 
 
 def percent(value: float) -> str:

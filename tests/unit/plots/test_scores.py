@@ -100,3 +100,30 @@ def test_names_with_dollar_signs_are_drawn_as_they_are() -> None:
     ax = lw.plots.reliability({"$cheap": probs}, y)
     assert ax.containers[0].get_label() == r"\$cheap"
     ax.figure.canvas.draw()
+
+
+def test_evaluations_are_drawn_with_the_plain_network() -> None:
+    x = torch.randn(60, 2)
+    kinds = {"classification": (x[:, 0] > 0).long(), "regression": x[:, :1] + 0.1 * torch.randn(60, 1)}
+    for kind, y in kinds.items():
+        net = torch.nn.Linear(2, 2 if kind == "classification" else 1)
+        posterior = lw.fit(net, [(x, y)], kind, prior=1.0)
+        evaluation = posterior.evaluate([(x, y)], resamples=2)
+        predictions = {"plain network": lw.fit(net, [(x, y)], kind, method=lw.baselines.MapOnly()).predict(x),
+                       "posterior": posterior.predict(x)}  # fmt: skip
+        for drawn in (lw.plots.risk_coverage, lw.plots.reliability if kind == "classification" else lw.plots.intervals):
+            lines = [[line.get_ydata().tolist() for line in drawn(*given).get_lines() if line.get_label() != "ideal"]
+                     for given in ((evaluation,), (predictions, y))]  # fmt: skip
+            for one, other in zip(*lines, strict=True):
+                assert one == pytest.approx(other, abs=1e-5)
+        assert evaluation.plot().get_legend() is not None
+
+
+def test_a_ranking_has_a_point_for_each_posterior() -> None:
+    x = torch.randn(40, 2)
+    data, net = [(x, (x[:, 0] > 0).long())], torch.nn.Linear(2, 2)
+    found = lw.evaluate({"weak": lw.fit(net, data, "classification", prior=0.1)}, data, resamples=20)
+    ax = lw.plots.ranking(found)
+    assert [label.get_text() for label in ax.get_yticklabels()] == [row.name for row in found.rows[::-1]]
+    line = ax.containers[0].lines[0]
+    assert line.get_xdata().tolist() == [row.scores["nll"].value for row in found.rows[::-1]]
