@@ -12,7 +12,7 @@ INTEGRATIONS := .venv-integrations
 	pytest uci peer clean
 
 run: $(RUN)
-	$(BIN)/lapwing run --out out
+	$(BIN)/lapwing demo --out out
 
 # mypy takes one core for a minute: beside it, the tests have begun.
 test: $(READY)

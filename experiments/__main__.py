@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments.engine import command as engine
 from experiments.engine.known import EXPERIMENTS as STORED
-from lapwing.cli import publish
+from lapwing.cli.demo import publish
 from lapwing.demo.result import Report
 
 EXPERIMENTS = {  # the name of a module in this folder, and its help

@@ -11,6 +11,7 @@ ATTACKS = {
     "interrupts": "tests.attack.interrupts",
     "memory": "tests.attack.memory",
     "threads": "tests.attack.threads",
+    "command_line": "tests.attack.command_line",
 }
 
 

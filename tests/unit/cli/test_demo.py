@@ -26,7 +26,7 @@ def test_run_prints_both_tables_and_writes_what_it_names(
     small = lambda settings: whole(replace(settings, recipe=replace(settings.recipe, hidden=(20,))))
     monkeypatch.setattr(bands, "run", small)
     out = tmp_path / "made" / "here"
-    assert main(["run", "--quick", "--out", str(out), "--seed", "3"]) == 0
+    assert main(["demo", "--quick", "--out", str(out), "--seed", "3"]) == 0
     printed = capsys.readouterr().out
     for words in ("noisy digits", "diabetes", "plain network", "naive evidence", "AUROC", "coverage 95 %"):
         assert words in printed
@@ -51,7 +51,7 @@ def test_tables_are_printed_then_paths_and_the_picture_shows_its_results(
         monkeypatch.setattr(f"lapwing.demo.{name}.run", lambda settings, result=result: result)
     draw = lambda one, other, path: path.write_text(f"{one.experiment} and {other.experiment}")
     monkeypatch.setattr("lapwing.demo.overview.picture", draw)
-    assert main(["run", "--out", str(tmp_path)]) == 0
+    assert main(["demo", "--out", str(tmp_path)]) == 0
     files = ["overview.png", "results.json"]
     tables = "".join(table(result) + "\n\n" for result in results.values())
     printed = capsys.readouterr()
@@ -72,7 +72,7 @@ def test_a_run_leaves_the_number_of_threads_as_it_was(tmp_path: Path, monkeypatc
     monkeypatch.setattr("lapwing.demo.digits.run", ended)
     torch.set_num_threads(2)
     try:
-        assert main(["run", "--out", str(tmp_path)]) == 1
+        assert main(["demo", "--out", str(tmp_path)]) == 1
         assert (seen, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)
@@ -82,11 +82,11 @@ def test_a_folder_that_cannot_be_made_ends_with_a_message_and_a_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["run", "--out", str(tmp_path / "file")]) == 1
+    assert main(["demo", "--out", str(tmp_path / "file")]) == 1
     assert capsys.readouterr().err.startswith("lapwing: ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["run"], ["uci", "--out", "x"], ["run", "--out", "x", "--seed", "one"]])
+@pytest.mark.parametrize("arguments", [[], ["demo"], ["uci", "--out", "x"], ["demo", "--out", "x", "--seed", "one"]])
 def test_a_command_that_cannot_be_read_exits_with_two(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -100,7 +100,7 @@ def test_missing_extras_are_named(
         monkeypatch.delitem(sys.modules, f"lapwing.demo.{name}", raising=False)
         monkeypatch.delattr(f"lapwing.demo.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert main(["run", "--out", str(tmp_path)]) == 1
+    assert main(["demo", "--out", str(tmp_path)]) == 1
     assert "pip install 'lapwing[run]'" in capsys.readouterr().err
 
 
@@ -113,4 +113,4 @@ def test_python_m_lapwing_is_the_same_command(
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("lapwing", run_name="__main__", alter_sys=True)
     assert ended.value.code == 0
-    assert "{run}" in capsys.readouterr().out
+    assert "demo" in capsys.readouterr().out

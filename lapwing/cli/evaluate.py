@@ -1,0 +1,34 @@
+"""``lapwing evaluate``: the scores of one posterior or several on held-out data, beside those of the plain network."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from lapwing.cli.options import add_common, add_data, add_level, reader_given, seed_all, target_key
+from lapwing.cli.outcome import Outcome
+from lapwing.cli.posteriors import add_posteriors, posteriors_given
+from lapwing.decisions.several import evaluate
+
+HELP = "score posteriors on data that were not used for the fit, beside the plain network"
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_posteriors(parser)
+    add_level(parser)
+    add_data(parser, "data with targets that were not used for the fit")
+    add_common(parser)
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Score one posterior against the plain network, or rank several with it."""
+    generator = seed_all(arguments.seed)
+    posteriors = posteriors_given(arguments)
+    first = next(iter(posteriors.values()))
+    labels = first.likelihood.has_logits
+    data = reader_given(arguments, first.network.model, labels=labels).read(arguments.data)
+    settings = {"level": arguments.level, "target_key": target_key(arguments), "generator": generator}
+    alone = len(posteriors) == 1
+    found = first.evaluate(data.batches, **settings) if alone else evaluate(posteriors, data.batches, **settings)
+    facts = {"data": data.facts, "seed": arguments.seed, "posteriors": list(posteriors), "evaluation": found.to_json()}
+    return Outcome(f"{data.described}\n{found}", facts)

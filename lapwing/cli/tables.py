@@ -1,0 +1,174 @@
+"""Tables for a network: which columns or arrays are inputs and targets, and batches of tensors of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.cli.sources import Block, Source, listed
+from lapwing.core.data import TARGET_KEYS
+from lapwing.core.settings import nearest
+from lapwing.errors import DataError
+
+INPUT_KEYS = ("x", "inputs", "input", "features", "data")  # of arrays, in any case
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The names that a user gave for the parts of a table; empty where they are found by themselves."""
+
+    inputs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # the texts of the target, in the order of the network's outputs
+
+    def chosen(self, names: Sequence[str], what: str, has_columns: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of inputs and targets among those of a file, ``what`` in messages; targets may be none.
+
+        Raises:
+            DataError: If a name does not exist, or it is not clear which are the inputs.
+
+        >>> Roles(dropped=("id",)).chosen(["id", "age", "size", "label"], "the file", has_columns=True)
+        (('age', 'size'), ('label',))
+        """
+        for name in (*self.inputs, *self.targets, *self.dropped):
+            if name not in names:
+                raise DataError(f"{what} has no {name!r}; it has {listed(names)}.{nearest(name, names)}")
+        targets = self.targets or _found(TARGET_KEYS, [n for n in names if n not in (*self.inputs, *self.dropped)])
+        if len(targets) > 1 and not self.targets:
+            raise DataError(f"{what} has the targets {listed(targets)}; expected one. Say which: --target NAME.")
+        rest = tuple(name for name in names if name not in (*targets, *self.dropped))
+        inputs = self.inputs or (rest if has_columns or len(rest) == 1 else _found(INPUT_KEYS, rest))
+        if not inputs or (not has_columns and len(inputs) > 1):
+            raise DataError(
+                f"{what} has {listed(rest) or 'nothing'} besides its targets; expected inputs, "
+                f"{'one column or more' if has_columns else 'one array'}. Say which: --inputs NAME."
+            )
+        return inputs, targets
+
+
+def _found(keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.lower() in keys)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of the batches: their size, and the dtype of numbers.
+
+    Whole inputs may stay whole, as indices. Where targets are labels, those that are whole become int64.
+    """
+
+    size: int
+    dtype: torch.dtype
+    keeps_whole: bool = False
+    labels: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Batches of a file: ``(inputs, targets)``, or inputs where there are no targets. It can be read many times."""
+
+    source: Source
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    form: Form
+    given_classes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Tensor | tuple[Tensor, Tensor]]:
+        row = 1
+        for block in self.source.blocks(self.form.size):
+            inputs = self._inputs(block, row)
+            yield (inputs, self._targets(block, row)) if self.targets else inputs
+            row += len(inputs)
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.form.size)
+
+    def first_inputs(self, rows: int) -> Tensor:
+        """Return the inputs of the first rows."""
+        return self._inputs(next(self.source.blocks(rows)), 1)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.source.rows
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of a target that is text, sorted; nothing if targets are numbers."""
+        found: set[str] = set()
+        for block in self.source.blocks(self.form.size) if len(self.targets) == 1 else ():
+            labels = block[self.targets[0]]
+            if isinstance(labels, Tensor):
+                return ()
+            found.update(labels)
+        return tuple(sorted(found))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes in the order of their numbers; nothing if they have none."""
+        return self.given_classes or self.texts
+
+    def described(self) -> str:
+        """Return what the table holds, in a line."""
+        width = f"{len(self.inputs)} inputs" if self.source.has_columns else f"inputs {self.inputs[0]!r}"
+        target = f", target {', '.join(self.targets)}" if self.targets else ""
+        classes = ", ".join(f"{number} = {name}" for number, name in enumerate(self.classes)) if self.texts else ""
+        return f"{self.source.path}: {self.rows} rows, {width}{target}{f' ({classes})' if classes else ''}"
+
+    def _inputs(self, block: Block, row: int) -> Tensor:
+        columns = [self._numbers(block, name) for name in self.inputs]
+        whole = self.form.keeps_whole and not any(column.is_floating_point() for column in columns)
+        columns = [column.long() if whole else column.to(self.form.dtype) for column in columns]
+        for name, column in zip(self.inputs, columns, strict=True):
+            self._refuse_not_finite(column, name, row)
+        return torch.stack(columns, 1) if self.source.has_columns else columns[0]
+
+    def _targets(self, block: Block, row: int) -> Tensor:
+        first = block[self.targets[0]]
+        if len(self.targets) == 1 and isinstance(first, list):
+            return self._numbered(first, row)
+        columns = [self._numbers(block, name) for name in self.targets]
+        whole = len(columns) == 1 and self._is_whole(columns[0])
+        columns = [column.long() if whole else column.to(self.form.dtype) for column in columns]
+        for name, column in zip(self.targets, columns, strict=True):
+            self._refuse_not_finite(column, name, row)
+        return columns[0] if len(columns) == 1 else torch.stack(columns, 1)
+
+    def _is_whole(self, column: Tensor) -> bool:
+        """Return whether a target is given as int64: its dtype is whole, or its values are and are labels."""
+        if not column.is_floating_point():
+            return True
+        return self.form.labels and bool((column == column.round()).all())
+
+    def _numbers(self, block: Block, name: str) -> Tensor:
+        column = block[name]
+        if isinstance(column, list):
+            raise DataError(
+                f"the column {name!r} of {self.source.path} is text, {column[0]!r:.40} in its first row; expected "
+                f"numbers. Leave it out (--drop {name!r}), or write it as numbers."
+            )
+        return column
+
+    def _numbered(self, texts: list[str], row: int) -> Tensor:
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        for at, text in enumerate(texts):
+            if text not in numbers:
+                raise DataError(
+                    f"{self.source.path}, row {row + at}, {self.targets[0]!r} is {text!r}; expected one of "
+                    f"{listed(self.classes)}. Check --classes.{nearest(text, self.classes)}"
+                )
+        return torch.tensor([numbers[text] for text in texts])
+
+    def _refuse_not_finite(self, column: Tensor, name: str, row: int) -> None:
+        bad = ~torch.isfinite(column.reshape(len(column), -1)).all(1)
+        if bool(bad.any()):
+            first = int(bad.nonzero()[0, 0])
+            raise DataError(
+                f"{self.source.path}, row {row + first}, {name!r} is NaN or infinite in {column.dtype}; expected "
+                "finite numbers. Fill the gap, or remove the row."
+            )
