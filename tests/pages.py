@@ -1,7 +1,7 @@
 """The pages under docs/ and their Python examples, which run in one namespace for each page.
 
-A page with the comment ``<!-- needs: integrations -->`` needs packages that `make test` does not install: its examples run
-in `make test-integrations` (tests/integrations/test_docs.py), those of all other pages in tests/unit/test_docs.py.
+A page with the comment ``<!-- needs: integrations -->`` needs packages that `make test` does not install: its examples
+run in `make test-integrations` (tests/integrations/test_docs.py), those of all other pages in tests/unit/test_docs.py.
 """
 
 from __future__ import annotations
