@@ -19,7 +19,6 @@ from lapwing.core.settings import FLAG, GENERATOR, POSITIVE, require_integer
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.posteriors.protocols import Reweightable, required
-from lapwing.priors.given import isotropic
 
 
 class Laplace(PosteriorNumbers):
@@ -92,9 +91,14 @@ class Laplace(PosteriorNumbers):
             "generator": torch.Generator().manual_seed(self._settings.seed),
             "target_key": self.target_key,
         }  # fmt: skip
-        precision = self._prior_precision.detach().double()
-        prior = isotropic(precision.reshape(()), self._prior_mean) if precision.numel() == 1 else 1.0
-        self._fitted = fit(self.model, train_loader, likelihood, prior=prior, **settings)
+        if self._settings.learns_prior:
+            self._fitted = fit(self.model, train_loader, likelihood, **settings)
+            problem = self._fitted.base.problem
+            self.prior_precision = problem.prior.values.detach()
+            if self.likelihood == "regression":
+                self.sigma_noise = (problem.likelihood.dispersion.detach() / self.temperature).sqrt()
+        else:  # another prior takes a factorisation
+            self._fitted = fit(self.model, train_loader, likelihood, prior=1.0, **settings)
         self._refresh()
 
     def _check_subset(self, train_loader: Any) -> None:

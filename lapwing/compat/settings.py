@@ -84,6 +84,13 @@ class Settings:
             raise UnsupportedError("independent_outputs is True; expected False: the kernel has all outputs.")
 
     @property
+    def learns_prior(self) -> bool:
+        """Whether ``fit`` learns prior precision and noise: for variational inducing points."""
+        return (
+            option("functional_approximation", self.functional_approximation, FunctionalApproximation) == "variational"
+        )
+
+    @property
     def curvature(self) -> str:
         """The curvature that a backend of laplace-torch computes, by the name of its class; the GGN without one."""
         name = "GGN" if self.backend is None else getattr(self.backend, "__name__", str(self.backend))
