@@ -18,6 +18,11 @@ from lapwing.errors import DataError, NumericalError, UnsupportedError
 
 NUMBER = Rule("a finite number", lambda v: is_real(v) and math.isfinite(v))
 
+LOSS = Rule(
+    "a function, a metric with update() and compute(), or None",
+    lambda v: v is None or callable(v) or (hasattr(v, "update") and hasattr(v, "compute")),
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Search:
@@ -42,7 +47,7 @@ class Search:
         require(
             self, n_steps=integer(1), lr=POSITIVE, val_loader=DATA | NONE, log_prior_prec_min=NUMBER,
             log_prior_prec_max=NUMBER, grid_size=integer(1), n_samples=integer(1), progress_bar=FLAG,
-            log_prior_prec_base=POSITIVE, loss=Rule("a function or None", lambda v: v is None or callable(v)),
+            log_prior_prec_base=POSITIVE, loss=LOSS,
         )  # fmt: skip
         option("prior_structure", self.prior_structure, PriorStructure)
         option("link_approx", self.link_approx, LinkApprox)
