@@ -47,7 +47,8 @@ class PosteriorNumbers:
 
     def __getattr__(self, name: str) -> Any:
         if name in _NATIVE:
-            raise MissingNameError(f"lapwing.compat.Laplace has no {name} for this structure: {_NATIVE[name]}.")
+            structure = vars(self).get("_structure")
+            raise MissingNameError(f"compat.Laplace has no {name} for the structure {structure!r}: {_NATIVE[name]}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def log_marginal_likelihood(
@@ -136,7 +137,9 @@ class PosteriorNumbers:
     def _only(self, name: str, *structures: str) -> None:
         """Raise unless the structure is one of these."""
         if self._structure not in structures:
-            raise MissingNameError(f"lapwing.compat.Laplace has no {name} for this structure: {_NATIVE[name]}.")
+            raise MissingNameError(
+                f"compat.Laplace has no {name} for the structure {self._structure!r}: {_NATIVE[name]}."
+            )
 
     @property
     def posterior_precision(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -108,7 +108,7 @@ def by_grid(la: Any, search: Search, pred_type: str) -> Tensor:
     return search.grid[best]
 
 
-def _loss(la: Any, loss: Callable[..., Any] | None, pairs: list[tuple[Any, Tensor]]) -> float:
+def _loss(la: Any, loss: Any, pairs: list[tuple[Any, Tensor]]) -> float:
     """Return the loss of predictions, given as laplace-torch gives them to a loss or to a metric of torchmetrics."""
     outputs = [output if isinstance(output, tuple) else (output,) for output, _ in pairs]
     parts = [torch.cat(part) for part in zip(*outputs, strict=True)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lapwing.api import fit
 from lapwing.core.settings import FLAG, NONE, POSITIVE, PROBABILITY, Rule, integer, is_integer, is_real, require
 from lapwing.errors import DataError, ModelError
-from lapwing.sklearn.training import InUnitsOfTargets, Schedule, column_scales, dtype_of, small_network
+from lapwing.sklearn.training import InUnitsOfTargets, Schedule, column_scales, first_weight, small_network
 
 CALIBRATES = 100  # held-out rows from which they calibrate the error bars, and are not data of the posterior
 FEWEST = 5  # held-out rows from which they stop the training; with fewer all rows train, and stop it
@@ -85,8 +85,8 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         seed = int(random.randint(2**31 - 1))
         x = torch.tensor(x)  # a copy: arrays may be read-only
         network = self._network(x, outputs, seed)
-        x = x.to(dtype_of(network))
-        y = y.to(x.dtype) if y.is_floating_point() else y
+        x = x.to(first_weight(network))
+        y = y.to(x) if y.is_floating_point() else y.to(x.device)
         mean, scale = column_scales(y) if y.is_floating_point() else (y.new_zeros(()), y.new_ones(()))
         loss = F.mse_loss if y.is_floating_point() else F.cross_entropy
         train, held_out = self._split(len(x), seed, strata)
@@ -210,7 +210,7 @@ class LapwingClassifier(ClassifierMixin, LapwingEstimator):  # type: ignore[misc
 
     def predict_proba(self, X: Any) -> Any:
         """Return the probability of every class, (n, classes), averaged over the posterior."""
-        return self._predictive(X).probs.detach().double().numpy()
+        return self._predictive(X).probs.detach().double().cpu().numpy()
 
     def predict(self, X: Any) -> Any:
         """Return the most probable labels, (n,)."""
@@ -288,5 +288,5 @@ class LapwingRegressor(RegressorMixin, LapwingEstimator):  # type: ignore[misc]
 
     def _shaped(self, values: Tensor) -> Any:
         """Return numbers (n, C) as an array; (n,) if the targets of ``fit`` were."""
-        array = values.detach().double().numpy()
+        array = values.detach().double().cpu().numpy()
         return array[:, 0] if self._is_vector else array

@@ -68,10 +68,10 @@ def small_network(x: Tensor, outputs: int, hidden: Sequence[int], activation: st
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)).double()
 
 
-def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the dtype of the weights; raise if there are none."""
+def first_weight(module: nn.Module) -> Tensor:
+    """Return the first parameter, whose dtype and device the inputs shall have; raise if there is none."""
     for parameter in module.parameters():
-        return parameter.dtype
+        return parameter.detach()
     raise ModelError("module() returned a network without parameters; expected at least one to train.")
 
 

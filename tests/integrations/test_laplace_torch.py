@@ -219,6 +219,17 @@ def test_sampled_regression() -> None:
     assert float((variance / spread - 1).abs().max()) < 6 * (4 / n) ** 0.5
 
 
+def test_inducing_points_learn_the_precision() -> None:
+    model, loader = network("mlp", 2, True), rows("mlp", "regression")
+    settings = {"functional_approximation": "variational", "num_inducing": 4, "inducing_locations": "kmeans"}
+    la = Laplace(model, "regression", "all", "gp", alpha=0.0, **settings)
+    la.fit(loader)
+    assert la.posterior.method == "VaLLA"
+    assert float(la.prior_precision) == pytest.approx(float(la.posterior.prior.values))
+    assert abs(float(la.prior_precision) - 1) > 1e-3
+    assert la(loader.dataset[:5][0])[1].shape == (5, 2, 2)
+
+
 # Where laplace-torch is not right, or is another approximation.
 
 

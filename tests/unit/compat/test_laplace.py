@@ -73,14 +73,9 @@ def test_selections_are_the_native_weights() -> None:
     assert some.n_params == 3
 
 
-def test_function_space_methods_are_native_ones() -> None:
+def test_landmarks_are_those_of_the_native_method() -> None:
     nystrom = regression("gp", functional_approximation="nystrom", subsample_size=20, n_eigenvalues=5)
     assert nystrom.posterior.method == "ELLA"
-    settings = {"functional_approximation": "variational", "num_inducing": 4, "alpha": 0.0}
-    variational = regression("gp", **settings)
-    assert variational.posterior.method == "VaLLA"
-    assert float(variational.prior_precision) != 1  # it is learned
-    assert float(variational.prior_precision) == pytest.approx(float(variational.posterior.prior.values))
 
 
 def test_precision_and_covariance_of_a_tempered_posterior(full: Laplace) -> None:

@@ -8,7 +8,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from lapwing.errors import ModelError, NumericalError, UnsupportedError
-from lapwing.sklearn.training import InUnitsOfTargets, Schedule, Standardised, column_scales, dtype_of, small_network
+from lapwing.sklearn.training import (
+    InUnitsOfTargets,
+    Schedule,
+    Standardised,
+    column_scales,
+    first_weight,
+    small_network,
+)
 
 X = torch.tensor([[1.0, 5.0, 1e8], [2.0, 5.0, 3e8], [6.0, 5.0, 5e8]], dtype=torch.float64)
 
@@ -42,7 +49,7 @@ def test_outputs_are_in_the_units_of_the_targets() -> None:
 
 def test_module_without_parameters_is_refused() -> None:
     with pytest.raises(ModelError, match="without parameters"):
-        dtype_of(nn.Tanh())
+        first_weight(nn.Tanh())
 
 
 def test_training_keeps_the_epoch_that_is_best_on_held_out_rows() -> None:
