@@ -81,7 +81,13 @@ def _skorch_module(net: Any) -> nn.Module:
 def _detached(module: Any) -> nn.Module:
     """Return a copy of a Lightning module in evaluation mode, without its Trainer; its logging does nothing."""
     trainer = _trainer_of(module)
-    copied = copy.deepcopy(module, {} if trainer is None else {id(trainer): _NO_TRAINER})
+    try:
+        copied = copy.deepcopy(module, {} if trainer is None else {id(trainer): _NO_TRAINER})
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"the Lightning module {type(module).__name__} cannot be copied: {error}; expected one that copy.deepcopy "
+            "takes. Give the network inside it, in evaluation mode: lw.fit(module.network.eval(), ...)."
+        ) from error
     for part in copied.modules():
         if _is_lightning_module(part):
             part.trainer = None

@@ -85,6 +85,13 @@ def test_module_of_lightning_is_copied_without_its_trainer(trainer: Trainer | No
     copy.deepcopy(copied)
 
 
+def test_module_that_cannot_be_copied_is_refused() -> None:
+    module = Module()
+    module.open_file = open(__file__)  # noqa: SIM115
+    with module.open_file, pytest.raises(ModelError, match="cannot be copied"):
+        plain_module(module)
+
+
 def test_trainer_gives_its_module_and_its_data() -> None:
     trainer = Trainer()
     with pytest.raises(ModelError, match=r"trainer\.fit"):
