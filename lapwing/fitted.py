@@ -18,8 +18,8 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.images import pixels
 from lapwing.core.inputs import Inputs, check_finite, moved, wants_slopes
 from lapwing.core.processes import ALONE, Processes, in_all_processes
-from lapwing.core.slopes import differentiable_beliefs, isolated
 from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, usable_device
+from lapwing.core.slopes import differentiable_beliefs, isolated
 from lapwing.core.state import on_device
 from lapwing.core.streams import InputStream, is_loader
 from lapwing.core.trace import Trace

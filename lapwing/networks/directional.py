@@ -73,7 +73,9 @@ def forward_products(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tenso
 
 def _pushed(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
     if not wants_slopes(inputs):
-        with contextlib.suppress(NotImplementedError):  # an operation with neither a forward rule nor a second derivative
+        with contextlib.suppress(
+            NotImplementedError
+        ):  # an operation with neither a forward rule nor a second derivative
             return passes.pushed(network.replica, inputs, tangents, network.forward_mode, network.plain)
     tangent = network.linearise(inputs)
     return tangent.network_output, _along(tangent, v)
