@@ -219,6 +219,19 @@ def test_sampled_regression() -> None:
     assert float((variance / spread - 1).abs().max()) < 6 * (4 / n) ** 0.5
 
 
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("case", ["all full", "all diag", "all kron", "last layer kron"])
+def test_gradients_in_the_inputs(case: str, likelihood: str) -> None:
+    theirs, ours, x, _ = both(case, likelihood, enable_backprop=True)
+    gradients = []
+    for each in (ours, theirs):
+        inputs = x.clone().requires_grad_()
+        output = each(inputs)
+        sum(part.square().sum() for part in (output if isinstance(output, tuple) else (output,))).backward()
+        gradients.append(inputs.grad)
+    assert_same(gradients[0], gradients[1], EIGHT_DIGITS)
+
+
 def test_inducing_points_learn_the_precision() -> None:
     model, loader = network("mlp", 2, True), rows("mlp", "regression")
     settings = {"functional_approximation": "variational", "num_inducing": 4, "inducing_locations": "kmeans"}

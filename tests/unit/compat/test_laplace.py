@@ -162,6 +162,13 @@ def test_forms_of_regression(full: Laplace) -> None:
         torch.testing.assert_close(full.functional_covariance(jacobian), rows @ full.posterior_covariance @ rows.mT)
 
 
+def test_gradients_in_the_inputs_only_where_they_are_asked_for() -> None:
+    inputs = NEW.clone().requires_grad_()
+    assert not regression("diag")(inputs)[1].requires_grad
+    la = regression("diag", enable_backprop=True)
+    torch.autograd.gradcheck(lambda x: la(x)[1], inputs)
+
+
 def test_samples_follow_their_generator_and_restore_the_model() -> None:
     la = regression("diag", prior_precision=10.0)
     before = [p.clone() for p in la.model.parameters()]
