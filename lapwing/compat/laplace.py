@@ -77,27 +77,30 @@ class Laplace(PosteriorNumbers):
 
         Args:
             train_loader: The training data, in any form that ``lw.fit`` takes.
-            override: Must be True. ``la.posterior.updated(more_data)`` adds data.
+            override: Whether the data take the place of those of an earlier fit; False adds them, at the same weights.
             progress_bar: Whether to show a progress bar.
         """
         FLAG.check("override", override)
-        if not override:
-            raise UnsupportedError("override is False; expected True. la.posterior.updated(more_data) adds data.")
         self.model.eval()
         self._check_subset(train_loader)
-        likelihood = likelihood_of(self.likelihood, self._dispersion)
+        if not override and self._fitted is not None:
+            self._fitted = self._fitted.updated(train_loader, target_key=self.target_key, progress=progress_bar)
+            self._refresh()
+            return
         settings: dict[str, Any] = {
             "method": self._method, "weights": self._weights, "progress": progress_bar,
             "generator": torch.Generator().manual_seed(self._settings.seed),
             "target_key": self.target_key,
         }  # fmt: skip
         if self._settings.learns_prior:
+            likelihood = likelihood_of(self.likelihood, self._dispersion)
             self._fitted = fit(self.model, train_loader, likelihood, **settings)
             problem = self._fitted.base.problem
             self.prior_precision = problem.prior.values.detach()
             if self.likelihood == "regression":
                 self.sigma_noise = (problem.likelihood.dispersion.detach() / self.temperature).sqrt()
-        else:  # another prior takes a factorisation
+        else:  # at unit dispersion and precision: others take a factorisation
+            likelihood = likelihood_of(self.likelihood, torch.ones((), dtype=torch.float64))
             self._fitted = fit(self.model, train_loader, likelihood, prior=1.0, **settings)
         self._refresh()
 

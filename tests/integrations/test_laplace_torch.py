@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lapwing.compat import HessianStructure, Laplace, SubsetOfWeights
 
 laplace = pytest.importorskip("laplace")
+CurvlinopsEF = pytest.importorskip("laplace.curvature").CurvlinopsEF
 pytestmark = pytest.mark.filterwarnings("ignore")  # laplace-torch warns of its defaults
 ROUNDING, EIGHT_DIGITS = 1e-9, 1e-6
 CASES = {  # weights, structure, whether layers have biases, tolerance
@@ -219,6 +220,24 @@ def test_sampled_regression() -> None:
     assert float((variance / spread - 1).abs().max()) < 6 * (4 / n) ** 0.5
 
 
+@pytest.mark.parametrize("case", ["all full", "all diag", "all kron", "last layer full", "last layer kron"])
+def test_empirical_fisher_of_classification(case: str) -> None:
+    theirs, ours, x, tolerance = both(case, "classification", backend=CurvlinopsEF)
+    assert_same(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood(), tolerance)
+    assert_same(ours(x), theirs(x), tolerance)
+
+
+@pytest.mark.parametrize("case", ["all full", "all diag", "all kron"])
+def test_data_are_added_without_override(case: str) -> None:
+    theirs, ours, x, tolerance = both(case, "regression")
+    more = DataLoader(TensorDataset(torch.randn(11, 3).double(), torch.randn(11, 2).double()), 4)
+    for each in (ours, theirs):
+        each.fit(more, override=False)
+    assert ours.n_data == theirs.n_data == 34
+    assert_same(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood(), tolerance)
+    assert_same(ours(x)[1], theirs(x)[1], tolerance)
+
+
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("case", ["all full", "all diag", "all kron", "last layer kron"])
 def test_gradients_in_the_inputs(case: str, likelihood: str) -> None:
@@ -298,6 +317,18 @@ def test_gradients_in_the_noise_include_the_determinant(case: str) -> None:
     assert float(found[1]) == pytest.approx(difference, rel=1e-6)  # of the order step²
     assert abs(float(other[1]) - difference) > 1
     assert_same(found[0], other[0], ROUNDING)
+
+
+def test_empirical_fisher_of_regression_is_that_of_half_the_squared_error() -> None:
+    settings = {"prior_precision": 1.0, "temperature": 1.0, "sigma_noise": 1.0}
+    theirs, ours, _, _ = both("all diag", "regression", backend=CurvlinopsEF, **settings)
+    total = torch.zeros(ours.n_params, dtype=torch.float64)
+    for x, y in zip(*rows("mlp", "regression").dataset[:], strict=True):
+        loss = 0.5 * (ours.model(x[None])[0] - y).square().sum()
+        gradient = torch.autograd.grad(loss, list(ours.model.parameters()))
+        total += torch.cat([g.flatten() for g in gradient]).square()
+    assert_same(ours.posterior_precision - 1, total, ROUNDING)
+    assert_same(theirs.posterior_precision - 1, 2 * total, ROUNDING)  # twice as large
 
 
 def test_samples_at_two_inputs_have_the_correlation_of_the_posterior() -> None:

@@ -124,6 +124,18 @@ def test_new_hyperparameters_are_kept_and_equal_a_new_fit() -> None:
     torch.testing.assert_close(la.scatter, (la.prior_precision_diag * (la.mean - 0.5).square()).sum())
 
 
+def test_data_are_added_without_override() -> None:
+    parts = [DataLoader(TensorDataset(X[rows], Y[rows]), 8) for rows in (slice(11), slice(11, None))]
+    la = Laplace(network(2), "regression", "all", "kron", sigma_noise=0.7)
+    for part in parts:
+        la.fit(part, override=False)
+    whole = regression("kron")
+    torch.testing.assert_close(la(NEW), whole(NEW))
+    torch.testing.assert_close(la.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    la.fit(parts[0])
+    assert la.n_data == 11
+
+
 def test_gradients_reach_precision_and_noise() -> None:
     la = regression("kron")
     values = torch.tensor([1.3, 0.8], dtype=torch.float64, requires_grad=True)
@@ -306,8 +318,8 @@ def test_bad_settings_are_refused_at_once(settings: dict[str, Any], words: str) 
 def test_calls_that_do_not_exist_are_refused(full: Laplace) -> None:
     with pytest.raises(ModelError, match=r"la\.fit"):
         Laplace(network(2), "regression")(NEW)
-    with pytest.raises(UnsupportedError, match="updated"):
-        full.fit(loader(Y), override=False)
+    with pytest.raises(UnsupportedError, match="no sum over the data"):
+        regression("lowrank").fit(loader(Y), override=False)
     with pytest.raises(UnsupportedError, match="n_subset"):
         regression("gp", n_subset=5)
     with pytest.raises(UnsupportedError, match="'mc'"):
