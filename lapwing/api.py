@@ -29,6 +29,7 @@ from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, SelectsWe
 from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
+from lapwing.networks.frameworks import plain_data, plain_module
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -59,7 +60,7 @@ LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
 @in_all_processes
 def fit(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[Any] | None,
     likelihood: Likelihood | str,
     *,
     method: Method | OverNetworks | Auto | str | None = None,
@@ -76,10 +77,12 @@ def fit(
     """Fit a posterior around the trained weights of a network. The model is not changed.
 
     Args:
-        model: The trained network, in evaluation mode.
+        model: The trained network, in evaluation mode; or a skorch net, a Lightning module or a Lightning Trainer
+            after training, in any mode.
         data: The training data: a DataLoader, a list of ``(inputs, targets)`` batches, a list of mappings that hold
             their target, one pair of tensors, or a Dataset. It is read several times. ``lw.samples.weighted`` gives
-            samples weights.
+            samples weights. For a skorch net also a pair of arrays; a Lightning data module; None for the training data
+            of a Trainer.
         likelihood: ``lw.Categorical()``, ``lw.Gaussian()``, ``lw.Bernoulli()``, ``lw.Poisson()``,
             ``lw.HeteroscedasticGaussian()``, or a name: "classification", "regression", "binary", "multilabel",
             "counts", "heteroscedastic". The network's outputs are logits, means or log-rates.
@@ -136,6 +139,7 @@ def fit(
             "are integrated by lw.tuners.Integrate; give that tuner itself to change its settings."
         )
     GENERATOR.check("generator", generator)
+    model, data = plain_module(model), plain_data(model, data)
     processes = Processes.of(process_group)
     generator = processes.generator(generator)
     chosen, why = named("method", method), ""
@@ -429,5 +433,6 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     True
     """
     PATH.check("path", path)
+    model = plain_module(model)
     device_of(model)
     return Fitted(*files.load(path, model))

@@ -17,6 +17,7 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.protocol import Cost, HasCost, Workload
 from lapwing.methods.workload import workload_of
 from lapwing.networks.forward import device_of, outside_autocast
+from lapwing.networks.frameworks import plain_module
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -149,6 +150,7 @@ def check(
     (whole | NONE).check("data", data)
     (AUTO | NONE).check("auto", auto)
     (FLAG | NAMES).check("timed", timed)
+    model = plain_module(model)
     device = device_of(model)
     given, targets = _inputs(model, batch)
     inputs = moved(given, lambda t: t.to(device))

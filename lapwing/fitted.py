@@ -16,9 +16,10 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.images import pixels
-from lapwing.core.inputs import Inputs, as_tensors, check_finite, moved
+from lapwing.core.inputs import Inputs, as_tensors, check_finite, moved, wants_slopes
 from lapwing.core.processes import ALONE, Processes, in_all_processes
 from lapwing.core.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, require_integer, usable_device
+from lapwing.core.slopes import differentiable_beliefs, isolated
 from lapwing.core.state import on_device
 from lapwing.core.streams import InputStream, is_loader
 from lapwing.core.trace import Trace
@@ -178,14 +179,13 @@ class Fitted(Reports):
 
     def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None, images: Images) -> FunctionGaussian:
         """Return the belief about all or some outputs of one batch; of images about their pixels."""
-        x = self._checked(x)
+        x = self._checked(x, slopes=True)
         if chosen is None or chosen.tokens is None:  # some pixels of an image are no image
             images.add(self.network.image_form(x))
-        if chosen is None:
-            belief = self.posterior(x, joint)
-        else:
+        if chosen is not None:
             chosen.refuse_other(self.network.count(x))
-            belief = self.posterior.chosen(x, chosen, joint)
+        at = lambda x: self.posterior(x, joint) if chosen is None else self.posterior.chosen(x, chosen, joint)
+        (belief,) = differentiable_beliefs(lambda x: [at(x)], x)
         check_finite(belief.mean, "outputs of the network")
         return belief
 
@@ -247,7 +247,7 @@ class Fitted(Reports):
 
     def _predictive(self, x: Inputs, samples: int | None, images: Images) -> Any:
         """Return the predictive of one batch; of images that of their pixels."""
-        x = self._checked(x)
+        x = self._checked(x, slopes=True)
         images.add(self.network.image_form(x))
         return self.posterior.predict(x, samples)
 
@@ -291,9 +291,9 @@ class Fitted(Reports):
         """
         require_integer("n", n)
         required(self.base, HasFunctionSamples, "function samples", self.method)
-        x, images = self._checked(x), Images()
+        x, images = self._checked(x, slopes=True), Images()
         images.add(self.network.image_form(x))
-        samples = self.posterior.function_samples(x, n, generator)
+        (samples,) = isolated(lambda x: [self.posterior.function_samples(x, n, generator)], x)
         check_finite(samples[0], "outputs of the network")
         return images.outputs(samples)
 
@@ -584,11 +584,19 @@ class Fitted(Reports):
         refuse_training_mode(model)
         self.fingerprint.refuse_other(model)
 
-    def _checked(self, x: Inputs) -> Inputs:
-        """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed."""
+    def _checked(self, x: Inputs, slopes: bool = False) -> Inputs:
+        """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed.
+
+        With ``slopes``, those that require a gradient keep their path to it; raise if the method has none.
+        """
         self._unchanged()
         device = self.network.device
-        x = moved(as_tensors(x, self.network.arithmetic), lambda t: t.to(device))
+        x = moved(as_tensors(x, self.network.arithmetic), lambda t: t.to(device) if slopes else t.detach().to(device))
+        if wants_slopes(x) and not self.posterior.differentiable:
+            raise UnsupportedError(
+                f"x requires a gradient, and the beliefs of {self.method} are not differentiable in the inputs. Use "
+                "x.detach(), or a method such as Kron, Full, KernelSpace or Sampled."
+            )
         if self.network.count(x) == 0:
             raise DataError("the batch is empty; expected at least one input.")
         check_finite(x, "inputs")

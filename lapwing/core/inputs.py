@@ -88,6 +88,11 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
         yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
 
 
+def wants_slopes(tree: Inputs) -> bool:
+    """Return whether results are to be differentiable in these inputs: one requires a gradient, and grad mode is on."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(tree))
+
+
 def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Any]]:
     """Yield every leaf of a nesting in order, with a name for its place.
 
@@ -175,7 +180,8 @@ def moved(inputs: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
 def check_finite(tree: Inputs, what: str) -> None:
     """Raise if any floating-point tensor holds NaN or infinity."""
     refuse_meta(tree)
-    for tensor in tensors_in(tree):
+    for each in tensors_in(tree):
+        tensor = each.detach()
         # A sum is finite only if every term is, and is ten times cheaper than a test of each. It may overflow where
         # no term does, so the terms are tested where the sum is not finite.
         if not tensor.is_floating_point() or math.isfinite(tensor.sum()):

@@ -6,6 +6,7 @@ for each direction. Layer-wise Jacobians take one backward pass for each output,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.inputs import Inputs
+from lapwing.core.inputs import Inputs, wants_slopes
 from lapwing.core.memory import gathered, runs
 from lapwing.networks import passes
 
@@ -41,7 +42,7 @@ def outputs_along(
         f = wanted(network(inputs).to(network.dtype))
         return f, f.new_zeros(0, *f.shape)
     n_outputs = torch.Size(network.output_shape if chosen is None else chosen.shape(network.output_shape)).numel()
-    if len(v) > CHEAPER * n_outputs:
+    if len(v) > CHEAPER * n_outputs or wants_slopes(inputs):
         return _by_jacobians(network, inputs, v, chosen)
     shift = network.shift
     f, products = forward_products(network, inputs, v if shift is None else torch.cat([shift[None].to(v), v]))
@@ -71,11 +72,13 @@ def forward_products(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tenso
 
 
 def _pushed(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
-    try:
-        return passes.pushed(network.replica, inputs, tangents, network.forward_mode, network.plain)
-    except NotImplementedError:  # an operation with neither a forward rule nor a second derivative
-        tangent = network.linearise(inputs)
-        return tangent.network_output, _along(tangent, v)
+    if not wants_slopes(inputs):
+        with contextlib.suppress(
+            NotImplementedError
+        ):  # an operation with neither a forward rule nor a second derivative
+            return passes.pushed(network.replica, inputs, tangents, network.forward_mode, network.plain)
+    tangent = network.linearise(inputs)
+    return tangent.network_output, _along(tangent, v)
 
 
 def _by_jacobians(network: Network, inputs: Inputs, v: Tensor, chosen: ChosenOutputs | None) -> tuple[Tensor, Tensor]:

@@ -175,7 +175,8 @@ class LinearJacobian:
             size, last = piece.batch, rows.shape[-1]
             forms = []
             for number, root in enumerate(roots):
-                scaled = rows * root if number < len(roots) - 1 else rows.mul_(root)
+                reused = number < len(roots) - 1 or rows.requires_grad
+                scaled = rows * root if reused else rows.mul_(root)
                 # Many small products over the outputs of the layer: one long one would leave a GPU idle.
                 scaled = scaled.reshape(size, -1, tokens, classes, last)
                 forms.append((scaled @ scaled.mT).sum(1) if full else scaled.square().sum((1, -1)))

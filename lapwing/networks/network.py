@@ -16,7 +16,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.counting import LargestResult
 from lapwing.core.data import Batch, Data
 from lapwing.core.images import DIMS, ImageForm
-from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take
+from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take, wants_slopes
 from lapwing.core.memory import gathered
 from lapwing.core.schema import MOST, Array, Either, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, distinct
 from lapwing.core.state import State, saved
@@ -235,10 +235,15 @@ class Network:
         return self.selection.picked(full)
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """Return the output f (B, [T,] C) without a graph; for a shifted network that of the tangent model."""
+        """Return the output f (B, [T,] C); for a shifted network that of the tangent model.
+
+        Without a graph, unless the inputs want slopes.
+        """
         return self.in_runs(inputs, self._outputs)
 
     def _outputs(self, inputs: Inputs) -> Tensor:
+        if wants_slopes(inputs):
+            return self.linearise(inputs).f
         f = self._checked(shaped(output_alone(self.replica, inputs, self.plain)))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
 
@@ -353,8 +358,12 @@ class Network:
         vars(network)["_memory"] = self._memory  # facts about batches hold for both
         return network
 
-    def linearise(self, inputs: Inputs, differentiable: bool = False) -> Tangent:
-        """Run the model once with a graph. ``differentiable`` keeps the path from the inputs to the Jacobians."""
+    def linearise(self, inputs: Inputs, differentiable: bool | None = None) -> Tangent:
+        """Run the model once with a graph. ``differentiable`` keeps the path from the inputs to the Jacobians.
+
+        None keeps it if the inputs want slopes.
+        """
+        differentiable = wants_slopes(inputs) if differentiable is None else differentiable
         tensors = dict(self.replica.named_parameters())
         # The fused kernels of attention have no second derivative.
         kernels = math_attention if differentiable else contextlib.nullcontext()

@@ -47,7 +47,7 @@ class Tangent:
     @property
     def network_output(self) -> Tensor:
         """The output of the network itself, (B, [T,] C)."""
-        return shaped(self.raw.detach())
+        return shaped(self.raw if self.differentiable else self.raw.detach())
 
     @cached_property
     def f(self) -> Tensor:
@@ -219,8 +219,8 @@ class Tangent:
             if self.differentiable:
                 raise ModelError(
                     f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
-                    "inputs. Leave it out with named(), or keep the inputs where they are: VaLLA(optimiser='none'), "
-                    "with alpha=0."
+                    "inputs. Leave it out with named(), or keep the inputs where they are: x.detach() for predictions, "
+                    "VaLLA(optimiser='none') with alpha=0."
                 )
             return DenseJacobian(opaque()[block.weight])
         total: BlockJacobian | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.function_samples import FunctionSamples
-from lapwing.core.inputs import Inputs, check_finite
+from lapwing.core.inputs import Inputs, check_finite, wants_slopes
 from lapwing.core.random import derived_generator, normal
 from lapwing.core.settings import NONE, integer
 from lapwing.core.state import Latest
@@ -81,6 +81,11 @@ def numbers_of(
         count = SAMPLES if prefers_draws([members[number] for number in drawing], network, likelihood, x) else 0
     if not count:
         return ()
+    if wants_slopes(x):
+        raise UnsupportedError(
+            "x requires a gradient, and this prediction is drawn from functions, which has none. Use x.detach(), "
+            "predict(x, samples=0), or functions(x)."
+        )
     counts = dict(zip(drawing, allotted([shares[number] for number in drawing], -(-count // 2)), strict=True))
     numbers, first = [], 0
     for number, each in enumerate(members):

@@ -17,6 +17,7 @@ from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.random import uniform
 from lapwing.core.schema import ROUNDING, SMALLEST, Array, ListOf, Maybe, Real, Record, Text, Whole
+from lapwing.core.slopes import differentiable_beliefs
 from lapwing.core.state import Part, State, Unread, saved
 from lapwing.core.trace import TRACE, Trace, trace_settings
 from lapwing.errors import FileError, UnsupportedError
@@ -116,6 +117,10 @@ class MixturePosterior(Posterior):
     @property
     def problem(self) -> Problem:  # type: ignore[override]
         return self.base.problem
+
+    @property
+    def differentiable(self) -> bool:  # type: ignore[override]
+        return all(base.differentiable for base in self.bases)
 
     @property
     def statistics(self) -> Statistics:
@@ -224,7 +229,7 @@ class MixturePosterior(Posterior):
         numbers = numbers_of(self.members, self.problem.likelihood, wide, samples, x)
         if numbers:
             return drawn_predictive(self.members, x, numbers, self.kept_draws, self._averaged)
-        beliefs = beliefs_at(self.members, x)
+        beliefs = differentiable_beliefs(lambda inner: beliefs_at(self.members, inner), x)
         for mean in {id(belief.mean): belief.mean for belief in beliefs}.values():
             check_finite(mean, "outputs of the network")
         return self._averaged(beliefs)

@@ -26,6 +26,7 @@ class PointPosterior(Posterior, Reweightable):
     statistics: Statistics
     theta: Tensor
     has_spread: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = True
 
     def with_problem(self, problem: Problem) -> PointPosterior:
         return replace(self, problem=problem)

@@ -13,6 +13,7 @@ from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.memory import gathered
+from lapwing.core.slopes import differentiable_beliefs
 from lapwing.core.state import Latest
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
@@ -37,6 +38,7 @@ class Posterior(Protocol):
     is_sampled: ClassVar[bool] = False  # whether evidence and γ are estimates from samples, solved for each prior
     solves_for_inputs: ClassVar[bool] = False  # whether each prediction solves systems over all data
     has_spread: ClassVar[bool] = True  # whether there is a covariance to scale
+    differentiable: ClassVar[bool] = False  # whether beliefs are differentiable in inputs that require a gradient
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """Return the belief about the outputs at x, with the covariance between inputs if joint."""
@@ -72,7 +74,7 @@ class Posterior(Protocol):
         if numbers:
             predict = lambda beliefs: likelihood.predict_samples(beliefs[0])
             return drawn_predictive([self], x, numbers, self.kept_draws, predict)
-        belief = self(x)
+        (belief,) = differentiable_beliefs(lambda inner: [self(inner)], x)
         check_finite(belief.mean, "outputs of the network")
         return likelihood.predict(belief)
 
@@ -125,6 +127,7 @@ class Linearised(Posterior, Reweightable, Protocol):
     """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
 
     linearised: ClassVar[bool] = True
+    differentiable: ClassVar[bool] = True
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""

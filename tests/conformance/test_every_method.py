@@ -269,3 +269,24 @@ def test_a_setting_that_makes_no_sense_is_refused(name: str, setting: str) -> No
     """When the method is made; data and networks, which are not part of its repr, are checked in the fit."""
     with pytest.raises(lw.errors.UnsupportedError, match=rf"{setting} is .*nonsense.*; expected"):
         METHODS[name](**{setting: "nonsense"})
+
+
+def test_beliefs_are_differentiable_in_the_inputs_or_refuse(name: str) -> None:
+    """Against finite differences: means, covariances, those between inputs, and probabilities."""
+    posterior, x = standard(name), NEW[:2].clone().requires_grad_()
+    if not posterior.posterior.differentiable:
+        for ask in (posterior.functions, posterior.predict):
+            with pytest.raises(lw.errors.UnsupportedError, match=r"not differentiable in the inputs. Use x.detach\(\)"):
+                ask(x)
+        assert not posterior.functions(x.detach()).mean.requires_grad
+        return
+
+    def results(x: Tensor) -> tuple[Tensor, ...]:
+        belief = posterior.functions(x)
+        return belief.mean, belief.cov, posterior.functions(x, joint=True).cov, posterior.predict(x).probs
+
+    with torch.no_grad():
+        plain = results(x)
+    for one, other in zip(plain, results(x), strict=True):
+        assert_close(other, one)
+    assert torch.autograd.gradcheck(results, (x,), fast_mode=True)

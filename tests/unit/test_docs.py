@@ -6,35 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from lapwing.registry import METHODS
+from tests.pages import DOCS, PAGES, named, pages_with_examples, run_examples
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 SECTIONS = ["What it computes", "When it is exact", "Cost", "Settings", "Example", "Pitfalls", "Reference"]
 
 
-def named(page: Path) -> str:
-    return page.relative_to(DOCS).as_posix()
-
-
-def examples(page: Path) -> list[tuple[int, str]]:
-    """The blocks of a page, each with the line that it starts on."""
-    text = page.read_text(encoding="utf-8")
-    return [(text.count("\n", 0, found.start(1)), found.group(1)) for found in BLOCK.finditer(text)]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=named)
+@pytest.mark.parametrize("page", pages_with_examples(integrations=False), ids=named)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples may write files
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    with torch.random.fork_rng(devices=[]):
-        for line, source in examples(page):
-            # Blank lines before the code make a traceback point at the line of the page.
-            exec(compile("\n" * line + source, str(page), "exec"), namespace)
+    run_examples(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -167,6 +167,7 @@ class LinearisedResponse(Linearised):
     max_iterations: int = 2000
     trace: Trace | None = None
     solves_for_inputs: ClassVar[bool] = True
+    differentiable: ClassVar[bool] = False  # there is no gradient through the iterations
 
     def with_trace(self, trace: Trace) -> LinearisedResponse:
         return replace(self, trace=trace)
